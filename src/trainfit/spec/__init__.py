@@ -1,0 +1,1 @@
+"""The nouns: frozen, strict values that every room speaks. No torch here."""

@@ -1,0 +1,32 @@
+"""The one error a person's input can raise."""
+
+EXIT_BAD_INPUT = 65
+"""Exit code for a bad recipe, config or data (EX_DATAERR in sysexits.h)."""
+
+
+class InputError(ValueError):
+    """Bad input, told in one line: where it stands, what it is, what to do.
+
+    Args:
+        problem: what is wrong with the value.
+        remedy: what to write instead.
+        field: dotted path of the field, such as ``batch.micro``.
+        value: the value that was refused.
+        file: the file it stands in, if it came from one.
+    """
+
+    def __init__(self, problem: str, remedy: str, *, field: str = "", value: object = None, file: str = ""):
+        self.problem, self.remedy, self.field, self.value, self.file = problem, remedy, field, value, file
+        shown = "" if value is None else f" = {_short(value)}"
+        where = ": ".join(part for part in (file, f"{field}{shown}" if field else shown.strip(" =")) if part)
+        text = f"{where}: {problem}; {remedy}" if where else f"{problem}; {remedy}"
+        super().__init__(" ".join(text.split()))
+
+    def in_file(self, file: str) -> "InputError":
+        """The same error, naming its file."""
+        return InputError(self.problem, self.remedy, field=self.field, value=self.value, file=self.file or file)
+
+
+def _short(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,67 @@
+"""Gpu, Link and Cluster: what a recipe runs on. Peaks are dense (no structured sparsity)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainfit.spec.value import Bytes, PositiveInt, Value
+
+PeakDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class Source(Value):
+    """Where a number comes from: a public document's address and the day it was read, or a record."""
+
+    url: str
+    accessed: str
+    note: str = ""
+
+
+class Link(Value):
+    """A connection between GPUs, or GPU and host.
+
+    ``bytes_per_s``: one direction, one GPU, all its lanes together.
+    """
+
+    name: str
+    kind: Literal["nvlink", "infinity-fabric", "pcie", "ici", "ethernet", "infiniband"]
+    bytes_per_s: PositiveFloat
+    latency_s: PositiveFloat
+    source: Source
+
+
+class Gpu(Value):
+    """One accelerator as its maker describes it."""
+
+    name: str
+    """The catalog's key: lower case, such as ``h100-sxm``."""
+    title: str
+    vendor: Literal["nvidia", "amd", "google", "intel"]
+    architecture: str
+    compute_capability: tuple[int, int] | None = None
+    """CUDA compute capability; None elsewhere."""
+    memory_bytes: Bytes
+    """Memory on the data sheet."""
+    usable_bytes: Bytes
+    """What the driver lets a process allocate (``torch.cuda.mem_get_info`` total), or the data sheet's."""
+    memory_bytes_per_s: PositiveFloat
+    peak_flops_per_s: dict[PeakDtype, PositiveFloat]
+    """Dense peak by dtype of the inputs, FLOP/s."""
+    link: str
+    """Name of the Link to its neighbours in one host."""
+    gpus_per_host: PositiveInt = 8
+    price_per_hour: PositiveFloat | None = None
+    """US dollars, on demand, one accelerator."""
+    price_source: Source | None = None
+    source: Source
+
+
+class Cluster(Value):
+    """``count`` equal GPUs and the links between them."""
+
+    gpu: Gpu
+    count: PositiveInt = 1
+    link: Link
+    price_per_hour: PositiveFloat | None = None
+    """US dollars for one GPU and one hour, the user's own if given."""

@@ -1,0 +1,151 @@
+"""Recipe: model x techniques x batch x hardware, the one input of every command.
+
+Frozen and strict. Its id is a hash of its content, so equal recipes have equal ids wherever they stand.
+"""
+
+import hashlib
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from trainfit.spec.value import PositiveInt, Value, canonical_json
+
+Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
+Attention = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
+Loss = Literal["standard", "chunked", "fused"]
+OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
+Quantize = Literal["nf4", "int8", "fp8"]
+
+
+class ModelSpec(Value):
+    """Which model: a catalog name or the mapping of a config.json, and whose code builds it."""
+
+    config: str | dict[str, JsonValue]
+    implementation: Literal["hf", "native"] = "hf"
+    name: str | None = None
+
+    @property
+    def display_name(self) -> str:
+        """What people read: the given name, else the catalog's, else the config's own."""
+        if self.name or isinstance(self.config, str):
+            return self.name or str(self.config)
+        return str(self.config.get("_name_or_path") or self.config.get("model_type") or "inline")
+
+
+class Batch(Value):
+    """Per data-parallel rank: ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens a step."""
+
+    micro: PositiveInt = 1
+    seq: PositiveInt = 1024
+    accumulate: PositiveInt = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step on one data-parallel rank."""
+        return self.micro * self.seq * self.accumulate
+
+
+class Every(Value):
+    """Recompute every k-th layer."""
+
+    every: PositiveInt
+
+
+class Budget(Value):
+    """Keep this share of what compile would save (torch's activation memory budget)."""
+
+    budget: Annotated[float, Field(ge=0, le=1)]
+
+
+class BudgetGib(Value):
+    """Keep the step's peak under this many GiB (2**30 bytes)."""
+
+    budget_gib: Annotated[float, Field(gt=0)]
+
+
+Recompute = Literal["none", "full", "selective", "offload"] | Every | Budget | BudgetGib
+
+
+class Optimizer(Value):
+    """The optimizer and how its update is run.
+
+    ``momentum``: SGD's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
+    """
+
+    name: OptimizerName = "adamw"
+    implementation: Literal["foreach", "fused", "forloop"] = "fused"
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    in_backward: bool = False
+
+
+class Adapter(Value):
+    """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
+
+    kind: Literal["lora", "prompt", "prefix", "p-tuning"]
+    rank: PositiveInt = 16
+    alpha: PositiveInt | None = None
+    targets: str | tuple[str, ...] = "all-linear"
+    dtype: Literal["fp32", "base"] = "fp32"
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Parallel(Value):
+    """How GPUs share the work: replicas x shards x tensor-parallel ranks; their product is the GPU count."""
+
+    replicate: PositiveInt = 1
+    shard: PositiveInt = 1
+    tensor: PositiveInt = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.replicate * self.shard * self.tensor
+
+
+class Hardware(Value):
+    """Which GPU (a name of the catalog) and how many; a price of one's own overrides the catalog's."""
+
+    gpu: str = "h200"
+    count: PositiveInt = 1
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
+    """US dollars for one GPU and one hour."""
+
+
+class Recipe(Value):
+    """One training step, described whole. See docs/recipe.md for every field."""
+
+    model: ModelSpec
+    batch: Batch = Batch()
+    precision: Precision = "bf16"
+    attention: Attention = "sdpa"
+    loss: Loss = "standard"
+    recompute: Recompute = "none"
+    compile: Literal[False, "block", "model"] = False
+    optimizer: Optimizer = Optimizer()
+    adapter: Adapter | None = None
+    quantize: Quantize | None = None
+    parallel: Parallel = Parallel()
+    hardware: Hardware = Hardware()
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _counts_agree(self) -> "Recipe":
+        if self.parallel.world_size != self.hardware.count:
+            raise ValueError(
+                f"replicate x shard x tensor is {self.parallel.world_size} "
+                f"but hardware.count is {self.hardware.count}: make them equal"
+            )
+        if self.quantize and self.adapter is None:
+            raise ValueError("a quantised base is frozen: quantize needs an adapter, such as {kind: lora}")
+        return self
+
+    @cached_property
+    def id(self) -> str:
+        """Sixteen hex digits of the SHA-256 of the content."""
+        return hashlib.sha256(canonical_json(self.content()).encode()).hexdigest()[:16]
+
+    def content(self) -> dict[str, Any]:
+        """The recipe as plain data (what JSON holds), without derived values."""
+        return self.model_dump(mode="json")

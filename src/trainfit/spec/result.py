@@ -1,0 +1,215 @@
+"""What a step costs, predicted (Estimate) or measured (Measurement): one shape, so one can be subtracted.
+
+Sizes in bytes, times in seconds, FLOPs of one optimizer step on one GPU unless a name says otherwise.
+"""
+
+from typing import Any, Literal
+
+from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary", "communication", "workspace")
+PHASES = ("forward", "backward", "optimizer")
+
+
+class MemoryBreakdown(Value):
+    """Bytes alive at one moment, by what they hold. The parts sum to the total.
+
+    weights: parameters and buffers; gradients: of parameters, accumulated; optimizer: its state;
+    activations: saved by the forward for the backward (the batch included); temporary: everything else alive;
+    communication: buffers of collectives; workspace: scratch that libraries keep (cuBLAS, cuDNN).
+    """
+
+    weights: Bytes = 0
+    gradients: Bytes = 0
+    optimizer: Bytes = 0
+    activations: Bytes = 0
+    temporary: Bytes = 0
+    communication: Bytes = 0
+    workspace: Bytes = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, name) for name in CATEGORIES)
+
+
+class PhasePeaks(Value):
+    """Highest allocated bytes while each phase of one optimizer step runs."""
+
+    forward: Bytes
+    backward: Bytes
+    optimizer: Bytes
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward, self.optimizer)
+
+
+class Phases(Value):
+    """Allocated bytes: after the model and optimizer are built, then each phase's peak.
+
+    ``first``: the first step, which starts without optimizer state; ``steady``: any later one.
+    """
+
+    after_init: Bytes
+    first: PhasePeaks
+    steady: PhasePeaks
+
+    @property
+    def peak(self) -> int:
+        return max(self.after_init, self.first.peak, self.steady.peak)
+
+
+class StepTime(Value):
+    """Parts of one step's time, in seconds; they sum to ``total``."""
+
+    matmul_s: Seconds = 0.0
+    memory_s: Seconds = 0.0
+    communication_s: Seconds = 0.0
+    host_s: Seconds = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul_s + self.memory_s + self.communication_s + self.host_s
+
+
+class Cost(Value):
+    """Money, in US dollars."""
+
+    price_per_gpu_hour: float
+    num_gpus: Count
+    per_hour: float
+    per_million_tokens: float
+
+
+class Interval(Value):
+    """A stated bound: the true value is expected inside."""
+
+    low: float
+    high: float
+    basis: str
+    """Why it is believed: a record, a theorem or a stated assumption."""
+
+
+class Estimate(Value):
+    """The prediction for one recipe."""
+
+    recipe_id: str
+    phases: Phases
+    breakdown: MemoryBreakdown
+    """At the moment of the peak."""
+    peak_phase: str
+    """Which phase holds the peak, such as ``steady.backward``."""
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    peak_device_bytes: Bytes
+    """What nvidia-smi shows: reserved, the CUDA context and the libraries' own memory."""
+    device_bytes: Bytes
+    """What the GPU offers a process."""
+    fits: bool
+    params: Count
+    trainable_params: Count
+    model_flops: Flops
+    """FLOPs the mathematics needs: no recomputation; attention as ``flops_convention`` says."""
+    hardware_flops: Flops
+    """FLOPs the device executes, recomputation included."""
+    flops_convention: str
+    step_s: Seconds | None
+    time: StepTime | None
+    tokens_per_s: float | None
+    mfu: Share | None
+    hfu: Share | None
+    cost: Cost | None
+    assumptions: tuple[str, ...] = ()
+    ops_without_flops: tuple[str, ...] = ()
+    """Operations that compute but have no FLOP rule, by name; they count as 0 and are said so."""
+    bounds: dict[str, Interval] = {}
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Free bytes left on the device; negative when it does not fit."""
+        return self.device_bytes - self.peak_device_bytes
+
+
+class Environment(Value):
+    """Where a measurement was made."""
+
+    device: str
+    """Name of the GPU, or of the CPU."""
+    device_bytes: Bytes
+    driver: str | None = None
+    torch: str
+    cuda: str | None = None
+    transformers: str | None = None
+    python: str
+    platform: str
+    clocks_mhz: dict[str, int] = {}
+    commit: str | None = None
+
+
+class Spread(Value):
+    """Samples of one quantity, in the order taken, and their summary."""
+
+    samples: tuple[float, ...]
+    median: float
+    low: float
+    """10th percentile."""
+    high: float
+    """90th percentile."""
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Spread":
+        """Summarise at least one sample (nearest-rank percentiles)."""
+        if not samples:
+            raise ValueError("samples is empty: a spread needs at least one sample")
+        ordered = sorted(samples)
+
+        def at(share: float) -> float:
+            return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
+
+        middle = len(ordered) // 2
+        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        return cls(samples=tuple(samples), median=median, low=at(0.1), high=at(0.9))
+
+
+class Measurement(Value):
+    """One recipe measured on a real device. Out of memory is a result: ``status`` and the peak reached."""
+
+    recipe_id: str
+    status: Literal["done", "out-of-memory", "timeout", "crashed"]
+    message: str = ""
+    phases: Phases | None = None
+    breakdown: MemoryBreakdown | None = None
+    """At the end of a phase by real storages where they can be tracked, else None."""
+    peak_allocated_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
+    peak_device_bytes: Bytes | None = None
+    device_bytes: Bytes = 0
+    params: Count = 0
+    trainable_params: Count = 0
+    model_flops: Flops | None = None
+    hardware_flops: Flops | None = None
+    step_s: Seconds | None = None
+    """Median of the steady steps."""
+    step_times: Spread | None = None
+    tokens_per_s: float | None = None
+    mfu: Share | None = None
+    hfu: Share | None = None
+    losses: tuple[float, ...] = ()
+    environment: Environment
+
+
+class Record(Value):
+    """One line of evidence: what was asked, what came out, with which code."""
+
+    kind: Literal["predict", "measure", "train"]
+    created_at: str
+    """ISO 8601, UTC."""
+    version: str
+    commit: str | None
+    recipe: dict[str, Any]
+    recipe_id: str
+    estimate: Estimate | None = None
+    measurement: Measurement | None = None
+    train: dict[str, Any] | None = None
+    """Summary of a training run: steps, losses, evaluation perplexity, checkpoints."""
+    tags: tuple[str, ...] = ()
