@@ -1,0 +1,102 @@
+"""Any causal LM that transformers ships, built from the mapping of a config.json. No remote code, no downloads.
+
+transformers (5.17 and later) initialises on the device that is in force, so ``with torch.device(...)`` is all that
+meta, fake and CUDA need; on meta it skips the initialisation by itself.
+"""
+
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfit.spec.errors import InputError
+
+NOT_THE_ARCHITECTURE = (
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "transformers_version",
+)
+"""Keys of a config.json that name code, storage or versions. The recipe says precision and quantisation."""
+
+BAD_CONFIG = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError)
+"""What transformers' constructors raise on values that do not fit together."""
+
+
+def build_hf(
+    config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+) -> nn.Module:
+    """The transformers model of ``config``, randomly initialised on ``device`` in ``dtype``, in training mode.
+
+    ``attention: sdpa`` leaves the choice to transformers: SDPA, or eager for the few families whose attention SDPA
+    cannot express (Bloom, Gemma 2). A named backend is refused for those.
+
+    Raises:
+        InputError: a ``model_type`` that transformers does not know or that is no causal LM, a value its config
+            class refuses, or an attention implementation the model lacks.
+    """
+    from transformers import AutoModelForCausalLM
+
+    hf_config = hf_config_from(config)
+    chosen = (
+        {} if attention == "sdpa" else {"attn_implementation": "eager" if attention == "eager" else "sdpa"}
+    )
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(
+                hf_config, dtype=dtype, trust_remote_code=False, **chosen
+            )
+    except BAD_CONFIG as error:
+        by_attention = "attention implementation" in str(error)
+        raise InputError(
+            f"transformers cannot build it as a causal language model: {_cause(error)}",
+            "use attention: sdpa or eager"
+            if by_attention
+            else "correct the config, or name a causal language model",
+            field="model.config.model_type",
+            value=config.get("model_type"),
+        ) from error
+    return model.train()
+
+
+def hf_config_from(config: dict[str, Any]) -> Any:
+    """The transformers config object of a config.json mapping, the key-value cache off.
+
+    Raises:
+        InputError: unknown ``model_type`` (with near names), or a value that its config class refuses.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        known = list(CONFIG_MAPPING.keys())
+        near = difflib.get_close_matches(str(model_type), known, n=3)
+        remedy = (
+            f"did you mean {', '.join(near)}?" if near else "use a model_type of transformers, such as llama"
+        )
+        raise InputError(
+            "unknown to transformers", remedy, field="model.config.model_type", value=model_type or "(none)"
+        )
+    keys = {key: value for key, value in config.items() if key not in (*NOT_THE_ARCHITECTURE, "model_type")}
+    try:
+        hf_config = CONFIG_MAPPING[model_type](**keys)
+    except (*BAD_CONFIG, StrictDataclassError) as error:
+        raise InputError(
+            f"transformers refuses this {model_type} config: {_cause(error)}",
+            "correct that key",
+            field="model.config",
+        ) from error
+    for part in (hf_config, hf_config.get_text_config()):
+        part.use_cache = False
+    return hf_config
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost error's first line: strict config classes wrap the sentence that names the key."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{error}".strip().partition("\n")[0].split(" Please request")[0] or type(error).__name__

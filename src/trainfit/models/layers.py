@@ -1,0 +1,32 @@
+"""Where a model's repeated decoder blocks are: found by structure, not by name.
+
+Works for transformers models, the same wrapped by PEFT, and our native decoder, because every one keeps its blocks in
+a ``nn.ModuleList`` of few classes (one, except in hybrids that alternate attention with state-space blocks).
+"""
+
+from torch import nn
+
+
+def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Dotted names and ModuleLists of the repeated decoder blocks, in ``named_modules`` order.
+
+    A list counts when its children are of one class (or at most half as many classes as children) and it does not stand inside another such list (experts inside a
+    block are not decoder blocks). Of several, those are kept that hold at least half as many parameters as the
+    largest: a decoder with two stacks gives both, a small side list (prediction heads) gives none.
+    A model without such a list gives an empty list.
+    """
+    found: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(outer + ".") for outer, _ in found)
+        if not inside and isinstance(module, nn.ModuleList) and _is_repeated(module):
+            found.append((name, module))
+    largest = max((_num_parameters(blocks) for _, blocks in found), default=0)
+    return [(name, blocks) for name, blocks in found if largest and 2 * _num_parameters(blocks) >= largest]
+
+
+def _is_repeated(blocks: nn.ModuleList) -> bool:
+    return len(blocks) > 0 and len({type(block) for block in blocks}) <= max(1, len(blocks) // 2)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
