@@ -70,6 +70,8 @@ Recompute = Literal["none", "full", "selective", "offload"] | Every | Budget | B
 class Optimizer(Value):
     """The optimizer and how its update is run.
 
+    ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
+    Adafactor (torch's own default for it). Filled in here, so that a recipe's id does not depend on writing it.
     ``momentum``: SGD's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
     """
 
@@ -79,6 +81,13 @@ class Optimizer(Value):
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     in_backward: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _best_implementation(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "implementation" not in data and data.get("name") == "adafactor":
+            return {**data, "implementation": "forloop"}
+        return data
 
 
 class Adapter(Value):

@@ -1,0 +1,189 @@
+"""A recipe becomes one training step: model, then techniques in one visible order, then optimizer.
+
+The same step runs on the virtual GPU (fake CPU tensors) and on a real device, so nothing here asks for CUDA.
+Shapes: b micro-batch, s sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.models.build import build_model
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques import precision, registry
+from trainfit.techniques.draft import Compiler, ContextFactory, Draft
+
+Batch = dict[str, Tensor]
+"""One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
+
+ORDER = (
+    "precision",
+    "adamw",
+)
+"""Every technique, in the order in which it is applied."""
+
+
+def assemble(
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    on_model: Callable[[nn.Module], None] | None = None,
+    compiler: Compiler | None = None,
+) -> Step:
+    """The training step that ``recipe`` describes, its parameters on ``device``.
+
+    Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights.
+
+    Args:
+        on_model: called with the bare model before any technique touches it.
+        compiler: compiles a module in place; None: ``module.compile()``.
+
+    Raises:
+        InputError: a value not there yet, or techniques that exclude each other.
+    """
+    registry.check(recipe)
+    torch.manual_seed(recipe.seed)
+    model = build_model(
+        recipe.model, dtype=precision.weight_dtype(recipe), device=device, attention=recipe.attention
+    ).train()
+    if on_model is not None:
+        on_model(model)
+    draft = Draft(model, device, compiler or (lambda module: module.compile()))
+    for technique in in_order():
+        if technique.applies(recipe):
+            technique.apply(recipe, draft)
+    if not draft.optimizers:
+        assert draft.make_optimizer is not None, "every optimizer name that COVERS lists must set make_optimizer"
+        draft.optimizers = [draft.make_optimizer(draft.trainable())]
+    return Step(recipe, draft)
+
+
+def in_order() -> list[registry.Technique]:
+    """The techniques as ORDER has them; a file without a place is a bug of ours."""
+    found = registry.techniques()
+    assert sorted(found) == sorted(ORDER), f"step.ORDER and techniques/ differ: {set(found) ^ set(ORDER)}"
+    return [found[name] for name in ORDER]
+
+
+class Step:
+    """One training step: the plain loop people write.
+
+    Which tensors stay alive decides the peak, so it is fixed here: as in the Hugging Face Trainer, the model's
+    output is dropped once the loss is taken from it, so backward starts with the logits held only by autograd (and
+    only where some backward formula needs them). The loss tensor lives until its backward is done. Gradients are set
+    to None after the update, so forward starts without them. The batches are the caller's.
+    """
+
+    def __init__(self, recipe: Recipe, draft: Draft):
+        self.recipe = recipe
+        self.model = draft.model
+        self.device = draft.device
+        self.optimizers = draft.optimizers
+        self.scaler = draft.scaler
+        self._around_forward = draft.around_forward
+        self._around_backward = draft.around_backward
+        self._num_micro_batches = draft.num_micro_batches
+        self._steps_in_backward = draft.steps_in_backward
+
+    def random_batches(self, seed: int = 0) -> list[Batch]:
+        """``accumulate`` micro-batches of uniform token ids, the same for a seed on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (self.recipe.batch.micro, self.recipe.batch.seq)
+        batches: list[Batch] = []
+        for _ in range(self._num_micro_batches):
+            ids_bs = torch.randint(vocabulary(self.model), shape, generator=generator).to(self.device)
+            batches.append({"input_ids": ids_bs, "labels": ids_bs.clone()})
+        return batches
+
+    def __call__(self, batches: Sequence[Batch], on_phase: Callable[[str], None] = lambda phase: None) -> Tensor:
+        """Forward and backward of every micro-batch, then one update; the mean loss, detached, fp32 scalar.
+
+        ``on_phase`` hears "forward" and "backward" once a micro-batch and "optimizer" once, as each begins.
+        """
+        losses: list[Tensor] = []
+        for batch in batches:
+            on_phase("forward")
+            loss = self.loss(batch)
+            losses.append(loss.detach())
+            on_phase("backward")
+            self._backward(loss)
+            del loss
+        on_phase("optimizer")
+        self._update()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Forward only: the mean next-token loss, fp32 scalar. The model's output is dropped here."""
+        with entered(self._around_forward):
+            return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._num_micro_batches > 1:
+            loss = loss / self._num_micro_batches
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        with entered(self._around_backward):
+            loss.backward()
+
+    def _update(self) -> None:
+        if self._steps_in_backward:
+            return
+        for optimizer in self.optimizers:
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizers and scaler, by reference. Random generators and data are the training loop's."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state_dict()`` of a step of the same recipe, bit for bit. Takes the tensors over."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, saved)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def entered(factories: Sequence[ContextFactory]) -> ExitStack:
+    """One context of them all, the first outermost."""
+    stack = ExitStack()
+    for factory in factories:
+        stack.enter_context(factory())
+    return stack
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, keeping the dtypes that were saved.
+
+    torch casts floating state to its parameter's dtype, which would round fp32 moments of bf16 weights.
+    """
+    optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved["state"].items():
+        state = optimizer.state[parameters[index]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Token ids the model takes: rows of its input embedding."""
+    config: Any = model.config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return config["vocab_size"] if isinstance(config, dict) else config.vocab_size

@@ -1,0 +1,40 @@
+"""Draft: a training step being put together; each technique changes its part of it. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Compiler = Callable[["nn.Module"], None]
+"""Compiles a module in place."""
+ContextFactory = Callable[[], AbstractContextManager[object]]
+"""Makes a fresh context manager; a step enters one each time."""
+
+
+@dataclass
+class Draft:
+    """What techniques change on the way from a built model to a step."""
+
+    model: nn.Module
+    device: torch.device
+    compiler: Compiler
+    around_forward: list[ContextFactory] = field(default_factory=list)
+    """Entered around every forward, first in the list outermost."""
+    around_backward: list[ContextFactory] = field(default_factory=list)
+    """Entered around every backward, where recomputation runs forward code again."""
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    steps_in_backward: bool = False
+    """The optimizers run in hooks while backward runs; the step does not call them."""
+    scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
+    num_micro_batches: int = 1
+
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that train, each once (tied ones too), in the model's order."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -1,0 +1,107 @@
+"""Finds the techniques and tells what is there. Imports no torch, so a recipe can be refused early.
+
+A technique is a file of this package with four names:
+
+- ``COVERS``: field of the recipe -> the values of it that this file makes work,
+- ``applies(recipe) -> bool``: does this recipe ask for it,
+- ``check(recipe)``: raises InputError where it cannot go together with the rest of the recipe,
+- ``apply(recipe, draft)``: changes the draft; torch is imported here.
+
+A new technique is one new file and its place in ``step.ORDER``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import trainfit.techniques
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+NOT_TECHNIQUES = ("draft", "registry")
+
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "loss": ("standard",),
+    "recompute": ("none",),
+    "compile": (False,),
+    "adapter.kind": (None,),
+    "quantize": (None,),
+    "parallel.replicate": (1,),
+    "parallel.shard": (1,),
+    "parallel.tensor": (1,),
+}
+"""What a step does where no technique is asked for: field -> the values that need no file of their own."""
+
+
+class Technique(Protocol):
+    """The shape of a technique's file."""
+
+    COVERS: dict[str, tuple[Any, ...]]
+
+    def applies(self, recipe: Recipe) -> bool: ...
+
+    def check(self, recipe: Recipe) -> None: ...
+
+    def apply(self, recipe: Recipe, draft: Draft) -> None: ...
+
+
+@cache
+def techniques() -> dict[str, Technique]:
+    """Every technique by the name of its file."""
+    names = [module.name for module in pkgutil.iter_modules(trainfit.techniques.__path__)]
+    return {name: _load(name) for name in names if name not in NOT_TECHNIQUES}
+
+
+def _load(name: str) -> Technique:
+    module: ModuleType = importlib.import_module(f"{trainfit.techniques.__name__}.{name}")
+    missing = [part for part in ("COVERS", "applies", "check", "apply") if not hasattr(module, part)]
+    assert not missing, f"techniques/{name}.py lacks {missing}"
+    return cast(Technique, module)
+
+
+def covered() -> dict[str, tuple[Any, ...]]:
+    """Every field that a technique or a plain step answers for -> its values that work now."""
+    values: dict[str, list[Any]] = {field: list(plain) for field, plain in PLAIN.items()}
+    for technique in techniques().values():
+        for field, more in technique.COVERS.items():
+            values.setdefault(field, []).extend(more)
+    return {field: tuple(found) for field, found in values.items()}
+
+
+def check(recipe: Recipe) -> None:
+    """Nothing, if a step can be assembled from this recipe.
+
+    Raises:
+        InputError: a value that no technique covers yet, or techniques that exclude each other, in one line.
+    """
+    for field, values in covered().items():
+        value = value_at(recipe, field)
+        if value not in values:
+            there = ", ".join(_shown(known) for known in values)
+            raise InputError("not there yet", f"there is now: {there}", field=field, value=value)
+    for technique in techniques().values():
+        if technique.applies(recipe):
+            technique.check(recipe)
+
+
+def value_at(recipe: Recipe, field: str) -> Any:
+    """The value of a dotted field as COVERS writes it: ``{every: 2}`` is its key, ``every``."""
+    value: Any = recipe
+    for part in field.split("."):
+        value = getattr(value, part, None)
+    if hasattr(value, "model_dump"):
+        return next(iter(value.model_dump()))
+    return value
+
+
+def _shown(value: Any) -> str:
+    return {None: "null", False: "false", True: "true"}.get(value, str(value)) if _is_word(value) else str(value)
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
