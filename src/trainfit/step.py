@@ -22,8 +22,17 @@ Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
 
 ORDER = (
+    "lora",
+    "recompute_full",
+    "compile_block",
+    "compile_model",
     "precision",
+    "attention",
+    "accumulation",
     "adamw",
+    "sgd",
+    "adafactor",
+    "optimizer_in_backward",
 )
 """Every technique, in the order in which it is applied."""
 
@@ -58,7 +67,9 @@ def assemble(
         if technique.applies(recipe):
             technique.apply(recipe, draft)
     if not draft.optimizers:
-        assert draft.make_optimizer is not None, "every optimizer name that COVERS lists must set make_optimizer"
+        assert draft.make_optimizer is not None, (
+            "every optimizer name that COVERS lists must set make_optimizer"
+        )
         draft.optimizers = [draft.make_optimizer(draft.trainable())]
     return Step(recipe, draft)
 
@@ -100,7 +111,9 @@ class Step:
             batches.append({"input_ids": ids_bs, "labels": ids_bs.clone()})
         return batches
 
-    def __call__(self, batches: Sequence[Batch], on_phase: Callable[[str], None] = lambda phase: None) -> Tensor:
+    def __call__(
+        self, batches: Sequence[Batch], on_phase: Callable[[str], None] = lambda phase: None
+    ) -> Tensor:
         """Forward and backward of every micro-batch, then one update; the mean loss, detached, fp32 scalar.
 
         ``on_phase`` hears "forward" and "backward" once a micro-batch and "optimizer" once, as each begins.

@@ -13,6 +13,7 @@ A new technique is one new file and its place in ``step.ORDER``.
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 from functools import cache
 from types import ModuleType
@@ -31,6 +32,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "compile": (False,),
     "adapter.kind": (None,),
     "quantize": (None,),
+    "optimizer.in_backward": (False,),
     "parallel.replicate": (1,),
     "parallel.shard": (1,),
     "parallel.tensor": (1,),
@@ -100,8 +102,4 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return {None: "null", False: "false", True: "true"}.get(value, str(value)) if _is_word(value) else str(value)
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,25 @@
+"""Gradient accumulation: k micro-batches, each loss divided by k, then one update.
+
+With equally many labels in every micro-batch (as in our batches) the gradients add up to those of one batch k times
+as large. Gradients live through all but the first forward, which is what it costs in memory.
+"""
+
+from __future__ import annotations
+
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+COVERS: dict[str, tuple[object, ...]] = {}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.batch.accumulate > 1
+
+
+def check(recipe: Recipe) -> None:
+    """What cannot accumulate says so in its own file."""
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """The step's loop takes this many micro-batches and divides each loss by it."""
+    draft.num_micro_batches = recipe.batch.accumulate

@@ -1,0 +1,48 @@
+"""Attention backends: which kernel runs ``scaled_dot_product_attention``.
+
+``sdpa`` leaves the choice to PyTorch; flash, cudnn, efficient and math allow that one only, so a shape or device that
+it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) is chosen where the model is
+built. Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
+"""
+
+from __future__ import annotations
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager")}
+
+BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+"""The recipe's word -> the name in ``torch.nn.attention.SDPBackend``."""
+HALF_ONLY = ("flash", "cudnn")
+"""Kernels that take fp16 and bf16 only."""
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.attention in BACKENDS
+
+
+def check(recipe: Recipe) -> None:
+    """Flash and cuDNN attention compute in 16 bits."""
+    if recipe.attention in HALF_ONLY and recipe.precision == "fp32":
+        raise InputError(
+            "this kernel takes fp16 and bf16 only, and precision is fp32",
+            "use efficient, math or sdpa, or precision: bf16 or amp-bf16",
+            field="attention",
+            value=recipe.attention,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """The backend's context around forward, and around backward, where recomputation runs forward again."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = getattr(SDPBackend, BACKENDS[recipe.attention])
+    draft.around_forward.append(lambda: sdpa_kernel(backend))
+    draft.around_backward.append(lambda: sdpa_kernel(backend))

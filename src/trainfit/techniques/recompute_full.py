@@ -1,0 +1,75 @@
+"""Full recomputation: keep only each block's input, run the block's forward again in backward.
+
+Chen et al., https://arxiv.org/abs/1604.06174. Always non-reentrant. Random generators are saved and restored, so
+dropout repeats itself. On ``hf`` it is the model's own checkpointing, whatever that does in the installed version
+(5.17 wraps the block's call, 5.23 its forward, and 5.23 makes the embedding's output require a gradient, which costs
+LoRA one more backward through the first block); on ``native`` each block's forward is wrapped here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COVERS = {"recompute": ("full",)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.recompute == "full"
+
+
+def check(recipe: Recipe) -> None:
+    """Recomputation goes with everything that is there."""
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Checkpoint every decoder block.
+
+    Raises:
+        InputError: the model's own code has no checkpointing.
+    """
+    if recipe.model.implementation == "hf":
+        _enable_own(draft.model)
+    else:
+        _wrap_blocks(draft.model)
+
+
+def _enable_own(model: Any) -> None:
+    if not model.supports_gradient_checkpointing:
+        raise InputError(
+            "this model's code has no checkpointing",
+            "use recompute: none, or model.implementation: native where it knows the family",
+            field="recompute",
+            value="full",
+        )
+    if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _wrap_blocks(model: nn.Module) -> None:
+    from trainfit.models.layers import layer_lists
+
+    for _, blocks in layer_lists(model):
+        for block in blocks:
+            block.__class__ = _recomputed(type(block))
+
+
+def _recomputed(block: type[nn.Module]) -> type[nn.Module]:
+    """The block's class with its forward checkpointed.
+
+    A class, not a function set on each block: equal blocks then share one compiled graph.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(block.forward, self, *args, use_reentrant=False, **kwargs)
+
+    return type(f"Recomputed{block.__name__}", (block,), {"forward": forward})
