@@ -28,5 +28,5 @@ class InputError(ValueError):
 
 
 def _short(value: object, limit: int = 60) -> str:
-    text = repr(value)
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

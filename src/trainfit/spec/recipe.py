@@ -9,13 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from trainfit.spec.value import PositiveInt, Value, canonical_json
+from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
 Attention = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Loss = Literal["standard", "chunked", "fused"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
 Quantize = Literal["nf4", "int8", "fp8"]
+
+MAX_MICRO_BATCH_TOKENS = 2**32
+"""Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
 
 
 class ModelSpec(Value):
@@ -39,6 +42,13 @@ class Batch(Value):
     micro: PositiveInt = 1
     seq: PositiveInt = 1024
     accumulate: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _countable(self) -> "Batch":
+        if self.micro * self.seq > MAX_MICRO_BATCH_TOKENS:
+            problem = f"a micro-batch of {self.micro} x {self.seq} tokens is over {MAX_MICRO_BATCH_TOKENS:,}"
+            raise disagreement(problem, "write a smaller batch.micro or batch.seq", field="batch.micro")
+        return self
 
     @property
     def tokens(self) -> int:
@@ -141,13 +151,13 @@ class Recipe(Value):
 
     @model_validator(mode="after")
     def _counts_agree(self) -> "Recipe":
-        if self.parallel.world_size != self.hardware.count:
-            raise ValueError(
-                f"replicate x shard x tensor is {self.parallel.world_size} "
-                f"but hardware.count is {self.hardware.count}: make them equal"
-            )
+        world_size, count = self.parallel.world_size, self.hardware.count
+        if world_size != count:
+            problem = f"parallel (replicate x shard x tensor) is {world_size}, hardware.count is {count}"
+            raise disagreement(problem, "make the two equal", field="hardware.count")
         if self.quantize and self.adapter is None:
-            raise ValueError("a quantised base is frozen: quantize needs an adapter, such as {kind: lora}")
+            problem = "a quantised base is frozen, so nothing would train"
+            raise disagreement(problem, "add an adapter, such as adapter: {kind: lora}", field="quantize")
         return self
 
     @cached_property

@@ -1,0 +1,47 @@
+# On a fresh machine with Python 3.11+ and make:
+#   make demo    the main job: predict, train, measure, compare
+#   make test    the tests
+#   make check   the tests, ruff, pyright, import-linter (what CI runs)
+# PYTHON=python3.12 picks the interpreter; PIP_ARGS='...' is handed to pip, for example an index that
+# holds another build of torch, or --no-index; EXTRAS=dev,web picks the extras.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+PIP_ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check lint types floors setup clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trainfit needs Python 3.11 or later; name one: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c requirements/constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: setup
+	PATH="$(abspath $(BIN)):$$PATH" demo/run
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check:
+	.ci/run
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+floors: setup
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache

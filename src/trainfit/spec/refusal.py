@@ -1,0 +1,196 @@
+"""A pydantic ValidationError told as one InputError: the field, its value, what is wrong and what to write.
+
+Enters: the kind, the data and pydantic's list of complaints. Leaves: the InputError of the first field that is wrong.
+Where a value may be one of several kinds (a union), the branch whose keys fit best is the one that was meant.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from trainfit.spec.errors import InputError
+
+KEY_TROUBLE = ("extra_forbidden", "missing")
+EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
+    "float_type": "a number", "float_parsing": "a number",
+    "bool_type": "true or false", "string_type": "text",
+    "model_type": "a mapping", "model_attributes_type": "a mapping", "dict_type": "a mapping",
+    "tuple_type": "a list", "list_type": "a list",
+}  # fmt: skip
+NUMBERS = ("a whole number", "a number")
+
+
+def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, file: str) -> InputError:
+    """The first wrong field of ``data``, told in one line."""
+    placed = [(_path(item["loc"], item["type"], data), item) for item in error.errors()]
+    path, same = _first_field(placed)
+    item = same[0]
+    if item["type"] == "disagreement":
+        context = item["ctx"]
+        field = context["field"]
+        value = _lookup(data, field.split("."))
+        return InputError(context["problem"], context["remedy"], field=field, value=value, file=file)
+    value = _lookup(data, path)
+    field = ".".join(str(part) for part in path)
+    if item["type"] == "extra_forbidden":
+        problem, remedy = _unknown_key(kind, data, path)
+    elif item["type"] == "missing":
+        problem, remedy = "missing", f"add {path[-1]!r}"
+    else:
+        problem, remedy = _problem(kind, path, same, value), _remedy(kind, path, item, value)
+    return InputError(problem, remedy, field=field or "(whole file)", value=value, file=file)
+
+
+def _first_field(placed: list[tuple[list[Any], Any]]) -> tuple[list[Any], list[Any]]:
+    """The path and complaints to tell: unknown keys first (a typing error explains what is missing), else the first.
+
+    Complaints come with ``branch``: inside a union only those of the branch that fits best are kept.
+    """
+    kept = _best_branches(placed)
+    path, _ = next((pair for pair in kept if pair[1]["type"] == "extra_forbidden"), kept[0])
+    return path, [item for other, item in kept if other == path]
+
+
+def _best_branches(placed: list[tuple[list[Any], Any]]) -> list[tuple[list[Any], Any]]:
+    unions: dict[tuple[Any, ...], dict[Any, list[Any]]] = {}
+    for path, item in placed:
+        at, tag = _union(path, item)
+        if tag is not None:
+            unions.setdefault(at, {}).setdefault(tag, []).append((path, item))
+    refused: set[int] = set()
+    for at, branches in unions.items():
+        deep = {tag: found for tag, found in branches.items() if any(len(path) > len(at) for path, _ in found)}
+        if not deep:
+            continue  # No branch takes even the type: tell what all of them expect.
+        best = min(deep.values(), key=lambda found: sum(item["type"] in KEY_TROUBLE for _, item in found))
+        refused |= {id(item) for found in branches.values() if found is not best for _, item in found}
+    return [(path, item) for path, item in placed if id(item) not in refused]
+
+
+def _union(path: list[Any], item: Any) -> tuple[tuple[Any, ...], Any]:
+    """Where the first union stands in the complaint's location, and which branch speaks (None: no union)."""
+    for index, part in enumerate(item["loc"]):
+        if index >= len(path) or path[index] != part:
+            return tuple(path[:index]), part
+    return (), None
+
+
+def _path(location: Iterable[Any], kind: str, data: Any) -> list[Any]:
+    """The location as people write it: pydantic also puts the branch of a union into it, which no data holds."""
+    parts = list(location)
+    path: list[Any] = []
+    for index, part in enumerate(parts):
+        inside = isinstance(data, dict) and part in data
+        item = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if inside or item:
+            data = data[part]
+            path.append(part)
+        elif index == len(parts) - 1 and kind == "missing":
+            path.append(part)
+    return path
+
+
+def _lookup(data: Any, path: Iterable[Any]) -> Any:
+    for part in path:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return data
+
+
+def _unknown_key(kind: type[BaseModel], data: Any, path: list[Any]) -> tuple[str, str]:
+    key = str(path[-1])
+    branches = [list(model.model_fields) for model in _models_at(kind, path[:-1])]
+    known = list(dict.fromkeys(name for names in branches for name in names))
+    if key in known:
+        others = [name for name in _lookup(data, path[:-1]) if name != key]
+        return f"does not go together with {', '.join(map(repr, others))}", "keep one of them"
+    near = difflib.get_close_matches(key, known, n=1)
+    return "unknown key", f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
+
+
+def _models_at(kind: type[BaseModel], path: Iterable[Any]) -> list[type[BaseModel]]:
+    """The kinds that may stand at ``path``: more than one in a union."""
+    models = [kind]
+    for part in path:
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = [model for field in fields for model in _models_in(field.annotation)]
+    return models
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
+
+
+def _keys(kind: type[BaseModel], path: list[Any]) -> str:
+    names = [name for model in _models_at(kind, path) for name in model.model_fields]
+    return f" with {' or '.join(names) if len(_models_at(kind, path)) > 1 else ', '.join(names)}" if names else ""
+
+
+def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: Any) -> str:
+    expected: list[str] = []
+    for item in items:
+        text = EXPECTED.get(item["type"])
+        if text == "a mapping":
+            text += _keys(kind, path)
+        if item["type"].startswith("literal"):
+            text = "one of " + _choices(item)
+        if text and text not in expected:
+            expected.append(text)
+    if expected:
+        return f"should be {', or '.join(expected)}" + (", not null" if value is None else "")
+    message = items[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return (message[:1].lower() + message[1:]).partition("; ")[0]
+
+
+def _choices(item: Any) -> str:
+    return str(item.get("ctx", {}).get("expected", "")).replace("'", "").replace("False", "false").replace(" or ", ", ")
+
+
+def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> str:
+    expected = EXPECTED.get(item["type"])
+    if expected in NUMBERS:
+        return _number_remedy(expected, str(path[-1]) if path else "", value)
+    if expected == "true or false":
+        return "write one of the two, without quotes"
+    if expected == "text":
+        return "write text" if isinstance(value, dict | list) or value is None else "quote it"
+    if expected == "a mapping":
+        return "leave the line out, or write its keys below it" if value is None else "write its keys, one a line"
+    if expected == "a list":
+        return "write a list such as [a, b]"
+    if item["type"].startswith("literal"):
+        choices = _choices(item).split(", ")
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        return f"did you mean {near[0]}?" if near else "write one of these"
+    return _bound_remedy(item)
+
+
+def _bound_remedy(item: Any) -> str:
+    context = item.get("ctx", {})
+    words = (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
+    for name, word in words:
+        if name in context:
+            bound = context[name]
+            return f"write a number {word} {bound:g}" if isinstance(bound, float) else f"write a number {word} {bound}"
+    if item["type"] == "finite_number":
+        return "write a finite number"
+    return item["msg"].partition("; ")[2] or "correct it"
+
+
+def _number_remedy(expected: str, field: str, value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return f"write {int(value)}"
+    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*", value):
+        return "write the number without quotes"
+    if isinstance(value, str) and re.fullmatch(r"\s*\$?\s*[-+]?[\d.,]+\s*[A-Za-z/%$]*\s*", value):
+        unit = "GiB" if field.endswith("_gib") else ""
+        return f"write the number of {unit} alone, without a unit" if unit else "write the number alone, without a unit"
+    return "write one such as 1" if expected == "a whole number" else "write one such as 0.1"

@@ -1,0 +1,26 @@
+"""What every test shares: one thread a process (several run side by side), and GPU tests skipped with a reason."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; none is visible to torch here"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _caches_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Ledgers cached by these tests stay out of the user's cache, and theirs out of the tests."""
+    os.environ["TRAINFIT_CACHE"] = str(tmp_path_factory.mktemp("trainfit-cache"))
