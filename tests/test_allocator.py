@@ -1,0 +1,214 @@
+"""The caching allocator's replay: sequences worked out by hand from the source's rules, and what always holds."""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from trainfit.virtual.allocator import CachingAllocator, OutOfMemory, round_size, segment_size
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("asked", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
+def test_requests_are_rounded_to_512_bytes(asked: int, rounded: int) -> None:
+    assert round_size(asked) == rounded
+    allocator = CachingAllocator()
+    allocator.malloc(asked)
+    assert allocator.allocated_bytes >= rounded
+
+
+@pytest.mark.parametrize(
+    ("rounded", "segment"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 512, 12 * MIB),
+        (8_519_680, 20 * MIB),
+        (32 * MIB, 32 * MIB),
+    ],
+)
+def test_segments_by_size(rounded: int, segment: int) -> None:
+    assert segment_size(rounded) == segment
+    allocator = CachingAllocator()
+    allocator.malloc(rounded)
+    assert allocator.reserved_bytes == segment
+
+
+def test_zero_bytes_take_nothing() -> None:
+    allocator = CachingAllocator()
+    handle = allocator.malloc(0)
+    allocator.free(handle)
+    assert (handle, allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0, 0)
+
+
+def test_a_large_block_is_split_only_when_more_than_one_mib_remains() -> None:
+    allocator = CachingAllocator()
+    whole = allocator.malloc(19 * MIB + 512)  # A segment of 20 MiB: 1 MiB - 512 would remain.
+    assert allocator.block_size(whole) == allocator.allocated_bytes == 20 * MIB
+    other = allocator.malloc(11 * MIB)  # A segment of 12 MiB: exactly 1 MiB would remain.
+    assert allocator.block_size(other) == 12 * MIB
+    allocator.free(whole)
+    part = allocator.malloc(19 * MIB - 512)  # Of the cached 20 MiB, 1 MiB + 512 remain.
+    assert allocator.block_size(part) == 19 * MIB - 512
+    assert allocator.reserved_bytes == 32 * MIB
+
+
+def test_a_small_block_is_split_to_the_last_512_bytes() -> None:
+    allocator = CachingAllocator()
+    first = allocator.malloc(MIB)
+    second = allocator.malloc(MIB - 512)
+    third = allocator.malloc(512)
+    assert allocator.reserved_bytes == 2 * MIB == allocator.allocated_bytes
+    assert [allocator.block_size(h) for h in (first, second, third)] == [MIB, MIB - 512, 512]
+
+
+def test_best_fit_then_lowest_address() -> None:
+    allocator = CachingAllocator()
+    a, keep_1, b, keep_2, c, _ = [allocator.malloc(size * MIB) for size in (4, 2, 3, 2, 3, 2)]
+    for handle in (a, b, c):
+        allocator.free(handle)
+    # Free: 4 MiB at 0, 3 MiB at 6, 3 MiB at 11, and 4 MiB behind. 3 MiB - 512 fits the 3 MiB at 6 without a split.
+    taken = allocator.malloc(3 * MIB - 512)
+    assert allocator.block_size(taken) == 3 * MIB
+    used = [address // MIB for row in allocator.segments() for address, _, in_use in row if in_use]
+    assert used == [4, 6, 9, 14]
+    assert keep_1 != keep_2
+
+
+def test_free_neighbours_join() -> None:
+    allocator = CachingAllocator()
+    handles = [allocator.malloc(5 * MIB) for _ in range(4)]
+    assert allocator.reserved_bytes == 20 * MIB
+    for handle in (handles[0], handles[2], handles[1]):
+        allocator.free(handle)
+    assert allocator.segments() == [[(0, 15 * MIB, False), (15 * MIB, 5 * MIB, True)]]
+    allocator.malloc(15 * MIB)
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_pools_and_streams_do_not_share() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(20 * MIB))
+    allocator.malloc(MIB)
+    assert allocator.reserved_bytes == 22 * MIB
+    allocator.malloc(20 * MIB, stream=1)
+    assert allocator.reserved_bytes == 42 * MIB
+
+
+def test_peaks_and_reset() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(64 * MIB))
+    assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (0, 64 * MIB)
+    allocator.empty_cache()
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (0, 64 * MIB)
+    allocator.reset_peaks()
+    assert allocator.peak_allocated_bytes == allocator.peak_reserved_bytes == 0
+
+
+def test_empty_cache_keeps_segments_in_part_use() -> None:
+    allocator = CachingAllocator()
+    a, _ = allocator.malloc(5 * MIB), allocator.malloc(5 * MIB)
+    allocator.free(a)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_out_of_memory_gives_the_cache_back_first() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    allocator.free(allocator.malloc(60 * MIB))
+    allocator.malloc(80 * MIB)  # Fits only without the cached 60 MiB.
+    assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 1)
+    with pytest.raises(OutOfMemory) as caught:
+        allocator.malloc(30 * MIB)
+    assert (caught.value.requested, caught.value.reserved) == (30 * MIB, 80 * MIB)
+
+
+def test_a_freed_handle_is_refused() -> None:
+    allocator = CachingAllocator()
+    handle = allocator.malloc(1)
+    allocator.free(handle)
+    with pytest.raises(KeyError):
+        allocator.free(handle)
+
+
+def test_expandable_segments_grow_by_pages_and_leave_no_gaps() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    a = allocator.malloc(30 * MIB)
+    assert allocator.reserved_bytes == 40 * MIB  # Two pages of 20 MiB.
+    b = allocator.malloc(30 * MIB)  # 10 MiB are left of the second page, one more page is mapped.
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (60 * MIB, 60 * MIB)
+    allocator.free(a)
+    allocator.free(b)
+    allocator.malloc(59 * MIB)  # One block again; split although only 1 MiB remains.
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (60 * MIB, 59 * MIB)
+    allocator.malloc(512)
+    assert allocator.reserved_bytes == 62 * MIB  # The small pool's page.
+
+
+def test_expandable_segments_give_whole_pages_back() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    a, _ = allocator.malloc(50 * MIB), allocator.malloc(10 * MIB)
+    allocator.free(a)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 20 * MIB  # Pages 0 and 1 went; page 2 holds the other block.
+    allocator.malloc(10 * MIB)  # Page 2's free half.
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_tile_segments_and_sums_agree(seed: int, expandable: bool) -> None:
+    draw = random.Random(seed)
+    allocator = CachingAllocator(capacity_bytes=4 << 30, expandable_segments=expandable)
+    live: list[int] = []
+    for step in range(3000):
+        if live and draw.random() < 0.48:
+            allocator.free(live.pop(draw.randrange(len(live))))
+        else:
+            try:
+                live.append(allocator.malloc(int(2 ** draw.uniform(0, 26)), stream=draw.randrange(2)))
+            except OutOfMemory:
+                while len(live) > 50:
+                    allocator.free(live.pop())
+        if draw.random() < 0.01:
+            allocator.empty_cache()
+        if step % 250 == 0 or step == 2999:
+            _check(allocator, live)
+    for handle in live:
+        allocator.free(handle)
+    allocator.empty_cache()
+    assert allocator.allocated_bytes == allocator.reserved_bytes == 0
+
+
+def _check(allocator: CachingAllocator, live: list[int]) -> None:
+    rows = allocator.segments()
+    for row in rows:
+        for (address, size, used), (following, _, used_after) in itertools.pairwise(row):
+            assert address + size == following
+            assert used or used_after, "two free neighbours were not joined"
+    assert sum(size for row in rows for _, size, _ in row) == allocator.reserved_bytes
+    assert sum(size for row in rows for _, size, used in row if used) == allocator.allocated_bytes
+    assert allocator.allocated_bytes == sum(allocator.block_size(handle) for handle in live)
+    assert allocator.peak_reserved_bytes >= allocator.reserved_bytes >= allocator.allocated_bytes
+
+
+def test_a_hundred_thousand_events_take_under_half_a_second() -> None:
+    draw = random.Random(0)
+    sizes = [int(2 ** draw.uniform(8, 27)) for _ in range(50_000)]
+    best = 10.0
+    for _ in range(3):
+        allocator, live = CachingAllocator(), []
+        started = time.process_time()
+        for size in sizes:
+            live.append(allocator.malloc(size))
+            if len(live) > 2000:
+                allocator.free(live.pop(0))
+        for handle in live:
+            allocator.free(handle)
+        best = min(best, time.process_time() - started)
+    assert best < 0.5
