@@ -143,6 +143,11 @@ class Environment(Value):
     python: str
     platform: str
     clocks_mhz: dict[str, int] = {}
+    """Sampled while the last timed step ran: ``sm``, ``memory``, and the most each can do."""
+    throttled: tuple[str, ...] = ()
+    """Why the driver held the clocks below their most while the steps were timed (NVML's names)."""
+    variables: dict[str, str] = {}
+    """Environment variables that change memory or speed, such as PYTORCH_CUDA_ALLOC_CONF, as they were set."""
     commit: str | None = None
 
 
@@ -179,7 +184,7 @@ class Measurement(Value):
     message: str = ""
     phases: Phases | None = None
     breakdown: MemoryBreakdown | None = None
-    """At the end of a phase by real storages where they can be tracked, else None."""
+    """What was alive at a step's peak, by real storages where they can be tracked, else None."""
     peak_allocated_bytes: Bytes | None = None
     peak_reserved_bytes: Bytes | None = None
     peak_device_bytes: Bytes | None = None

@@ -1,0 +1,55 @@
+"""The Environment of a measurement: device, driver, versions, code. Torch is asked only inside the trial."""
+
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from trainfit.spec.provenance import commit
+from trainfit.spec.result import Environment
+
+RECORDED_VARIABLES = (
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def host_environment(device: str) -> Environment:
+    """What is known without touching ``device``, which the trial names: versions, platform, the host's memory."""
+    return Environment(
+        device=device,
+        device_bytes=host_bytes(),
+        torch=_version("torch") or "absent",
+        transformers=_version("transformers"),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        variables={name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+        commit=commit(),
+    )
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the control group this process runs in, whichever is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+def cpu_name() -> str:
+    """The processor's own name, and how many of its threads this process may use."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
+    name = found.group(1).strip() if found else platform.processor() or platform.machine()
+    threads = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return f"{name} ({threads} threads)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

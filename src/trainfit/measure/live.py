@@ -1,0 +1,115 @@
+"""LiveBytes: bytes of the tensors alive on one device, by following their real storages.
+
+Enters: a device and the operations that run while the mode is on. Leaves: live bytes now, the peak since it was last
+taken, and what held that peak. Each storage counts once, rounded up to 512 bytes as CUDA's allocator does, so that a
+run on a CPU compares with a prediction.
+
+Not seen: what a kernel allocates and frees inside itself (below the dispatcher), scratch that libraries keep, and code
+that torch.compile generated (a dispatch mode makes Dynamo step aside, so compiled recipes must not be measured with it).
+"""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from trainfit.spec.result import CATEGORIES, MemoryBreakdown
+
+ROUND_BYTES = 512
+"""Smallest block of the CUDA caching allocator (kMinBlockSize in c10/cuda/CUDACachingAllocator.cpp)."""
+
+
+@dataclass
+class _Held:
+    """One storage alive: its rounded size, what it holds, and the callback at its end."""
+
+    num_bytes: int
+    category: str
+    ends: Any = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage that an operation returns until it dies.
+
+    ``category`` names what new storages hold (one of CATEGORIES); ``assign`` renames the holder of known tensors.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.category = "temporary"
+        self.live_bytes = 0
+        self._held: dict[int, _Held] = {}
+        self._by_category = dict.fromkeys(CATEGORIES, 0)
+        self._peak_bytes = 0
+        self._at_peak = dict(self._by_category)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self._follow(result, self.category)
+        else:
+            for item in tree_iter(result):
+                if isinstance(item, torch.Tensor):
+                    self._follow(item, self.category)
+        return result
+
+    def assign(self, tensors: Iterable[torch.Tensor], category: str) -> None:
+        """These tensors hold ``category`` from now on; the ones not yet followed are followed."""
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                held = self._held.get(storage._cdata)
+                if held is None:
+                    self._add(storage, category)
+                elif held.category != category:
+                    self._by_category[held.category] -= held.num_bytes
+                    self._by_category[category] += held.num_bytes
+                    held.category = category
+
+    def take_peak(self) -> tuple[int, MemoryBreakdown]:
+        """The highest live bytes since the last call (or the start) and what held them; begins anew from now."""
+        taken = self._peak_bytes, MemoryBreakdown(**self._at_peak)
+        self._peak_bytes, self._at_peak = self.live_bytes, dict(self._by_category)
+        return taken
+
+    def _storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+            inner = [getattr(tensor, name) for name in names]
+            return [storage for part in inner if isinstance(part, torch.Tensor) for storage in self._storages(part)]
+        return [tensor.untyped_storage()] if tensor.device == self.device else []
+
+    def _follow(self, tensor: torch.Tensor, category: str) -> None:
+        for storage in self._storages(tensor):
+            held = self._held.get(storage._cdata)
+            if held is None:
+                self._add(storage, category)
+            elif held.num_bytes != (size := _rounded(storage.nbytes())):  # resize_ and out= change a storage in place
+                self._count(held.category, size - held.num_bytes)
+                held.num_bytes = size
+
+    def _add(self, storage: torch.UntypedStorage, category: str) -> None:
+        held = _Held(_rounded(storage.nbytes()), category)
+        # The storage's Python object lives exactly as long as its C++ storage, autograd's saved tensors included.
+        held.ends = weakref.finalize(storage, self._end, storage._cdata)
+        held.ends.atexit = False
+        self._held[storage._cdata] = held
+        self._count(category, held.num_bytes)
+
+    def _end(self, key: int) -> None:
+        held = self._held.pop(key)
+        self._count(held.category, -held.num_bytes)
+
+    def _count(self, category: str, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self._by_category[category] += num_bytes
+        if self.live_bytes > self._peak_bytes:
+            self._peak_bytes, self._at_peak = self.live_bytes, dict(self._by_category)
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

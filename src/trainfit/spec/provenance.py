@@ -1,0 +1,50 @@
+"""Where evidence comes from: the code's commit and version, the time, and a Record that carries them."""
+
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import trainfit
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Record
+
+COMMIT_VARIABLE = "TRAINFIT_COMMIT"
+"""Names the commit where the code is a copy without its git folder."""
+
+
+def commit() -> str | None:
+    """The commit this package runs from, with ``-dirty`` when ``src/`` has uncommitted changes; None outside a checkout."""
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
+    package = Path(trainfit.__file__).parent
+    # A package installed inside some other project's checkout is not that project's code: it must be tracked.
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    head = _git(package, "rev-parse", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{head}-dirty" if head and changes else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # No git here: the commit is unknown, which None says.
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def now() -> str:
+    """The time as ISO 8601 in UTC, to the microsecond, such as ``2026-11-20T23:12:00.000000+00:00``."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def new_record(kind: Literal["predict", "measure", "train"], recipe: Recipe, **fields: Any) -> Record:
+    """A Record of ``recipe`` made now by this code; ``fields`` are estimate, measurement, train or tags."""
+    return Record(
+        kind=kind, created_at=now(), version=trainfit.__version__, commit=commit(),
+        recipe=recipe.content(), recipe_id=recipe.id, **fields,
+    )  # fmt: skip
