@@ -63,5 +63,5 @@ class Cluster(Value):
     gpu: Gpu
     count: PositiveInt = 1
     link: Link
-    price_per_hour: PositiveFloat | None = None
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None
     """US dollars for one GPU and one hour, the user's own if given."""

@@ -1,0 +1,192 @@
+"""The catalog's loader: GPUs, links, models and shipped recipes, by name, as nouns.
+
+Enters: the data files beside this module (``gpus.toml``, ``links.toml``, ``models.toml``, ``models/*.json``,
+``recipes/*.yaml``). Leaves: frozen values. An unknown name is an InputError that lists near names, never a guess.
+No torch here.
+"""
+
+import copy
+import difflib
+import functools
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import JsonValue
+
+from trainfit.catalog.config_checks import check_config
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Cluster, Gpu, Link, Source
+from trainfit.spec.recipe import Hardware
+from trainfit.spec.recipe_file import read_json
+from trainfit.spec.value import Value, parse
+
+FOLDER = Path(__file__).parent
+MULTIPLIERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class ModelRow(Value):
+    """One model of the catalog.
+
+    ``config`` is the content of its config.json. ``published`` is the parameter count as its source prints it,
+    with every digit (``1,235,814,400``) or rounded (``671B``); empty when no source states one.
+    """
+
+    name: str
+    family: str
+    config: dict[str, JsonValue]
+    published: str = ""
+    source: Source
+
+    @property
+    def published_params(self) -> int | None:
+        """The published count as a number, rounded as its source rounds it."""
+        return published_interval(self.published)[0] if self.published else None
+
+    @property
+    def published_is_exact(self) -> bool:
+        """Whether the source prints every digit."""
+        return bool(self.published) and self.published[-1].isdigit()
+
+    def agrees_with(self, params: int) -> bool:
+        """Whether a parameter count rounds to the published one."""
+        value, half_unit = published_interval(self.published)
+        return abs(params - value) <= half_unit
+
+
+def published_interval(text: str) -> tuple[int, float]:
+    """A printed count as (value, half a unit of its last digit): ``6.7B`` is (6_700_000_000, 5e7)."""
+    match = re.fullmatch(r"(\d+(?:,\d{3})*)(?:\.(\d+))?([KMBT]?)", text)
+    if match is None:
+        raise ValueError(f"published = {text!r}: not a count; write 1,235,814,400 or 6.7B")
+    whole, decimals, unit = match[1].replace(",", ""), match[2] or "", match[3]
+    if not unit:
+        return int(whole), 0.0
+    scale = MULTIPLIERS[unit]
+    return round(float(f"{whole}.{decimals or 0}") * scale), 0.5 * scale / 10 ** len(decimals)
+
+
+def gpus() -> dict[str, Gpu]:
+    """Every accelerator of the catalog, by name."""
+    return dict(_gpus())
+
+
+def gpu(name: str) -> Gpu:
+    """The accelerator called ``name``, such as ``h100-sxm``.
+
+    Raises:
+        InputError: no such row; the message lists near names.
+    """
+    return _gpus().get(name) or _unknown("hardware.gpu", name, _gpus(), "accelerator")
+
+
+def links() -> dict[str, Link]:
+    """Every link of the catalog, by name."""
+    return dict(_links())
+
+
+def link(name: str) -> Link:
+    """The link called ``name``, such as ``nvlink4``."""
+    return _links().get(name) or _unknown("link", name, _links(), "link")
+
+
+def cluster(hardware: Hardware) -> Cluster:
+    """The GPUs that a recipe's ``hardware`` names, with the user's price where one is given."""
+    found = gpu(hardware.gpu)
+    price = found.price_per_hour if hardware.price_per_hour is None else hardware.price_per_hour
+    return Cluster(gpu=found, count=hardware.count, link=link(found.link), price_per_hour=price)
+
+
+def models() -> dict[str, ModelRow]:
+    """Every model of the catalog, by name, with its config."""
+    return {name: model(name) for name in _model_table()}
+
+
+def model_names() -> list[str]:
+    """The names of the catalog's models, without reading their configs."""
+    return list(_model_table())
+
+
+def model(name: str) -> ModelRow:
+    """The model called ``name``, such as ``llama-3.1-8b``."""
+    table = _model_table()
+    if name not in table:
+        _unknown("model.config", name, table, "model")
+    row = {"name": name, **table[name], "config": _config(name)}
+    return parse(ModelRow, row, file="models.toml")
+
+
+def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
+    """The mapping of a config.json, as data to build from; no code is ever loaded with it.
+
+    Args:
+        config: a catalog name, a path that ends in ``.json``, or such a mapping.
+
+    Returns:
+        A copy, free to change.
+
+    Raises:
+        InputError: unknown name, or a mapping that asks for remote code or whose sizes make no sense.
+        FileNotFoundError: a path that is not there.
+    """
+    if isinstance(config, str) and config.endswith(".json"):
+        return check_config(read_json(Path(config)), file=config)
+    if isinstance(config, str):
+        if config not in _model_table():
+            _unknown("model.config", config, _model_table(), "model")
+        return copy.deepcopy(_config(config))
+    return copy.deepcopy(check_config(config))
+
+
+def recipes() -> dict[str, Path]:
+    """The shipped recipes' files, by name."""
+    return {path.stem: path for path in sorted((FOLDER / "recipes").glob("*.yaml"))}
+
+
+def recipe_path(name: str) -> Path:
+    """The file of the shipped recipe called ``name``."""
+    return recipes().get(name) or _unknown("recipe", name, recipes(), "shipped recipe")
+
+
+@functools.cache
+def _gpus() -> dict[str, Gpu]:
+    return {
+        name: parse(Gpu, {"name": name, **row}, file="gpus.toml") for name, row in _table("gpus.toml").items()
+    }
+
+
+@functools.cache
+def _links() -> dict[str, Link]:
+    return {
+        name: parse(Link, {"name": name, **row}, file="links.toml")
+        for name, row in _table("links.toml").items()
+    }
+
+
+@functools.cache
+def _model_table() -> dict[str, dict[str, Any]]:
+    return _table("models.toml")
+
+
+@functools.cache
+def _config(name: str) -> dict[str, Any]:
+    path = FOLDER / "models" / f"{name}.json"
+    return check_config(read_json(path), file=str(path))
+
+
+def _table(file: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))
+
+
+def _unknown(field: str, name: str, known: Iterable[str], noun: str) -> NoReturn:
+    names = list(known)
+    near = [known_name for known_name in names if name and name.lower() in known_name]
+    near += [
+        match
+        for match in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.5)
+        if match not in near
+    ]
+    remedy = f"did you mean {', '.join(near[:6])}?" if near else f"known: {', '.join(names)}"
+    raise InputError(f"no {noun} of that name", remedy, field=field, value=name)

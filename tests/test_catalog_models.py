@@ -1,0 +1,173 @@
+"""The catalog's model configs build with transformers and have the published number of parameters."""
+
+import functools
+import json
+
+import pytest
+
+from trainfit.catalog import load
+from trainfit.spec.errors import InputError
+
+ROWS = load.models()
+PUBLISHED = [name for name, row in ROWS.items() if row.published and row.config["model_type"] != "trainfit"]
+TRANSFORMERS_ROWS = [name for name, row in ROWS.items() if row.config["model_type"] != "trainfit"]
+
+
+@functools.cache
+def meta_parameters(name: str) -> int:
+    """Parameters of the model that transformers builds from the config, tied ones once; nothing is allocated."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = load.model_config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_equal_the_published_count(name: str) -> None:
+    row, params = ROWS[name], meta_parameters(name)
+    if row.published_is_exact:
+        assert params == row.published_params
+    else:
+        assert row.agrees_with(params), f"{params:,} does not round to {row.published}"
+
+
+@pytest.mark.parametrize("name", sorted(set(TRANSFORMERS_ROWS) - set(PUBLISHED)))
+def test_a_config_without_a_published_count_builds(name: str) -> None:
+    assert meta_parameters(name) > 1e5
+
+
+def llama_parameters(d: int, ff: int, layers: int, vocab: int) -> int:
+    """Closed form: untied embeddings, four d x d projections, three d x ff, two norms a layer and one at the end."""
+    return 2 * vocab * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d
+
+
+@pytest.mark.parametrize(
+    ("name", "d", "ff", "layers", "heads"),
+    [
+        ("small", 768, 3072, 12, 12),
+        ("medium", 1024, 4096, 24, 16),
+        ("large", 1280, 5120, 36, 20),
+        ("xl", 1600, 6400, 48, 25),
+        ("2.7b", 2560, 10240, 32, 32),
+        ("10b", 4608, 12288, 50, 36),
+    ],
+)
+def test_the_course_sizes_have_the_stated_shape(name: str, d: int, ff: int, layers: int, heads: int) -> None:
+    config = load.model_config(name)
+    assert (config["hidden_size"], config["intermediate_size"]) == (d, ff)
+    assert (config["num_hidden_layers"], config["num_attention_heads"]) == (layers, heads)
+    assert config["num_key_value_heads"] == heads
+    assert config["head_dim"] * heads == d
+    assert (config["vocab_size"], config["hidden_act"], config["tie_word_embeddings"]) == (
+        10_000,
+        "silu",
+        False,
+    )
+    assert meta_parameters(name) == llama_parameters(d, ff, layers, 10_000)
+
+
+def test_deep_one_has_the_stated_shape_and_count() -> None:
+    config = load.model_config("deep-one-1.6b")
+    assert (config["model_type"], config["hidden_act"], config["norm_placement"]) == (
+        "trainfit",
+        "relu",
+        "post",
+    )
+    assert (config["position_embedding"], config["tie_word_embeddings"], config["gated_mlp"]) == (
+        "alibi",
+        False,
+        True,
+    )
+    weights = 2 * 8000 * 2048 + 32 * (4 * 2048**2 + 3 * 2048 * 5400)  # Norms add less than 0.01 %.
+    assert ROWS["deep-one-1.6b"].agrees_with(weights)
+
+
+def test_the_families_that_people_ask_for_are_there() -> None:
+    assert len(ROWS) >= 40
+    families = {row.family for row in ROWS.values()}
+    assert families >= {
+        "GPT-2", "Pythia", "GPT-NeoX", "OPT", "Llama 2", "Llama 3", "Mistral", "Mixtral", "Qwen2.5", "Qwen3",
+        "Qwen3 MoE", "Gemma", "Gemma 2", "Gemma 3", "Phi-3", "Phi-4", "Falcon", "BLOOM", "DeepSeek", "TinyLlama",
+    }  # fmt: skip
+    for row in ROWS.values():
+        assert row.source.url
+        assert row.source.accessed
+
+
+def test_every_config_file_has_a_row_and_the_other_way_round() -> None:
+    files = {path.stem for path in (load.FOLDER / "models").glob("*.json")}
+    assert files == set(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "half_unit"),
+    [
+        ("1,235,814,400", 1_235_814_400, 0),
+        ("6.7B", 6_700_000_000, 5e7),
+        ("671B", 671 * 10**9, 5e8),
+        ("125M", 125 * 10**6, 5e5),
+    ],
+)
+def test_a_printed_count_is_an_interval(text: str, value: int, half_unit: float) -> None:
+    assert load.published_interval(text) == (value, half_unit)
+
+
+def test_a_printed_count_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a count"):
+        load.published_interval("about 7B")
+
+
+def test_the_config_given_out_is_a_copy() -> None:
+    load.model_config("gpt2")["n_layer"] = 99
+    assert load.model_config("gpt2")["n_layer"] == 12
+
+
+def test_a_users_own_config_json_works_in_the_same_way(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}))
+    assert load.model_config(str(path))["hidden_size"] == 64
+    assert load.model_config({"model_type": "gpt2", "n_layer": 3}) == {"model_type": "gpt2", "n_layer": 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "llama", "auto_map": {"AutoModel": "x--y"}},
+            r"model\.config\.auto_map.*never done; remove the key",
+        ),
+        (
+            {"model_type": "llama", "trust_remote_code": True},
+            r"model\.config\.trust_remote_code = [Tt]rue.*never done",
+        ),
+        ({"hidden_size": 64}, r"model\.config\.model_type: missing; add the model type"),
+        (
+            {"model_type": "llama", "hidden_size": -1},
+            r"model\.config\.hidden_size = -1: not a size; write a whole number",
+        ),
+        ({"model_type": "llama", "hidden_size": "64"}, r"model\.config\.hidden_size = '64': not a size"),
+        ({"model_type": "llama", "num_hidden_layers": True}, r"num_hidden_layers = [Tt]rue: not a size"),
+        ({"model_type": "llama", "vocab_size": 1.5}, r"vocab_size = 1\.5: not a size"),
+        ({"model_type": "llama", "vocab_size": 10**12}, r"vocab_size = 1000000000000: not a size"),
+    ],
+)
+def test_a_config_that_cannot_be_trusted_is_refused_in_one_line(config: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        load.model_config(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "llama", "x": NaN}', '{"a": 1, "a": 2}', "[1]", "{"])
+def test_a_file_that_is_no_strict_json_object_is_refused(tmp_path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"config\.json"):
+        load.model_config(str(path))
+
+
+def test_an_unknown_model_lists_near_names() -> None:
+    with pytest.raises(InputError, match=r"model\.config = 'lama-3\.1-8b'.*did you mean llama-3\.1-8b"):
+        load.model_config("lama-3.1-8b")
