@@ -1,0 +1,81 @@
+"""A recipe's step on the virtual GPU: Recipe -> Ledger."""
+
+import torch
+from torch import nn
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.models.layers import layer_lists
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Recipe
+from trainfit.step import Step, assemble
+from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError
+from trainfit.virtual.places import Groups
+from trainfit.virtual.repeat import shorten
+from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
+
+
+def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
+    """Run init, a first and a steady step of the recipe on its virtual GPU.
+
+    Args:
+        whole: trace every layer even where layers repeat.
+    Raises:
+        InputError: the recipe asks for what is not there or cannot be combined.
+    """
+    if not whole:
+        ledger = _trace(recipe, whole=False)
+        try:
+            for _ in ledger.expand():
+                pass
+            return ledger
+        except RepeatError:
+            pass  # The layers share more than the pattern tells: trace them all.
+    return _trace(recipe, whole=True)
+
+
+def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+    gpu = find_gpu(recipe.hardware.gpu)
+    traits = GpuTraits.of(gpu)
+    with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
+        groups: list[Groups] = []
+        repeat = 1
+
+        def on_model(model: nn.Module) -> None:
+            nonlocal repeat
+            if whole:
+                return
+            found, repeat, removed = shorten(layer_lists(model))
+            groups.extend(found)
+            virtual.tracer.forget(tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers()))
+
+        step = assemble(recipe, torch.device("cpu"), on_model=on_model)
+        virtual.model_is_complete(step.model, groups)
+        for name in ("first", "steady"):
+            _run(step, virtual, name)
+        ledger = virtual.finish()
+        ledger.repeat = repeat
+        ledger.params, ledger.trainable_params = _count_parameters(step.model, repeat, virtual)
+    return ledger
+
+
+def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
+    virtual.begin(name, "data")
+    batches = step.random_batches()
+    step(batches, on_phase=lambda phase: virtual.begin(name, phase))
+    for optimizer in step.optimizers:
+        virtual.own_state(optimizer)
+
+
+def _count_parameters(model: nn.Module, repeat: int, virtual: VirtualGpu) -> tuple[int, int]:
+    total = trainable = 0
+    for parameter in model.parameters():
+        times = repeat if virtual.place_of(parameter).group == MIDDLE else 1
+        total += times * parameter.numel()
+        trainable += times * parameter.numel() if parameter.requires_grad else 0
+    return total, trainable
+
+
+def prefers_cudnn(gpu: Gpu) -> bool:
+    """Whether PyTorch's SDPA tries cuDNN first on this GPU (check_prefer_cudnn_attention in sdp_utils.cpp)."""
+    return gpu.compute_capability is not None and gpu.compute_capability[0] in (9, 10)

@@ -1,0 +1,161 @@
+"""Which SDPA backend CUDA would choose, called on fake tensors so that autograd saves what CUDA saves.
+
+The rules are those of PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the switches of
+``torch.nn.attention.sdpa_kernel`` are obeyed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Query:
+    """What the choice depends on; shapes [batch, heads, seq, head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    dropout: float
+    causal: bool
+    gqa: bool
+
+    @property
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in (self.q, self.k, self.v))
+
+    @property
+    def heads_match(self) -> bool:
+        return self.q.shape[1] == self.k.shape[1] == self.v.shape[1]
+
+
+def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: bool) -> str:
+    """``cudnn``, ``flash``, ``efficient`` or ``math``: the first in PyTorch's order that may run.
+
+    Args:
+        capability: CUDA compute capability of the GPU.
+        prefers_cudnn: whether this PyTorch and cuDNN put cuDNN first (Hopper and datacentre Blackwell do).
+    Raises:
+        RuntimeError: every backend that could run is switched off.
+    """
+    order = ("cudnn", "flash", "efficient", "math") if prefers_cudnn else ("flash", "efficient", "math", "cudnn")
+    allowed = {
+        "flash": torch.backends.cuda.flash_sdp_enabled() and _flash_can(query, capability),
+        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient_can(query, capability),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "cudnn": torch.backends.cuda.cudnn_sdp_enabled() and _cudnn_can(query, capability),
+    }
+    for backend in order:
+        if allowed[backend]:
+            return backend
+    raise RuntimeError("No available kernel: scaled_dot_product_attention has no backend for these inputs")
+
+
+def _common(query: Query) -> bool:
+    q, k, v = query.q, query.k, query.v
+    return q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0] and 0 not in (q.shape[2], k.shape[2])
+
+
+def _unit_stride(query: Query) -> bool:
+    return all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query.q, query.k, query.v))
+
+
+def _heads_fit(query: Query, gqa: bool) -> bool:
+    if query.heads_match:
+        return True
+    return gqa and query.gqa and query.k.shape[1] == query.v.shape[1] and query.q.shape[1] % query.k.shape[1] == 0
+
+
+def _flash_can(query: Query, capability: tuple[int, int]) -> bool:
+    q, k, v = query.q, query.k, query.v
+    if capability < (8, 0) or query.mask is not None or q.dtype not in HALVES or not _common(query):
+        return False
+    if not (q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256) or not _heads_fit(query, True) or not _unit_stride(query):
+        return False
+    consumer = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    if consumer and query.trains and q.shape[-1] > 192 and (query.dropout > 0 or q.shape[-1] <= 224):
+        return False
+    return not (query.causal and q.shape[2] != k.shape[2])
+
+
+def _efficient_can(query: Query, capability: tuple[int, int]) -> bool:
+    q, k, v = query.q, query.k, query.v
+    dtypes = (torch.float16, torch.bfloat16, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
+    if q.dtype not in dtypes or not _common(query) or not _unit_stride(query) or not _heads_fit(query, False):
+        return False
+    half = q.dtype in HALVES
+    alignment = max(4 if capability >= (8, 0) else 1, 1)
+    if capability >= (8, 0) or (capability >= (7, 0) and half):
+        alignment = max(alignment, 8 if half else 4)
+    return q.shape[-1] == k.shape[-1] and q.shape[-1] % alignment == 0 and v.shape[-1] % alignment == 0
+
+
+def _cudnn_can(query: Query, capability: tuple[int, int]) -> bool:
+    q, k, v = query.q, query.k, query.v
+    if capability < (8, 0) or q.dtype not in HALVES or not _common(query) or not _heads_fit(query, True):
+        return False
+    if query.mask is not None and query.mask.requires_grad:
+        return False
+    if query.dropout * 16 != int(query.dropout * 16) or not _unit_stride(query):
+        return False
+    limit = 128
+    if capability[0] in (9, 10) and (q.shape[-1], v.shape[-1]) == (192, 128):
+        limit = 192
+    dims_fit = q.shape[-1] <= limit and v.shape[-1] <= limit and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
+    return dims_fit and k.shape[2] != 1 and not (query.dropout and q.shape[2] == 1)
+
+
+def attend(query: Query, backend: str, scale: float | None) -> Tensor:
+    """Run the backend's own op; returns the output, shape of q with v's head_dim."""
+    q, k, v = query.q, query.k, query.v
+    if backend == "flash":
+        return _flash(query, scale)
+    if backend == "efficient":
+        return _efficient(query, scale)
+    if backend == "cudnn":
+        out = aten._scaled_dot_product_cudnn_attention(q, k, v, query.mask, query.trains, query.dropout, query.causal, False, scale=scale)
+        return out[0]
+    return aten._scaled_dot_product_attention_math(
+        q, k, v, _float_mask(query.mask, q.dtype), query.dropout, query.causal, None, scale=scale, enable_gqa=query.gqa
+    )[0]
+
+
+def _flash(query: Query, scale: float | None) -> Tensor:
+    # Flash attention takes head sizes that are multiples of 8; PyTorch pads before it and slices after.
+    q, k, v = query.q, query.k, query.v
+    dim = q.shape[-1]
+    scale = dim**-0.5 if scale is None else scale
+    pad = -dim % 8
+    if pad:
+        q, k, v = (torch.nn.functional.pad(t, (0, pad)) for t in (q, k, v))
+    out = aten._scaled_dot_product_flash_attention(q, k, v, query.dropout, query.causal, False, scale=scale)[0]
+    return out[..., :dim] if pad else out
+
+
+def _efficient(query: Query, scale: float | None) -> Tensor:
+    q, k, v = query.q, query.k, query.v
+    mask = _float_mask(query.mask, q.dtype)
+    if mask is not None:
+        mask = _aligned_bias(mask, q, k)
+    trains = query.trains or (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, trains, query.dropout, query.causal, scale=scale)[0]
+
+
+def _float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A boolean mask becomes an additive one of the query's dtype, as PyTorch converts it."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+
+
+def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    # The kernel reads the bias 16 elements at a time: PyTorch pads the last dimension, slices it and expands.
+    pad = -mask.shape[-1] % 16
+    if pad:
+        mask = torch.nn.functional.pad(mask, (0, pad))[..., : k.shape[2]]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

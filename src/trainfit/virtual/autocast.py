@@ -1,0 +1,95 @@
+"""CUDA's autocast policy for fake CPU tensors.
+
+CPU autocast keeps layer norms, softmax, pow and sums in the low precision; CUDA runs them in fp32. The lists are
+those of PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FP32 = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
+    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity "
+    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
+    "mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist "
+    "renorm logsumexp"
+).split()
+FP32_OUTPUT = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList".split()
+PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
+LOWER = "addmv addr mv chain_matmul linalg_multi_dot".split()
+"""On CUDA's low-precision list but not on the CPU's."""
+
+
+def install(library: "torch.library.Library") -> None:
+    """Register CUDA's policy for the CPU's autocast key, until the library is destroyed."""
+    for names, policy in ((FP32, _in_fp32), (FP32_OUTPUT, _fp32_output), (PROMOTE, _promote), (LOWER, _lower)):
+        for name in names:
+            if (op := _find(name)) is not None:
+                library.impl(name, policy(op), "AutocastCPU", allow_override=True)
+
+
+def _find(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return getattr(packet, overload or "default", None) if packet is not None else None
+
+
+def _off() -> Any:
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    # Autocast leaves fp64, integers and whatever is already right alone.
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype not in (dtype, torch.float64) else value
+    if isinstance(value, list | tuple):
+        return [_cast(item, dtype) for item in value]
+    return value
+
+
+def _in_fp32(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _off():
+            return op(*_cast(args, torch.float32), **{k: _cast(v, torch.float32) for k, v in kwargs.items()})
+
+    return kernel
+
+
+def _fp32_output(op: Any) -> Callable[..., Any]:
+    names = [argument.name for argument in op._schema.arguments]
+    position = names.index("dtype")
+    keyword_only = op._schema.arguments[position].kwarg_only
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _off():
+            first = args[0]
+            given = kwargs.get("dtype") if keyword_only or len(args) <= position else args[position]
+            if given is not None or not (first.is_floating_point() and first.dtype != torch.float64):
+                return op(*args, **kwargs)
+            if keyword_only:
+                return op(*args, **{**kwargs, "dtype": torch.float32})
+            return op(*args[:position], **{**kwargs, "dtype": torch.float32})
+
+    return kernel
+
+
+def _promote(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _off():
+            low = torch.get_autocast_dtype("cpu")
+            flat = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(t, Tensor)]
+            widest = torch.float32 if any(t.dtype == torch.float32 for t in flat) else low
+            return op(*_cast(args, widest), **kwargs)
+
+    return kernel
+
+
+def _lower(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _off():
+            return op(*_cast(args, torch.get_autocast_dtype("cpu")), **kwargs)
+
+    return kernel

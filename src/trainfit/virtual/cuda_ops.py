@@ -1,0 +1,80 @@
+"""What CUDA does differently from the CPU above autograd, laid over fake CPU tensors.
+
+PyTorch decides in C++, by device, into which kernels a composite op falls apart. Fake tensors are CPU tensors, so
+the CPU's way would be traced. These overrides are registered with the dispatcher while a virtual GPU is entered
+and removed afterwards: attention, dropout, RMS norm, half-precision softmax, autocast.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.virtual import autocast
+from trainfit.virtual.attention import Query, attend, choose_backend
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def cuda_ops(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[None]:
+    """Composite ops on CPU tensors decompose as on a CUDA GPU of this compute capability."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
+            warnings.simplefilter("ignore", UserWarning)
+            _install(library, capability, prefers_cudnn)
+        yield
+    finally:
+        library._destroy()
+
+
+def _install(library: Any, capability: tuple[int, int], prefers_cudnn: bool) -> None:
+    _override(library, "scaled_dot_product_attention", _attention(capability, prefers_cudnn))
+    _override(library, "dropout", _dropout)
+    _override(library, "softmax.int", _softmax(aten._softmax))
+    _override(library, "log_softmax.int", _softmax(aten._log_softmax))
+    if hasattr(aten, "_fused_rms_norm"):
+        _override(library, "rms_norm", _rms_norm)
+    autocast.install(library)
+
+
+def _override(library: Any, name: str, kernel: Callable[..., Any]) -> None:
+    # These ops are composite: an autograd kernel that calls other differentiable ops takes the composite's place.
+    library.impl(name, kernel, "AutogradCPU", allow_override=True)
+
+
+def _attention(capability: tuple[int, int], prefers_cudnn: bool) -> Callable[..., Tensor]:
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        query = Query(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa)
+        return attend(query, choose_backend(query, capability, prefers_cudnn), scale)
+
+    return kernel
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    # CUDA's dropout keeps a boolean mask; the CPU's keeps one of the input's dtype.
+    if p == 0 or not train or x.numel() == 0:
+        return x
+    return aten.native_dropout(x, p, train)[0]
+
+
+def _softmax(op: Any) -> Callable[..., Tensor]:
+    def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        # Only fp16 to fp32 is fused on CUDA; other conversions make a copy first.
+        if x.dtype == torch.float16 and dtype == torch.float32:
+            return op(x, dim, True)
+        return op(x if dtype is None else x.to(dtype), dim, False)
+
+    return kernel
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    return aten._fused_rms_norm(x, shape, weight, eps)[0]

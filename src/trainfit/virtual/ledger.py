@@ -1,0 +1,242 @@
+"""The ledger: what one traced training run allocated, freed and computed, in order. No torch here.
+
+Enters: the tracer's entries. Leaves: events to replay (``expand``) and operations to sum (``Op.times``).
+
+A model of L equal layers is traced with a few: the layers are cut into a first group (FIRST), one middle group
+(MIDDLE) and a last group (LAST), and the middle group's entries stand for ``repeat`` copies of it. ``expand``
+writes the copies out; ``RepeatError`` says that the entries do not allow it, and the whole model must be traced.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
+ALLOCATE, FREE = 1, 0
+FORMAT = 1
+"""Version of the file format; a ledger of another version is not read."""
+
+
+class RepeatError(RuntimeError):
+    """The traced groups do not correspond, so the middle one cannot stand for its copies."""
+
+
+class Segment(NamedTuple):
+    """A stretch of the run: ``step`` is init, first or steady; ``phase`` is init, forward, backward or optimizer."""
+
+    step: str
+    phase: str
+
+
+class Storage(NamedTuple):
+    """One allocation."""
+
+    num_bytes: int
+    category: str
+    group: int
+    """NO_LAYER, FIRST, MIDDLE or LAST: in which group of layers it was allocated."""
+    op: int
+    """Index of the operation that allocated it; -1 for what no operation did (a library's workspace)."""
+    slot: str
+    """Name that the same allocation has in every group of layers."""
+
+
+class Op(NamedTuple):
+    """One operation, as its CUDA kernel."""
+
+    name: str
+    module: str
+    segment: int
+    group: int
+    flops: float
+    """Matrix-product FLOPs it executes, attention as if nothing were masked."""
+    causal_flops: float
+    """The same, masked attention scores not counted."""
+    model_flops: float
+    """Of ``causal_flops``, what the mathematics needs: 0 for recomputed work, attention's recomputed scores out."""
+    model_flops_full: float
+    """The same of ``flops``."""
+    num_bytes: int
+    """Bytes read and written in device memory."""
+    dtype: str
+    """Dtype of the matrix product's inputs, else of the output."""
+
+
+class Event(NamedTuple):
+    """An allocation or a free, in order of time."""
+
+    kind: int
+    storage: int
+    group: int
+    segment: int
+
+
+class LiveEvent(NamedTuple):
+    """An event of the expanded ledger; ``key`` is unique among all allocations."""
+
+    kind: int
+    key: tuple[int, int]
+    num_bytes: int
+    category: str
+    segment: int
+    storage: int
+
+
+@dataclass
+class Ledger:
+    """A traced run: init, the first step and the steady step, in segments."""
+
+    segments: list[Segment] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    storages: list[Storage] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    repeat: int = 1
+    """How many groups of layers the middle one stands for (1: nothing was left out)."""
+    params: int = 0
+    trainable_params: int = 0
+    ops_without_flops: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    def times(self, op: Op) -> int:
+        """How often an operation happens in the whole model."""
+        return self.repeat if op.group == MIDDLE else 1
+
+    def expand(self) -> Iterator[LiveEvent]:
+        """All events of the whole model, the middle group's copies written out.
+
+        Raises:
+            RepeatError: an allocation would be freed twice, or never although its pattern is freed.
+        """
+        if self.repeat == 1:
+            for event in self.events:
+                s = self.storages[event.storage]
+                yield LiveEvent(event.kind, (event.storage, 1), s.num_bytes, s.category, event.segment, event.storage)
+            return
+        yield from _Expansion(self).events()
+
+    def save(self, path: Path) -> None:
+        """Write to a new file beside ``path``, then rename, so that a reader never sees half a ledger."""
+        names: dict[str, int] = {}
+
+        def number(text: str) -> int:
+            return names.setdefault(text, len(names))
+
+        data = asdict(self)
+        data["ops"] = [[number(v) if isinstance(v, str) else v for v in op] for op in self.ops]
+        data["storages"] = [[number(v) if isinstance(v, str) else v for v in s] for s in self.storages]
+        data["events"] = [list(event) for event in self.events]
+        data["segments"] = [list(segment) for segment in self.segments]
+        data["names"], data["format"] = list(names), FORMAT
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{id(data)}.draft")
+        draft.write_bytes(gzip.compress(json.dumps(data).encode(), 1))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Ledger":
+        """Read what ``save`` wrote.
+
+        Raises:
+            ValueError: another format, or damaged.
+        """
+        try:
+            data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+            if data.pop("format") != FORMAT:
+                raise ValueError(f"{path}: not a ledger of format {FORMAT}")
+            names = data.pop("names")
+            data["segments"] = [Segment(*row) for row in data["segments"]]
+            data["ops"] = [_op(row, names) for row in data["ops"]]
+            data["storages"] = [Storage(n, names[c], g, op, names[slot]) for n, c, g, op, slot in data["storages"]]
+            data["events"] = [Event(*row) for row in data["events"]]
+            data["ops_without_flops"] = tuple(data["ops_without_flops"])
+            data["assumptions"] = tuple(data["assumptions"])
+            return cls(**data)
+        except (OSError, EOFError, KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not a whole ledger: {error}") from error
+
+
+def _op(row: list[Any], names: list[str]) -> Op:
+    name, module, *middle, dtype = row
+    return Op(names[name], names[module], *middle, names[dtype])
+
+
+class _Expansion:
+    """Writes out the copies 1..R of the middle group; the first group is copy 0, the last one R + 1.
+
+    A free names an allocation relative to where it happens: what group g frees of its neighbour g - 1, each copy
+    frees of its own neighbour. ``slot`` finds the same allocation in another group.
+    """
+
+    def __init__(self, ledger: Ledger):
+        self.ledger, self.repeat = ledger, ledger.repeat
+        self.twins = {s.slot: i for i, s in enumerate(ledger.storages) if s.group == MIDDLE}
+        self.live: set[tuple[int, int]] = set()
+
+    def events(self) -> Iterator[LiveEvent]:
+        run: list[Event] = []
+        before = NO_LAYER
+        for event in self.ledger.events:
+            if run and event.group != run[0].group:
+                yield from self._run(run, before)
+                before = run[0].group if run[0].group != NO_LAYER else before
+                run = []
+            run.append(event)
+        yield from self._run(run, before)
+        self._check_frees()
+
+    def _run(self, run: list[Event], before: int) -> Iterator[LiveEvent]:
+        group = run[0].group if run else NO_LAYER
+        if group == MIDDLE:
+            copies = range(1, self.repeat + 1)
+            # Layers are walked up in the forward, down in the backward.
+            for copy in reversed(copies) if before == LAST else copies:
+                for event in run:
+                    yield from self._at(event, copy)
+        else:
+            copy = {NO_LAYER: -1, FIRST: 0, LAST: self.repeat + 1}[group]
+            for event in run:
+                yield from self._at(event, copy)
+
+    def _at(self, event: Event, copy: int) -> Iterator[LiveEvent]:
+        s = self.ledger.storages[event.storage]
+        if event.kind == ALLOCATE:
+            key = (event.storage, copy)
+            self.live.add(key)
+            yield LiveEvent(ALLOCATE, key, s.num_bytes, s.category, event.segment, event.storage)
+            return
+        for key in self._freed(event, s, copy):
+            if key not in self.live:
+                if event.group == MIDDLE and s.group == NO_LAYER:
+                    continue  # What no layer owns is freed once.
+                raise RepeatError(f"{s.slot} is freed twice")
+            self.live.remove(key)
+            owner = self.ledger.storages[key[0]]
+            yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
+
+    def _freed(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
+        index, last = event.storage, self.repeat + 1
+        if s.group == NO_LAYER:
+            return [(index, -1)]
+        if event.group == NO_LAYER or s.group == event.group:
+            if s.group == MIDDLE:
+                return [(index, copy)] if event.group == MIDDLE else [(index, c) for c in range(1, last)]
+            return [(index, 0 if s.group == FIRST else last)]
+        target = copy + (s.group - event.group)
+        if event.group != MIDDLE and s.group != MIDDLE:
+            target = 0 if s.group == FIRST else last
+        if 1 <= target <= self.repeat:
+            twin = index if s.group == MIDDLE else self.twins.get(s.slot)
+            if twin is None:
+                raise RepeatError(f"{s.slot} has no twin in the middle group")
+            return [(twin, target)]
+        # Beyond an end the neighbour is the first or the last group itself.
+        return [(index, target)] if target in (0, last) else []
+
+    def _check_frees(self) -> None:
+        freed = {event.storage for event in self.ledger.events if event.kind == FREE}
+        for index, copy in self.live:
+            if index in freed:
+                raise RepeatError(f"{self.ledger.storages[index].slot} is never freed in copy {copy}")

@@ -1,0 +1,150 @@
+"""Where an operation happens: module, group of layers, and whether it is the backward, recomputation or an update.
+
+In the forward the stack of running modules tells. In the backward autograd's current node tells: nodes are numbered
+in the order of the forward, and the numbers at which modules began and ended were written down.
+"""
+
+import bisect
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainfit.virtual.ledger import FIRST, LAST, MIDDLE, NO_LAYER
+
+
+class Place(NamedTuple):
+    """Where an operation happens."""
+
+    module: str
+    """Dotted path."""
+    slot: str
+    """The path with the layer's number taken out: the same in every group."""
+    group: int
+    owned: bool = False
+    """In the optimizer: operations belong to the parameter they work on."""
+    recomputing: bool = False
+    in_autograd: bool = False
+    """On CUDA, autograd runs in a thread of its own, with library handles of its own."""
+
+
+NOWHERE = Place("", "", NO_LAYER)
+
+
+class Groups(NamedTuple):
+    """Which layers of one ModuleList stand for which: (list's dotted name, sizes of the first and middle groups)."""
+
+    name: str
+    num_first: int
+    num_middle: int
+    period: int
+
+    def locate(self, layer: int) -> tuple[int, str]:
+        """Group of the layer at this index of the (trimmed) list, and its name within any group."""
+        if layer < self.num_first:
+            from_end = layer - self.num_first
+            return FIRST, f"L{from_end % self.period}" if from_end >= -self.period else f"lead{layer}"
+        if layer < self.num_first + self.num_middle:
+            return MIDDLE, f"L{layer - self.num_first}"
+        offset = layer - self.num_first - self.num_middle
+        return LAST, f"L{offset}" if offset < self.period else f"tail{offset}"
+
+
+class Places:
+    """Follows the running step. Enter as a context manager around it; ``bind`` once the model is complete."""
+
+    def __init__(self) -> None:
+        self.phase = "init"
+        self._of_module: dict[int, Place] = {}
+        self._of_parameter: dict[int, Place] = {}
+        self._stack: list[Place] = []
+        self._after_layer: Place | None = None
+        self._numbers: list[int] = []
+        self._marks: list[Place] = []
+        self._handles: list[Any] = []
+        self.on_recomputed = lambda: None
+
+    def bind(self, model: nn.Module, groups: list[Groups]) -> None:
+        """Learn every module's and parameter's place."""
+        for name, module in model.named_modules():
+            self._of_module[id(module)] = self.locate(name, groups)
+        for name, parameter in model.named_parameters():
+            self._of_parameter[id(parameter)] = self.locate(name, groups)
+
+    def of_parameter(self, parameter: torch.Tensor) -> Place:
+        """The place of a parameter of the bound model."""
+        return self._of_parameter.get(id(parameter), NOWHERE)
+
+    @staticmethod
+    def locate(name: str, groups: list[Groups]) -> Place:
+        """Place of a dotted name (a wrapper such as PEFT's may stand before the list's own name)."""
+        for group in groups:
+            head, found, tail = name.partition(f"{group.name}.")
+            if found and (not head or head.endswith(".")):
+                index, _, rest = tail.partition(".")
+                number, within = group.locate(int(index))
+                return Place(name, f"{head}{group.name}.{within}.{rest}", number)
+        return Place(name, name, NO_LAYER)
+
+    def current(self) -> Place:
+        """The place of the operation that runs now."""
+        if self._stack:
+            place = self._stack[-1]
+            if place.group == NO_LAYER and self._after_layer is not None:
+                # Between two layers the loop over them still holds the last one's results.
+                place = self._after_layer
+            return place._replace(recomputing=True, in_autograd=True) if self.phase == "backward" else place
+        if self.phase == "backward":
+            return self._of_node(torch._C._current_autograd_node())
+        return NOWHERE._replace(owned=self.phase == "optimizer")
+
+    def owned_now(self) -> bool:
+        return self.phase == "optimizer" and not self._stack
+
+    def _of_node(self, node: Any) -> Place:
+        if node is None:
+            return NOWHERE
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self.of_parameter(variable)._replace(in_autograd=True)
+        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._marks[at] if at >= 0 else NOWHERE)._replace(in_autograd=True)
+
+    def __enter__(self) -> "Places":
+        module = torch.nn.modules.module
+        self._handles = [
+            module.register_module_forward_pre_hook(self._begin),
+            module.register_module_forward_hook(self._end, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        place = self._of_module.get(id(module), self._stack[-1] if self._stack else NOWHERE)
+        # The next layer, or what comes after the last one, begins.
+        self._after_layer = None
+        self._stack.append(place)
+        self._mark(place)
+
+    def _end(self, module: nn.Module, _: Any, __: Any) -> None:
+        if not self._stack:
+            return
+        place = self._stack.pop()
+        if place.group != NO_LAYER and self._stack and self._stack[-1].group == NO_LAYER:
+            self._after_layer = place
+        self._mark(self._after_layer or (self._stack[-1] if self._stack else NOWHERE))
+        if not self._stack:
+            self._after_layer = None
+            if self.phase == "backward":
+                self.on_recomputed()
+
+    def _mark(self, place: Place) -> None:
+        number = torch._C._autograd._get_sequence_nr()
+        if self._numbers and self._numbers[-1] == number:
+            self._marks[-1] = place
+        else:
+            self._numbers.append(number)
+            self._marks.append(place)

@@ -1,0 +1,81 @@
+"""Find the layers that repeat, and keep only as many as tell the whole.
+
+Enters: the ModuleLists of a built model. Leaves: the same lists, shortened in place, and how many groups the middle
+one stands for. Layers are equal when their classes, parameter and buffer shapes and plain settings are.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from trainfit.virtual.places import Groups
+
+MAX_PERIOD = 8
+MAX_LEAD = 4
+POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "layer_number"})
+"""Settings that number a layer and change nothing else."""
+
+
+def shorten(lists: Iterable[tuple[str, nn.ModuleList]]) -> tuple[list[Groups], int, list[nn.Module]]:
+    """Cut the middle out of the one list of layers, where layers repeat.
+
+    Returns:
+        groups (empty: nothing was cut), how many groups the middle one stands for, and the layers cut out.
+        A model with several lists of layers is left whole.
+    """
+    found = list(lists)
+    if len(found) != 1:
+        return [], 1, []
+    name, layers = found[0]
+    signatures = [signature(layer) for layer in layers]
+    plan = find_period(signatures)
+    if plan is None:
+        return [], 1, []
+    lead, period = plan
+    tail = period + (len(layers) - lead) % period
+    num_groups = (len(layers) - lead - period - tail) // period
+    keep_from = len(layers) - tail
+    removed = list(layers)[lead + 2 * period : keep_from]
+    kept = [*list(layers)[: lead + 2 * period], *list(layers)[keep_from:]]
+    _replace(layers, kept)
+    return [Groups(name, lead + period, period, period)], num_groups, removed
+
+
+def find_period(signatures: list[Any]) -> tuple[int, int] | None:
+    """(leading layers that differ, period) with the fewest layers to trace; None if at least one group can't be saved."""
+    best: tuple[int, int, int] | None = None
+    for lead in range(min(MAX_LEAD, len(signatures)) + 1):
+        for period in range(1, MAX_PERIOD + 1):
+            num_kept = lead + 3 * period + (len(signatures) - lead) % period
+            if num_kept >= len(signatures) or (best is not None and num_kept >= best[0]):
+                continue
+            if all(signatures[i] == signatures[i - period] for i in range(lead + period, len(signatures))):
+                best = (num_kept, lead, period)
+    return None if best is None else best[1:]
+
+
+def signature(layer: nn.Module) -> tuple[Any, ...]:
+    """What two layers must share to cost the same."""
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        settings = tuple(
+            sorted(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, bool | int | float | str) and key not in POSITION_NAMES
+            )
+        )
+        tensors = tuple(
+            (key, tuple(t.shape), t.dtype, t.requires_grad)
+            for key, t in (*module._parameters.items(), *module._buffers.items())
+            if t is not None
+        )
+        parts.append((name, type(module), settings, tensors))
+    return tuple(parts)
+
+
+def _replace(layers: nn.ModuleList, kept: list[nn.Module]) -> None:
+    for index in reversed(range(len(layers))):
+        del layers[index]
+    layers.extend(kept)

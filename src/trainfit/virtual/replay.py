@@ -1,0 +1,89 @@
+"""Replay a ledger on the caching allocator: peaks by phase and what was alive at the highest. No torch here."""
+
+from dataclasses import dataclass, field
+
+from trainfit.spec.result import CATEGORIES, MemoryBreakdown, PhasePeaks, Phases
+from trainfit.virtual.allocator import CachingAllocator
+from trainfit.virtual.ledger import ALLOCATE, Ledger
+
+
+@dataclass
+class Replay:
+    """Peaks of a replayed ledger, in bytes as ``torch.cuda.memory_stats`` counts them."""
+
+    phases: Phases
+    breakdown: MemoryBreakdown
+    """At the steady or first peak, whichever is higher."""
+    peak_phase: str
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    num_events: int
+    at_peak: list[tuple[int, int]] = field(default_factory=list)
+    """Alive at the peak: (index of the storage, bytes), one entry an allocation."""
+
+
+def replay(ledger: Ledger, allocator: CachingAllocator | None = None) -> Replay:
+    """Walk every allocation and free of the ledger through a caching allocator without a limit."""
+    gpu = allocator or CachingAllocator()
+    events = list(ledger.expand())
+    peaks = [0] * len(ledger.segments)
+    handles: dict[tuple[int, int], int] = {}
+    peak, peak_index, segment, after_init = -1, 0, -1, 0
+    malloc, free = gpu.malloc, gpu.free
+    for index, event in enumerate(events):
+        if event.segment != segment:
+            if segment >= 0 and ledger.segments[segment].step == "init":
+                after_init = gpu.allocated_bytes
+            for passed in range(segment + 1, event.segment + 1):
+                peaks[passed] = gpu.allocated_bytes
+            segment = event.segment
+        if event.kind == ALLOCATE:
+            handles[event.key] = malloc(event.num_bytes)
+            now = gpu.allocated_bytes
+            if now > peaks[segment]:
+                peaks[segment] = now
+            if now > peak and ledger.segments[segment].step != "init":
+                peak, peak_index = now, index
+        else:
+            free(handles.pop(event.key))
+    phases = _phases(ledger, peaks, after_init)
+    alive = _alive_at(events, peak_index)
+    return Replay(
+        phases=phases,
+        breakdown=_breakdown(alive, ledger, peak),
+        peak_phase=".".join(ledger.segments[events[peak_index].segment]),
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=gpu.peak_reserved_bytes,
+        num_events=len(events),
+        at_peak=alive,
+    )
+
+
+def _phases(ledger: Ledger, peaks: list[int], after_init: int) -> Phases:
+    highest: dict[tuple[str, str], int] = {}
+    for segment, peak in zip(ledger.segments, peaks, strict=True):
+        highest[segment] = max(highest.get(segment, 0), peak)
+
+    def of(step: str) -> PhasePeaks:
+        return PhasePeaks(**{phase: highest.get((step, phase), 0) for phase in ("forward", "backward", "optimizer")})
+
+    return Phases(after_init=after_init, first=of("first"), steady=of("steady"))
+
+
+def _alive_at(events: list, index: int) -> list[tuple[int, int]]:
+    alive: dict[tuple[int, int], tuple[int, int]] = {}
+    for event in events[: index + 1]:
+        if event.kind == ALLOCATE:
+            alive[event.key] = (event.storage, event.num_bytes)
+        else:
+            del alive[event.key]
+    return list(alive.values())
+
+
+def _breakdown(alive: list[tuple[int, int]], ledger: Ledger, peak: int) -> MemoryBreakdown:
+    """Bytes by category; what the allocator's rounding and unsplit blocks add is counted as temporary."""
+    totals = dict.fromkeys(CATEGORIES, 0)
+    for index, num_bytes in alive:
+        totals[ledger.storages[index].category] += num_bytes
+    totals["temporary"] += peak - sum(totals.values())
+    return MemoryBreakdown(**totals)

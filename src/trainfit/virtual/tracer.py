@@ -1,0 +1,270 @@
+"""The tracer: sees every operation of a step on fake tensors and writes the ledger.
+
+Enters: operations below autograd (a TorchDispatchMode). Leaves: allocations, frees and operations with their
+module, phase and group of layers. One weak reference per storage tells when it is freed, so autograd's own order
+of frees is what is recorded.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from trainfit.virtual.flops import count
+from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Op, Segment, Storage
+from trainfit.virtual.places import Place, Places
+from trainfit.virtual.temporaries import GpuTraits, output_bytes, temporaries
+from trainfit.virtual.traffic import bytes_moved
+from trainfit.virtual.workspaces import Workspaces
+
+aten = torch.ops.aten
+READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
+HOST = -1
+"""In place of a ledger index: the storage is on the host."""
+
+
+class Tracer(TorchDispatchMode):
+    """Records what runs while it is entered. Enter it inside a FakeTensorMode and a ``Places``."""
+
+    def __init__(self, gpu: GpuTraits, places: Places):
+        super().__init__()
+        self.ledger = Ledger()
+        self.gpu, self.places = gpu, places
+        self.places.on_recomputed = self._keep_recomputed
+        self.workspaces = Workspaces(gpu)
+        self._live: dict[int, int] = {}
+        """Address of a live storage -> its index in the ledger, or HOST."""
+        self._refs: dict[int, Any] = {}
+        self._owners: dict[int, Place] = {}
+        """Index of a storage -> place of the parameter it belongs to."""
+        self._categories: dict[int, str] = {}
+        self._born: list[int] = []
+        """Index of a storage -> the segment it was allocated in."""
+        self._host_depth = 0
+        self._seen: dict[tuple[int, int, str], int] = {}
+        self._unknown: set[str] = set()
+        self._recomputed: list[int] = []
+        self._sticky = NO_LAYER
+        self.begin("init", "init")
+
+    # -- what the step tells ------------------------------------------------------------------------------------
+
+    def begin(self, step: str, phase: str) -> None:
+        """A phase of a step begins; what a forward leaves alive for its backward are activations."""
+        if phase == "backward":
+            forward = len(self.ledger.segments) - 1
+            self._categorise("activations", (i for i in self.live_indices() if self._born[i] == forward))
+        self.ledger.segments.append(Segment(step, phase))
+        self._segment = len(self.ledger.segments) - 1
+        self._sticky = NO_LAYER
+        self.places.phase = phase
+
+    def own(self, tensor: Tensor, category: str, place: Place) -> None:
+        """The tensor's storage is of this category and belongs to the parameter at this place."""
+        index = self._live.get(tensor.untyped_storage()._cdata, HOST)
+        if index != HOST:
+            self._categories[index] = category
+            self._owners[index] = place
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """These parameters were cut out of the model: strike them from the ledger, frees included."""
+        dropped = {self._live.pop(t.untyped_storage()._cdata) for t in tensors if self.index_of(t) != HOST}
+        self.ledger.events = [event for event in self.ledger.events if event.storage not in dropped]
+        self._dropped = dropped
+
+    def index_of(self, tensor: Tensor) -> int:
+        """Index of the tensor's storage in the ledger; HOST if it is not on the device."""
+        return self._live.get(tensor.untyped_storage()._cdata, HOST)
+
+    def live_indices(self) -> list[int]:
+        """Indices of the storages alive now."""
+        return [i for i in self._live.values() if i != HOST]
+
+    def built(self) -> None:
+        """The model is complete: give what was allocated for it the groups of its owners."""
+        storages = self.ledger.storages
+        for index, place in self._owners.items():
+            slot = f"weights/{place.slot}"
+            storages[index] = storages[index]._replace(group=place.group, slot=f"{slot}/{self._count(place.group, slot)}")
+        self.ledger.events = [
+            event._replace(group=storages[event.storage].group) if event.kind == ALLOCATE else event
+            for event in self.ledger.events
+        ]
+
+    def finish(self) -> Ledger:
+        """The ledger, with the categories that only the whole run tells."""
+        storages = self.ledger.storages
+        for index, category in self._categories.items():
+            storages[index] = storages[index]._replace(category=category)
+            if category == "optimizer":
+                # A state tensor made from nothing (a step counter) is its parameter's all the same.
+                storages[index] = storages[index]._replace(group=self._owners[index].group)
+        self.ledger.events = [
+            e._replace(group=storages[e.storage].group) if storages[e.storage].category == "optimizer" else e
+            for e in self.ledger.events
+        ]
+        self.ledger.ops_without_flops = tuple(sorted(self._unknown))
+        finished, self.ledger = self.ledger, Ledger()
+        self._live.clear()  # What is freed from here on is the end of the trace, not of the run.
+        return finished
+
+    def enter_host(self) -> None:
+        self._host_depth += 1
+
+    def leave_host(self) -> None:
+        self._host_depth -= 1
+
+    def is_host(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and self._live.get(value.untyped_storage()._cdata) == HOST
+
+    def _categorise(self, category: str, indices: Iterable[int]) -> None:
+        for index in indices:
+            self._categories.setdefault(index, category)
+
+    def _keep_recomputed(self) -> None:
+        live = set(self.live_indices())
+        self._categorise("activations", (i for i in self._recomputed if i in live))
+        self._recomputed.clear()
+
+    # -- what PyTorch tells -------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READS_VALUE:
+            return _assumed_value(args[0])
+        out = func(*args, **kwargs)
+        self._record(func, args, kwargs, out)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        outputs = list(_tensors(out))
+        fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
+        if not fresh and not func._schema.is_mutable:
+            return
+        inputs = [self._live.get(t.untyped_storage()._cdata, HOST) for t in _tensors((args, kwargs)) if t.device.type != "meta"]
+        if all(i == HOST for i in inputs) if inputs else self._host_depth > 0:
+            for _, t in fresh:
+                self._follow(t.untyped_storage(), HOST)
+            return
+        place = self.places.current()
+        owners = self._owners_of(args) if place.owned else []
+        place = owners[0] if len(set(owners)) == 1 else place
+        self._sticky = place.group
+        op = self._add_ops(func, args, kwargs, out, place, owners)
+        for num_bytes in self.workspaces.first_use(func, args, place.in_autograd):
+            self._add_storage(num_bytes, -1, "workspace", NO_LAYER, "workspace")
+        sizes = output_bytes(func, args, kwargs, out)
+        for n, t in fresh:
+            owner = owners[n] if len(owners) == len(outputs) else place
+            index = self._allocate(t, "list" if len(owners) > 1 else str(n), op, owner, sizes.get(n))
+            if owners:
+                self._owners[index] = owner
+        self._add_scratch(temporaries(func, args, kwargs, out, gpu=self.gpu), op, place, str(func))
+
+    def _is_fresh(self, t: Tensor) -> bool:
+        return t.device.type != "meta" and t.untyped_storage()._cdata not in self._live
+
+    def _owners_of(self, args: Any) -> list[Place]:
+        """Parameters that the first tensor argument belongs to; of a list of tensors, each one's."""
+        for arg in args:
+            tensors = list(_tensors(arg))
+            if tensors:
+                nowhere = self.places.current()
+                return [self._owners.get(self.index_of(t), nowhere) for t in tensors]
+        return []
+
+    def _add_ops(self, func: Any, args: Any, kwargs: Any, out: Any, place: Place, owners: list[Place]) -> int:
+        """One entry an operation; a list operation over several groups' parameters gets one entry a group."""
+        phase = self.places.phase
+        counted = count(func, args, kwargs, out)
+        if counted is None:
+            self._unknown.add(str(func))
+        num_bytes = bytes_moved(func, args, kwargs, out)
+        full, causal = (counted.full, counted.causal) if counted else (0, 0)
+        needed = counted is not None and phase in ("forward", "backward") and not place.recomputing
+        model, model_full = (counted.model_causal, counted.model_full) if counted and needed else (0, 0)
+        dtype = _dtype(args, out)
+        groups = {owner.group for owner in owners}
+        if len(groups) <= 1:
+            self.ledger.ops.append(Op(str(func), place.module, self._segment, place.group, full, causal, model, model_full, num_bytes, dtype))
+            return len(self.ledger.ops) - 1
+        for group in sorted(groups):
+            share = sum(owner.group == group for owner in owners) / len(owners)
+            self.ledger.ops.append(Op(str(func), "", self._segment, group, 0, 0, 0, 0, int(num_bytes * share), dtype))
+        return len(self.ledger.ops) - 1
+
+    def _allocate(self, t: Tensor, label: str, op: int, place: Place, num_bytes: int | None) -> int:
+        storage = t.untyped_storage()
+        slot = f"{place.slot}/{self.ledger.ops[op].name}/{label}"
+        if num_bytes is None:
+            num_bytes = storage.nbytes()
+        self._sticky = place.group
+        category = "weights" if self.places.phase == "init" else "activations" if self.places.phase == "data" else "temporary"
+        index = self._add_storage(num_bytes, op, slot, place.group, category)
+        if place.recomputing:
+            self._recomputed.append(index)
+        self._follow(storage, index)
+        return index
+
+    def _add_storage(self, num_bytes: int, op: int, slot: str, group: int, category: str) -> int:
+        index = len(self.ledger.storages)
+        slot = f"{self._segment}/{slot}/{self._count(group, slot)}"
+        self.ledger.storages.append(Storage(num_bytes, category, group, op, slot))
+        self.ledger.events.append(Event(ALLOCATE, index, group, self._segment))
+        self._born.append(self._segment)
+        return index
+
+    def _count(self, group: int, slot: str) -> int:
+        key = (self._segment, group, slot)
+        self._seen[key] = self._seen.get(key, -1) + 1
+        return self._seen[key]
+
+    def _add_scratch(self, sizes: tuple[int, ...], op: int, place: Place, name: str) -> None:
+        """Scratch of one kernel: allocated together, freed when it returns."""
+        indices = [self._add_storage(size, op, f"{place.slot}/{name}/scratch", place.group, "temporary") for size in sizes if size]
+        for index in reversed(indices):
+            self.ledger.events.append(Event(FREE, index, place.group, self._segment))
+
+    def _follow(self, storage: Any, index: int) -> None:
+        address = storage._cdata
+        self._live[address] = index
+
+        def freed(_: Any) -> None:
+            self._refs.pop(address, None)
+            if self._live.get(address) == index:
+                del self._live[address]
+                if index != HOST:
+                    self._add_free(index)
+
+        self._refs[address] = weakref.ref(storage, freed)
+
+    def _add_free(self, index: int) -> None:
+        if self.places.owned_now():
+            owner = self._owners.get(index)
+            group = self.ledger.storages[index].group if owner is None else owner.group
+        else:
+            group = self._sticky
+        self.ledger.events.append(Event(FREE, index, group, self._segment))
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        return (tree,)
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def _assumed_value(t: Tensor) -> Any:
+    """What reading a tensor's value gives: a step must not depend on it. Zero: gradients are finite, nothing is masked."""
+    return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
+
+
+def _dtype(args: Any, out: Any) -> str:
+    """Dtype of the first floating tensor among the inputs, else of the output."""
+    for t in (*_tensors(args), *_tensors(out)):
+        if t.is_floating_point():
+            return str(t.dtype).removeprefix("torch.")
+    return "int64"

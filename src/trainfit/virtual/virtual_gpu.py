@@ -1,0 +1,101 @@
+"""The virtual GPU: enter it, build and run a step on ``torch.device("cpu")``, and read its ledger.
+
+Inside, every tensor is fake (shape, dtype, no data), composite operations fall apart as on CUDA, and the tracer
+writes down what each operation would do on the GPU. No GPU is needed, and no memory for the tensors.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.host import HostTensors
+from trainfit.virtual.ledger import Ledger
+from trainfit.virtual.places import Groups, Place, Places
+from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.tracer import Tracer
+
+
+class VirtualGpu:
+    """What runs inside ``virtual_gpu``: tell it when the model is complete and when a phase begins."""
+
+    def __init__(self, tracer: Tracer, places: Places):
+        self.tracer, self._places = tracer, places
+
+    def model_is_complete(self, model: nn.Module, groups: list[Groups]) -> None:
+        """Learn the model's modules and parameters; from here on operations have places."""
+        self._places.bind(model, groups)
+        for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.tracer.own(tensor, "weights", self._places.locate(tensor_name, groups))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                self._watch_gradient(parameter)
+        self.tracer.built()
+
+    def begin(self, step: str, phase: str) -> None:
+        """A phase (data, forward, backward, optimizer) of a step (first, steady) begins."""
+        self.tracer.begin(step, phase)
+
+    def place_of(self, parameter: torch.Tensor) -> Place:
+        """Module and group of layers of a parameter of the complete model."""
+        return self._places.of_parameter(parameter)
+
+    def own_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimizer's state tensors as its own."""
+        for parameter, state in optimizer.state.items():
+            place = self._places.of_parameter(parameter)
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.tracer.own(value, "optimizer", place)
+
+    def finish(self) -> Ledger:
+        """The ledger of what ran."""
+        return self.tracer.finish()
+
+    def _watch_gradient(self, parameter: nn.Parameter) -> None:
+        place = self._places.of_parameter(parameter)
+
+        def arrived(owner: torch.Tensor) -> None:
+            if owner.grad is not None:
+                self.tracer.own(owner.grad, "gradients", place)
+
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        # Before a technique's own hook, which may use the gradient up (an optimizer in the backward).
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        hooks.move_to_end(handle.id, last=False)
+
+
+@contextmanager
+def virtual_gpu(traits: GpuTraits, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
+    """Enter a virtual GPU with these traits; tensors made inside on the CPU are on it.
+
+    Args:
+        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention.choose_backend``).
+    """
+    places = Places()
+    with ExitStack() as stack:
+        stack.enter_context(_transformers_sees_real_tensors())
+        stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        tracer = Tracer(traits, places)
+        stack.enter_context(HostTensors(tracer.enter_host, tracer.leave_host, tracer.is_host))
+        stack.enter_context(places)
+        stack.enter_context(tracer)
+        yield VirtualGpu(tracer, places)
+
+
+@contextmanager
+def _transformers_sees_real_tensors() -> Iterator[None]:
+    """transformers takes fake tensors for an export and then builds masks and repeats keys that a run does not."""
+    import transformers.utils.import_utils as module
+
+    original = module.is_fake_tensor
+    module.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original
