@@ -22,6 +22,7 @@ BACKENDS = {
 """The recipe's word -> the name in ``torch.nn.attention.SDPBackend``."""
 HALF_ONLY = ("flash", "cudnn")
 """Kernels that take fp16 and bf16 only."""
+CUDA_ONLY = ("cudnn", "efficient")
 
 
 def applies(recipe: Recipe) -> bool:
@@ -34,6 +35,17 @@ def check(recipe: Recipe) -> None:
         raise InputError(
             "this kernel takes fp16 and bf16 only, and precision is fp32",
             "use efficient, math or sdpa, or precision: bf16 or amp-bf16",
+            field="attention",
+            value=recipe.attention,
+        )
+
+
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse kernels that a real device lacks. The virtual GPU does not ask: it stands for CUDA."""
+    if device_type == "cpu" and recipe.attention in CUDA_ONLY:
+        raise InputError(
+            "this kernel runs on CUDA only",
+            "use sdpa, flash, math or eager on a CPU",
             field="attention",
             value=recipe.attention,
         )

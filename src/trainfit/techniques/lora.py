@@ -8,6 +8,8 @@ cast up for them, which costs memory; ``base`` gives them the base's dtype.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
@@ -58,7 +60,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         task_type="CAUSAL_LM" if is_hf else None,
     )
     try:
-        draft.model = get_peft_model(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
+        with _fake_parameters_convert():
+            draft.model = get_peft_model(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
     except ValueError as error:
         raise InputError(
             f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
@@ -84,3 +87,33 @@ def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]
         for name, module in blocks.named_modules()
         if isinstance(module, nn.Linear)
     ]
+
+
+@contextmanager
+def _fake_parameters_convert() -> Iterator[None]:
+    """``module.to(...)`` works on fake parameters too, by new parameters in their place.
+
+    PEFT makes each adapter in fp32 and moves it to its base's dtype. torch (2.11 to 2.13) converts fake parameters
+    with ``swap_tensors`` only, which refuses every one of them: FakeTensorMode's memo holds a weak reference.
+    """
+    import torch
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    ordinary = nn.Module._apply
+
+    def convert(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        own = self._parameters
+        if not any(isinstance(parameter, FakeTensor) for parameter in own.values()):
+            return ordinary(self, fn, recurse)
+        for name, parameter in own.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    own[name] = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
+        return self
+
+    nn.Module._apply = convert
+    try:
+        yield
+    finally:
+        nn.Module._apply = ordinary

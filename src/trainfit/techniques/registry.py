@@ -5,7 +5,9 @@ A technique is a file of this package with four names:
 - ``COVERS``: field of the recipe -> the values of it that this file makes work,
 - ``applies(recipe) -> bool``: does this recipe ask for it,
 - ``check(recipe)``: raises InputError where it cannot go together with the rest of the recipe,
-- ``apply(recipe, draft)``: changes the draft; torch is imported here.
+- ``apply(recipe, draft)``: changes the draft; torch is imported here,
+
+and, where a real device may lack something, ``check_device(recipe, device_type)``.
 
 A new technique is one new file and its place in ``step.ORDER``.
 """
@@ -89,6 +91,18 @@ def check(recipe: Recipe) -> None:
     for technique in techniques().values():
         if technique.applies(recipe):
             technique.check(recipe)
+
+
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Nothing, if a real device of this type ("cuda", "cpu") can run the recipe; not for the virtual GPU.
+
+    Raises:
+        InputError: what the device lacks, in one line.
+    """
+    for technique in techniques().values():
+        refuse = getattr(technique, "check_device", None)
+        if refuse is not None and technique.applies(recipe):
+            refuse(recipe, device_type)
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
