@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
         self.category = "temporary"
         self.live_bytes = 0
         self._held: dict[int, _Held] = {}
-        self._by_category = dict.fromkeys(CATEGORIES, 0)
+        self._by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._peak_bytes = 0
         self._at_peak = dict(self._by_category)
 

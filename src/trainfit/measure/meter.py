@@ -7,6 +7,7 @@ LiveBytes follows the real storages.
 
 import ctypes
 import gc
+import itertools
 import resource
 import sys
 import time
@@ -195,7 +196,7 @@ class CudaMeter(Meter):
         # The last step is still running on the GPU: the clocks are those under load.
         self._clocks = {"clocks_mhz": self._nvml.clocks_mhz(), "throttled": self._nvml.throttled()}
         torch.cuda.synchronize(self.device)
-        seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
         return seconds, [loss.item() for loss in losses]
 
     def totals(self) -> dict[str, Any]:

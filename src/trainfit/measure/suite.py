@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trainfit.measure.suite", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m trainfit.measure.suite", description="Measure many recipes on one device.")
     parser.add_argument("recipes", type=Path, help="JSON Lines, one recipe each")
     parser.add_argument("records", type=Path, help="JSON Lines, records are appended")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (0: memory only)")

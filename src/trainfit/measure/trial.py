@@ -112,7 +112,7 @@ def _meter(request: TrialRequest) -> Any:
     if wants_cuda and torch.version.cuda is None and torch.version.hip is None:
         raise InputError("this torch is built for the CPU", "use device cpu", field="device", value=request.device)
     if request.device == "cpu":
-        return CpuMeter(torch.device("cpu"), tracked=not request.recipe.compile)
+        return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
     # The baseline is read before anything here makes a CUDA context.
     index = int(request.device.partition(":")[2] or 0)
     meter = CudaMeter(torch.device("cuda", index))
@@ -120,7 +120,7 @@ def _meter(request: TrialRequest) -> Any:
         return meter
     if wants_cuda:
         raise InputError("no such CUDA GPU in this machine", "use device cpu", field="device", value=request.device)
-    return CpuMeter(torch.device("cpu"), tracked=not request.recipe.compile)
+    return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
 
 
 def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
@@ -156,7 +156,7 @@ def _watched_step(
     step: Any, batches: Any, meter: Any, notebook: Notebook, index: int
 ) -> tuple[PhasePeaks, MemoryBreakdown | None, float]:
     """One step with each phase's peak (over its micro-batches), what held the highest one, and the loss."""
-    peaks = dict.fromkeys(PHASES, 0)
+    peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     holders: dict[str, MemoryBreakdown | None] = {}
     running: list[str] = []
 

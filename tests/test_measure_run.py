@@ -1,0 +1,209 @@
+"""Measurements of a tiny model on this machine's CPU, and what becomes of trials that end badly."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainfit.measure import process
+from trainfit.measure.environment import host_environment
+from trainfit.measure.meter import is_out_of_memory
+from trainfit.measure.nvml import visible_device
+from trainfit.measure.run import measure, with_utilisation
+from trainfit.measure.suite import main as suite
+from trainfit.measure.suite import read_recipes
+from trainfit.measure.trial import RESULT, TrialRequest
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Measurement, Record
+from trainfit.spec.units import MIB
+from trainfit.spec.value import parse
+from trainfit.step import assemble
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def recipe(**fields: object) -> Recipe:
+    base = {"model": {"config": TINY}, "batch": {"micro": 2, "seq": 64, "accumulate": 2}, "precision": "fp32"}
+    return parse(Recipe, base | fields)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurement:
+    return measure(recipe(), steps=4, warmup=0, device="cpu", timeout_s=200)
+
+
+def test_losses_are_those_of_the_same_step_run_here(measured: Measurement):
+    step = assemble(recipe(), torch.device("cpu"))
+    batches = step.random_batches(recipe().seed)
+    here = [step(batches).item() for _ in range(6)]
+    assert measured.losses == pytest.approx(here, rel=1e-5)
+    assert measured.losses[0] == pytest.approx(6.238, abs=0.1)  # ln 512, what an untrained model must lose
+
+
+def test_memory_equals_closed_forms(measured: Measurement):
+    hidden, ff, layers, vocabulary, kv = 128, 256, 3, 512, 64
+    layer = hidden * (2 * hidden + 2 * kv) + 3 * hidden * ff + 2 * hidden
+    params = 2 * vocabulary * hidden + layers * layer + hidden
+    assert measured.params == measured.trainable_params == params
+    assert measured.phases is not None
+    assert measured.breakdown is not None
+    assert measured.breakdown.gradients == 4 * params  # every tensor here is a multiple of 512 B
+    num_tensors = 2 + layers * 9 + 1
+    assert measured.breakdown.optimizer == 8 * params + 512 * num_tensors  # two moments, and a step count each
+    assert measured.breakdown.weights - 4 * params in (512, 1024)  # the rotary frequencies, once or twice
+    assert measured.phases.steady.peak == measured.breakdown.total == measured.peak_allocated_bytes
+    grown = measured.phases.steady.forward - measured.phases.first.forward
+    assert grown == measured.breakdown.optimizer  # the first step starts without optimizer state
+    assert measured.phases.after_init == measured.breakdown.weights
+
+
+def test_times_have_samples_and_tokens_per_second(measured: Measurement):
+    assert measured.status == "done"
+    assert measured.step_times is not None
+    assert len(measured.step_times.samples) == 4
+    assert measured.step_s == measured.step_times.median
+    assert measured.tokens_per_s == pytest.approx(2 * 64 * 2 / measured.step_times.median)
+    assert measured.environment.torch == torch.__version__
+
+
+def test_out_of_memory_is_a_result_with_the_peak_reached():
+    limit = 300 * MIB
+    result = measure(recipe(batch={"micro": 512, "seq": 256}), steps=1, device="cpu", memory_limit_bytes=limit, timeout_s=200)
+    assert result.status == "out-of-memory"
+    assert "step 1, forward" in result.message
+    assert 64 * MIB < (result.peak_allocated_bytes or 0) <= limit
+
+
+def test_bad_input_comes_through_as_itself():
+    with pytest.raises(InputError, match=r"hardware\.count"):
+        measure(recipe(hardware={"count": 2}, parallel={"replicate": 2}), device="cpu", timeout_s=200)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
+def test_asking_for_a_gpu_that_is_not_there():
+    with pytest.raises(InputError, match="use device cpu"):
+        measure(recipe(), device="cuda", timeout_s=200)
+
+
+def test_killed_trial_keeps_what_it_knew():
+    def start_and_kill(folder: Path) -> int:
+        pid = process.spawned(folder)
+
+        def kill() -> None:
+            while not (folder / RESULT).is_file() or "step 1" not in (folder / RESULT).read_text():
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        return pid
+
+    result = measure(recipe(batch={"micro": 64, "seq": 256}), steps=1000, device="cpu", start=start_and_kill, timeout_s=200)
+    assert result.status == "crashed"
+    assert "signal 9" in result.message
+    assert result.params > 0
+    assert (result.peak_allocated_bytes or 0) >= 4 * result.params
+
+
+def shell(script: str, folder: Path) -> int:
+    with open(folder / process.LOG, "wb") as log:
+        started = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=log, start_new_session=True)
+    started.returncode = 0
+    return started.pid
+
+
+def request() -> TrialRequest:
+    return TrialRequest(recipe=recipe(), steps=1, warmup=0, device="cpu", environment=host_environment("cpu"))
+
+
+def test_time_limit_ends_grandchildren_too(tmp_path: Path):
+    script = "import subprocess; p = subprocess.Popen(['sleep', '300']); open('pid', 'w').write(str(p.pid)); p.wait()"
+    begin = time.monotonic()
+    result = process.run_in(tmp_path, request(), lambda folder: shell(f"import os; os.chdir({str(folder)!r}); {script}", folder), 2.0)
+    assert time.monotonic() - begin < 20
+    assert result.status == "timeout"
+    assert "after 2 s" in result.message
+    assert _is_dead(int((tmp_path / "pid").read_text()))
+
+
+def _is_dead(pid: int) -> bool:
+    for _ in range(100):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_crash_keeps_the_last_lines(tmp_path: Path):
+    script = "import sys, os; print('line one\\nthe reason', file=sys.stderr, flush=True); os._exit(3)"
+    result = process.run_in(tmp_path, request(), lambda folder: shell(script, folder), 60.0)
+    assert result.status == "crashed"
+    assert "exit code 3" in result.message
+    assert result.message.endswith("the reason")
+
+
+def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
+    """The suite in a process of its own: two good recipes, one refused, one too large; a second run has nothing to do."""
+    recipes, records = tmp_path / "recipes.jsonl", tmp_path / "records.jsonl"
+    asked = [
+        recipe(), recipe(precision="bf16"), recipe(precision="fp8"), recipe(batch={"micro": 512, "seq": 256}),
+    ]  # fmt: skip
+    recipes.write_text("".join(json.dumps(one.content()) + "\n" for one in asked))
+    command = [sys.executable, "-m", "trainfit.measure.suite", recipes, records, "--device", "cpu", "--steps", "1"]
+    command += ["--warmup", "0", "--memory-limit-gib", "0.3", "--tag", "test"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert "trials start by fork" in done.stdout
+    written = [parse(Record, json.loads(line)) for line in records.read_text().splitlines()]
+    assert [record.recipe_id for record in written] == [one.id for one in asked]
+    results = [record.measurement for record in written if record.measurement]
+    assert [result.status for result in results] == ["done", "done", "crashed", "out-of-memory"]
+    assert "fp8" in results[2].message
+    assert results[1].phases is not None
+    assert results[0].phases is not None
+    assert results[1].phases.after_init < 0.51 * results[0].phases.after_init  # bf16 weights are half as large
+    assert written[0].tags == ("test",)
+
+
+def test_suite_says_which_line_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipes = tmp_path / "recipes.jsonl"
+    recipes.write_text(json.dumps(recipe().content()) + "\n\n{\"modle\": 1}\n")
+    with pytest.raises(InputError, match=":3"):
+        read_recipes(recipes)
+    assert suite([str(recipes), str(tmp_path / "out.jsonl")]) == 65
+    assert "did you mean 'model'?" in capsys.readouterr().err
+
+
+def test_utilisation(measured: Measurement):
+    timed = measured.model_copy(update={"step_s": 2.0})
+    # 45 % MFU with full recomputation (4/3 of the FLOPs) reads as 60 % HFU.
+    known = with_utilisation(timed, 0.9e12, 1.2e12, 1e12)
+    assert (known.mfu, known.hfu) == (pytest.approx(0.45), pytest.approx(0.60))
+    assert with_utilisation(timed, 1e12, None, None).mfu is None
+
+
+def test_visible_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-aa")
+    assert (visible_device(0), visible_device(1)) == (3, "GPU-aa")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_device(2) == 2
+
+
+def test_what_counts_as_out_of_memory():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
