@@ -1,0 +1,76 @@
+"""``trainfit gpus``, ``trainfit models``: what the catalog holds."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainfit.cli.options import Json, print_json
+
+if TYPE_CHECKING:
+    from trainfit.spec.hardware import Gpu
+
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("gpus")(list_gpus)
+    app.command("models")(list_models)
+
+
+def list_gpus(name: Name = None, json: Json = False) -> None:
+    """List the catalog's accelerators, or show one."""
+    from trainfit.catalog import load as catalog
+    from trainfit.cli.show import console, rows
+
+    found = [catalog.gpu(name)] if name else list(catalog.gpus().values())
+    if json:
+        print_json(found[0] if name else [gpu.model_dump(mode="json") for gpu in found])
+        return
+    out = console()
+    head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h"]
+    lines = [[gpu.name, f"{gpu.usable_bytes / 2**30:.1f} GiB", f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s",
+              _peak(gpu, "bf16"), _peak(gpu, "fp8"),
+              "" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"] for gpu in found]  # fmt: skip
+    rows(out, [head, *lines], "left", "right", "right", "right", "right", "right")
+    if name:
+        _details(found[0])
+
+
+def _peak(gpu: "Gpu", dtype: str) -> str:
+    peaks: dict[str, float] = dict(gpu.peak_flops_per_s)
+    return f"{peaks[dtype] / 1e12:,.0f}" if dtype in peaks else ""
+
+
+def _details(gpu: "Gpu") -> None:
+    from trainfit.cli.show import console, heading, rows
+    from trainfit.spec.units import format_bytes
+
+    out = console()
+    heading(out, gpu.title)
+    peaks = ", ".join(f"{dtype} {value / 1e12:,.4g}" for dtype, value in gpu.peak_flops_per_s.items())
+    lines = [["architecture", f"{gpu.vendor} {gpu.architecture}"], ["dense peaks, TFLOP/s", peaks],
+             ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
+             ["a process may allocate", format_bytes(gpu.usable_bytes)],
+             ["link", f"{gpu.link}, {gpu.gpus_per_host} a host"],
+             ["source", f"{gpu.source.url} ({gpu.source.accessed})"]]  # fmt: skip
+    if gpu.price_source is not None:
+        lines.append(["price", f"{gpu.price_source.url} ({gpu.price_source.accessed})"])
+    rows(out, lines, "left", "wrap")
+
+
+def list_models(name: Name = None, json: Json = False) -> None:
+    """List the catalog's models, or show one."""
+    from trainfit.catalog import load as catalog
+    from trainfit.cli.show import console, heading, rows
+
+    found = [catalog.model(name)] if name else list(catalog.models().values())
+    if json:
+        print_json(found[0] if name else [row.model_dump(mode="json") for row in found])
+        return
+    out = console()
+    rows(out, [["name", "family", "parameters"], *([row.name, row.family, row.published] for row in found)],
+         "left", "left", "right")  # fmt: skip
+    if name:
+        heading(out, "config.json")
+        rows(out, [[key, str(value)] for key, value in found[0].config.items()], "left", "wrap")
+        out.print(f"\n  {found[0].source.url} ({found[0].source.accessed})", soft_wrap=True)

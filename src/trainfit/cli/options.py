@@ -1,0 +1,96 @@
+"""What the verbs share: the RECIPE argument, ``--set``, ``--json``, ``--record``; and how each is answered."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from trainfit.spec.recipe import Recipe
+
+RecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe or catalog model.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a recipe's field, such as batch.micro=8.")
+]
+GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")]
+PriceOption = Annotated[float | None, typer.Option("--price", metavar="USD", help="Your price of one GPU for one hour.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+RecordFile = Annotated[
+    Path | None, typer.Option("--record", metavar="FILE", help="Append the result to this SQLite file.")
+]
+
+
+def read_recipe(
+    text: str, settings: list[str] | None = None, *, gpu: str | None = None, price: float | None = None
+) -> "Recipe":
+    """The recipe that ``text`` names: a file, else a shipped recipe, else a catalog model with every default.
+
+    Raises:
+        InputError: no such name, or wrong content.
+        OSError: the file cannot be read.
+    """
+    from trainfit.spec.recipe_file import load_recipe, recipe_from
+
+    # JSON text is YAML text, so a name with a colon or a hash in it stays one value.
+    settings = list(settings or [])
+    settings += [f"hardware.gpu={_quoted(gpu)}"] if gpu is not None else []
+    settings += [f"hardware.price_per_hour={price}"] if price is not None else []
+    if text.endswith((".yaml", ".yml", ".json")) or "/" in text or Path(text).is_file():
+        return load_recipe(text, settings)
+    path = _shipped(text)
+    return recipe_from({"model": {"config": text}}, settings) if path is None else load_recipe(path, settings)
+
+
+def _quoted(text: str) -> str:
+    import json
+
+    return json.dumps(text)
+
+
+def _shipped(name: str) -> Path | None:
+    """The shipped recipe's file, or None where ``name`` is a model of the catalog."""
+    import difflib
+
+    from trainfit.catalog import load as catalog
+    from trainfit.spec.errors import InputError
+
+    recipes, models = catalog.recipes(), catalog.model_names()
+    if name in recipes or name in models:
+        return recipes.get(name)
+    near = difflib.get_close_matches(name.lower(), [*recipes, *models], n=4, cutoff=0.5)
+    known = f"did you mean {', '.join(near)}?" if near else f"shipped recipes: {', '.join(recipes)}"
+    raise InputError("no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name)
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[None]:
+    """While work runs for ``--json``, anything a library prints goes to stderr."""
+    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
+        yield
+
+
+def print_json(value: "BaseModel | dict[str, Any] | list[Any]") -> None:
+    """One JSON value on one line."""
+    import json
+
+    if isinstance(value, dict | list):
+        print(json.dumps(value, allow_nan=False))
+    else:
+        print(value.model_dump_json())
+
+
+def keep(path: Path | None, kind: Any, recipe: "Recipe", **result: Any) -> None:
+    """Append a record of ``result`` (estimate, measurement or train) to ``path``, if one is given."""
+    if path is None:
+        return
+    from trainfit.records import append
+    from trainfit.spec.provenance import new_record
+
+    append(path, new_record(kind, recipe, **result))

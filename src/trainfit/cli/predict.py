@@ -1,0 +1,167 @@
+"""``trainfit predict``: one recipe's memory, FLOPs, time and cost, without a GPU.
+
+Torch is imported only where the ledger is not cached yet, by the prediction itself.
+"""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from trainfit.cli.options import (
+    GpuOption,
+    Json,
+    PriceOption,
+    RecipeArgument,
+    RecordFile,
+    Settings,
+    keep,
+    only_json,
+    print_json,
+    read_recipe,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainfit.spec.recipe import Recipe
+    from trainfit.spec.result import Estimate
+
+
+def register(app: typer.Typer) -> None:
+    app.command("predict")(run)
+
+
+def run(
+    recipe: RecipeArgument,
+    settings: Settings = None,
+    gpu: GpuOption = None,
+    price: PriceOption = None,
+    json: Json = False,
+    record: RecordFile = None,
+    no_cache: bool = typer.Option(False, "--no-cache", help="Trace anew, even where a ledger is cached."),
+) -> None:
+    """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
+    asked = read_recipe(recipe, settings, gpu=gpu, price=price)
+    from trainfit.predict.estimate import predict
+
+    with only_json(json):
+        estimate = predict(asked, cache=not no_cache)
+        keep(record, "predict", asked, estimate=estimate)
+    if json:
+        print_json(estimate)
+    else:
+        show(asked, estimate)
+
+
+def show(recipe: "Recipe", estimate: "Estimate") -> None:
+    """The prediction for people: verdict, memory, FLOPs, time, money, and what it rests on."""
+    from trainfit.cli.show import console, heading, notes, rows
+    from trainfit.cli.words import describe
+    from trainfit.spec.units import format_count
+
+    out = console()
+    out.print(describe(recipe), style="bold")
+    trained = "" if estimate.trainable_params == estimate.params else f", {format_count(estimate.trainable_params)} trained"
+    out.print(f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}")
+    out.print()
+    _verdict(out, recipe, estimate)
+    _memory(out, estimate)
+    _phases(out, estimate)
+    heading(out, "One step")
+    rows(out, _step_lines(recipe, estimate), "left", "right", "wrap")
+    bounds = [f"{name}: {_bound(name, estimate)}" for name in estimate.bounds]
+    notes(out, "Bounds", bounds)
+    notes(out, "Assumptions", estimate.assumptions)
+    notes(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
+
+
+def _verdict(out: "Console", recipe: "Recipe", estimate: "Estimate") -> None:
+    from trainfit.spec.units import format_bytes
+
+    headroom = estimate.headroom_bytes
+    size = f"{format_bytes(estimate.peak_device_bytes)} of {format_bytes(estimate.device_bytes)}"
+    gpu = recipe.hardware.gpu
+    if estimate.fits:
+        out.print(f"FITS on {gpu}: {size}, {format_bytes(headroom)} to spare", style="bold green")
+    else:
+        out.print(f"DOES NOT FIT on {gpu}: {size}, {format_bytes(-headroom)} too much", style="bold red")
+
+
+def _memory(out: "Console", estimate: "Estimate") -> None:
+    from trainfit.cli.show import bar, can_draw, heading, rows
+    from trainfit.spec.result import CATEGORIES
+    from trainfit.spec.units import format_bytes
+
+    blocks, width = can_draw(out), max(10, min(40, out.width - 40))
+    whole = max(estimate.device_bytes, estimate.peak_device_bytes, 1)
+    peak = estimate.peak_allocated_bytes
+    heading(out, f"Memory at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
+
+    def line(name: str, size: int, share: str = "") -> list[str]:
+        return [name, format_bytes(size), share, bar(size / whole, width, blocks=blocks)]
+
+    lines = []
+    for name in CATEGORIES:
+        size = getattr(estimate.breakdown, name)
+        lines.append(line(name, size, f"{size / peak:.1%}" if peak else ""))
+    lines.append(line("allocated", peak, "100.0%"))
+    lines.append(line("reserved", estimate.peak_reserved_bytes))
+    lines.append(line("on the device", estimate.peak_device_bytes))
+    lines.append(line("the device", estimate.device_bytes))
+    rows(out, lines, "left", "right", "right", "left")
+
+
+def _phases(out: "Console", estimate: "Estimate") -> None:
+    from trainfit.cli.show import bar, can_draw, heading, rows
+    from trainfit.spec.result import PHASES
+    from trainfit.spec.units import format_bytes
+
+    phases = estimate.phases
+    blocks, width = can_draw(out), max(10, min(40, out.width - 44))
+    whole = max(estimate.device_bytes, phases.peak, 1)
+    heading(out, "Highest allocated bytes by phase")
+    lines = [["after init", format_bytes(phases.after_init), "", bar(phases.after_init / whole, width, blocks=blocks)]]
+    for phase in PHASES:
+        first, steady = getattr(phases.first, phase), getattr(phases.steady, phase)
+        lines.append([phase, format_bytes(first), format_bytes(steady), bar(steady / whole, width, blocks=blocks)])
+    rows(out, [["", "first step", "steady step", ""], *lines], "left", "right", "right", "left")
+
+
+def _step_lines(recipe: "Recipe", estimate: "Estimate") -> list[list[str]]:
+    from trainfit.spec.units import format_flops, format_seconds
+
+    lines = [
+        ["model FLOPs", format_flops(estimate.model_flops), estimate.flops_convention],
+        ["hardware FLOPs", format_flops(estimate.hardware_flops), "what the device executes, recomputation included"],
+    ]
+    if estimate.step_s is not None:
+        lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])
+    if estimate.tokens_per_s is not None:
+        lines.append(["tokens a second", f"{estimate.tokens_per_s:,.0f}", ""])
+    if estimate.mfu is not None:
+        lines.append(["MFU", f"{estimate.mfu:.1%}", "model FLOPs over the time and the dense peak"])
+    if estimate.hfu is not None:
+        lines.append(["HFU", f"{estimate.hfu:.1%}", "hardware FLOPs over the same"])
+    cost = estimate.cost
+    if cost is not None:
+        price = f"{cost.num_gpus} GPU{'s' * (cost.num_gpus > 1)} at {cost.price_per_gpu_hour:.2f} $/h"
+        lines.append(["cost an hour", f"{cost.per_hour:.2f} $", price])
+        lines.append(["cost", f"{cost.per_million_tokens:.4g} $", "a million tokens"])
+    return lines
+
+
+def _parts(estimate: "Estimate") -> str:
+    from trainfit.spec.units import format_seconds
+
+    if estimate.time is None:
+        return ""
+    parts = [("matmul", estimate.time.matmul_s), ("memory", estimate.time.memory_s),
+             ("communication", estimate.time.communication_s), ("host", estimate.time.host_s)]  # fmt: skip
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
+
+
+def _bound(name: str, estimate: "Estimate") -> str:
+    from trainfit.cli.words import quantity
+
+    bound = estimate.bounds[name]
+    return f"{quantity(name, bound.low)} to {quantity(name, bound.high)} ({bound.basis})"

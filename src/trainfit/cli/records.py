@@ -1,0 +1,60 @@
+"""``trainfit records list|export``: the evidence in an SQLite file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from trainfit.cli.options import Json, print_json
+
+if TYPE_CHECKING:
+    from trainfit.spec.result import Record
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file that --record made.")]
+Kind = Annotated[Literal["predict", "measure", "train"] | None, typer.Option(help="Only this kind.")]
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(help="List or export the records in an SQLite file.")
+    group.command("list")(list_records)
+    group.command("export")(export_records)
+    app.add_typer(group, name="records")
+
+
+def list_records(file: File, kind: Kind = None, json: Json = False) -> None:
+    """List the records, oldest first."""
+    from trainfit.cli.show import console, rows
+    from trainfit.records import read
+
+    found = read(file, kind=kind)
+    if json:
+        print_json([record.model_dump(mode="json") for record in found])
+        return
+    head = ["when (UTC)", "kind", "recipe", "what", "peak", "step"]
+    rows(console(), [head, *map(_line, found)], "left", "left", "left", "wrap", "right", "right")
+
+
+def _line(record: "Record") -> list[str]:
+    from trainfit.cli.words import quantity
+    from trainfit.spec.recipe_file import recipe_from
+
+    recipe = recipe_from(record.recipe)
+    result = record.estimate or record.measurement
+    peak = result.peak_allocated_bytes if result is not None else None
+    seconds = result.step_s if result is not None else None
+    what = f"{recipe.model.display_name} {recipe.precision} {recipe.batch.micro} x {recipe.batch.seq}"
+    return [
+        record.created_at[:19].replace("T", " "), record.kind, record.recipe_id[:8], what,
+        "" if peak is None else quantity("_bytes", peak), "" if seconds is None else quantity("_s", seconds),
+    ]  # fmt: skip
+
+
+def export_records(
+    file: File,
+    out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where to write one JSON object a line.")],
+) -> None:
+    """Write every record as a line of JSON."""
+    from trainfit.records import export
+
+    written = export(file, out)
+    typer.echo(f"{written} records written to {out}", err=True)

@@ -1,0 +1,61 @@
+"""How results look to people: a console, aligned rows, bars. Widths follow the terminal (80 columns where none is known)."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def console() -> Console:
+    """Standard output, without guessing at numbers' colours."""
+    return Console(highlight=False)
+
+
+def bar(share: float, width: int, *, blocks: bool = True) -> str:
+    """A bar of ``share`` (0 to 1, clipped) of ``width`` characters; ``blocks`` False draws with ``#``."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    if not blocks:
+        return "#" * round(eighths / 8)
+    return ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).rstrip()
+
+
+def can_draw(out: Console) -> bool:
+    """Whether the output's encoding has block characters."""
+    return (out.encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def grid(*justify: str) -> Table:
+    """An unframed table with two spaces between columns and two before the first; ``justify`` a column: left or right."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(width=0)
+    for one in justify:
+        table.add_column(justify="right" if one == "right" else "left", no_wrap=one != "wrap", overflow="fold")
+    return table
+
+
+def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str) -> None:
+    """Print aligned rows."""
+    table = grid(*justify)
+    for line in lines:
+        table.add_row("", *line)
+    with out.capture() as drawn:
+        out.print(table)
+    for line in drawn.get().splitlines():  # A table pads its last column; what is pasted into a text should not.
+        out.file.write(line.rstrip() + "\n")
+
+
+def heading(out: Console, text: str) -> None:
+    """A blank line and a bold title."""
+    out.print()
+    out.print(Text(text, style="bold"))
+
+
+def notes(out: Console, title: str, items: Sequence[str]) -> None:
+    """A title and one bullet an item, each wrapped under itself; nothing where there are none."""
+    if not items:
+        return
+    heading(out, title)
+    rows(out, [["-", item] for item in items], "left", "wrap")

@@ -1,0 +1,168 @@
+"""The command line: fast without torch, one line for a mistake, the exit codes of sysexits."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainfit.cli.main import guarded, main
+from trainfit.spec.errors import InputError
+
+Captured = pytest.CaptureFixture[str]
+
+
+def trainfit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "import sys; from trainfit.cli.main import main; sys.exit(main())", *arguments],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import trainfit",
+        "from trainfit.cli.main import main; main(['--help'])",
+        "from trainfit.cli.main import main; main(['predict', '--help'])",
+        "from trainfit.cli.main import main; main(['gpus'])",
+        "from trainfit.cli.main import main; main(['predict', 'gpt2', '--set', 'batch.micro=0'])",
+    ],
+)
+def test_fast_and_without_torch(code: str) -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'matplotlib'} & set(__import__('sys').modules)"
+    times = []
+    for _ in range(4):  # The fastest of four: other tests run beside this one.
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", f"{code}\nprint('heavy:', {heavy} or 'none')"],
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        times.append(time.perf_counter() - start)
+        assert done.stdout.splitlines()[-1] == "heavy: none"
+    limit = 0.3 if "help" in code or code == "import trainfit" else 0.6
+    assert min(times) < limit
+
+
+def test_help_lists_every_verb(capsys: Captured) -> None:
+    assert main(["--help"]) == 0
+    words = capsys.readouterr().out.split()
+    for verb in ("predict", "measure", "train", "report", "records", "mfu", "gpus", "models"):
+        assert verb in words
+    assert main([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model: {config: gpt2}\nbatch: {micro: -1}", "batch.micro = -1"),
+        ("model: {config: gpt2}\nseed: 1\nseed: 1", "duplicate key 'seed'"),
+        ("model: {config: gpt2}\nrecompute: {budget_gib: 4 GiB}", "recompute.budget_gib = '4 GiB'"),
+        ("model: {config: gpt3}", "model.config = 'gpt3': no model of that name; did you mean"),
+        ("model: {config: gpt2}\nhardware: {gpu: h2000}", "hardware.gpu = 'h2000': no accelerator of that name"),
+        ("extends: r.yaml", "break the cycle r.yaml -> r.yaml"),
+    ],
+)
+def test_bad_recipe_is_65_and_one_line(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    done = trainfit("predict", str(path))
+    assert done.returncode == 65
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("trainfit: error: ")
+    assert says in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_setting_is_65(capsys: Captured) -> None:
+    assert main(["predict", "gpt2", "--set", "batch.micro=4 GiB"]) == 65
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "trainfit: error: --set: batch.micro = '4 GiB': should be a whole number; write the number alone, without a unit"
+    ]
+
+
+def test_unknown_recipe_lists_near_names(capsys: Captured) -> None:
+    assert main(["predict", "llama-3.1-8x"]) == 65
+    assert "did you mean llama-3.1-8b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nope"], "No such command 'nope'; see trainfit --help"),
+        (["predict"], "Missing argument 'RECIPE'; see trainfit predict --help"),
+        (["predict", "gpt2", "--nope"], "see trainfit predict --help"),
+        (["measure", "gpt2", "--steps", "-1"], "see trainfit measure --help"),
+        (["records"], "Missing command; see trainfit records --help"),
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str], says: str, capsys: Captured) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_missing_file_is_74(capsys: Captured, tmp_path: Path) -> None:
+    assert main(["predict", str(tmp_path / "nope.yaml")]) == 74
+    err = capsys.readouterr().err
+    assert err.splitlines() == [f"trainfit: error: {tmp_path}/nope.yaml: No such file or directory"]
+
+
+def raises(error: BaseException) -> Callable[[], object]:
+    def run() -> object:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (lambda: None, 0),
+        (lambda: 75, 75),
+        (raises(InputError("bad", "mend it")), 65),
+        (raises(OSError(28, "No space left on device", "x")), 74),
+        (raises(KeyboardInterrupt()), 130),
+        (raises(RuntimeError("odd")), 70),
+        (raises(ValueError("odd")), 70),
+    ],
+)
+def test_exit_codes(run: Callable[[], object], code: int, capsys: Captured) -> None:
+    assert guarded(run) == code
+    err = capsys.readouterr().err
+    assert ("Traceback" in err) == (code == 70)
+    assert ("a bug of ours" in err) == (code == 70)
+
+
+def test_version() -> None:
+    done = trainfit("--version")
+    assert (done.returncode, done.stdout) == (0, "trainfit 0.1.0\n")
+
+
+def test_reader_that_leaves(tmp_path: Path) -> None:
+    """``trainfit gpus | head -1``: no traceback."""
+    done = subprocess.run(
+        f"{sys.executable} -c 'import sys; from trainfit.cli.main import main; sys.exit(main())' models --json | head -c 10",
+        shell=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stderr == ""
+
+
+def test_catalog_lists(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["gpus"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("h200" in line and "989" in line for line in lines)
+    assert main(["models", "gpt2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["n_embd"] == 768
