@@ -1,0 +1,177 @@
+"""Records survive writers that are killed, and refuse files that are not theirs."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainfit import records
+from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import commit, new_record
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Record
+from trainfit.spec.value import parse
+
+
+def record(index: int = 0, kind: str = "train", gpu: str = "h200", model: str = "gpt2") -> Record:
+    recipe = parse(Recipe, {"model": {"config": model}, "hardware": {"gpu": gpu}, "seed": index})
+    return new_record(kind, recipe, train={"steps": index})  # type: ignore[arg-type]
+
+
+def test_what_goes_in_comes_out_in_order(tmp_path: Path):
+    path = tmp_path / "r.sqlite"
+    kinds = ["train", "predict", "measure", "train"]
+    written = [record(index, kind, gpu="h200" if index % 2 else "a100") for index, kind in enumerate(kinds)]
+    for one in written:
+        records.append(path, one)
+    assert records.read(path) == written
+    assert records.read(path, "train") == [written[0], written[3]]
+    assert records.read(path, gpu="a100") == [written[0], written[2]]
+    assert records.read(path, recipe_id=written[1].recipe_id) == [written[1]]
+    assert records.read(path, model="gpt2", newest=2) == written[2:]
+    assert records.read(path, since=written[2].created_at) == written[2:]
+    assert records.read(path, model="other") == []
+
+
+def test_rollback_journal_not_wal(tmp_path: Path):
+    path = tmp_path / "r.sqlite"
+    records.append(path, record())
+    with sqlite3.connect(path) as database:
+        assert database.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def test_export_and_import_are_the_same_records(tmp_path: Path):
+    path, lines, again = tmp_path / "r.sqlite", tmp_path / "r.jsonl", tmp_path / "again.sqlite"
+    written = [record(index) for index in range(3)]
+    assert records.append_all(path, written) == 3
+    assert records.export(path, lines) == 3
+    assert records.import_jsonl(again, lines) == 3
+    assert records.import_jsonl(again, lines) == 0  # nothing twice
+    assert records.read(again) == records.load(path) == records.load(lines) == written
+
+
+WRITER = """
+import sys, trainfit.records as records
+sys.path.insert(0, {tests!r})
+from test_records import record
+writer = int(sys.argv[1])
+for index in range(int(sys.argv[2])):
+    records.append({path!r}, record(writer * 100000 + index))
+    print(index, flush=True)  # only now may the writer be believed
+"""
+
+
+def test_eight_writers_some_killed_lose_nothing(tmp_path: Path):
+    path = tmp_path / "r.sqlite"
+    script = WRITER.format(tests=str(Path(__file__).parent), path=str(path))
+    environment = os.environ | {"TRAINFIT_COMMIT": "abc"}  # no git process for each record
+    outs = [tmp_path / f"out{writer}" for writer in range(8)]
+    writers = []
+    for writer, out in enumerate(outs):
+        count = "40" if writer >= 5 else "100000"  # five are killed long before they could end
+        with open(out, "w") as file:
+            writers.append(subprocess.Popen([sys.executable, "-c", script, str(writer), count], stdout=file, env=environment))
+    rng = random.Random(0)
+    for victim in range(5):
+        while len(outs[victim].read_text().splitlines()) < 3:
+            assert writers[victim].poll() is None
+            time.sleep(0.01)
+        time.sleep(rng.random() / 2)
+        writers[victim].send_signal(signal.SIGKILL)
+    codes = [process.wait(timeout=200) for process in writers]
+    assert codes == [-signal.SIGKILL] * 5 + [0] * 3
+
+    found = records.read(path)
+    seeds = [one.recipe["seed"] for one in found]
+    assert len(seeds) == len(set(seeds))
+    for writer, out in enumerate(outs):
+        said = [int(line) for line in out.read_text().splitlines()]
+        assert {writer * 100000 + index for index in said} <= set(seeds)
+        # A killed writer may have stored one more than it could say.
+        stored = sum(seed // 100000 == writer for seed in seeds)
+        assert len(said) <= stored <= len(said) + 1
+    with sqlite3.connect(path) as database:
+        assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    records.append(path, record(999))
+    assert len(records.read(path)) == len(found) + 1
+
+
+def test_foreign_and_damaged_files_are_refused(tmp_path: Path):
+    text = tmp_path / "notes.txt"
+    text.write_text("not a database at all, only text " * 100)
+    with pytest.raises(InputError, match="damaged or not a record file"):
+        records.append(text, record())
+    assert text.read_text().startswith("not a database")
+
+    foreign = tmp_path / "foreign.sqlite"
+    with sqlite3.connect(foreign) as database:
+        database.execute("CREATE TABLE other (x)")
+    for attempt in (lambda: records.append(foreign, record()), lambda: records.read(foreign)):
+        with pytest.raises(InputError, match="not one of records"):
+            attempt()
+
+    damaged = tmp_path / "damaged.sqlite"
+    records.append_all(damaged, [record(index) for index in range(200)])
+    content = bytearray(damaged.read_bytes())
+    content[4096 : len(content)] = os.urandom(len(content) - 4096)
+    damaged.write_bytes(content)
+    with pytest.raises(InputError, match="damaged"):
+        records.read(damaged)
+
+
+def test_a_newer_version_is_refused(tmp_path: Path):
+    path = tmp_path / "r.sqlite"
+    records.append(path, record())
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 2")
+    with pytest.raises(InputError, match="version 2"):
+        records.read(path)
+
+
+def test_missing_empty_and_unwritable(tmp_path: Path):
+    with pytest.raises(InputError, match="no such record file"):
+        records.read(tmp_path / "none.sqlite")
+    (tmp_path / "empty").touch()
+    with pytest.raises(InputError, match="holds no records"):
+        records.read(tmp_path / "empty")
+    with pytest.raises(OSError, match="unable to open"):
+        records.append(tmp_path / "no" / "folder.sqlite", record())
+
+
+def test_a_wrong_line_names_its_place(tmp_path: Path):
+    lines = tmp_path / "r.jsonl"
+    lines.write_text(record().model_dump_json() + "\n{\"kind\": \"predict\"}\n")
+    with pytest.raises(InputError, match=r"r\.jsonl:2"):
+        records.read_jsonl(lines)
+    lines.write_text("{\n")
+    with pytest.raises(InputError, match=r"r\.jsonl:1.*not JSON"):
+        records.import_jsonl(tmp_path / "r.sqlite", lines)
+
+
+def test_a_text_that_looks_like_sql_is_only_text(tmp_path: Path):
+    path = tmp_path / "r.sqlite"
+    name = "x'); DROP TABLE records; --"
+    recipe = parse(Recipe, {"model": {"config": {"model_type": "llama"}, "name": name}})
+    records.append(path, new_record("train", recipe, train={}))
+    assert [json.loads(one.model_dump_json())["recipe"]["model"]["name"] for one in records.read(path, model=name)] == [name]
+
+
+def test_commit_is_this_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("TRAINFIT_COMMIT", raising=False)
+    head = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if head.returncode:
+        pytest.skip("not a git checkout")
+    assert (commit() or "").removesuffix("-dirty") == head.stdout.strip()
+    # A package that lies in no repository has no commit.
+    copy = tmp_path / "trainfit" / "__init__.py"
+    copy.parent.mkdir()
+    copy.write_text("")
+    monkeypatch.setattr("trainfit.__file__", str(copy))
+    assert commit() is None
