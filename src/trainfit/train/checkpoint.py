@@ -1,0 +1,118 @@
+"""Checkpoints: written beside their place, sealed with SHA-256, renamed; believed only after every byte is checked.
+
+A checkpoint is ``checkpoints/step-00000020/``: ``model-*.safetensors``, ``optimizer-*.safetensors``,
+``random-*.safetensors``, ``state.json``, ``run.json`` (recipe and options), ``manifest.json``.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainfit.step import Step
+from trainfit.train import durable, state
+
+SHARD_BYTES = 4 * 2**30
+"""A file's most bytes: safetensors copies one file's tensors to host memory to write them."""
+STATE, RUN = "state.json", "run.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: steps done, and the last loss."""
+
+    step: int
+    loss: float | None
+
+
+def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, keep: int) -> Path:
+    """Write the checkpoint of ``progress.step`` into ``folder``, then remove all but the newest ``keep``.
+
+    Raises:
+        FileExistsError: it is already there; checkpoints are never overwritten.
+        OSError: the disk does not take it; nothing half-written is left.
+    """
+    path = folder / f"step-{progress.step:08d}"
+    model, shared = state.model_tensors(step)
+    optimizer, optimizer_plain = state.optimizer_state(step)
+    generators, generators_plain = state.random_state(step.device)
+    with durable.new_folder(path) as work:
+        _write(work, "model", model)
+        _write(work, "optimizer", optimizer)
+        _write(work, "random", generators)
+        plain = {
+            "step": progress.step,
+            "loss": progress.loss,
+            "shared": shared,
+            "optimizer": optimizer_plain,
+            "scaler": None if step.scaler is None else step.scaler.state_dict(),
+            "random": generators_plain,
+        }
+        durable.write_json(work / STATE, plain)
+        durable.write_json(work / RUN, run)
+    for old in existing(folder)[:-keep]:
+        durable.remove_folder(old)
+    return path
+
+
+def existing(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint; what ``run.json`` says.
+
+    Raises:
+        InputError: naming the damaged file.
+    """
+    durable.check_folder(path)
+    return durable.read_json(path / RUN)
+
+
+def load(path: Path, step: Step) -> Progress:
+    """Bring ``step`` and the random generators to where the checkpoint was saved. ``check`` it first."""
+    plain = durable.read_json(path / STATE)
+    state.load_model(step, _Lazy(path, "model", str(step.device)), plain["shared"])
+    state.load_optimizer(step, _Lazy(path, "optimizer", "cpu"), plain["optimizer"])
+    if step.scaler is not None:
+        step.scaler.load_state_dict(plain["scaler"])
+    state.load_random_state(step.device, _Lazy(path, "random", "cpu"), plain["random"])
+    return Progress(plain["step"], plain["loss"])
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """The tensors of one kind's files, each read when it is asked for."""
+
+    def __init__(self, path: Path, kind: str, device: str):
+        files = [safe_open(file, framework="pt", device=device) for file in sorted(path.glob(f"{kind}-*.safetensors"))]
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def _write(work: Path, kind: str, tensors: dict[str, Tensor]) -> None:
+    for number, part in enumerate(state.shards(tensors, SHARD_BYTES)):
+        own = {name: _on_its_own(tensor.detach()) for name, tensor in part.items()}
+        save_file(own, work / f"{kind}-{number:05d}.safetensors")
+
+
+def _on_its_own(tensor: Tensor) -> Tensor:
+    """safetensors takes no views of a larger storage and no strides; such a tensor is copied."""
+    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,164 @@
+"""Tokenised documents on disk, memory-mapped, read as packed sequences of equal length.
+
+Enters: a DataSpec and a vocabulary size. Leaves: ``data/`` in the run's folder: ``tokenizer.json``, ``train.bin`` and
+``eval.bin`` (token ids one after another, the end token after each document) and ``index.json``. Written once, reused
+on resume after every byte has been checked.
+Shapes: n sequences, s tokens each; sequence i is tokens [i*s, (i+1)*s), so documents run across its ends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from trainfit.spec.errors import InputError
+from trainfit.train import documents, durable
+from trainfit.train.options import TrainOptions
+from trainfit.train.tokenizer import end_token, load_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SIDES = ("train", "eval")
+INDEX, TOKENIZER = "index.json", "tokenizer.json"
+DOCUMENTS_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One side of the split: ``tokens`` as they lie on disk, cut in sequences of ``seq``."""
+
+    tokens: np.ndarray
+    seq: int
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.seq
+
+    def sequences(self, indices: np.ndarray) -> np.ndarray:
+        """The sequences with these numbers, int64 [len(indices), s]."""
+        rows = indices[:, None] * self.seq + np.arange(self.seq)
+        return self.tokens[rows].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """Both sides, and what people want to know about them."""
+
+    train: Corpus
+    eval: Corpus
+    index: dict[str, Any]
+
+
+def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: int) -> Corpora:
+    """The run's data, made on the first call and checked on later ones.
+
+    Raises:
+        InputError: bad data; too little of it for one sequence; a token id the model has no row for; data that
+            changed since the run began.
+    """
+    identity = {
+        "data": documents.fingerprint(options.data),
+        "eval_fraction": options.eval_fraction,
+        "tokenizer": None if options.tokenizer is None else _file_digest(Path(options.tokenizer)),
+        "vocabulary": vocabulary,
+    }
+    if folder.exists():
+        durable.check_folder(folder)
+        _same_data(folder, identity)
+    else:
+        with durable.new_folder(folder) as work:
+            _make(work, options, identity, vocabulary)
+            _enough(_open(work, seq), options)
+    return _open(folder, seq)
+
+
+def _open(folder: Path, seq: int) -> Corpora:
+    index = durable.read_json(folder / INDEX)
+    train, held_out = (Corpus(_tokens(folder, side, index), seq) for side in SIDES)
+    return Corpora(train, held_out, index)
+
+
+def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
+    if options.tokenizer is None:
+        tokenizer = train_tokenizer(_training_side(options), vocabulary)
+    else:
+        tokenizer = load_tokenizer(Path(options.tokenizer))
+    tokenizer.save(str(work / TOKENIZER))
+    dtype = "uint16" if vocabulary <= 2**16 else "uint32"
+    with (work / "train.bin").open("wb") as train, (work / "eval.bin").open("wb") as held_out:
+        counts = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
+    if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
+        raise InputError("the data has no text", "give some", field="data", value=identity["data"].get("path"))
+    index = {"identity": identity, "dtype": dtype, "tokenizer_tokens": tokenizer.get_vocab_size(), **counts}
+    durable.write_json(work / INDEX, index)
+
+
+def _training_side(options: TrainOptions) -> Iterator[str]:
+    """The tokenizer must not see the evaluation documents either."""
+    return (
+        text
+        for text in documents.documents(options.data)
+        if not documents.for_evaluation(text, options.eval_fraction)
+    )
+
+
+def _tokenize(
+    options: TrainOptions, tokenizer: "Tokenizer", files: tuple[BinaryIO, BinaryIO], dtype: str, vocabulary: int
+) -> dict[str, dict[str, int]]:
+    end = end_token(tokenizer)
+    counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}
+    stream = documents.documents(options.data)
+    while texts := list(islice(stream, DOCUMENTS_AT_ONCE)):
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, encoding in zip(texts, encodings, strict=True):
+            ids = np.array([*encoding.ids, end], dtype=np.int64)
+            if ids.max() >= vocabulary:
+                raise InputError(
+                    f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}",
+                    "use the model's own tokenizer, or a config with a larger vocab_size",
+                    field="tokenizer",
+                    value=options.tokenizer,
+                )
+            held_out = documents.for_evaluation(text, options.eval_fraction)
+            files[held_out].write(ids.astype(dtype).tobytes())
+            counts[SIDES[held_out]]["documents"] += 1
+            counts[SIDES[held_out]]["tokens"] += len(ids)
+    return counts
+
+
+def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
+    if index[side]["tokens"] == 0:  # An empty file cannot be mapped.
+        return np.empty(0, dtype=index["dtype"])
+    return np.memmap(folder / f"{side}.bin", dtype=index["dtype"], mode="r")
+
+
+def _same_data(folder: Path, identity: dict[str, Any]) -> None:
+    made_of = durable.read_json(folder / INDEX)["identity"]
+    for field, value in identity.items():
+        if made_of[field] != value:
+            raise InputError(
+                f"the run was started with other data ({field} differs)",
+                "give the data it was started with, or start a new run in another folder",
+                field=field,
+            )
+
+
+def _enough(corpora: Corpora, options: TrainOptions) -> None:
+    sides = [("training", corpora.train)] + ([("evaluation", corpora.eval)] if options.eval_fraction else [])
+    for name, corpus in sides:
+        if not len(corpus):
+            more = ", raise eval_fraction, or set it to 0" if name == "evaluation" else ""
+            raise InputError(
+                f"{len(corpus.tokens):,} tokens of {name} text are fewer than one sequence of {corpus.seq:,}",
+                f"give more text, lower batch.seq{more}",
+                field="data",
+            )
+
+
+def _file_digest(path: Path) -> str:
+    if not path.is_file():
+        raise InputError("no such file", "name a tokenizer.json", field="tokenizer", value=str(path))
+    return durable.sha256(path)

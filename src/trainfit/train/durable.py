@@ -1,0 +1,131 @@
+"""Folders and files that are there whole or not at all, and whose every byte is checked before it is believed.
+
+A folder is written beside its place, each file forced to disk, its SHA-256 manifest last, and then renamed. A folder
+that is there is never written to again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.value import canonical_json
+
+MANIFEST = "manifest.json"
+UNFINISHED = ".unfinished-"
+"""Begins the names of what a killed process left; the next run in the same place removes it."""
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; on leaving it gets its manifest, goes to disk and takes the name ``path``.
+
+    Raises:
+        FileExistsError: ``path`` is already there.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path}: already there, and a finished folder is never overwritten")
+    work = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
+    work.mkdir(parents=True)
+    try:
+        yield work
+        _seal(work)
+        work.rename(path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+def check_folder(path: Path) -> None:
+    """Read every byte of a folder that ``new_folder`` made and compare it with the manifest.
+
+    Raises:
+        InputError: naming the first file that is missing, added or changed.
+    """
+    expected = _read_manifest(path / MANIFEST)
+    present = {entry.name for entry in path.iterdir()} - {MANIFEST}
+    for name in sorted(present | set(expected)):
+        file = path / name
+        if name not in expected:
+            raise _damaged(file, "not part of what was saved")
+        if name not in present or not file.is_file():
+            raise _damaged(file, "missing")
+        if file.stat().st_size != expected[name]["bytes"]:
+            raise _damaged(file, f"has {file.stat().st_size:,} bytes where {expected[name]['bytes']:,} were saved")
+        if sha256(file) != expected[name]["sha256"]:
+            raise _damaged(file, "its content is not what was saved (SHA-256 differs)")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """One JSON document, for people and machines; NaN is refused."""
+    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """JSON of a folder whose bytes have been checked."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a finished folder; killed in the middle, it leaves nothing that looks finished."""
+    doomed = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_unfinished(parent: Path) -> None:
+    """Clear what killed processes left in ``parent``. The caller holds the run's lock."""
+    for path in parent.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Force a file's bytes, or a folder's names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _seal(work: Path) -> None:
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(work.iterdir())}
+    write_json(work / MANIFEST, {"files": files, "sha256": _digest(files)})
+    for name in files:
+        shutil.copymode(work / MANIFEST, work / name)  # Some libraries write files that only their owner may read.
+        sync(work / name)
+    sync(work / MANIFEST)
+    sync(work)
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        data = json.loads(path.read_bytes())
+        if data["sha256"] == _digest(data["files"]):
+            return data["files"]
+    except FileNotFoundError:
+        raise _damaged(path, "missing") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass  # Not the manifest that was written, whatever it says: refused below.
+    raise _damaged(path, "its content is not what was saved")
+
+
+def _digest(files: Any) -> str:
+    return hashlib.sha256(canonical_json(files).encode()).hexdigest()
+
+
+def _damaged(file: Path, problem: str) -> InputError:
+    return InputError(
+        problem, f"restore it from a copy, or remove {file.parent} to go on without it", file=str(file)
+    )

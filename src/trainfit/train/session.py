@@ -1,0 +1,223 @@
+"""The loop itself: steps, evaluations and checkpoints, from where the run is to where it ends.
+
+Enters: a step in its state, the data, and who listens. Leaves: a TrainSummary; the step is changed.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainfit.measure.meter import is_out_of_memory
+from trainfit.step import Batch, Step
+from trainfit.train import checkpoint, state
+from trainfit.train.checkpoint import Progress
+from trainfit.train.corpus import Corpora
+from trainfit.train.evaluate import evaluate
+from trainfit.train.folder import CHECKPOINTS
+from trainfit.train.gauges import Busy, PeakMemory
+from trainfit.train.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
+from trainfit.train.options import TrainOptions
+from trainfit.train.order import sequence_numbers
+from trainfit.train.schedule import learning_rate
+from trainfit.train.stop import StopSignal
+
+
+class DivergedError(Exception):
+    """The loss, or a weight, is not a finite number: nothing that follows would be training."""
+
+
+@dataclass
+class Session:
+    """One process's part of a run."""
+
+    step: Step
+    corpora: Corpora
+    options: TrainOptions
+    run: RunStart
+    described: dict[str, Any]
+    """run.json's content, kept in every checkpoint."""
+    flops: StepFlops | None
+    observers: Sequence[Observer]
+    progress: Progress
+    checkpoint: Path | None
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[EvalMetrics] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Of the steps that stand for the others: not the first, not the followed one."""
+
+    def __post_init__(self) -> None:
+        self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
+        self._busy = Busy(self.step.device)
+        self._gradient_norm: torch.Tensor | None = None
+
+    def go(self, stop: StopSignal) -> TrainSummary:
+        """Train until the last step, a signal, a loss that is not finite, or memory runs out."""
+        start_s = time.perf_counter()
+        status, message = "done", ""
+        try:
+            self._steps(stop)
+            if self.progress.step < self.options.steps:
+                status = "stopped"
+                message = f"{stop.name} after step {self.progress.step} of {self.options.steps}; --resume goes on from it"
+        except DivergedError as error:
+            status, message = "diverged", f"{error}; {self._last_good()}"
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no memory left"
+            status = "out-of-memory"
+            message = f"{reason}; lower batch.micro or batch.seq, or recompute; {self._last_good()}"
+        summary = self._summary(status, message, time.perf_counter() - start_s)
+        for observer in self.observers:
+            observer.on_end(summary)
+        return summary
+
+    def _steps(self, stop: StopSignal) -> None:
+        batches = self._batches(self.progress.step)
+        while self.progress.step < self.options.steps and stop.name is None:
+            batches = self._one_step(batches)
+            last = self.progress.step == self.options.steps
+            if (last or self._due(self.options.eval_every)) and stop.name is None:
+                self._evaluate()
+            if last or stop.name is not None or self._due(self.options.save_every):
+                self._save()
+        if not self.evaluations and stop.name is None:
+            self._evaluate()  # A run that was already at its end still says how good it is.
+
+    def _one_step(self, batches: list[Batch]) -> list[Batch]:
+        """Train on ``batches``; the next step's, read while the device works on these."""
+        done, index = self.progress.step, len(self.losses)
+        rate = self._set_learning_rate(done)
+        live = self._peak.following(batches) if self._peak.follows(index) else None
+        start_s = time.perf_counter()
+        with live or nullcontext():
+            loss_tensor = self.step(batches, on_phase=self._on_phase)
+        following = self._batches(done + 1)
+        loss = loss_tensor.item()
+        step_s = time.perf_counter() - start_s
+        if live is not None:
+            self._peak.take(live)
+        elif index > 0:
+            self.seconds.append(step_s)
+        if not math.isfinite(loss):
+            raise DivergedError(f"loss is {loss} at step {done + 1}: lower optimizer.lr, warm it up, or use a wider precision")
+        self.losses.append(loss)
+        self.progress = Progress(done + 1, loss)
+        self._tell(self._metrics(loss, rate, step_s))
+        return following
+
+    def _set_learning_rate(self, done: int) -> float:
+        options, base = self.options, self.step.recipe.optimizer.lr
+        rate = learning_rate(
+            base, done, steps=options.steps, warmup_steps=options.warmup_steps, schedule=options.schedule
+        )
+        for optimizer in self.step.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+        return rate
+
+    def _on_phase(self, phase: str) -> None:
+        if phase != "optimizer" or self.options.clip_norm is None:
+            return
+        if self.step.scaler is not None:
+            for optimizer in self.step.optimizers:
+                self.step.scaler.unscale_(optimizer)
+        trained = [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
+        self._gradient_norm = torch.nn.utils.clip_grad_norm_(trained, self.options.clip_norm)
+
+    def _batches(self, done: int) -> list[Batch]:
+        """The micro-batches of the step after ``done`` steps: int64 [b, s] on the device."""
+        batch, corpus = self.step.recipe.batch, self.corpora.train
+        numbers = sequence_numbers(self.step.recipe.seed, done, batch.micro * batch.accumulate, len(corpus))
+        ids = torch.from_numpy(corpus.sequences(numbers))
+        if self.step.device.type == "cuda":
+            ids = ids.pin_memory().to(self.step.device, non_blocking=True)
+        return [{"input_ids": part, "labels": part.clone()} for part in ids.split(batch.micro)]
+
+    def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
+        per_step = self.step.recipe.batch.micro * self.step.recipe.batch.accumulate
+        norm = None if self._gradient_norm is None else self._gradient_norm.item()
+        mfu, hfu = self._utilisation(step_s)
+        return StepMetrics(
+            step=self.progress.step,
+            loss=loss,
+            learning_rate=rate,
+            epoch=self.progress.step * per_step / len(self.corpora.train),
+            step_s=step_s,
+            tokens_per_s=self.run.tokens_per_step / step_s,
+            mfu=mfu,
+            hfu=hfu,
+            peak_memory_bytes=self._peak.read(),
+            busy=self._busy.share(),
+            # The loss scaler skips steps whose gradients overflow: their norm is not a number to show.
+            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+        )
+
+    def _utilisation(self, step_s: float) -> tuple[float | None, float | None]:
+        """MFU and HFU: FLOPs of a step over what the peak would do in its time; None where the peak is unknown."""
+        if self.flops is None or self.flops.peak_flops_per_s is None:
+            return None, None
+        possible = self.flops.peak_flops_per_s * step_s
+        return self.flops.model_flops / possible, self.flops.hardware_flops / possible
+
+    def _tell(self, metrics: StepMetrics) -> None:
+        for observer in self.observers:
+            observer.on_step(metrics)
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _evaluate(self) -> None:
+        if not len(self.corpora.eval):
+            return
+        found = evaluate(
+            self.step, self.corpora.eval, at_step=self.progress.step, max_sequences=self.options.eval_sequences
+        )
+        if found is None:
+            raise DivergedError(f"evaluation loss is not finite after step {self.progress.step}: lower optimizer.lr")
+        self.evaluations.append(found)
+        for observer in self.observers:
+            observer.on_eval(found)
+
+    def _save(self) -> None:
+        # A step whose loss was finite can still leave weights that are not; such a checkpoint would replace good ones.
+        broken = state.first_not_finite(self.step)
+        if broken is not None:
+            raise DivergedError(f"{broken} is not finite after step {self.progress.step}: lower optimizer.lr")
+        folder = self.options.folder / CHECKPOINTS
+        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=self.options.keep)
+        for observer in self.observers:
+            observer.on_checkpoint(self.progress.step, self.checkpoint)
+
+    def _last_good(self) -> str:
+        return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint was saved before"
+
+    def _summary(self, status: Any, message: str, wall_s: float) -> TrainSummary:
+        step_s = statistics.median(self.seconds) if self.seconds else None
+        mfu, hfu = (None, None) if step_s is None else self._utilisation(step_s)
+        return TrainSummary(
+            status=status,
+            message=message,
+            steps=self.progress.step,
+            first_step=self.run.first_step,
+            final_loss=self.progress.loss,
+            losses=tuple(self.losses),
+            evaluations=tuple(self.evaluations),
+            eval_perplexity=self.evaluations[-1].perplexity if self.evaluations else None,
+            step_s=step_s,
+            tokens_per_s=None if step_s is None else self.run.tokens_per_step / step_s,
+            mfu=mfu,
+            hfu=hfu,
+            peak_memory_bytes=self._peak.read(),
+            peak_memory_is=self._peak.kind,
+            wall_s=wall_s,
+            run=self.run,
+            checkpoint=None if self.checkpoint is None else str(self.checkpoint),
+        )

@@ -1,0 +1,157 @@
+"""A step's state as named tensors and plain data, and back, bit for bit.
+
+Enters: a Step. Leaves: ``model`` and ``optimizer`` tensors by name (an optimizer's are ``PARAMETER/KEY``), and JSON for
+the rest: which names are one tensor (tied weights), the optimizers' groups and scalars, the loss scaler, and the random
+generators of torch, Python and numpy. Nothing is pickled, so loading runs no code of the file's.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainfit.spec.errors import InputError
+from trainfit.step import Step
+
+Tensors = Mapping[str, Tensor]
+
+
+def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's parameters and buffers, each storage once, and for every further name the one it shares."""
+    kept: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in step.model.state_dict().items():
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() and place in first:
+            shared[name] = first[place]
+            continue
+        first[place] = name
+        kept[name] = tensor
+    return kept, shared
+
+
+def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
+    """Copy ``tensors`` into the model's own.
+
+    Raises:
+        InputError: names, shapes or dtypes are not this model's.
+    """
+    own = step.model.state_dict()
+    if set(own) != set(tensors) | set(shared):
+        different = sorted(set(own) ^ (set(tensors) | set(shared)))
+        raise _unlike(different[0], "in only one of checkpoint and model")
+    for name, tensor in own.items():
+        saved = tensors[shared.get(name, name)]
+        if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+            raise _unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {tensor.dtype} {tuple(tensor.shape)}")
+        with torch.no_grad():
+            tensor.copy_(saved)
+
+
+def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizers' tensors by ``PARAMETER/KEY``; their other values and their groups as plain data."""
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for optimizer in step.optimizers:
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items():
+                place = f"{names[id(parameter)]}/{key}"
+                if isinstance(value, Tensor):
+                    tensors[place] = value
+                else:
+                    scalars[place] = value
+    groups = [[_group(group, names) for group in optimizer.param_groups] for optimizer in step.optimizers]
+    return tensors, {"scalars": scalars, "groups": groups}
+
+
+def load_optimizer(step: Step, tensors: Tensors, plain: Mapping[str, Any]) -> None:
+    """Give every optimizer the saved state, with the dtypes that were saved.
+
+    ``Optimizer.load_state_dict`` would cast state to its parameter's dtype, which is not what was saved.
+    """
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    for optimizer, groups in zip(step.optimizers, plain["groups"], strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            if saved["params"] != [names[id(parameter)] for parameter in group["params"]]:
+                raise _unlike("optimizer groups", "other parameters than the recipe's")
+            for key, value in saved.items():
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    owners = {
+        names[id(parameter)]: (optimizer, group, parameter)
+        for optimizer in step.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for place, value in (*tensors.items(), *plain["scalars"].items()):
+        name, _, key = place.rpartition("/")
+        if name not in owners:
+            raise _unlike(place, "state of a parameter that does not train here")
+        optimizer, group, parameter = owners[name]
+        optimizer.state[parameter][key] = _placed(value, key, group, parameter)
+
+
+def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """States of every random generator that a training step on ``device`` may draw from."""
+    tensors = {"host": torch.get_rng_state()}
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
+    plain = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), place, has_gauss, gauss]}
+    return tensors, plain
+
+
+def load_random_state(device: torch.device, tensors: Tensors, plain: Mapping[str, Any]) -> None:
+    """Set every generator; a run that moves between CPU and GPU starts the GPU's anew."""
+    torch.set_rng_state(tensors["host"])
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+    version, values, gauss = plain["python"]
+    random.setstate((version, tuple(values), gauss))
+    np.random.set_state(tuple(plain["numpy"]))
+
+
+def first_not_finite(step: Step) -> str | None:
+    """Name of a parameter that holds NaN or infinity."""
+    for name, parameter in step.model.named_parameters():
+        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
+            return name
+    return None
+
+
+def shards(tensors: Tensors, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """The tensors in order, cut into parts of at most ``max_bytes`` (or one tensor): what is in host memory at once."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > max_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    return {
+        key: [names[id(parameter)] for parameter in value] if key == "params" else value
+        for key, value in group.items()
+    }
+
+
+def _placed(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor) -> Any:
+    """Where torch keeps it: beside the parameter, but a step count on the host unless a fused kernel reads it."""
+    if not isinstance(value, Tensor):
+        return value
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.to("cpu" if on_host else parameter.device)
+
+
+def _unlike(name: str, problem: str) -> InputError:
+    return InputError(f"checkpoint and recipe do not fit: {problem}", "resume with the recipe it was saved with", field=name)

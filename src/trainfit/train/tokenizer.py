@@ -1,0 +1,90 @@
+"""The tokenizer of a run: a byte-level BPE trained on the run's documents, or a ``tokenizer.json`` of one's own.
+
+Byte-level: every text has a tokenisation, so no token is unknown.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainfit.spec.errors import InputError
+from trainfit.train.documents import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTES = 256
+SAMPLE_CHARS = 50_000_000
+"""Training reads at most so many characters: merges of common words do not change after that."""
+END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
+"""How tokenizers call the token that ends a document, in the order in which it is looked for."""
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
+    """A byte-level BPE of at most ``vocabulary`` tokens; fewer when the texts have no more pairs that repeat.
+
+    Raises:
+        InputError: the vocabulary is too small for the 256 bytes and the end token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocabulary <= BYTES:
+        raise InputError(
+            f"a byte-level tokenizer needs {BYTES + 1} tokens",
+            f"use a model whose vocab_size is at least {BYTES + 1}, or give a tokenizer.json",
+            field="model.config.vocab_size",
+            value=vocabulary,
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(texts), trainer=trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """A ``tokenizer.json``.
+
+    Raises:
+        InputError: not there, or not a tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        raise InputError("no such file", "name a tokenizer.json", field="tokenizer", value=str(path))
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # The library raises bare Exception, UnicodeDecodeError is ours.
+        reason = str(error).splitlines()[0]
+        raise InputError(f"not a tokenizer.json: {reason}", "save one with tokenizers", file=str(path)) from None
+
+
+def end_token(tokenizer: "Tokenizer") -> int:
+    """Id of the token written after each document.
+
+    Raises:
+        InputError: the tokenizer has none of END_NAMES.
+    """
+    for name in END_NAMES:
+        found = tokenizer.token_to_id(name)
+        if found is not None:
+            return found
+    raise InputError(
+        "the tokenizer has no end-of-document token", f"add one named {' or '.join(END_NAMES[:2])}", field="tokenizer"
+    )
+
+
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = SAMPLE_CHARS
+    for text in texts:
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
