@@ -141,9 +141,9 @@ def test_a_published_size() -> None:
     ("config", "words"),
     [
         ({"model_type": "lama"}, ["model.config.model_type", "'lama'", "llama"]),
-        ({"hidden_size": 3}, ["model.config.model_type", "none"]),
+        ({"hidden_size": 3}, ["model.config.model_type", "missing"]),
         ({"model_type": "vit"}, ["causal language model", "'vit'"]),
-        ({"model_type": "llama", "hidden_size": "wide"}, ["llama", "hidden_size"]),
+        ({"model_type": "llama", "attention_bias": "yes"}, ["llama", "attention_bias"]),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, ["llama", "attention heads"]),
     ],
 )

@@ -9,6 +9,7 @@ shifted inside, -100 ignored) and ``.logits`` ([batch, seq, vocabulary]). Works 
 import torch
 from torch import nn
 
+from trainfit.catalog.load import model_config
 from trainfit.spec.recipe import ModelSpec
 
 
@@ -24,11 +25,7 @@ def build_model(
     Raises:
         InputError: unknown catalog name, unknown or unfit ``model_type``, or a key its config refuses.
     """
-    config = spec.config
-    if isinstance(config, str):
-        from trainfit.catalog.load import model_config
-
-        config = model_config(config)
+    config = model_config(spec.config)
     if spec.implementation == "native":
         from trainfit.models.native.build import build_native
 

@@ -1,0 +1,172 @@
+"""NativeConfig: what the native decoder can be, as one strict value.
+
+Enters: the mapping of a config.json. ``model_type: trainfit`` names our own keys, which are this value's fields;
+``llama``, ``mistral``, ``qwen2`` and ``qwen3`` are read as transformers reads them (families.py). Anything else is
+refused with the way out: ``implementation: hf``.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from trainfit.models.hf import NOT_THE_ARCHITECTURE
+from trainfit.spec.errors import InputError
+from trainfit.spec.value import PositiveInt, Value, parse
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""``hidden_act`` as config.json files spell it, and which function it is."""
+
+NOT_READ = (
+    *NOT_THE_ARCHITECTURE,
+    "model_type",
+    "_name_or_path",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+RENAMED = {
+    "rms_norm_eps": "norm_eps",
+    "layer_norm_eps": "norm_eps",
+    "rope_parameters": "rope",
+    "rope_scaling": "rope",
+}
+
+
+class Rope(Value):
+    """Rotary positions: base, share of each head that turns, and how the frequencies are stretched.
+
+    Keys are those of transformers' ``rope_parameters``; positions.py says what each kind does with them.
+    """
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    rope_theta: PositiveFloat = 10_000.0
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    factor: PositiveFloat = 1.0
+    original_max_position_embeddings: PositiveInt | None = None
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    attention_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Rope":
+        if self.rope_type in {"llama3", "yarn"} and self.original_max_position_embeddings is None:
+            raise ValueError(f"{self.rope_type} needs original_max_position_embeddings: add it")
+        return self
+
+
+class NativeConfig(Value):
+    """A decoder of ``num_hidden_layers`` equal blocks.
+
+    Sizes are elements; ``head_dim`` and ``num_key_value_heads`` follow from the others unless given.
+    """
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    max_position_embeddings: PositiveInt = 2048
+    hidden_act: Activation = "silu"
+    gated_mlp: bool = True
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: PositiveFloat = 1e-6
+    norm_placement: Literal["pre", "post"] = "pre"
+    position_embedding: Literal["rope", "learned", "alibi"] = "rope"
+    rope: Rope = Rope()
+    qk_norm: bool = False
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    sliding_window: PositiveInt | None = None
+    """A token sees itself and the ``sliding_window - 1`` before it; None sees all before it."""
+    initializer_range: PositiveFloat = 0.02
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "NativeConfig":
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}: make it one"
+            )
+        if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim < 2):
+            raise ValueError(
+                f"rope turns pairs, but {self.rotary_dim} of each head's elements turn: make it even"
+            )
+        return self
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many elements of each head RoPE turns."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "NativeConfig":
+        """The value of a config.json mapping.
+
+        Raises:
+            InputError: a family that native cannot express, an unknown key of ``trainfit``, or a wrong value.
+        """
+        from trainfit.models.native.families import FAMILIES, from_transformers
+
+        model_type = config.get("model_type")
+        if model_type == "trainfit":
+            return from_own_keys(config)
+        if model_type in FAMILIES:
+            return from_transformers(config)
+        known = ", ".join(("trainfit", *FAMILIES))
+        raise InputError(
+            f"native builds {known}",
+            "use implementation: hf",
+            field="model.config.model_type",
+            value=model_type,
+        )
+
+
+def from_own_keys(config: dict[str, Any]) -> NativeConfig:
+    """A ``model_type: trainfit`` mapping; unknown keys are refused with near names."""
+    keys: dict[str, Any] = {}
+    for key, value in config.items():
+        if key not in NOT_READ and value is not None:
+            keys[RENAMED.get(key, key)] = value
+    heads = keys.get("num_attention_heads")
+    keys.setdefault("num_key_value_heads", heads)
+    if isinstance(heads, int) and isinstance(keys.get("hidden_size"), int):
+        if "head_dim" not in keys and keys["hidden_size"] % heads:
+            problem = f"hidden_size {keys['hidden_size']} is no multiple of it"
+            raise InputError(problem, "add head_dim", field="model.config.num_attention_heads", value=heads)
+        keys.setdefault("head_dim", keys["hidden_size"] // heads)
+    flat = {key: keys.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in keys}
+    keys["rope"] = {**flat, **dict(keys.get("rope", {}))}
+    keys["hidden_act"] = activation(keys.get("hidden_act", "silu"))
+    keys.setdefault("attention_output_bias", keys.get("attention_bias", False))
+    return parse(NativeConfig, keys)
+
+
+def activation(name: Any) -> Activation:
+    """The function that ``hidden_act`` names."""
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise InputError(
+            f"native has {known}", "use implementation: hf", field="model.config.hidden_act", value=name
+        )
+    return ACTIVATIONS[name]

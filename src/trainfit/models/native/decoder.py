@@ -1,0 +1,248 @@
+"""The native decoder: equal blocks of attention and a feed-forward part, fused qkv and gate-up projections.
+
+Shapes: b batch, s sequence, e hidden_size, h heads, k key-value heads, d head_dim, f intermediate_size, v vocabulary.
+
+Memory, weights in their own dtype (no autocast): logits have the weights' dtype; the loss takes an fp32 copy of them,
+so a bf16 step holds 2 + 4 + 4 bytes a logit (logits, their log-softmax, its gradient) at its peak.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainfit.models.native import positions
+from trainfit.models.native.config import NativeConfig
+from trainfit.spec.errors import InputError
+
+IGNORED_LABEL = -100
+
+
+class Output(NamedTuple):
+    """``loss`` is an fp32 scalar, or None without labels; ``logits`` are [b, s, v]."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Place(NamedTuple):
+    """What the blocks share: RoPE's ``cos`` and ``sin`` ([s, 1, r/2]), or a ``bias`` on the scores ([1, h or 1, s, s])."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    bias: Tensor | None
+
+
+class Linear(nn.Linear):
+    """A linear layer that waits for ``init_weights``: on a CPU, filling weights twice is most of the building time."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as allocated."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding that waits for ``init_weights``."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights as allocated."""
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention; query head i reads key-value head i * k // h."""
+
+    def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.config, self.eager = config, eager
+        heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads = [heads, groups, groups]
+        self.qkv = Linear(config.hidden_size, sum(self.heads) * d, config.attention_bias, device, dtype)
+        self.out = Linear(heads * d, config.hidden_size, config.attention_output_bias, device, dtype)
+        self.q_norm = norm(config, d, dtype, device) if config.qk_norm else None
+        self.k_norm = norm(config, d, dtype, device) if config.qk_norm else None
+
+    def forward(self, x_bse: Tensor, place: Place) -> Tensor:
+        b, s, _ = x_bse.shape
+        q, k, v = self.qkv(x_bse).view(b, s, -1, self.config.head_dim).split(self.heads, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if place.cos is not None and place.sin is not None:
+            q, k = positions.rotate(q, place.cos, place.sin), positions.rotate(k, place.cos, place.sin)
+            # A copy of v alone: kept as a view it would hold the unrotated q and k until the backward pass.
+            v = v.contiguous()
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attend = eager_attention if self.eager else sdpa
+        return self.out(attend(q, k, v, place.bias).transpose(1, 2).reshape(b, s, -1))
+
+
+def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
+    """PyTorch's fused attention. With a bias CUDA takes the efficient backend, which has no grouped heads: repeat them."""
+    groups = q_bhsd.shape[1] // k_bksd.shape[1]
+    if bias is None:
+        return F.scaled_dot_product_attention(q_bhsd, k_bksd, v_bksd, is_causal=True, enable_gqa=groups > 1)
+    k, v = repeat_heads(k_bksd, groups), repeat_heads(v_bksd, groups)
+    return F.scaled_dot_product_attention(q_bhsd, k, v, attn_mask=bias)
+
+
+def eager_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
+    """softmax(QK^T)V written out, softmax in fp32; the [b, h, s, s] scores are real memory."""
+    s, d = q_bhsd.shape[2:]
+    groups = q_bhsd.shape[1] // k_bksd.shape[1]
+    k, v = repeat_heads(k_bksd, groups), repeat_heads(v_bksd, groups)
+    scores = q_bhsd @ k.transpose(2, 3) * (1 / math.sqrt(d))
+    if bias is None:
+        bias = torch.full((s, s), float("-inf"), dtype=scores.dtype, device=scores.device).triu(1)
+    return (scores + bias).softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def repeat_heads(x_bksd: Tensor, groups: int) -> Tensor:
+    """Each key-value head ``groups`` times in a row: [b, k * groups, s, d]."""
+    return x_bksd if groups == 1 else x_bksd.repeat_interleave(groups, dim=1)
+
+
+class FeedForward(nn.Module):
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate."""
+
+    def __init__(self, config: NativeConfig, *, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.hidden_act, self.gated = config.hidden_act, config.gated_mlp
+        e, f = config.hidden_size, config.intermediate_size
+        self.up = Linear(e, 2 * f if self.gated else f, config.mlp_bias, device, dtype)
+        self.down = Linear(f, e, config.mlp_bias, device, dtype)
+
+    def forward(self, x_bse: Tensor) -> Tensor:
+        up = self.up(x_bse)
+        if not self.gated:
+            return self.down(self.act(up))
+        gate, up = up.chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)
+
+    def act(self, x: Tensor) -> Tensor:
+        if self.hidden_act == "silu":
+            return F.silu(x)
+        if self.hidden_act == "relu":
+            return F.relu(x)
+        return F.gelu(x, approximate="tanh" if self.hidden_act == "gelu_tanh" else "none")
+
+
+class Block(nn.Module):
+    """Pre: ``x + part(norm(x))``. Post: ``norm(x + part(x))`` (Vaswani et al. 2017, arXiv:1706.03762, section 3.1)."""
+
+    def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.post = config.norm_placement == "post"
+        self.attention_norm = norm(config, config.hidden_size, dtype, device)
+        self.attention = Attention(config, eager=eager, dtype=dtype, device=device)
+        self.mlp_norm = norm(config, config.hidden_size, dtype, device)
+        self.mlp = FeedForward(config, dtype=dtype, device=device)
+
+    def forward(self, x_bse: Tensor, place: Place) -> Tensor:
+        if self.post:
+            x_bse = self.attention_norm(x_bse + self.attention(x_bse, place))
+            return self.mlp_norm(x_bse + self.mlp(x_bse))
+        x_bse = x_bse + self.attention(self.attention_norm(x_bse), place)
+        return x_bse + self.mlp(self.mlp_norm(x_bse))
+
+
+class NativeDecoder(nn.Module):
+    """A causal language model; ``config_json`` is the mapping it was built from, written beside saved weights."""
+
+    def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.config = config
+        e, v = config.hidden_size, config.vocab_size
+        self.embed = Embedding(v, e, dtype=dtype, device=device)
+        learned = config.position_embedding == "learned"
+        self.embed_positions = (
+            Embedding(config.max_position_embeddings, e, dtype=dtype, device=device) if learned else None
+        )
+        self.layers = nn.ModuleList(
+            Block(config, eager=eager, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
+        )
+        # A post-norm block ends in a norm; a last one would be its repetition.
+        self.norm = norm(config, e, dtype, device) if config.norm_placement == "pre" else nn.Identity()
+        tied = config.tie_word_embeddings
+        self.lm_head = Linear(e, v, False, torch.device("meta") if tied else device, dtype)
+        if tied:
+            self.lm_head.weight = self.embed.weight
+        rope, alibi = config.position_embedding == "rope", config.position_embedding == "alibi"
+        self.register_buffer("frequencies", self._frequencies(device) if rope else None, persistent=False)
+        self.register_buffer("slopes", self._slopes(device) if alibi else None, persistent=False)
+        self.init_weights()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        """Logits of ``input_ids`` ([b, s] int64) and, with ``labels`` ([b, s], -100 ignored), the mean next-token loss."""
+        logits = self.lm_head(self.hidden(input_ids))
+        return Output(None if labels is None else next_token_loss(logits, labels), logits)
+
+    def hidden(self, input_ids: Tensor) -> Tensor:
+        """What ``lm_head`` reads, [b, s, e]: a loss that never holds all logits starts here."""
+        x_bse = self.embed(input_ids)
+        if self.embed_positions is not None:
+            x_bse = x_bse + self.embed_positions(self._learned_places(input_ids))
+        place = self._place(input_ids.shape[1], x_bse)
+        for block in self.layers:
+            x_bse = block(x_bse, place)
+        return self.norm(x_bse)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Weights from N(0, initializer_range), biases 0, norms 1, and the position buffers. Nothing to do on meta."""
+        if self.embed.weight.is_meta:
+            return
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0.0, self.config.initializer_range)
+            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+                module.weight.fill_(1.0)
+            bias = getattr(module, "bias", None)
+            if bias is not None:
+                bias.zero_()
+        device = self.embed.weight.device
+        if self.frequencies is not None:
+            self.frequencies = self._frequencies(device)
+        if self.slopes is not None:
+            self.slopes = self._slopes(device)
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        return positions.inverse_frequencies(self.config.rope, self.config.rotary_dim, device)
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        return torch.tensor(positions.alibi_slopes(self.config.num_attention_heads), device=device)
+
+    def _learned_places(self, input_ids: Tensor) -> Tensor:
+        seq, most = input_ids.shape[1], self.config.max_position_embeddings
+        if seq > most:
+            raise InputError(
+                f"the model has {most} learned positions",
+                "use a shorter sequence",
+                field="batch.seq",
+                value=seq,
+            )
+        return torch.arange(seq, device=input_ids.device)
+
+    def _place(self, seq: int, x_bse: Tensor) -> Place:
+        """What all blocks share, made once a forward pass in the dtype that attention runs in."""
+        device = x_bse.device
+        amp = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if amp else x_bse.dtype
+        bias = positions.additive_bias(self.config, seq, self.slopes, dtype, device)
+        if self.frequencies is None:
+            return Place(None, None, bias)
+        angles = torch.arange(seq, dtype=torch.float32, device=device)[:, None] * self.frequencies.float()
+        factor = positions.attention_factor(self.config.rope)
+        cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        return Place(cos[:, None], sin[:, None], bias)
+
+
+def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
+    """Mean cross-entropy of token t + 1 given those up to t, in fp32. Equal to transformers' ``ForCausalLMLoss``."""
+    # The labels move, not the logits: a shifted view of the logits would be copied whole.
+    targets = F.pad(labels_bs[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return F.cross_entropy(logits_bsv.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL)
+
+
+def norm(config: NativeConfig, size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return kind(size, eps=config.norm_eps, dtype=dtype, device=device)

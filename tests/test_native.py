@@ -1,0 +1,279 @@
+"""The native decoder's own variants, against torch's layers and published constants."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainfit.models.build import build_model
+from trainfit.models.layers import layer_lists
+from trainfit.models.native.build import build_native
+from trainfit.models.native.config import NativeConfig
+from trainfit.models.native.decoder import NativeDecoder
+from trainfit.models.native.positions import additive_bias, alibi_slopes
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import ModelSpec
+
+OWN = {
+    "model_type": "trainfit",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 97,
+    "max_position_embeddings": 24,
+    "initializer_range": 0.3,
+}
+TORCH_LIKE = {
+    **OWN,
+    "norm": "layernorm",
+    "norm_eps": 1e-5,
+    "gated_mlp": False,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+VARIANTS = {
+    "post-alibi-relu-glu": {"norm_placement": "post", "position_embedding": "alibi", "hidden_act": "relu"},
+    "alibi-grouped": {"position_embedding": "alibi", "num_key_value_heads": 2},
+    "learned-gelu": {"position_embedding": "learned", "hidden_act": "gelu", "gated_mlp": False},
+    "qk-norm-partial-rope": {"qk_norm": True, "partial_rotary_factor": 0.5},
+    "layernorm-tied": {"norm": "layernorm", "tie_word_embeddings": True},
+    "window": {"sliding_window": 5, "num_key_value_heads": 2},
+}
+SEQ = 16
+
+
+def own(
+    changes: dict[str, object], attention: str = "sdpa", dtype: torch.dtype = torch.float32
+) -> NativeDecoder:
+    torch.manual_seed(0)
+    return build_native({**OWN, **changes}, dtype=dtype, device="cpu", attention=attention)
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(0, 97, (2, SEQ), generator=torch.Generator().manual_seed(1))
+
+
+def by_torch(model: NativeDecoder, activation: str) -> torch.Tensor:
+    """Logits of the same weights run through torch.nn.TransformerEncoderLayer."""
+    config = model.config
+    mask = torch.full((SEQ, SEQ), -math.inf).triu(1).expand(4, SEQ, SEQ).clone()
+    if config.position_embedding == "alibi":
+        place = torch.arange(SEQ)
+        for head in range(4):  # four heads: the slopes are 1/4, 1/16, 1/64, 1/256
+            mask[head] += -(4.0 ** -(head + 1)) * (place[:, None] - place[None, :]).clamp(min=0)
+    x = model.embed(ids())
+    if model.embed_positions is not None:
+        x = x + model.embed_positions.weight[:SEQ]
+    for block in model.layers:
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 48, 0.0, activation, batch_first=True, norm_first=config.norm_placement == "pre"
+        )
+        names = {
+            "self_attn.in_proj_": "attention.qkv.", "self_attn.out_proj.": "attention.out.", "linear1.": "mlp.up.",
+            "linear2.": "mlp.down.", "norm1.": "attention_norm.", "norm2.": "mlp_norm.",
+        }  # fmt: skip
+        layer.load_state_dict(
+            {
+                theirs + kind: block.get_parameter(f"{ours}{kind}")
+                for theirs, ours in names.items()
+                for kind in ("weight", "bias")
+            }
+        )
+        x = layer(x, src_mask=mask.repeat(2, 1, 1))
+    return model.lm_head(model.norm(x))
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("position", ["learned", "alibi"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_equals_torchs_own_layer(placement: str, position: str, activation: str, attention: str) -> None:
+    changes = {
+        **TORCH_LIKE,
+        "norm_placement": placement,
+        "position_embedding": position,
+        "hidden_act": activation,
+    }
+    model = own(changes, attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+        expected = by_torch(model, activation)
+        torch.testing.assert_close(model(ids()).logits, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_alibi_slopes_are_the_papers() -> None:
+    """arXiv:2108.12409, section 3: for 8 heads 1/2, 1/4, ..., 1/256. Other counts as transformers' Bloom."""
+    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    for heads in (1, 4, 12, 16, 20, 32):
+        assert alibi_slopes(heads) == pytest.approx(_get_alibi_slopes(heads, "cpu").tolist())
+
+
+def test_window_counts_the_token_itself() -> None:
+    config = NativeConfig.from_config({**OWN, "sliding_window": 3})
+    bias = additive_bias(config, 6, None, torch.float32, torch.device("cpu"))
+    assert bias is not None
+    assert (bias[0, 0] == 0).sum(dim=1).tolist() == [1, 2, 3, 3, 3, 3]
+    assert additive_bias(config, 3, None, torch.float32, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_variants(changes: dict[str, object]) -> None:
+    """Eager attention equals SDPA, the future is not seen, one step lowers the loss, all of it trains."""
+    model = own(changes)
+    logits = model(ids()).logits
+    torch.testing.assert_close(own(changes, "eager")(ids()).logits, logits, rtol=1e-5, atol=2e-5)
+
+    changed = ids()
+    changed[:, 9] = (changed[:, 9] + 1) % 97
+    moved = (model(changed).logits - logits).abs().amax(dim=(0, 2))
+    assert moved[:9].max() == 0
+    assert moved[9] > 1e-3
+
+    before = model(ids(), ids()).loss
+    before.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+    assert model(ids(), ids()).loss < before
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_blocks_compile_without_graph_breaks(changes: dict[str, object]) -> None:
+    model, compiled = own(changes), own(changes)
+    for _, blocks in layer_lists(compiled):
+        for block in blocks:
+            block.compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids()).logits, model(ids()).logits)
+
+
+def test_compiles_whole_without_graph_breaks() -> None:
+    model = own(VARIANTS["post-alibi-relu-glu"])
+    expected = model(ids(), ids())
+    model.compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(model(ids(), ids()).loss, expected.loss)
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_dtypes(changes: dict[str, object], attention: str) -> None:
+    """Weights' own dtype and autocast: logits bf16, loss fp32."""
+    for dtype, amp in ((torch.bfloat16, False), (torch.float32, True)):
+        model = own(changes, attention, dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            out = model(ids(), ids())
+        assert out.logits.dtype == torch.bfloat16
+        assert out.loss.dtype == torch.float32
+        out.loss.backward()
+        assert {parameter.grad.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_fake_and_meta() -> None:
+    spec = ModelSpec(config="deep-one-1.6b", implementation="native")
+    on_meta = build_model(spec, dtype=torch.float32, device="meta")
+    # 32 x (4 x 2048^2 + 3 x 2048 x 5400 + 2 norms) + embedding and head; published as 1.63e9.
+    assert (
+        sum(p.numel() for p in on_meta.parameters())
+        == 32 * (4 * 2048**2 + 3 * 2048 * 5400 + 4096) + 2 * 8000 * 2048
+    )
+    with FakeTensorMode():
+        fake = build_model(spec, dtype=torch.bfloat16, device="cpu")
+        tokens = torch.randint(0, 8000, (4, 768))
+        fake(tokens, tokens).loss.backward()
+    assert all(p.grad is not None for p in fake.parameters())
+
+
+def test_meta_then_empty_then_init() -> None:
+    """The way sharded models are made: buffers hold positions, not weights, and come back with the weights."""
+    model = build_native({**OWN}, dtype=torch.float32, device="meta")
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    model.init_weights()
+    expected = own({})
+    torch.testing.assert_close(model(ids()).logits, expected(ids()).logits)
+    for (name, ours), (_, theirs) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_tied_head_is_one_parameter() -> None:
+    tied, untied = own({"tie_word_embeddings": True}), own({})
+    numbers = [sum(p.numel() for p in model.parameters()) for model in (tied, untied)]
+    assert numbers[1] - numbers[0] == 97 * 32
+
+
+def test_initial_spread() -> None:
+    model = own({"hidden_size": 128, "initializer_range": 0.02})
+    assert model.layers[0].attention.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.layers[0].attention_norm.weight.tolist() == [1.0] * 128
+    assert len({block.mlp.down.weight.sum().item() for block in model.layers}) == 2
+
+
+def test_peft_lora_trains_only_the_adapter() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["qkv", "out", "up", "down"]
+    wrapped = get_peft_model(own({}), LoraConfig(r=2, target_modules=targets))  # type: ignore[arg-type]
+    [(name, blocks)] = layer_lists(wrapped)
+    assert (name.rpartition(".")[2], len(blocks)) == ("layers", 2)
+    wrapped(ids(), ids()).loss.backward()
+    trained = [name for name, parameter in wrapped.named_parameters() if parameter.grad is not None]
+    assert len(trained) == 2 * 4 * 2
+    assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "gpt2"}, ["gpt2", "use implementation: hf"]),
+        ({"model_type": "llama", "hidden_act": "gelu_fast"}, ["hidden_act", "use implementation: hf"]),
+        ({"model_type": "llama", "attention_dropout": 0.1}, ["attention_dropout", "use implementation: hf"]),
+        (
+            {"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            ["rope_parameters.rope_type", "'dynamic'", "use implementation: hf"],
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+                "num_hidden_layers": 2,
+            },
+            ["layer_types", "use implementation: hf"],
+        ),
+        ({"model_type": "llama", "norm_placement": "post"}, ["norm_placement", "use model_type: trainfit"]),
+        ({**OWN, "norm_placment": "post"}, ["norm_placment", "did you mean 'norm_placement'?"]),
+        ({**OWN, "num_attention_heads": 5}, ["num_attention_heads", "head_dim"]),
+        ({**OWN, "num_key_value_heads": 3}, ["num_key_value_heads 3", "make it one"]),
+        ({**OWN, "head_dim": 7}, ["7 of each head", "even"]),
+        ({**OWN, "norm": "batchnorm"}, ["norm", "'batchnorm'", "rmsnorm"]),
+        ({**OWN, "hidden_size": 32.5}, ["hidden_size", "32.5"]),
+        (
+            {**OWN, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            ["original_max_position_embeddings"],
+        ),
+        ({"model_type": "trainfit", "hidden_size": 32}, ["missing"]),
+    ],
+)
+def test_what_native_cannot_express_is_refused(config: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        build_native(config, dtype=torch.float32, device="meta")
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_learned_positions_end() -> None:
+    model = own({"position_embedding": "learned", "max_position_embeddings": 8})
+    with pytest.raises(InputError, match="8 learned positions"):
+        model(ids())
+
+
+def test_initial_loss_is_that_of_a_uniform_guess() -> None:
+    model = own({"initializer_range": 0.02})
+    assert model(ids(), ids()).loss.item() == pytest.approx(math.log(97), abs=0.1)
