@@ -1,0 +1,197 @@
+"""The published calculators give the numbers that their sources print; compare sets them beside an Estimate."""
+
+import pytest
+
+from trainfit.catalog import load
+from trainfit.predict.calculators import compare, rules, ultrascale
+from trainfit.predict.calculators.__main__ import main, presets_section, put_between_marks, section
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import load_recipe, recipe_from
+from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
+from trainfit.spec.units import GIB, TIB
+
+WIDGET = ultrascale.WidgetSpec(
+    a=32, b=100, h=4096, h_ff=16384, layers=32, s=1024, v=32000, k=1, mixed=False, ff_activation="swiglu"
+)
+
+
+def test_the_widgets_worked_example() -> None:
+    """fp32, SwiGLU, k = 1: what the page shows for these inputs."""
+    found = ultrascale.memory(WIDGET)
+    assert found.activations == 2_298_583_449_600
+    assert round(found.total / TIB, 4) == 2.1444
+
+
+@pytest.mark.parametrize(
+    ("preset", "activations_gib", "total_gib"),
+    [("Llama 3 8B", 61.09, 158.99), ("Llama 3 70B", 82.49, 413.83), ("Llama 3 405B", 257.49, 2339.21)],
+)
+def test_the_widgets_presets(preset: str, activations_gib: float, total_gib: float) -> None:
+    found = ultrascale.memory(ultrascale.PRESETS[preset])
+    assert round(found.activations / GIB, 2) == activations_gib
+    assert round(found.total / GIB, 2) == total_gib
+
+
+def test_the_widgets_layer_is_korthikantis_equation_1() -> None:
+    """s b h (34 + 5 a s / h) for h_ff = 4 h, GELU, 16-bit (https://arxiv.org/abs/2205.05198, equation 1)."""
+    a, b, h, s, v = 16, 4, 1024, 512, 1000
+    one, two = (
+        ultrascale.activation_bytes(
+            ultrascale.WidgetSpec(a=a, b=b, h=h, h_ff=4 * h, layers=layers, s=s, v=v, ff_activation="gelu")
+        )
+        for layers in (1, 2)
+    )
+    assert two - one == s * b * h * (34 + 5 * a * s / h)
+    layers = rules.LayersSpec(a=a, b=b, s=s, h=h, layers=1)
+    assert rules.korthikanti_activations(layers) == two - one
+
+
+def test_recomputation_keeps_less() -> None:
+    kept = [
+        ultrascale.activation_bytes(WIDGET.model_copy(update={"recomputation": kind}))
+        for kind in ("none", "selective", "full")
+    ]
+    scores = 32 * (2 * 4 + 1) * 32 * 1024**2 * 100
+    assert kept[0] - kept[1] == scores
+    once = 1024 * 100 * (4096 * (1 + 2 * 4) + 32000 * 4)
+    assert kept[2] == 32 * 1024 * 100 * 4096 * 4 + once
+
+
+@pytest.mark.parametrize(("zero", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
+def test_zero_stages_divide_the_states(zero: int, shares: tuple[int, int, int]) -> None:
+    """ZeRO: the optimizer first, then gradients, then parameters (https://arxiv.org/abs/1910.02054, figure 1)."""
+    spec = WIDGET.model_copy(update={"mixed": True, "k": 8, "d": 8, "zero": zero})
+    count = ultrascale.parameters(spec)
+    expected = tuple(size * count / share for size, share in zip((2, 2, 12), shares, strict=True))
+    assert ultrascale.state_bytes(spec) == expected
+
+
+def test_tensor_and_sequence_parallel_follow_table_2() -> None:
+    """Per layer: s b h (10 + 24/t + 5 a s/(h t)) with t ranks; with sequence parallelism s b h 34/t and the scores."""
+    a, b, h, s, t = 16, 2, 1024, 256, 4
+
+    base = {"a": a, "b": b, "h": h, "h_ff": 4 * h, "s": s, "v": 1000, "t": t, "ff_activation": "gelu"}
+
+    def layer(sequence_parallel: bool) -> float:
+        specs = [ultrascale.WidgetSpec(**base, layers=n, sequence_parallel=sequence_parallel) for n in (1, 2)]
+        return ultrascale.activation_bytes(specs[1]) - ultrascale.activation_bytes(specs[0])
+
+    assert layer(False) == s * b * h * (10 + 24 / t + 5 * a * s / (h * t))
+    assert layer(True) == s * b * h * (34 / t + 5 * a * s / h)  # The page leaves the scores whole here.
+
+
+def test_rules_of_thumb() -> None:
+    assert rules.four_times(rules.ParamsSpec(params=7 * 10**9, bytes_per_param=4)) == 112e9
+    assert rules.sixteen_bytes(rules.ParamsSpec(params=7_500_000_000)) == 120e9  # ZeRO, figure 1: 120 GB.
+    # GPT-3: 174.6e9 parameters, 300e9 tokens, 3.14e23 FLOPs (https://arxiv.org/abs/2005.14165, table D.1).
+    assert rules.six_n(rules.TokensSpec(params=174_600_000_000, tokens=300 * 10**9)) == pytest.approx(
+        3.14e23, rel=0.01
+    )
+    # GPT-3 a layer, 96 heads, 12288, 2048 tokens: the scores are 80 of 114 (https://arxiv.org/abs/2205.05198, 4.1).
+    spec = rules.LayersSpec(a=96, b=1, s=2048, h=12288, layers=1)
+    assert rules.korthikanti_activations(spec) / (2048 * 12288) == 34 + 80
+    selective = spec.model_copy(update={"recomputation": "selective"})
+    assert rules.korthikanti_activations(selective) / (2048 * 12288) == 34
+    full = spec.model_copy(update={"recomputation": "full"})
+    assert rules.korthikanti_activations(full) / (2048 * 12288) == 2
+
+
+def recipe(**changes: object) -> Recipe:
+    plain = {"model": {"config": "llama-3.1-8b"}, "batch": {"micro": 1, "seq": 4096}, "precision": "bf16"}
+    return recipe_from(plain | changes)
+
+
+def estimate(of: Recipe, *, phase: str = "steady.backward", params: int = 8_030_261_248) -> Estimate:
+    """An Estimate with round numbers; what is tested is the arithmetic beside it."""
+    peaks = PhasePeaks(forward=80 * GIB, backward=90 * GIB, optimizer=70 * GIB)
+    breakdown = MemoryBreakdown(
+        weights=15 * GIB, gradients=15 * GIB, optimizer=30 * GIB, activations=28 * GIB, temporary=2 * GIB
+    )
+    return Estimate(
+        recipe_id=of.id, phases=Phases(after_init=15 * GIB, first=peaks, steady=peaks), breakdown=breakdown,
+        peak_phase=phase, peak_allocated_bytes=90 * GIB, peak_reserved_bytes=91 * GIB, peak_device_bytes=92 * GIB,
+        device_bytes=140 * GIB, fits=True, params=params, trainable_params=params, model_flops=2.152e14,
+        hardware_flops=2.152e14, flops_convention="test", step_s=None, time=None, tokens_per_s=None, mfu=None, hfu=None,
+        cost=None,
+    )  # fmt: skip
+
+
+def rows_of(of: Recipe, **changes: str) -> dict[tuple[str, str], compare.Comparison]:
+    return {(row.calculator, row.quantity): row for row in compare.compare(of, estimate(of, **changes))}
+
+
+def test_each_calculator_stands_beside_ours() -> None:
+    rows = rows_of(recipe())
+    assert set(rows) == {
+        ("Ultrascale Playbook widget", "peak memory"),
+        ("Ultrascale Playbook widget", "activations"),
+        ("Korthikanti et al., equation 2", "activations"),
+        ("4x rule", "peak memory"),
+        ("6N", "model FLOPs of a step"),
+    }
+    four = rows["4x rule", "peak memory"]
+    assert four.theirs == 4 * 2 * 8_030_261_248
+    assert four.difference == pytest.approx(4 * 2 * 8_030_261_248 / (90 * GIB) - 1)
+    assert rows["6N", "model FLOPs of a step"].theirs == 6 * 8_030_261_248 * 4096
+    spec = ultrascale.WidgetSpec(
+        a=32, b=1, h=4096, h_ff=14336, layers=32, s=4096, v=128256, ff_activation="swiglu"
+    )
+    assert rows["Ultrascale Playbook widget", "peak memory"].theirs == ultrascale.memory(spec).total
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone"),
+    [
+        ({"adapter": {"kind": "lora"}}, "Ultrascale Playbook widget"),
+        ({"recompute": {"every": 2}}, "Korthikanti et al., equation 2"),
+        ({"precision": "fp32"}, "Korthikanti et al., equation 2"),
+        ({"precision": "bf16"}, "16 bytes a parameter (ZeRO)"),
+    ],
+)
+def test_a_calculator_that_cannot_say_a_recipe_has_no_row(changes: dict, gone: str) -> None:
+    assert gone not in {name for name, _ in rows_of(recipe(**changes))}
+    assert ("16 bytes a parameter (ZeRO)", "weights, gradients, optimizer") in rows_of(
+        recipe(precision="amp-bf16")
+    )
+
+
+def test_activations_are_not_compared_in_the_optimizer_phase() -> None:
+    assert not [key for key in rows_of(recipe(), phase="steady.optimizer") if key[1] == "activations"]
+
+
+def test_a_difference_from_nothing_has_no_number() -> None:
+    row = rows_of(recipe())["4x rule", "peak memory"].model_copy(update={"ours": 0.0})
+    assert row.difference is None
+
+
+def test_the_tables_print_both_and_the_difference() -> None:
+    of = recipe()
+    text = section("demo", of, compare.compare(of, estimate(of)))
+    assert "| 4x rule | peak memory | 59.83 GiB | 90.00 GiB | -33.5% |" in text
+    shown = presets_section({"Llama 3 8B": 100 * GIB})
+    assert "| Llama 3 8B | 61.09 GiB | 158.99 GiB | 100.00 GiB | +59.0% |" in shown
+    assert "2.28 TiB | several GPUs: not yet" in shown
+
+
+def test_numbers_go_between_the_marks_and_nowhere_else() -> None:
+    document = "a\n<!-- numbers: begin -->\nold\n<!-- numbers: end -->\nz\n"
+    assert (
+        put_between_marks(document, "new")
+        == "a\n<!-- numbers: begin -->\n\nnew\n\n<!-- numbers: end -->\nz\n"
+    )
+    with pytest.raises(InputError, match="no marks"):
+        put_between_marks("a", "new")
+
+
+def test_a_bad_recipe_is_one_line_and_exit_65(tmp_path, capsys) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: {config: gpt2}\nbatch: {micro: -1}\n")
+    assert main([str(path)]) == 65
+    assert "batch.micro" in capsys.readouterr().err
+
+
+def test_every_shipped_recipe_can_be_compared() -> None:
+    for path in load.recipes().values():
+        of = load_recipe(path)
+        assert compare.compare(of, estimate(of))
