@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tiny_recipe import tiny_recipe
 from trainfit.models.layers import layer_lists
-from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
+from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
 from trainfit.step import Step, assemble
 
 CPU = torch.device("cpu")
@@ -39,17 +39,19 @@ def blocks_of(step: Step) -> list[torch.nn.Module]:
 # -- recomputation
 
 
-def test_recomputation_changes_neither_loss_nor_gradients():
-    control, recomputed = assemble(tiny_recipe(), CPU), assemble(tiny_recipe(recompute="full"), CPU)
+@pytest.mark.parametrize("code", ["hf", "native"])
+def test_recomputation_changes_neither_loss_nor_gradients(code: Any):
+    control, recomputed = (assemble(tiny_recipe(code, recompute=word), CPU) for word in ("none", "full"))
     plain, again = gradients(control), gradients(recomputed)
     assert plain.keys() == again.keys()
     assert all(torch.equal(plain[name], again[name]) for name in plain)
-    assert trajectory(tiny_recipe())[1] == trajectory(tiny_recipe(recompute="full"))[1]
+    assert trajectory(tiny_recipe(code))[1] == trajectory(tiny_recipe(code, recompute="full"))[1]
 
 
+@pytest.mark.parametrize("code", ["hf", "native"])
 @pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("full", 2)])
-def test_recomputation_runs_each_block_twice(recompute: Any, runs: int):
-    step = assemble(tiny_recipe(recompute=recompute), CPU)
+def test_recomputation_runs_each_block_twice(recompute: Any, runs: int, code: Any):
+    step = assemble(tiny_recipe(code, recompute=recompute), CPU)
     calls = dict.fromkeys(range(len(blocks_of(step))), 0)
     for index, block in enumerate(blocks_of(step)):
 
@@ -271,12 +273,61 @@ def test_lora_alpha_is_the_rank_unless_given():
         assert found == {scaling}
 
 
+def test_lora_on_native_adapts_the_blocks_linear_layers():
+    """qkv 32 x 64, out 32 x 32, up (with gate) 32 x 128, down 64 x 32: in + out is 416 a layer."""
+    recipe = tiny_recipe("native", precision="bf16", adapter=Adapter(kind="lora", rank=4))
+    step = assemble(recipe, CPU)
+    trainable = {name for name, parameter in step.model.named_parameters() if parameter.requires_grad}
+    assert sum(step.model.get_parameter(name).numel() for name in trainable) == 4 * 416 * 2
+    before = {name: p.detach().clone() for name, p in step.model.named_parameters()}
+    for _ in range(2):
+        step(step.random_batches())
+    for name, parameter in step.model.named_parameters():
+        assert torch.equal(parameter, before[name]) != (name in trainable), name
+    # Nothing but the adapters needs a gradient before the first of them: the embedding's output needs none.
+    grads_needed: list[bool] = []
+    blocks_of(step)[0].register_forward_pre_hook(
+        lambda block, args: grads_needed.append(args[0].requires_grad)
+    )
+    step(step.random_batches())
+    assert grads_needed == [False]
+
+
 def test_lora_targets_by_name():
     step = assemble(tiny_recipe(adapter=Adapter(kind="lora", rank=2, targets=("q_proj", "v_proj"))), CPU)
     adapted = {
         name.split(".")[-1] for name, module in step.model.named_modules() if hasattr(module, "lora_A")
     }
     assert adapted == {"q_proj", "v_proj"}
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 32}
+BASE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2 | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gpt_neox": BASE | {"model_type": "gpt_neox", "intermediate_size": 64},
+    "opt": BASE | {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "gemma2": BASE
+    | {"model_type": "gemma2", "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2},
+    "qwen3": BASE | {"model_type": "qwen3", "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2},
+    "mixtral": BASE | {"model_type": "mixtral", "intermediate_size": 64, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_recompute_and_adapt(family: str):
+    """Recomputation changes no loss and LoRA starts as the base does, whatever the family's own code is."""
+    model = ModelSpec(config=FAMILIES[family])
+    plain = Recipe(model=model, batch=Batch(micro=2, seq=8), precision="fp32")
+    expected = trajectory(plain, 3)[1]
+    assert trajectory(plain.model_copy(update={"recompute": "full"}), 3)[1] == expected
+    lora = plain.model_copy(update={"adapter": Adapter(kind="lora", rank=2), "recompute": "full"})
+    step, found = trajectory(lora, 3)
+    assert found[0] == expected[0]
+    trainable = [name for name, parameter in step.model.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert all("lora_" in name for name in trainable)
+    assert not any("lm_head" in name or "embed_out" in name for name in trainable)
 
 
 # -- compile (aot_eager: the capture and the autograd split are the real ones, no C++ is built)
@@ -286,6 +337,7 @@ def aot_eager(module: torch.nn.Module) -> None:
     module.compile(backend="aot_eager")
 
 
+@pytest.mark.parametrize("code", ["hf", "native"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -299,15 +351,15 @@ def aot_eager(module: torch.nn.Module) -> None:
     ],
     ids=str,
 )
-def test_compiled_equals_eager_in_one_graph(fields: dict[str, Any]):
+def test_compiled_equals_eager_in_one_graph(fields: dict[str, Any], code: Any):
     """Ten equal blocks share a graph, past dynamo's limit of eight recompilations.
 
     With LoRA alone the first block has its own: its input, the frozen embedding's output, needs no gradient.
     """
     torch._dynamo.reset()
     counters.clear()
-    eager = trajectory(tiny_recipe(layers=10, **{**fields, "compile": False}), 2)[1]
-    assert trajectory(tiny_recipe(layers=10, **fields), 2, compiler=aot_eager)[1] == pytest.approx(
+    eager = trajectory(tiny_recipe(code, 10, **{**fields, "compile": False}), 2)[1]
+    assert trajectory(tiny_recipe(code, 10, **fields), 2, compiler=aot_eager)[1] == pytest.approx(
         eager, rel=1e-5
     )
     assert counters["stats"]["unique_graphs"] == (2 if "adapter" in fields else 1)
@@ -329,3 +381,10 @@ def test_contexts_are_left_when_the_model_fails():
     with pytest.raises(IndexError):
         step([{"input_ids": torch.tensor([[128]]), "labels": torch.tensor([[0]])}])
     assert enabled_backends() == before
+
+
+@pytest.mark.slow
+def test_the_default_compiler_agrees_with_eager():
+    torch._dynamo.reset()
+    expected = trajectory(tiny_recipe(), 2)[1]
+    assert trajectory(tiny_recipe(compile="block"), 2)[1] == pytest.approx(expected, rel=1e-5)

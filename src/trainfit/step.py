@@ -196,7 +196,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Token ids the model takes: rows of its input embedding."""
+    """Token ids the model takes: 0 to this, not included."""
     config: Any = model.config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return config["vocab_size"] if isinstance(config, dict) else config.vocab_size
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return text.vocab_size

@@ -3,7 +3,7 @@
 Without momentum it is ``torch.optim.Adafactor``; with momentum (the paper's beta1, a whole first moment, fp32 even for
 bf16 weights) it is ``transformers.optimization.Adafactor``, because torch's has none. Both scale the learning rate by
 the weight's root mean square and clip the update at 1, so momentum is the only large difference between them; their
-epsilons differ (fp32's machine epsilon against 1e-30) and so does decay (lr against scaled lr, times the weight).
+epsilons differ (the weights' machine epsilon against 1e-30) and so does decay (lr against scaled lr, times the weight).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ cast up for them, which costs memory; ``base`` gives them the base's dtype.
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -57,10 +58,14 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         lora_alpha=adapter.alpha or adapter.rank,
         lora_dropout=adapter.dropout,
         target_modules=_targets(adapter, model, is_hf),
+        # GPT-2's Conv1D keeps its weight transposed.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type="CAUSAL_LM" if is_hf else None,
     )
     try:
-        with _fake_parameters_convert():
+        with _fake_parameters_convert(), warnings.catch_warnings():
+            # PEFT asks transformers by a name that 5.23 deprecates; nothing a user could change.
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
             draft.model = get_peft_model(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
     except ValueError as error:
         raise InputError(

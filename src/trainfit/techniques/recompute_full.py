@@ -2,12 +2,13 @@
 
 Chen et al., https://arxiv.org/abs/1604.06174. Always non-reentrant. Random generators are saved and restored, so
 dropout repeats itself. On ``hf`` it is the model's own checkpointing, whatever that does in the installed version
-(5.17 wraps the block's call, 5.23 its forward, and 5.23 makes the embedding's output require a gradient, which costs
-LoRA one more backward through the first block); on ``native`` each block's forward is wrapped here.
+(5.17 wraps the block's call, 5.23 its forward; both make the embedding's output require a gradient, which costs LoRA
+a backward through all of the first block); on ``native`` each block's forward is wrapped here.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
@@ -62,10 +63,11 @@ def _wrap_blocks(model: nn.Module) -> None:
             block.__class__ = _recomputed(type(block))
 
 
+@cache
 def _recomputed(block: type[nn.Module]) -> type[nn.Module]:
     """The block's class with its forward checkpointed.
 
-    A class, not a function set on each block: equal blocks then share one compiled graph.
+    One class for all, not a function set on each block: equal blocks stay equal and share one compiled graph.
     """
     from torch.utils.checkpoint import checkpoint
 
