@@ -1,0 +1,296 @@
+"""Scratch memory of CUDA kernels: numbers worked out by hand from PyTorch's source, at real shapes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu, Source
+from trainfit.virtual.temporaries import (
+    GpuTraits,
+    cublas_workspace_bytes,
+    cublaslt_workspace_bytes,
+    output_bytes,
+    temporaries,
+    uses_cublas,
+    uses_cublaslt,
+)
+from trainfit.virtual.temporaries.attention import flash_splits, head_dim_rounded
+from trainfit.virtual.temporaries.call import Registry
+
+aten = torch.ops.aten
+MIB = 1 << 20
+H200 = GpuTraits((9, 0), 132, 2048, 227 * 1024, (2, 11))
+A100 = GpuTraits((8, 0), 108, 2048, 163 * 1024, (2, 11))
+L40S = GpuTraits((8, 9), 142, 1536, 99 * 1024, (2, 11))
+
+
+@pytest.fixture(autouse=True)
+def _fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+
+
+def scratch(func, *args, out=None, gpu: GpuTraits = H200, **kwargs) -> tuple[int, ...]:
+    return temporaries(func, args, kwargs, func(*args, **kwargs) if out is None else out, gpu=gpu)
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+# -- workspaces ---------------------------------------------------------------------------------------------------
+
+
+def test_cublas_workspace_is_32_mib_on_hopper_and_4096_2_16_8_elsewhere() -> None:
+    assert cublas_workspace_bytes(H200) == 32 * MIB
+    assert cublas_workspace_bytes(A100) == 8_519_680
+    assert cublas_workspace_bytes(GpuTraits((10, 0), 148, 2048, 227 * 1024, (2, 13))) == 32 * MIB
+
+
+def test_cublaslt_has_a_workspace_of_its_own_only_in_torch_2_11() -> None:
+    assert cublaslt_workspace_bytes(H200) == MIB
+    assert cublaslt_workspace_bytes(GpuTraits(torch_version=(2, 13))) == 0
+
+
+def test_which_products_use_cublaslt() -> None:
+    bias, x, w = bf16(64), bf16(128, 32), bf16(32, 64)
+    assert uses_cublaslt(aten.addmm.default, (bias, x, w))
+    assert not uses_cublaslt(aten.addmm.default, (bf16(128, 64), x, w))
+    assert not uses_cublaslt(aten.addmm.default, (bias, x, w), {"beta": 0.5})
+    assert not uses_cublaslt(aten.mm.default, (x, w))
+    assert uses_cublas(aten.mm.default, (x, w))
+    assert not uses_cublas(aten.add.Tensor, (x, x))
+
+
+def test_traits_of_a_catalog_row() -> None:
+    row = Gpu(
+        name="l40s", title="L40S", vendor="nvidia", architecture="Ada Lovelace", compute_capability=(8, 9),
+        memory_bytes=1, usable_bytes=1, memory_bytes_per_s=1.0, peak_flops_per_s={"bf16": 1.0}, link="pcie",
+        source=Source(url="https://example.org", accessed="2026-11-01"),
+    )  # fmt: skip
+    assert GpuTraits.of(row, (2, 11)) == L40S
+    with pytest.raises(InputError, match="hardware.gpu"):
+        GpuTraits.of(row.model_copy(update={"compute_capability": None, "name": "mi300x"}))
+
+
+# -- embedding and indexing ---------------------------------------------------------------------------------------
+
+
+def test_embedding_backward_of_few_tokens_takes_nothing() -> None:
+    args = (bf16(3, 1024, 4096), torch.empty(3, 1024, dtype=torch.int64), 128256, -1, False)
+    assert scratch(aten.embedding_dense_backward.default, *args) == ()
+
+
+def test_embedding_backward_keeps_partial_sums_in_fp32() -> None:
+    # 4096 tokens of width 4096: at most 4096 segments and 409 + 4096 partial sums.
+    args = (bf16(1, 4096, 4096), torch.empty(1, 4096, dtype=torch.int64), 128256, -1, False)
+    found = scratch(aten.embedding_dense_backward.default, *args)
+    indices = 4096 * 8
+    assert found == (indices, indices, indices, 8, indices, indices, 8, 4505 * 8, 4505 * 4096 * 4)
+    # A small vocabulary bounds the segments: 8192 // 10 + 1000.
+    args = (bf16(8192, 64), torch.empty(8192, dtype=torch.int64), 1000, -1, False)
+    assert scratch(aten.embedding_dense_backward.default, *args)[-1] == 1819 * 64 * 4
+
+
+def test_accumulating_index_put_sorts_its_indices() -> None:
+    target, values, index = bf16(1000, 64), bf16(500, 64), torch.empty(500, dtype=torch.int64)
+    found = scratch(aten._index_put_impl_.default, target, [index], values, True, True)
+    assert found == (4000, 4000, 4000, 4000, 8000)
+    assert scratch(aten.index_put_.default, target, [index], values) == ()
+    assert scratch(aten.index_put_.default, target, [torch.empty(1000, dtype=torch.bool)], bf16(1)) == ()
+
+
+# -- matrix products ----------------------------------------------------------------------------------------------
+
+
+def test_products_copy_only_what_cublas_cannot_take() -> None:
+    x, w = bf16(256, 512), bf16(512, 128)
+    assert scratch(aten.mm.default, x, w) == ()
+    assert scratch(aten.mm.default, x, bf16(128, 512).t()) == ()
+    assert scratch(aten.mm.default, bf16(256, 1024)[:, :512], w) == ()
+    assert scratch(aten.mm.default, bf16(256, 1024)[:, ::2], w) == (256 * 512 * 2,)
+    assert scratch(aten.mm.default, bf16(512).expand(256, 512), w) == (256 * 512 * 2,)
+    assert scratch(aten.addmm.default, bf16(128), x, w) == ()
+
+
+def test_batched_products_take_expanded_batches_but_not_strided_rows() -> None:
+    keys = bf16(2, 64, 128)
+    assert scratch(aten.bmm.default, bf16(1, 32, 64).expand(2, 32, 64), keys) == ()
+    assert scratch(aten.bmm.default, bf16(2, 32, 128)[:, :, ::2], keys) == (2 * 32 * 64 * 2,)
+
+
+# -- reductions ---------------------------------------------------------------------------------------------------
+
+
+def test_a_bias_gradient_is_summed_through_a_large_staging_buffer() -> None:
+    # [8192, 4096] over rows: 4 outputs a thread, blocks of 32 x 4, 32 blocks wide; 132 SMs x 16 blocks / 32 = 66
+    # blocks an output, each with 32 x 4 values of 4 bytes (Reduce.cuh global_memory_size), 32 semaphores.
+    found = scratch(aten.sum.dim_IntList, bf16(8192, 4096), [0], True)
+    assert found == (4 * 4096 * 66 * 32 * 4, 4 * 32)
+    assert found[0] == 132 * MIB
+    # The same through three dimensions, which join into two.
+    assert scratch(aten.sum.dim_IntList, bf16(4, 2048, 4096), [0, 1], True) == found
+    # Few rows need no second block: 512 / 4 = 128 values a thread.
+    assert scratch(aten.sum.dim_IntList, bf16(512, 4096), [0], True) == ()
+
+
+def test_a_row_mean_needs_no_buffer_and_a_whole_sum_a_small_one() -> None:
+    x = torch.empty(4096, 4096)
+    assert scratch(aten.mean.dim, x, [-1], True) == ()
+    # 2**24 values, all reduced: 512 threads x 4 loaded at once: width 512, one block high; 32768 values a thread.
+    # target 132 x 4 = 528 blocks; max(min(528, 2048), 128) = 528.
+    assert scratch(aten.sum.default, x) == (4 * 528, 4)
+
+
+def test_a_mask_is_converted_before_it_is_counted() -> None:
+    mask = torch.empty(8, 512, dtype=torch.bool)
+    assert scratch(aten.sum.default, mask)[0] == 8 * 512 * 8
+    # 16-bit floats summed into fp32 are not.
+    assert scratch(aten.sum.dim_IntList, bf16(8, 512), [1], dtype=torch.float32) == ()
+
+
+def test_foreach_norm_keeps_one_partial_per_chunk_of_the_largest() -> None:
+    tensors = [bf16(1000, 1000), bf16(10)]
+    assert scratch(aten._foreach_norm.Scalar, tensors, 2) == (2 * 16 * 4,)
+
+
+# -- norms --------------------------------------------------------------------------------------------------------
+
+
+def test_layer_norm_statistics_are_fp32() -> None:
+    x, w = bf16(4, 512, 768), bf16(768)
+    out = aten.native_layer_norm.default(x, [768], w, w, 1e-5)
+    assert output_bytes(aten.native_layer_norm.default, (x, [768], w, w, 1e-5), {}, out) == {1: 8192, 2: 8192}
+
+
+def test_layer_norm_backward_sums_blocks_of_very_many_rows() -> None:
+    def backward(rows: int, columns: int) -> tuple[int, ...]:
+        x, w, stat = bf16(rows, columns), bf16(columns), torch.empty(rows, 1)
+        args = (x, x, [columns], stat, stat, w, w, [True, True, True])
+        return scratch(aten.native_layer_norm_backward.default, *args, out=(x, w, w))
+
+    assert backward(65536, 768) == ()
+    # 768 / 32 = 24 blocks wide; min(32768 / 24, 131072 / 32) = 1365 blocks high.
+    assert backward(131072, 768) == (1365 * 768 * 2,) * 2
+    assert backward(131072, 4096) == ()
+
+
+# -- attention ----------------------------------------------------------------------------------------------------
+
+
+def heads(batch: int, num_heads: int, seq: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(batch, seq, num_heads, head_dim, dtype=dtype).transpose(1, 2)
+
+
+def flash_backward(q: torch.Tensor, k: torch.Tensor, grad: torch.Tensor | None = None) -> tuple[int, ...]:
+    lse, none = torch.empty(q.shape[:3]), torch.empty(0)
+    grad = q if grad is None else grad
+    args = (grad, q, k, k, q, lse, none, none, q.shape[2], k.shape[2], 0.0, True, none, none)
+    return scratch(aten._scaled_dot_product_flash_attention_backward.default, *args, out=(q, k, k))
+
+
+def test_flash_backward_accumulates_dq_in_fp32() -> None:
+    q = heads(2, 32, 1000, 128)
+    assert flash_backward(q, q) == (2 * 32 * 1024 * 4, 2 * 32 * 1024 * 128 * 4)
+
+
+def test_flash_backward_of_grouped_heads_expands_dk_and_dv() -> None:
+    q, k = heads(1, 32, 4096, 128), heads(1, 8, 4096, 128)
+    expanded = 32 * 4096 * 128 * 2
+    assert flash_backward(q, k) == (32 * 4096 * 4, 32 * 4096 * 128 * 4, expanded, expanded)
+    grad = bf16(1, 32, 4096, 128)  # Heads outside, as a gradient that was not transposed back.
+    assert flash_backward(q, k, grad)[0] == expanded
+
+
+@pytest.mark.parametrize(("head_dim", "rounded"), [(64, 64), (80, 96), (128, 128), (144, 192), (192, 192), (256, 256)])
+def test_flash_rounds_head_sizes(head_dim: int, rounded: int) -> None:
+    assert head_dim_rounded(head_dim) == rounded
+
+
+def test_flash_forward_splits_keys_when_the_gpu_would_idle() -> None:
+    assert flash_splits(32, 4096, 4096, 128, num_sms=132) == 1
+    # 8 heads x 4 row blocks = 32 of 264 slots; 4 key blocks of 128: only 1, 2 and 4 parts differ.
+    assert flash_splits(8, 256, 512, 128, num_sms=132) == 4
+    q = heads(1, 8, 256, 128)
+    found = scratch(aten._scaled_dot_product_flash_attention.default, q, q, q, out=(q,))
+    assert found == (2 * 8 * 256 * 4, 2 * 8 * 256 * 128 * 4)
+
+
+def test_flash_outputs_on_the_gpu() -> None:
+    q = heads(2, 4, 100, 64)
+    out = aten._scaled_dot_product_flash_attention.default(q, q, q, 0.0, True)
+    sizes = output_bytes(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.0, True), {}, out)
+    tensors = [t for t in out if isinstance(t, torch.Tensor)]
+    assert sorted(sizes.values()) == [8, 16, 2 * 4 * 100 * 4]
+    assert all(position < len(tensors) for position in sizes)
+
+
+def test_efficient_attention_pads_its_statistics_to_32() -> None:
+    q = heads(2, 4, 100, 64, torch.float32)
+    args = (q, q, q, None, True)
+    out = aten._scaled_dot_product_efficient_attention.default(*args)
+    sizes = output_bytes(aten._scaled_dot_product_efficient_attention.default, args, {}, out)
+    assert sizes == {1: 2 * 4 * 128 * 4, 2: 0, 3: 0}
+    wide = heads(1, 8, 512, 256)
+    found = scratch(aten._scaled_dot_product_efficient_attention.default, wide, wide, wide, None, True)
+    assert found == (8 * 512 * 256 * 4,)
+
+
+def efficient_backward(q: torch.Tensor, gpu: GpuTraits) -> tuple[int, ...]:
+    lse, none = torch.empty(*q.shape[:3]), torch.empty(0)
+    args = (q, q, q, q, None, q, lse, none, none, 0.0, [True, True, True, False], True)
+    return scratch(aten._scaled_dot_product_efficient_attention_backward.default, *args, out=(q, q, q), gpu=gpu)
+
+
+def test_efficient_backward_keeps_dq_tiles_and_their_locks() -> None:
+    # bf16, head size 128 on Hopper: tiles of 128 x 128 floats and 16 bytes; 8 of them cover 1024 rows.
+    delta, workspace = efficient_backward(heads(1, 16, 1024, 128), H200)
+    assert delta == 16 * 1024 * 4
+    assert workspace == 16 * 8 * (128 * 128 + 4) * 4
+    # On an L40S tiles are 64 x 64, and dk and dv leave the registers: 200 / 16 = 12 splits.
+    _, workspace = efficient_backward(heads(1, 16, 1024, 128), L40S)
+    assert workspace == 16 * (16 * 2 * (64 * 64 + 4) + 12 * 64 * (128 + 128)) * 4
+
+
+def test_cudnn_backward_workspace_and_outputs() -> None:
+    q, k = heads(1, 32, 4096, 128), heads(1, 8, 4096, 128)
+    lse, none = torch.empty(q.shape[:3]), torch.empty(0)
+    args = (q, q, k, k, q, lse, none, none, None, none, none, 4096, 4096, 0.0, True)
+    func = aten._scaled_dot_product_cudnn_attention_backward.default
+    plain = (q, q, q, q, *args[4:])
+    assert scratch(func, *plain, out=(q, q, q)) == (32 * 4096 * 129 * 4,)
+    assert scratch(func, *args, out=(q, k, k)) == (32 * 4096 * 129 * 4 + 2 * 32 * 4096 * 128 * 2,)
+
+
+# -- the rest -----------------------------------------------------------------------------------------------------
+
+
+def test_routing_of_experts() -> None:
+    scores = torch.empty(4096, 64)
+    assert scratch(aten.topk.default, scores, 8) == ()
+    chosen = torch.empty(4096 * 8, dtype=torch.int64)
+    assert scratch(aten.sort.default, chosen) == (4096 * 8 * 8, 4096 * 8 * 16)
+    assert scratch(aten.sort.default, torch.empty(10, 4096)) == ()
+    assert scratch(aten.cumsum.default, torch.empty(64, dtype=torch.int32), 0) == (64 * 8,)
+
+
+def test_an_averaged_loss_keeps_its_elements_first() -> None:
+    x = torch.empty(8, 1000)
+    assert scratch(aten.mse_loss.default, x, x) == (8 * 1000 * 4,)
+    assert scratch(aten.mse_loss.default, x, x, 0) == ()
+
+
+def test_an_op_without_a_rule_takes_nothing() -> None:
+    x = bf16(8, 8)
+    assert scratch(aten.add.Tensor, x, x) == ()
+    assert output_bytes(aten.add.Tensor, (x, x), {}, x) == {}
+
+
+def test_two_rules_for_one_op_are_refused() -> None:
+    registry: Registry[tuple[int, ...]] = Registry()
+    registry.rule("mm")(lambda call: ())
+    with pytest.raises(ValueError, match="aten::mm has a rule already"):
+        registry.rule("mm")(lambda call: ())
