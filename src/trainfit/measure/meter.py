@@ -238,11 +238,17 @@ def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
     live.assign(optimizer_tensors(step), "optimizer")
 
     def is_gradient(parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:  # An optimizer in the backward has used and dropped it already.
+        if parameter.grad is not None:
             live.assign([parameter.grad], "gradients")
 
-    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
-    return [parameter.register_post_accumulate_grad_hook(is_gradient) for parameter in trained]
+    handles = []
+    for parameter in step.model.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(is_gradient))
+            # Before a technique's own hook, which may use the gradient up (an optimizer in the backward).
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            hooks.move_to_end(handles[-1].id, last=False)
+    return handles
 
 
 def optimizer_tensors(step: Step) -> list[torch.Tensor]:

@@ -1,0 +1,209 @@
+"""Comparisons: each recipe's newest prediction beside its newest measurement on each device.
+
+Enters: Records. Leaves: Comparisons in the order the recipes came, and a Summary. Records join by recipe id, which is a
+hash of the whole recipe, its GPU included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
+from trainfit.spec.value import parse
+
+GOAL = 0.03
+"""Predictions are to lie this close to the measured peak (a share)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One recipe on one device; either side may be missing."""
+
+    recipe: Recipe
+    predicted: Estimate | None
+    measured: Measurement | None
+
+    @property
+    def model(self) -> str:
+        return self.recipe.model.display_name
+
+    @property
+    def batch(self) -> str:
+        """``micro x seq``, and ``x accumulate`` where there is accumulation."""
+        batch = self.recipe.batch
+        return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
+
+    @property
+    def technique(self) -> str:
+        return technique(self.recipe)
+
+    @property
+    def device(self) -> str:
+        """Where it was measured, else the GPU it is predicted for."""
+        return self.measured.environment.device if self.measured else self.recipe.hardware.gpu
+
+    @property
+    def on_its_device(self) -> bool:
+        """Whether it was measured on the device that the recipe names, as far as their names tell."""
+        if self.measured is None:
+            return False
+        if self.measured.environment.cuda is None:
+            return self.recipe.hardware.gpu == "cpu"
+        return self.recipe.hardware.gpu.split("-")[0] in self.device.lower()
+
+    @property
+    def status(self) -> str:
+        """``done``, or how the measurement ended; ``not measured``."""
+        return self.measured.status if self.measured else "not measured"
+
+    def error(self, name: str) -> float | None:
+        """(predicted - measured) / measured of a field of both, or of a phase such as ``steady.backward``; a share.
+
+        None where a side is missing, or where the measurement did not come to its end.
+        """
+        if self.predicted is None or self.measured is None or self.measured.status != "done":
+            return None
+        pair = [_value(side, name) for side in (self.predicted, self.measured)]
+        return None if pair[0] is None or not pair[1] else (pair[0] - pair[1]) / pair[1]
+
+    def phase_errors(self) -> dict[str, float]:
+        """Error by phase: ``after_init``, ``first.forward`` ... ``steady.optimizer``, as far as both sides know it."""
+        names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
+        errors = {name: self.error(f"phases.{name}") for name in names}
+        return {name: error for name, error in errors.items() if error is not None}
+
+    def breakdown(self, side: str) -> dict[str, int] | None:
+        """Bytes by category at the peak; ``side``: predicted or measured."""
+        held = self.predicted if side == "predicted" else self.measured
+        if held is None or held.breakdown is None:
+            return None
+        return {name: getattr(held.breakdown, name) for name in CATEGORIES}
+
+    def utilisation(self, name: str) -> float | None:
+        """Measured ``mfu`` or ``hfu``; where the measurement has none, from the prediction's FLOPs and the measured time."""
+        if self.measured is None:
+            return None
+        known = getattr(self.measured, name)
+        if known is not None or self.predicted is None or not self.on_its_device:
+            return known
+        share, step_s = getattr(self.predicted, name), self.predicted.step_s
+        if share is None or step_s is None or not self.measured.step_s:
+            return None
+        return share * step_s / self.measured.step_s  # FLOPs / peak, over the time it really took
+
+
+def _value(side: Estimate | Measurement, name: str) -> float | None:
+    value: object = side
+    for part in name.split("."):
+        value = getattr(value, part) if value is not None else None
+    assert value is None or isinstance(value, int | float)
+    return value
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How good the predictions of peak allocated bytes are, over the recipes that have both sides."""
+
+    num_compared: int
+    num_within_goal: int
+    median_error: float | None
+    """Of the errors' sizes."""
+    worst: Comparison | None
+    num_out_of_memory: int
+    num_foreseen: int
+    """Measured out of memory, and predicted not to fit."""
+
+    def text(self) -> str:
+        """One or two plain sentences."""
+        if self.worst is None or self.median_error is None:
+            parts = ["No recipe has both a prediction and a finished measurement."]
+        else:
+            error = self.worst.error("peak_allocated_bytes") or 0.0
+            parts = [
+                f"{self.num_within_goal} of {self.num_compared} recipes within {GOAL:.0%} of the measured peak; "
+                f"median error {self.median_error:.2%}, largest {error:+.2%} ({self.worst.model}, {self.worst.batch})."
+            ]
+        if self.num_out_of_memory:
+            parts.append(f"{self.num_foreseen} of {self.num_out_of_memory} out of memory were predicted not to fit.")
+        return " ".join(parts)
+
+
+def compare(records: Sequence[Record]) -> list[Comparison]:
+    """A Comparison for each recipe and measured device, in the order the recipes first came.
+
+    Raises:
+        InputError: there is neither a prediction nor a measurement among the records.
+    """
+    predicted: dict[str, Record] = {}
+    measured: dict[str, dict[str, Record]] = {}
+    recipes: dict[str, Record] = {}
+    for record in records:
+        if record.estimate is not None:
+            _keep_newest(predicted, record.recipe_id, record)
+        if record.measurement is not None:
+            _keep_newest(measured.setdefault(record.recipe_id, {}), record.measurement.environment.device, record)
+        if record.estimate is not None or record.measurement is not None:
+            recipes.setdefault(record.recipe_id, record)
+    if not recipes:
+        raise InputError(
+            f"{len(records)} records, none of them a prediction or a measurement",
+            "make some with predict --record FILE and measure --record FILE",
+        )
+    found = []
+    for recipe_id, record in recipes.items():
+        recipe = parse(Recipe, record.recipe, file=f"record of {record.created_at}")
+        prediction = predicted[recipe_id].estimate if recipe_id in predicted else None
+        devices = measured.get(recipe_id, {})
+        found += [Comparison(recipe, prediction, one.measurement) for one in devices.values()]
+        if not devices:
+            found.append(Comparison(recipe, prediction, None))
+    return found
+
+
+def _keep_newest(kept: dict[str, Record], key: str, record: Record) -> None:
+    if key not in kept or record.created_at >= kept[key].created_at:
+        kept[key] = record
+
+
+def summarise(comparisons: Sequence[Comparison]) -> Summary:
+    """The Summary over ``comparisons``."""
+    errors = {index: one.error("peak_allocated_bytes") for index, one in enumerate(comparisons)}
+    sizes = {index: abs(error) for index, error in errors.items() if error is not None}
+    out = [one for one in comparisons if one.status == "out-of-memory"]
+    return Summary(
+        num_compared=len(sizes),
+        num_within_goal=sum(size <= GOAL for size in sizes.values()),
+        median_error=median(sizes.values()) if sizes else None,
+        worst=comparisons[max(sizes, key=lambda index: sizes[index])] if sizes else None,
+        num_out_of_memory=len(out),
+        num_foreseen=sum(one.predicted is not None and not one.predicted.fits for one in out),
+    )
+
+
+def technique(recipe: Recipe) -> str:
+    """What sets the recipe apart, in few words: ``bf16, full recompute, LoRA 16``."""
+    optimizer = recipe.optimizer
+    parts = [recipe.precision]
+    if recipe.model.implementation != "hf":
+        parts.append(recipe.model.implementation)
+    if recipe.attention != "sdpa":
+        parts.append(f"{recipe.attention} attention")
+    if recipe.loss != "standard":
+        parts.append(f"{recipe.loss} loss")
+    if recipe.recompute != "none":
+        chosen = recipe.recompute
+        parts.append(f"recompute {chosen}" if isinstance(chosen, str) else f"recompute {chosen.model_dump()}")
+    if recipe.compile:
+        parts.append(f"compile {recipe.compile}")
+    if optimizer.name != "adamw" or optimizer.implementation != "fused":
+        momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
+        parts.append(f"{optimizer.name} {optimizer.implementation}{momentum}")
+    if optimizer.in_backward:
+        parts.append("optimizer in backward")
+    if recipe.adapter is not None:
+        parts.append(f"{recipe.adapter.kind} {recipe.adapter.rank}")
+    if recipe.quantize:
+        parts.append(f"{recipe.quantize} base")
+    return ", ".join(parts)
