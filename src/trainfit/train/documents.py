@@ -43,12 +43,11 @@ def for_evaluation(document: str, fraction: float) -> bool:
 
 
 def fingerprint(data: DataSpec) -> dict[str, Any]:
-    """What tells two data sets apart without reading them: for files, their names, sizes and times of change."""
+    """What tells two data sets apart without reading them: for files, their names and sizes (copies have other times)."""
     content = data.model_dump(mode="json")
     if isinstance(data, TextData):
         root = Path(data.path)
-        stats = [(path, path.stat()) for path in text_files(root)]
-        content["files"] = [[_relative(path, root), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+        content["files"] = [[_relative(path, root), path.stat().st_size] for path in text_files(root)]
         del content["path"]  # The run's folder may move with its data.
     return content
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import IO
 
+from trainfit.spec.errors import InputError
 from trainfit.spec.value import Value
 from trainfit.train.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
@@ -50,13 +51,26 @@ class JsonlLog:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to ``step``; a line that a killed process left unfinished goes too."""
+    """Keep the whole lines up to ``step``; a line that a killed process left unfinished goes too.
+
+    Raises:
+        InputError: a whole line is not one of the log's.
+    """
     if not path.exists():
         return
     end = 0
     with path.open("rb+") as file:
         for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            if not line.endswith(b"\n") or _step_of(line, path) > step:
                 break
             end += len(line)
         file.truncate(end)
+
+
+def _step_of(line: bytes, path: Path) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(
+            "a line is not what trainfit wrote", "restore the file, or remove it to log anew", file=str(path)
+        ) from None

@@ -1,0 +1,148 @@
+"""Documents: stories, text files and folders, separators, the split by hash."""
+
+import importlib.util
+import math
+
+import pytest
+
+from trainfit.spec.errors import InputError
+from trainfit.train import documents
+from trainfit.train.documents import MAX_DOCUMENT_CHARS, for_evaluation
+from trainfit.train.options import HubData, StoriesData, TextData, data_from
+from trainfit.train.stories import PEOPLE, story
+
+
+def test_a_story_is_the_same_everywhere_and_always():
+    # The choices come from SHAKE-256 alone; this text must never change, or old runs could not be repeated.
+    first = story(0, 0)
+    assert first == story(0, 0)
+    assert first.text != story(0, 1).text
+    assert first.text != story(1, 0).text
+    names = {name for name, _, _ in PEOPLE}
+    assert names & set(first.text.replace(".", " ").replace(",", " ").split())
+
+
+def test_stories_have_the_entropy_they_say():
+    # 4,000 stories of at least 2**30 equally likely ones: by the birthday bound none repeats (p < 1 %).
+    stories = [story(0, index) for index in range(4000)]
+    assert min(each.bits for each in stories) > 30
+    assert len({each.text for each in stories}) == len(stories)
+    # One choice of two, equally likely, picks the kind of story: 4 standard deviations around a half.
+    errands = sum("wanted to cook" in each.text for each in stories)
+    assert abs(errands - 2000) < 4 * math.sqrt(4000) / 2
+
+
+def test_facts_of_a_story_agree():
+    for index in range(200):
+        text = story(3, index).text
+        if "wanted to cook" in text:
+            sold = text.split("for the ")[1].split('"')[0].rstrip(",")
+            assert f"sold the {sold}" in text
+            assert f"a new {sold}" in text
+
+
+def test_files_of_a_folder_in_order_without_hidden_ones(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.jsonl").write_text('{"text": "first"}\n\n{"text": "then"}\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "c.txt").write_text("hidden")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    assert list(documents.documents(TextData(path=str(tmp_path)))) == ["first", "then", "second"]
+
+
+@pytest.mark.parametrize("read_chars", [7, 64, 1 << 20])
+def test_separators_cut_whatever_the_buffer(tmp_path, monkeypatch, read_chars):
+    monkeypatch.setattr(documents, "READ_CHARS", read_chars)
+    path = tmp_path / "a.txt"
+    path.write_text("one\n--end--\ntwo\n\nstill two--end----end--\nthree")
+    found = list(documents.documents(TextData(path=str(path), separator="--end--")))
+    assert found == ["one", "two\n\nstill two", "three"]
+
+
+def test_end_of_text_is_a_separator_where_a_file_has_it(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\nstill one<|endoftext|>two")
+    assert list(documents.documents(TextData(path=str(path)))) == ["one\n\nstill one", "two"]
+
+
+@pytest.mark.parametrize("read_chars", [1000, 1 << 20])
+def test_a_file_without_separators_is_cut_at_blank_lines(tmp_path, monkeypatch, read_chars):
+    monkeypatch.setattr(documents, "READ_CHARS", read_chars)
+    paragraph = "word " * 100
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join([paragraph.strip()] * 40))
+    found = list(documents.documents(TextData(path=str(path))))
+    assert len(found) > 5
+    assert all(len(text) >= documents.DOCUMENT_CHARS for text in found[:-1])
+    assert " ".join(" ".join(found).split()) == " ".join((paragraph * 40).split())
+
+
+def test_text_without_any_boundary_is_not_held_whole(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * (3 * MAX_DOCUMENT_CHARS + 5))
+    assert [len(text) for text in documents.documents(TextData(path=str(path)))] == [MAX_DOCUMENT_CHARS] * 3 + [5]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"caf\xe9", "not UTF-8"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text"),
+        ("a.jsonl", b'{"text": "fine"}\nnot json\n', "line 2 has no text"),
+        ("a.jsonl", b"[1]\n", "line 1 has no text"),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=says) as refused:
+        list(documents.documents(TextData(path=str(tmp_path))))
+    assert refused.value.file == str(path)
+
+
+def test_the_split_is_by_text_alone():
+    texts = [story(0, index).text for index in range(4000)]
+    kept = [text for text in texts if for_evaluation(text, 0.1)]
+    # Binomial(4000, 0.1): 4 standard deviations are 76.
+    assert abs(len(kept) - 400) < 76
+    assert kept == [text for text in kept if for_evaluation(text, 0.2)], "a larger share keeps what a smaller one kept"
+    assert not any(for_evaluation(text, 0.0) for text in texts)
+
+
+def test_data_from_a_command_line(tmp_path):
+    assert data_from("stories") == StoriesData()
+    assert data_from("stories:70") == StoriesData(num_documents=70)
+    assert data_from("hub:a/b") == HubData(name="a/b")
+    assert data_from(str(tmp_path)) == TextData(path=str(tmp_path))
+    for wrong in ("stories:-1", "stories:many", "hub:", str(tmp_path / "absent")):
+        with pytest.raises(InputError):
+            data_from(wrong)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is installed here")
+def test_without_the_datasets_library_one_line_says_what_to_install():
+    with pytest.raises(InputError, match=r"trainfit\[datasets\]"):
+        list(documents.documents(HubData(name="roneneldan/TinyStories")))
+
+
+def test_hub_rows_and_errors_with_a_library_of_that_form(monkeypatch):
+    import sys
+    import types
+
+    fake = types.ModuleType("datasets")
+    fake.__spec__ = importlib.util.spec_from_loader("datasets", None)
+    fake.load_dataset = lambda name, config, split, streaming: iter([{"text": "one "}, {"text": " "}, {"text": "two"}])
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert list(documents.documents(HubData(name="a/b"))) == ["one", "two"]
+    assert list(documents.documents(HubData(name="a/b", max_documents=1))) == ["one"]
+    with pytest.raises(InputError, match="use one of text"):
+        list(documents.documents(HubData(name="a/b", column="body")))
+
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("no route to host\nmore")
+
+    fake.load_dataset = unreachable
+    with pytest.raises(InputError, match="no route to host") as refused:
+        list(documents.documents(HubData(name="a/b")))
+    assert "more" not in str(refused.value)

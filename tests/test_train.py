@@ -1,0 +1,174 @@
+"""The training loop: it learns, tells what it does, stops politely, and ends with a clear message."""
+
+import io
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from rich.console import Console
+
+from tiny_training import Listener, asked, stop_at, tiny
+from trainfit.spec.errors import InputError
+from trainfit.train.board import TensorBoard
+from trainfit.train.loop import _repeatable, train
+from trainfit.train.observer import StepFlops, StepMetrics
+from trainfit.train.options import StoriesData
+from trainfit.train.progress import ProgressBar, step_line
+from trainfit.train.stories import story
+
+
+def test_it_learns_and_no_model_beats_the_entropy_of_unseen_stories(tmp_path):
+    options = asked(tmp_path, 80, eval_every=40, data=StoriesData(num_documents=400))
+    listener = Listener()
+    summary = train(tiny("batch.micro=8", "optimizer.lr=5e-3"), options, observers=[listener])
+    assert summary.losses[0] == pytest.approx(math.log(384), rel=0.05), "a random model knows nothing"
+    assert summary.final_loss < 0.75 * summary.losses[0]
+    assert summary.evaluations[1].perplexity < summary.evaluations[0].perplexity
+    # Tokens of the tokenizer cover about the same text in both sides, so bits a token of all stories is the floor.
+    bits = sum(story(0, index).bits for index in range(400))
+    tokens = listener.run.train_tokens + listener.run.eval_tokens
+    assert summary.eval_perplexity > 2 ** (bits / tokens)
+    assert summary.eval_perplexity == pytest.approx(math.exp(summary.evaluations[-1].loss))
+
+
+def test_what_observers_hear_in_order(tmp_path):
+    listener = Listener()
+    flops = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
+    summary = train(
+        tiny(), asked(tmp_path, 5, eval_every=2, save_every=3), flops=flops, observers=[listener, TensorBoard()]
+    )
+    assert listener.heard == ["start", 1, 2, "eval", 3, "saved", 4, "eval", 5, "eval", "saved", "end"]
+    assert listener.closed == 1
+    last = listener.steps[-1]
+    assert last.mfu == pytest.approx(6e9 / last.step_s / 1e12)
+    assert last.hfu == pytest.approx(last.mfu * 8 / 6)
+    assert last.tokens_per_s == pytest.approx(4 * 32 / last.step_s)
+    assert last.busy is not None
+    assert summary.mfu == pytest.approx(6e9 / summary.step_s / 1e12)
+    assert summary.checkpoint == str(tmp_path / "checkpoints" / "step-00000005")
+    assert json.loads(json.dumps(summary.content(), allow_nan=False))["run"]["params"] == summary.run.params
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_peak_memory_on_a_cpu_is_the_live_tensors(tmp_path):
+    listener = Listener()
+    summary = train(tiny(), asked(tmp_path, 3), observers=[listener])
+    assert [metrics.peak_memory_bytes is None for metrics in listener.steps] == [True, False, False]
+    assert summary.peak_memory_is == "live-tensors"
+    # Weights, gradients and two moments in fp32 are alive together; activations are on top.
+    state_bytes = 16 * summary.run.params
+    logits_bytes = 4 * 32 * 384 * 4
+    assert state_bytes < summary.peak_memory_bytes < state_bytes + 20 * logits_bytes
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+    # This rate overflows fp32 weights in a few steps.
+    recipe = tiny("optimizer.name=sgd", "optimizer.lr=1e30", "optimizer.weight_decay=0")
+    summary = train(recipe, asked(tmp_path, 50, save_every=1, keep=100, eval_fraction=0.0))
+    assert (summary.status, summary.exit_code) == ("diverged", 65)
+    assert "not finite" in summary.message or "loss is" in summary.message
+    assert "optimizer.lr" in summary.message
+    assert all(math.isfinite(loss) for loss in summary.losses)
+    assert len(list((tmp_path / "checkpoints").iterdir())) <= summary.steps < 50
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_after_the_step_and_are_given_back(tmp_path, number):
+    before = signal.getsignal(number)
+    listener = Listener(stop_at(2, number))
+    summary = train(tiny(), asked(tmp_path, 500), observers=[listener])
+    assert listener.heard == ["start", 1, 2, "saved", "end"]
+    assert number.name in summary.message
+    assert signal.getsignal(number) is before
+
+
+def test_outside_the_main_thread_it_trains_without_signals(tmp_path):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(tiny(), asked(tmp_path, 2))))
+    thread.start()
+    thread.join()
+    assert found[0].status == "done"
+
+
+def test_out_of_memory_is_a_result(tmp_path, monkeypatch):
+    def no_memory(metrics: StepMetrics) -> None:
+        if metrics.step == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+
+    summary = train(tiny(), asked(tmp_path, 5, save_every=2), observers=[Listener(no_memory)])
+    assert (summary.status, summary.exit_code) == ("out-of-memory", 65)
+    assert "can't allocate" in summary.message
+    assert "step-00000002" in summary.message
+
+
+def test_an_error_of_an_observer_ends_the_run_and_closes_all(tmp_path):
+    def full(metrics: StepMetrics) -> None:
+        raise OSError(28, "No space left on device")
+
+    listeners = [Listener(full), Listener()]
+    with pytest.raises(OSError, match="No space"):
+        train(tiny(), asked(tmp_path, 5), observers=listeners)
+    assert [listener.closed for listener in listeners] == [1, 1]
+
+
+def test_clipping_limits_the_norm_and_needs_all_gradients_at_once(tmp_path):
+    listener = Listener()
+    train(tiny("optimizer.name=sgd", "optimizer.lr=1.0"), asked(tmp_path / "a", 2, clip_norm=1e-6), observers=[listener])
+    assert all(metrics.gradient_norm > 1e-3 for metrics in listener.steps), "the norm before clipping"
+    with pytest.raises(InputError, match="in_backward"):
+        train(tiny("optimizer.in_backward=true"), asked(tmp_path / "b", 2, clip_norm=1.0))
+
+
+def test_a_device_that_is_not_there(tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(InputError, match="no CUDA GPU"):
+        train(tiny(), asked(tmp_path, 2, device="cuda"))
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_an_op_without_deterministic_kernel_is_told_with_the_way_out(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def refused_by_torch() -> None:
+        with _repeatable(torch.device("cuda"), asked(tmp_path, 1)):
+            assert torch.are_deterministic_algorithms_enabled()
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set it. More.")
+
+    with pytest.raises(InputError, match=r"cumsum_cuda_kernel.*set deterministic to false"):
+        refused_by_torch()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with _repeatable(torch.device("cuda"), asked(tmp_path, 1, deterministic=False)):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_progress_bar_shows_what_the_issue_names(tmp_path, terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+    flops = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
+    summary = train(tiny(), asked(tmp_path, 3), flops=flops, observers=[ProgressBar(console)])
+    shown = console.file.getvalue()
+    for part in ("tokens/s", "MFU", "HFU", "peak", "CPU", "busy", "3/3", f"loss {summary.final_loss:.4f}", "perplexity"):
+        assert part in shown
+    assert step_line(StepMetrics(step=1, loss=2.0, learning_rate=1e-4, epoch=0.1, step_s=0.5, tokens_per_s=2e6), "GPU") == (
+        "loss 2.0000  2.00M tokens/s"
+    ), "what is not known is left out"
+
+
+def test_stopping_early_says_how_to_go_on(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    train(tiny(), asked(tmp_path, 9), observers=[Listener(stop_at(2)), ProgressBar(console)])
+    assert "stopped: SIGTERM after step 2 of 9; --resume goes on from it" in console.file.getvalue()
+
+
+def test_options_and_observers_need_no_torch():
+    code = "import sys, trainfit.train.options, trainfit.train.observer, trainfit.train.log; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
