@@ -34,6 +34,16 @@ def test_parameters_equal_the_published_count(name: str) -> None:
         assert row.agrees_with(params), f"{params:,} does not round to {row.published}"
 
 
+@pytest.mark.parametrize(
+    ("name", "published"), [("gemma-3-4b", "3209M"), ("gemma-3-12b", "10759M"), ("gemma-3-27b", "25600M")]
+)
+def test_gemma_3_without_its_embedding(name: str, published: str) -> None:
+    """https://arxiv.org/abs/2503.19786, table 1: non-embedding parameters of the text model."""
+    config = load.model_config(name)
+    value, half_unit = load.published_interval(published)
+    assert abs(meta_parameters(name) - config["vocab_size"] * config["hidden_size"] - value) <= half_unit
+
+
 @pytest.mark.parametrize("name", sorted(set(TRANSFORMERS_ROWS) - set(PUBLISHED)))
 def test_a_config_without_a_published_count_builds(name: str) -> None:
     assert meta_parameters(name) > 1e5
