@@ -4,7 +4,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainfit.cli.options import Json, RecipeArgument, RecordFile, Settings, keep, only_json, print_json, read_recipe
+from trainfit.cli.options import (
+    Json,
+    PeakFlops,
+    RecipeArgument,
+    RecordFile,
+    Settings,
+    keep,
+    only_json,
+    print_json,
+    read_recipe,
+)
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
@@ -24,15 +34,21 @@ def run(
     warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 3,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="End the trial after so long.")] = None,
+    peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
     """Measure a recipe's memory and time on this machine. Out of memory is a result."""
     asked = read_recipe(recipe, settings)
+    from trainfit.cli.flops import step_flops
     from trainfit.measure.run import measure
 
     with only_json(json):
-        result = measure(asked, steps=steps, warmup=warmup, device=device, timeout_s=timeout)
+        model, hardware, peak = step_flops(asked, device, peak_flops)
+        result = measure(
+            asked, steps=steps, warmup=warmup, device=device, timeout_s=timeout,
+            model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak,
+        )  # fmt: skip
         keep(record, "measure", asked, measurement=result)
     if json:
         print_json(result)

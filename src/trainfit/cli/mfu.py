@@ -1,2 +1,150 @@
+"""``trainfit mfu``: how well a run uses its GPUs, from model, batch, step time and hardware; and GPU-hours as money."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
 import typer
-def register(app: typer.Typer) -> None: ...
+
+from trainfit.cli.options import Json, PeakFlops, only_json, print_json
+
+if TYPE_CHECKING:
+    from trainfit.spec.recipe import Recipe
+
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")]
+Batch = Annotated[int | None, typer.Option(min=1, help="Sequences a step, over all GPUs.")]
+Seq = Annotated[int | None, typer.Option(min=1, help="Tokens a sequence.")]
+StepSeconds = Annotated[float | None, typer.Option("--step-s", help="Seconds a step.")]
+GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
+NumGpus = Annotated[int, typer.Option("--count", min=1, help="How many.")]
+Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
+Rank = Annotated[int, typer.Option(min=1, help="The adapter's rank.")]
+Recompute = Annotated[Literal["none", "full"], typer.Option(help="Recomputed work counts in HFU only.")]
+Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")]
+Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
+GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", help="Also tell what so many GPU-hours cost.")]
+Price = Annotated[float | None, typer.Option(metavar="USD", help="Price of one GPU for one hour; default: the catalog's.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("mfu")(run)
+
+
+def run(
+    model: Model = None,
+    batch: Batch = None,
+    seq: Seq = None,
+    step_s: StepSeconds = None,
+    gpu: GpuName = "h200",
+    count: NumGpus = 1,
+    adapter: Adapter = None,
+    rank: Rank = 16,
+    recompute: Recompute = "none",
+    precision: Precision = "bf16",
+    attention: Attention = "causal",
+    peak_flops: PeakFlops = None,
+    gpu_hours: GpuHours = None,
+    price: Price = None,
+    json: Json = False,
+) -> None:
+    """MFU and HFU of a run, and GPU-hours as money."""
+    from trainfit.catalog.load import gpu as find_gpu
+
+    found: dict[str, object] = {}
+    row = find_gpu(gpu)
+    if any(value is not None for value in (model, batch, seq, step_s)) or gpu_hours is None:
+        if model is None or batch is None or seq is None or step_s is None:
+            raise typer.BadParameter("give --model, --batch, --seq and --step-s together, or --gpu-hours alone")
+        recipe = _recipe(model, batch, seq, gpu, precision, recompute, adapter, rank)
+        with only_json(json):
+            found |= _utilization(recipe, attention, step_s, count, peak_flops)
+    if gpu_hours is not None:
+        found |= _money(gpu_hours, row.price_per_hour if price is None else price, gpu)
+    if json:
+        print_json(found)
+    else:
+        _show(found)
+
+
+def _recipe(
+    model: str, batch: int, seq: int, gpu: str, precision: str, recompute: str, adapter: str | None, rank: int
+) -> "Recipe":
+    """One step of the whole batch on one GPU: how GPUs share it does not change what the mathematics needs."""
+    from trainfit.spec.recipe_file import recipe_from
+
+    return recipe_from({
+        "model": {"config": model}, "batch": {"micro": batch, "seq": seq}, "precision": precision,
+        "recompute": recompute, "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": gpu},
+    })  # fmt: skip
+
+
+def _utilization(
+    recipe: "Recipe", attention: Literal["causal", "full"], step_s: float, count: int, peak: float | None
+) -> dict[str, object]:
+    from trainfit.catalog.load import model_config
+    from trainfit.cli.flops import catalog_peak, counted_flops
+    from trainfit.predict.flops_accounting import step_flops, utilization
+    from trainfit.spec.errors import InputError
+
+    if step_s <= 0:
+        raise InputError("not a time", "write the seconds of one step, above 0", field="--step-s", value=step_s)
+    peak = catalog_peak(recipe) if peak is None else peak
+    if peak is None:
+        raise InputError(f"no dense peak known for {recipe.precision}", "give --peak-flops", field="--gpu", value=recipe.hardware.gpu)
+    counted = counted_flops(recipe, attention)
+    trained = "all" if recipe.adapter is None else "adapter"
+    closed = step_flops(
+        model_config(recipe.model.config), counted.base_params, batch=recipe.batch.micro, seq=recipe.batch.seq,
+        attention=attention, trained=trained, recomputed="full" if recipe.recompute == "full" else "none",
+    )  # fmt: skip
+    shares = {"step_s": step_s, "num_gpus": count, "peak_flops_per_s": peak}
+    used = utilization(counted.model_flops, counted.hardware_flops, **shares)
+    simple = utilization(closed.model_flops, closed.hardware_flops, **shares)
+    return {
+        "model": recipe.model.display_name, "params": counted.params, "trainable_params": counted.trainable_params,
+        "gpu": recipe.hardware.gpu, **shares, "attention": attention,
+        "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops,
+        "tokens_per_s": recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
+        "closed_form": {"convention": closed.convention, "model_flops": closed.model_flops,
+                        "hardware_flops": closed.hardware_flops, "mfu": simple.mfu, "hfu": simple.hfu},
+        "ops_without_flops": list(counted.ops_without_flops),
+    }  # fmt: skip
+
+
+def _money(hours: float, price: float | None, gpu: str) -> dict[str, object]:
+    from trainfit.predict.flops_accounting import dollars
+    from trainfit.spec.errors import InputError
+
+    if price is None:
+        raise InputError("no price known", "give --price", field="--gpu", value=gpu)
+    for name, value in (("--gpu-hours", hours), ("--price", price)):
+        if value < 0:
+            raise InputError("is negative", "write a number of at least 0", field=name, value=value)
+    return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": dollars(hours, price)}
+
+
+def _show(found: dict[str, object]) -> None:
+    from trainfit.cli.show import console, notes, rows
+    from trainfit.spec.units import format_count, format_flops, format_seconds
+
+    out = console()
+    number = {key: value for key, value in found.items() if isinstance(value, int | float)}
+    if "mfu" in found:
+        closed = found["closed_form"]
+        assert isinstance(closed, dict)
+        trained = number["trainable_params"]
+        some = "" if trained == number["params"] else f", {format_count(trained)} of them trained"
+        out.print(f"{found['model']}, {format_count(number['params'])} parameters{some}", style="bold")
+        peak = f"{number['peak_flops_per_s'] / 1e12:,.4g} TFLOP/s dense peak each"
+        rows(out, [
+            ["GPUs", f"{found['num_gpus']} x {found['gpu']}", peak],
+            ["step", format_seconds(number["step_s"]), f"{number['tokens_per_s']:,.0f} tokens a second"],
+            ["model FLOPs", format_flops(number["model_flops"]), f"what the mathematics needs, attention {found['attention']}"],
+            ["hardware FLOPs", format_flops(number["hardware_flops"]), "what is executed, recomputation included"],
+            ["MFU", f"{number['mfu']:.2%}", f"{closed['mfu']:.2%} by {closed['convention']}"],
+            ["HFU", f"{number['hfu']:.2%}", f"{closed['hfu']:.2%} by the same, recomputation added"],
+        ], "left", "right", "wrap")  # fmt: skip
+        without = found["ops_without_flops"]
+        assert isinstance(without, list)
+        notes(out, "Operations without a FLOP rule (counted as 0)", without)
+    if "dollars" in found:
+        hours = f"{number['gpu_hours']:,.0f} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
+        out.print(f"{hours}: {number['dollars']:,.0f} $")

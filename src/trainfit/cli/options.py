@@ -21,6 +21,9 @@ Settings = Annotated[
 ]
 GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")]
 PriceOption = Annotated[float | None, typer.Option("--price", metavar="USD", help="Your price of one GPU for one hour.")]
+PeakFlops = Annotated[
+    float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, help="The device's dense peak, for MFU and HFU.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RecordFile = Annotated[
     Path | None, typer.Option("--record", metavar="FILE", help="Append the result to this SQLite file.")
@@ -43,9 +46,25 @@ def read_recipe(
     settings += [f"hardware.gpu={_quoted(gpu)}"] if gpu is not None else []
     settings += [f"hardware.price_per_hour={price}"] if price is not None else []
     if text.endswith((".yaml", ".yml", ".json")) or "/" in text or Path(text).is_file():
-        return load_recipe(text, settings)
-    path = _shipped(text)
-    return recipe_from({"model": {"config": text}}, settings) if path is None else load_recipe(path, settings)
+        recipe = load_recipe(text, settings)
+    else:
+        path = _shipped(text)
+        recipe = recipe_from({"model": {"config": text}}, settings) if path is None else load_recipe(path, settings)
+    _check_names(recipe, text, settings)
+    return recipe
+
+
+def _check_names(recipe: "Recipe", file: str, settings: list[str]) -> None:
+    """Names of the catalog are checked before anything slow is imported."""
+    from trainfit.catalog import load as catalog
+    from trainfit.spec.errors import InputError
+
+    try:
+        catalog.gpu(recipe.hardware.gpu)
+        catalog.model_config(recipe.model.config)
+    except InputError as error:
+        by_setting = any(setting.startswith(f"{error.field}=") for setting in settings)
+        raise error.in_file("--set" if by_setting else file) from None
 
 
 def _quoted(text: str) -> str:

@@ -1,2 +1,59 @@
+"""``trainfit report``: predicted against measured, from record files."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
-def register(app: typer.Typer) -> None: ...
+
+from trainfit.cli.options import Json, print_json
+
+if TYPE_CHECKING:
+    from trainfit.report.compare import Comparison
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="SQLite files that --record made, or JSON Lines.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print every column as a Markdown table.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report")(run)
+
+
+def run(files: Files, html: Html = None, markdown: Markdown = False, json: Json = False) -> None:
+    """Compare predictions with measurements; write a page with plots."""
+    from trainfit.records import load
+    from trainfit.report.compare import compare
+
+    comparisons = compare([record for file in files for record in load(file)])
+    if json:
+        print_json([_content(one) for one in comparisons])
+    else:
+        _print(comparisons, markdown)
+    if html is not None:
+        from trainfit.report.html import write_page
+
+        write_page(comparisons, html)
+        typer.echo(f"page with plots: {html}", err=True)
+
+
+def _print(comparisons: "list[Comparison]", markdown: bool) -> None:
+    from trainfit.report.table import markdown_table, text_table
+
+    if markdown:
+        print(markdown_table(comparisons))
+        return
+    from trainfit.cli.show import console
+
+    console().print(text_table(comparisons))
+
+
+def _content(one: "Comparison") -> dict[str, Any]:
+    """Both sides as nouns, and the errors as shares of the measured value."""
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_s")
+    return {
+        "recipe": one.recipe.content(),
+        "recipe_id": one.recipe.id,
+        "predicted": one.predicted and one.predicted.model_dump(mode="json"),
+        "measured": one.measured and one.measured.model_dump(mode="json"),
+        "errors": {name: one.error(name) for name in names} | one.phase_errors(),
+    }
