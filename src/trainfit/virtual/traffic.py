@@ -1,0 +1,96 @@
+"""Bytes that a kernel reads and writes in device memory: inputs once, outputs once, nothing for views.
+
+This is the least traffic a kernel can have; caches are assumed to hold what is read again. Indexing counts the
+places that the indices name, broadcast inputs what is stored of them, in-place ops their target twice.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from trainfit.virtual.op_kinds import ELSEWHERE, FACTORIES, FREE, GATHERS, UNWRITTEN, base_name
+
+GRADIENTS = 1
+"""Position of the gradients in a fused optimizer: its schema calls them written, which only a loss scale does."""
+
+
+def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes read and written by one call; tensors are fake, of the right shapes, dtypes and strides."""
+    kind, written = _kind(func)
+    if kind == "free":
+        return 0
+    if kind == "write":
+        return _sum(out)
+    if kind == "copy":
+        return _stored(args[0]) + _stored(args[1])
+    if kind == "gather":
+        return _indexed(args, out)
+    moved = _sum(args) + _sum(kwargs.values()) if kwargs else _sum(args)
+    if not written:
+        return moved + _sum(out)
+    # What is written in place is read and written; its result is the same memory.
+    moved += sum(_sum(args[i]) for i in written if i < len(args))
+    return moved if kwargs.get("grad_scale") is None else moved + _sum(args[GRADIENTS])
+
+
+@lru_cache(maxsize=4096)
+def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
+    """How an op touches memory, and the positions of the arguments that it writes."""
+    name = base_name(func)
+    if func.is_view or name in FREE or name in UNWRITTEN or func._schema.name.startswith(ELSEWHERE):
+        return "free", ()
+    if name in FACTORIES:
+        return "write", ()
+    if name in GATHERS:
+        return "gather", ()
+    arguments = func._schema.arguments
+    written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    if name.startswith("_fused_"):
+        written = tuple(i for i in written if i != GRADIENTS)
+    if name == "copy":
+        return "copy", ()
+    return "each", written
+
+
+def _indexed(args: tuple[Any, ...], out: Any) -> int:
+    """embedding, index, gather: indices, the places read, the output. scatter, index_put: indices, values, their
+    places; the untouched rest of the target is not counted unless the op makes a new tensor of it.
+    """
+    tensors = list(_tensors(args))
+    target, others = tensors[0], tensors[1:]
+    if isinstance(out, Tensor) and out is target:
+        # Indices and values are read, the places in the target are read and written.
+        values = max((_stored(t) for t in others if t.dtype == target.dtype), default=0)
+        return sum(map(_stored, others)) + 2 * values
+    if others and isinstance(out, Tensor) and out.shape == target.shape and len(others) > 1:
+        return sum(map(_stored, tensors)) + _stored(out)
+    return sum(map(_stored, others)) + 2 * _sum(out)
+
+
+def _sum(value: Any) -> int:
+    total = 0
+    for t in _tensors(value):
+        total += _stored(t)
+    return total
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple) or (hasattr(value, "__iter__") and not isinstance(value, str)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _stored(t: Tensor) -> int:
+    """Bytes of the elements that differ in memory: a dimension of stride 0 is stored once."""
+    size = t.element_size()
+    for length, stride in zip(t.shape, t.stride(), strict=True):
+        if stride:
+            size *= length
+    return size if t.numel() else 0
