@@ -181,7 +181,11 @@ def test_leavings_of_a_killed_process_are_no_checkpoints(tmp_path):
 
 def test_another_model_is_refused(tmp_path):
     path = checkpoint.save(tmp_path, assembled(), Progress(1, None), {}, keep=2)
-    for config in (LLAMA | {"hidden_size": 64}, LLAMA | {"num_hidden_layers": 3}, LLAMA | {"tie_word_embeddings": False}):
+    for config in (
+        LLAMA | {"hidden_size": 64},
+        LLAMA | {"num_hidden_layers": 3},
+        LLAMA | {"tie_word_embeddings": False},
+    ):
         with pytest.raises(InputError, match="do not fit"):
             checkpoint.load(path, assembled((), config))
     with pytest.raises(InputError, match="do not fit"):

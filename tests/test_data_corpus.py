@@ -16,7 +16,9 @@ TEXTS = [story(0, index).text for index in range(200)]
 
 
 def options(tmp_path, **more) -> TrainOptions:
-    return TrainOptions(**({"out": str(tmp_path), "data": StoriesData(num_documents=200), "eval_fraction": 0.1} | more))
+    return TrainOptions(
+        **({"out": str(tmp_path), "data": StoriesData(num_documents=200), "eval_fraction": 0.1} | more)
+    )
 
 
 def test_the_tokenizer_keeps_every_text_and_its_bound():
@@ -78,7 +80,12 @@ def test_too_little_data(tmp_path, content, more, says):
     path = tmp_path / "a.txt"
     path.write_text(content)
     with pytest.raises(InputError, match=says):
-        open_corpora(tmp_path / "data", options(tmp_path, data=TextData(path=str(path)), **more), vocabulary=300, seq=64)
+        open_corpora(
+            tmp_path / "data",
+            options(tmp_path, data=TextData(path=str(path)), **more),
+            vocabulary=300,
+            seq=64,
+        )
     assert not (tmp_path / "data").exists()
 
 
@@ -113,7 +120,10 @@ def test_an_epoch_visits_every_sequence_once(count):
 
 def test_epochs_and_seeds_differ_and_look_shuffled():
     count = 10_000
-    orders = [permuted(np.arange(count), count, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (2**63 - 1, 0))]
+    orders = [
+        permuted(np.arange(count), count, seed, epoch)
+        for seed, epoch in ((0, 0), (0, 1), (1, 0), (2**63 - 1, 0))
+    ]
     for one in range(len(orders)):
         for other in range(one):
             # Two random permutations agree at about one place (Poisson, mean 1): 12 has p < 1e-9.

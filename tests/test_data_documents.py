@@ -81,7 +81,9 @@ def test_a_file_without_separators_is_cut_at_blank_lines(tmp_path, monkeypatch, 
 def test_text_without_any_boundary_is_not_held_whole(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x" * (3 * MAX_DOCUMENT_CHARS + 5))
-    assert [len(text) for text in documents.documents(TextData(path=str(path)))] == [MAX_DOCUMENT_CHARS] * 3 + [5]
+    assert [len(text) for text in documents.documents(TextData(path=str(path)))] == [
+        MAX_DOCUMENT_CHARS
+    ] * 3 + [5]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,9 @@ def test_the_split_is_by_text_alone():
     kept = [text for text in texts if for_evaluation(text, 0.1)]
     # Binomial(4000, 0.1): 4 standard deviations are 76.
     assert abs(len(kept) - 400) < 76
-    assert kept == [text for text in kept if for_evaluation(text, 0.2)], "a larger share keeps what a smaller one kept"
+    assert kept == [text for text in kept if for_evaluation(text, 0.2)], (
+        "a larger share keeps what a smaller one kept"
+    )
     assert not any(for_evaluation(text, 0.0) for text in texts)
 
 
@@ -132,7 +136,9 @@ def test_hub_rows_and_errors_with_a_library_of_that_form(monkeypatch):
 
     fake = types.ModuleType("datasets")
     fake.__spec__ = importlib.util.spec_from_loader("datasets", None)
-    fake.load_dataset = lambda name, config, split, streaming: iter([{"text": "one "}, {"text": " "}, {"text": "two"}])
+    fake.load_dataset = lambda name, config, split, streaming: iter(
+        [{"text": "one "}, {"text": " "}, {"text": "two"}]
+    )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert list(documents.documents(HubData(name="a/b"))) == ["one", "two"]
     assert list(documents.documents(HubData(name="a/b", max_documents=1))) == ["one"]

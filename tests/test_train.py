@@ -39,7 +39,10 @@ def test_what_observers_hear_in_order(tmp_path):
     listener = Listener()
     flops = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
     summary = train(
-        tiny(), asked(tmp_path, 5, eval_every=2, save_every=3), flops=flops, observers=[listener, TensorBoard()]
+        tiny(),
+        asked(tmp_path, 5, eval_every=2, save_every=3),
+        flops=flops,
+        observers=[listener, TensorBoard()],
     )
     assert listener.heard == ["start", 1, 2, "eval", 3, "saved", 4, "eval", 5, "eval", "saved", "end"]
     assert listener.closed == 1
@@ -117,7 +120,11 @@ def test_an_error_of_an_observer_ends_the_run_and_closes_all(tmp_path):
 
 def test_clipping_limits_the_norm_and_needs_all_gradients_at_once(tmp_path):
     listener = Listener()
-    train(tiny("optimizer.name=sgd", "optimizer.lr=1.0"), asked(tmp_path / "a", 2, clip_norm=1e-6), observers=[listener])
+    train(
+        tiny("optimizer.name=sgd", "optimizer.lr=1.0"),
+        asked(tmp_path / "a", 2, clip_norm=1e-6),
+        observers=[listener],
+    )
     assert all(metrics.gradient_norm > 1e-3 for metrics in listener.steps), "the norm before clipping"
     with pytest.raises(InputError, match="in_backward"):
         train(tiny("optimizer.in_backward=true"), asked(tmp_path / "b", 2, clip_norm=1.0))
@@ -141,7 +148,9 @@ def test_an_op_without_deterministic_kernel_is_told_with_the_way_out(tmp_path, m
     def refused_by_torch() -> None:
         with _repeatable(torch.device("cuda"), asked(tmp_path, 1)):
             assert torch.are_deterministic_algorithms_enabled()
-            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set it. More.")
+            raise RuntimeError(
+                "cumsum_cuda_kernel does not have a deterministic implementation, but you set it. More."
+            )
 
     with pytest.raises(InputError, match=r"cumsum_cuda_kernel.*set deterministic to false"):
         refused_by_torch()
@@ -156,11 +165,21 @@ def test_the_progress_bar_shows_what_the_issue_names(tmp_path, terminal):
     flops = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
     summary = train(tiny(), asked(tmp_path, 3), flops=flops, observers=[ProgressBar(console)])
     shown = console.file.getvalue()
-    for part in ("tokens/s", "MFU", "HFU", "peak", "CPU", "busy", "3/3", f"loss {summary.final_loss:.4f}", "perplexity"):
+    for part in (
+        "tokens/s",
+        "MFU",
+        "HFU",
+        "peak",
+        "CPU",
+        "busy",
+        "3/3",
+        f"loss {summary.final_loss:.4f}",
+        "perplexity",
+    ):
         assert part in shown
-    assert step_line(StepMetrics(step=1, loss=2.0, learning_rate=1e-4, epoch=0.1, step_s=0.5, tokens_per_s=2e6), "GPU") == (
-        "loss 2.0000  2.00M tokens/s"
-    ), "what is not known is left out"
+    assert step_line(
+        StepMetrics(step=1, loss=2.0, learning_rate=1e-4, epoch=0.1, step_s=0.5, tokens_per_s=2e6), "GPU"
+    ) == ("loss 2.0000  2.00M tokens/s"), "what is not known is left out"
 
 
 def test_stopping_early_says_how_to_go_on(tmp_path):

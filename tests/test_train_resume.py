@@ -36,7 +36,9 @@ def test_ten_steps_and_ten_more_are_twenty_to_the_last_bit(tmp_path, config, set
     recipe = tiny(*settings, config=config)
     more = {"schedule": "cosine", "warmup_steps": 3, "eval_every": 4, "clip_norm": 1.0}
     straight = train(recipe, asked(tmp_path / "straight", 20, **more), observers=[JsonlLog()])
-    first = train(recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10)), JsonlLog()])
+    first = train(
+        recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10)), JsonlLog()]
+    )
     assert (first.status, first.exit_code, first.steps) == ("stopped", 75, 10)
     second = train(recipe, asked(tmp_path / "broken", 20, resume=True, **more), observers=[JsonlLog()])
     assert (second.status, second.exit_code, second.first_step) == ("done", 0, 10)
@@ -111,7 +113,9 @@ def test_run_settings_may_change_on_resume(finished):
 
 
 def tree(out: Path) -> dict[str, list[str]]:
-    return {path.name: sorted(child.name for child in path.iterdir()) for path in out.iterdir() if path.is_dir()}
+    return {
+        path.name: sorted(child.name for child in path.iterdir()) for path in out.iterdir() if path.is_dir()
+    }
 
 
 def test_a_used_folder_is_refused(finished, tmp_path):
@@ -154,7 +158,12 @@ def test_a_log_line_of_somebody_else_is_refused(finished):
 
 @pytest.mark.gpu
 def test_ten_and_ten_are_twenty_on_a_gpu(tmp_path):
-    recipe = tiny("precision=bf16", "batch.seq=512", "model.config.max_position_embeddings=512", "model.config.hidden_size=128")
+    recipe = tiny(
+        "precision=bf16",
+        "batch.seq=512",
+        "model.config.max_position_embeddings=512",
+        "model.config.hidden_size=128",
+    )
     more = {"data": StoriesData(num_documents=400)}
     straight = train(recipe, asked(tmp_path / "straight", 20, **more))
     first = train(recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10))])

@@ -18,13 +18,19 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_si
 
 
 def tiny(*settings: str, config: dict = LLAMA) -> Recipe:
-    data = {"model": {"config": config, "name": "tiny"}, "batch": {"micro": 4, "seq": 32}, "precision": "fp32"}
+    data = {
+        "model": {"config": config, "name": "tiny"},
+        "batch": {"micro": 4, "seq": 32},
+        "precision": "fp32",
+    }
     return recipe_from(data, ["optimizer.lr=3e-3", *settings])
 
 
 def asked(out: Path, steps: int, **more) -> TrainOptions:
     data = StoriesData(num_documents=60)
-    return TrainOptions(**({"out": str(out), "steps": steps, "data": data, "eval_fraction": 0.1, "eval_sequences": 8} | more))
+    return TrainOptions(
+        **({"out": str(out), "steps": steps, "data": data, "eval_fraction": 0.1, "eval_sequences": 8} | more)
+    )
 
 
 class Listener:

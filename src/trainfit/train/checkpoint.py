@@ -93,7 +93,10 @@ class _Lazy(Mapping[str, Tensor]):
     """The tensors of one kind's files, each read when it is asked for."""
 
     def __init__(self, path: Path, kind: str, device: str):
-        files = [safe_open(file, framework="pt", device=device) for file in sorted(path.glob(f"{kind}-*.safetensors"))]
+        files = [
+            safe_open(file, framework="pt", device=device)
+            for file in sorted(path.glob(f"{kind}-*.safetensors"))
+        ]
         self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:

@@ -91,7 +91,9 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
     with (work / "train.bin").open("wb") as train, (work / "eval.bin").open("wb") as held_out:
         counts = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
     if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
-        raise InputError("the data has no text", "give some", field="data", value=identity["data"].get("path"))
+        raise InputError(
+            "the data has no text", "give some", field="data", value=identity["data"].get("path")
+        )
     index = {"identity": identity, "dtype": dtype, "tokenizer_tokens": tokenizer.get_vocab_size(), **counts}
     durable.write_json(work / INDEX, index)
 
@@ -106,7 +108,11 @@ def _training_side(options: TrainOptions) -> Iterator[str]:
 
 
 def _tokenize(
-    options: TrainOptions, tokenizer: "Tokenizer", files: tuple[BinaryIO, BinaryIO], dtype: str, vocabulary: int
+    options: TrainOptions,
+    tokenizer: "Tokenizer",
+    files: tuple[BinaryIO, BinaryIO],
+    dtype: str,
+    vocabulary: int,
 ) -> dict[str, dict[str, int]]:
     end = end_token(tokenizer)
     counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}

@@ -57,7 +57,9 @@ def text_files(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.exists():
-        raise InputError("no such file or folder", "name a text file or a folder", field="data.path", value=str(root))
+        raise InputError(
+            "no such file or folder", "name a text file or a folder", field="data.path", value=str(root)
+        )
     found = sorted(
         path
         for path in root.rglob("*")
@@ -67,7 +69,10 @@ def text_files(root: Path) -> list[Path]:
     )
     if not found:
         raise InputError(
-            "no text files in this folder", f"put {', '.join(TEXT_SUFFIXES)} there", field="data.path", value=str(root)
+            "no text files in this folder",
+            f"put {', '.join(TEXT_SUFFIXES)} there",
+            field="data.path",
+            value=str(root),
         )
     return found
 
@@ -80,7 +85,11 @@ def _from_path(data: TextData) -> Iterator[str]:
     for path in text_files(Path(data.path)):
         try:
             with path.open(encoding="utf-8") as file:
-                pieces = _json_lines(file, path) if path.suffix.lower() == ".jsonl" else _pieces(file, data.separator)
+                pieces = (
+                    _json_lines(file, path)
+                    if path.suffix.lower() == ".jsonl"
+                    else _pieces(file, data.separator)
+                )
                 yield from (piece.strip() for piece in pieces if piece.strip())
         except UnicodeDecodeError as error:
             raise InputError(f"not UTF-8 text ({error.reason})", "save it as UTF-8", file=str(path)) from None
@@ -147,7 +156,12 @@ def _from_hub(data: HubData) -> Iterator[str]:
             text = row.get(data.column)
             if not isinstance(text, str):
                 columns = ", ".join(row)
-                raise InputError("no text column of this name", f"use one of {columns}", field="data.column", value=data.column)
+                raise InputError(
+                    "no text column of this name",
+                    f"use one of {columns}",
+                    field="data.column",
+                    value=data.column,
+                )
             if text.strip():
                 yield text.strip()
     except InputError:

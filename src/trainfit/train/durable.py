@@ -57,7 +57,9 @@ def check_folder(path: Path) -> None:
         if name not in present or not file.is_file():
             raise _damaged(file, "missing")
         if file.stat().st_size != expected[name]["bytes"]:
-            raise _damaged(file, f"has {file.stat().st_size:,} bytes where {expected[name]['bytes']:,} were saved")
+            raise _damaged(
+                file, f"has {file.stat().st_size:,} bytes where {expected[name]['bytes']:,} were saved"
+            )
         if sha256(file) != expected[name]["sha256"]:
             raise _damaged(file, "its content is not what was saved (SHA-256 differs)")
 
@@ -100,10 +102,14 @@ def sync(path: Path) -> None:
 
 
 def _seal(work: Path) -> None:
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(work.iterdir())}
+    files = {
+        file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(work.iterdir())
+    }
     write_json(work / MANIFEST, {"files": files, "sha256": _digest(files)})
     for name in files:
-        shutil.copymode(work / MANIFEST, work / name)  # Some libraries write files that only their owner may read.
+        shutil.copymode(
+            work / MANIFEST, work / name
+        )  # Some libraries write files that only their owner may read.
         sync(work / name)
     sync(work / MANIFEST)
     sync(work)

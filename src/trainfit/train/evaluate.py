@@ -25,7 +25,9 @@ def evaluate(step: Step, corpus: Corpus, *, at_step: int, max_sequences: int) ->
     try:
         with torch.no_grad():
             for first in range(0, count, micro):
-                ids_bs = torch.from_numpy(corpus.sequences(np.arange(first, min(first + micro, count)))).to(step.device)
+                ids_bs = torch.from_numpy(corpus.sequences(np.arange(first, min(first + micro, count)))).to(
+                    step.device
+                )
                 # Equally many tokens a sequence, so sequences are the weights.
                 total += step.loss({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
     finally:
@@ -34,5 +36,9 @@ def evaluate(step: Step, corpus: Corpus, *, at_step: int, max_sequences: int) ->
     if not math.isfinite(loss) or loss > math.log(1e300):
         return None
     return EvalMetrics(
-        step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=time.perf_counter() - start_s
+        step=at_step,
+        loss=loss,
+        perplexity=math.exp(loss),
+        sequences=count,
+        eval_s=time.perf_counter() - start_s,
     )

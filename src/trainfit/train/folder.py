@@ -48,7 +48,10 @@ def locked(out: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                "another process trains in this folder", "wait for it, or use another folder", field="out", value=str(out)
+                "another process trains in this folder",
+                "wait for it, or use another folder",
+                field="out",
+                value=str(out),
             ) from None
         yield
 
@@ -66,7 +69,9 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
         _refuse_used(out)
         return None
     if not (out / RUN).is_file():
-        raise InputError("no run to resume in this folder", "leave --resume out to start one", field="out", value=str(out))
+        raise InputError(
+            "no run to resume in this folder", "leave --resume out to start one", field="out", value=str(out)
+        )
     saved = checkpoint.existing(out / CHECKPOINTS)
     newest = saved[-1] if saved else None
     run = checkpoint.check(newest) if newest else read_run(out)
@@ -112,7 +117,9 @@ def saved_options(out: str) -> TrainOptions:
     try:
         options = read_run(Path(out))["options"]
     except FileNotFoundError:
-        raise InputError("no run to resume in this folder", "leave --resume out to start one", field="out", value=out) from None
+        raise InputError(
+            "no run to resume in this folder", "leave --resume out to start one", field="out", value=out
+        ) from None
     return parse(TrainOptions, {**options, "out": out, "resume": True}, file=str(Path(out) / RUN))
 
 
@@ -137,17 +144,26 @@ def refuse_difference(saved: dict[str, Any], asked: dict[str, Any]) -> None:
 def _flat(data: Any, field: str = "") -> dict[str, Any]:
     if not isinstance(data, dict):
         return {field: data}
-    return {key: value for name, item in data.items() for key, value in _flat(item, f"{field}.{name}".lstrip(".")).items()}
+    return {
+        key: value
+        for name, item in data.items()
+        for key, value in _flat(item, f"{field}.{name}".lstrip(".")).items()
+    }
 
 
 def _refuse_used(out: Path) -> None:
     """A new run starts in an empty folder, or one where a start failed before its first step."""
     if (out / RUN).exists():
         raise InputError(
-            "the folder already holds a run", "add --resume to go on, or use another folder", field="out", value=str(out)
+            "the folder already holds a run",
+            "add --resume to go on, or use another folder",
+            field="out",
+            value=str(out),
         )
     if (out / DATA / durable.MANIFEST).is_file():
         durable.remove_folder(out / DATA)
     foreign = sorted(path.name for path in out.iterdir() if path.name != LOCK)
     if foreign:
-        raise InputError(f"the folder already holds {foreign[0]!r}", "use an empty folder", field="out", value=str(out))
+        raise InputError(
+            f"the folder already holds {foreign[0]!r}", "use an empty folder", field="out", value=str(out)
+        )

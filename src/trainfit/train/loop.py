@@ -75,7 +75,10 @@ def _session(
     progress = checkpoint.load(newest, step) if newest else Progress(0, None)
     if progress.step > options.steps:
         raise InputError(
-            f"the run already has {progress.step} steps", "ask for at least as many", field="steps", value=options.steps
+            f"the run already has {progress.step} steps",
+            "ask for at least as many",
+            field="steps",
+            value=options.steps,
         )
     described = folder.describe(recipe, options) | {"environment": _environment(device)}
     folder.write_run(options.folder, described)
@@ -84,7 +87,12 @@ def _session(
 
 
 def _run_start(
-    step: Step, options: TrainOptions, corpora: Corpora, progress: Progress, resumed: str | None, notes: tuple[str, ...]
+    step: Step,
+    options: TrainOptions,
+    corpora: Corpora,
+    progress: Progress,
+    resumed: str | None,
+    notes: tuple[str, ...],
 ) -> RunStart:
     parameters = list(step.model.parameters())
     return RunStart(
@@ -149,7 +157,10 @@ def _repeatable(device: torch.device, options: TrainOptions) -> Iterator[None]:
         return
     # cuBLAS asks for it (docs.nvidia.com/cuda/cublas, "Results reproducibility"); read when its handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]

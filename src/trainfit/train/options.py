@@ -108,14 +108,21 @@ def data_from(text: str) -> StoriesData | TextData | HubData:
     kind, colon, rest = text.partition(":")
     if kind == "stories" and not Path(text).exists():
         if colon and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
-            raise InputError("not a number of stories", "write such as stories:5000", field="data", value=text)
+            raise InputError(
+                "not a number of stories", "write such as stories:5000", field="data", value=text
+            )
         return StoriesData(num_documents=int(rest)) if colon else StoriesData()
     if kind == "hub" and colon:
         if not rest:
-            raise InputError("no dataset named", "write such as hub:roneneldan/TinyStories", field="data", value=text)
+            raise InputError(
+                "no dataset named", "write such as hub:roneneldan/TinyStories", field="data", value=text
+            )
         return HubData(name=rest)
     if not Path(text).exists():
         raise InputError(
-            "no such file or folder", "name a text file, a folder, 'stories' or 'hub:NAME'", field="data", value=text
+            "no such file or folder",
+            "name a text file, a folder, 'stories' or 'hub:NAME'",
+            field="data",
+            value=text,
         )
     return TextData(path=text)

@@ -38,7 +38,12 @@ class ProgressBar:
         for note in run.notes:
             self._say(f"note: {note}")
         if self._console.is_terminal:
-            columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(20),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self._console)
             self._bar.add_task("", total=run.steps, completed=run.first_step)
             self._bar.start()
@@ -52,7 +57,9 @@ class ProgressBar:
             self._say(f"step {metrics.step}/{self._steps}  {text}")
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self._say(f"evaluation after step {metrics.step}: perplexity {metrics.perplexity:.4g}, loss {metrics.loss:.4f}")
+        self._say(
+            f"evaluation after step {metrics.step}: perplexity {metrics.perplexity:.4g}, loss {metrics.loss:.4f}"
+        )
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self._say(f"saved {path}")

@@ -107,7 +107,9 @@ class Session:
         elif index > 0:
             self.seconds.append(step_s)
         if not math.isfinite(loss):
-            raise DivergedError(f"loss is {loss} at step {done + 1}: lower optimizer.lr, warm it up, or use a wider precision")
+            raise DivergedError(
+                f"loss is {loss} at step {done + 1}: lower optimizer.lr, warm it up, or use a wider precision"
+            )
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss)
         self._tell(self._metrics(loss, rate, step_s))
@@ -178,10 +180,15 @@ class Session:
         if not len(self.corpora.eval):
             return
         found = evaluate(
-            self.step, self.corpora.eval, at_step=self.progress.step, max_sequences=self.options.eval_sequences
+            self.step,
+            self.corpora.eval,
+            at_step=self.progress.step,
+            max_sequences=self.options.eval_sequences,
         )
         if found is None:
-            raise DivergedError(f"evaluation loss is not finite after step {self.progress.step}: lower optimizer.lr")
+            raise DivergedError(
+                f"evaluation loss is not finite after step {self.progress.step}: lower optimizer.lr"
+            )
         self.evaluations.append(found)
         for observer in self.observers:
             observer.on_eval(found)
@@ -192,12 +199,18 @@ class Session:
         if broken is not None:
             raise DivergedError(f"{broken} is not finite after step {self.progress.step}: lower optimizer.lr")
         folder = self.options.folder / CHECKPOINTS
-        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=self.options.keep)
+        self.checkpoint = checkpoint.save(
+            folder, self.step, self.progress, self.described, keep=self.options.keep
+        )
         for observer in self.observers:
             observer.on_checkpoint(self.progress.step, self.checkpoint)
 
     def _last_good(self) -> str:
-        return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint was saved before"
+        return (
+            f"the last good checkpoint is {self.checkpoint}"
+            if self.checkpoint
+            else "no checkpoint was saved before"
+        )
 
     def _summary(self, status: Any, message: str, wall_s: float) -> TrainSummary:
         step_s = statistics.median(self.seconds) if self.seconds else None

@@ -47,7 +47,10 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
     for name, tensor in own.items():
         saved = tensors[shared.get(name, name)]
         if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
-            raise _unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {tensor.dtype} {tuple(tensor.shape)}")
+            raise _unlike(
+                name,
+                f"{saved.dtype} {tuple(saved.shape)}, the model has {tensor.dtype} {tuple(tensor.shape)}",
+            )
         with torch.no_grad():
             tensor.copy_(saved)
 
@@ -154,4 +157,6 @@ def _placed(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor) -
 
 
 def _unlike(name: str, problem: str) -> InputError:
-    return InputError(f"checkpoint and recipe do not fit: {problem}", "resume with the recipe it was saved with", field=name)
+    return InputError(
+        f"checkpoint and recipe do not fit: {problem}", "resume with the recipe it was saved with", field=name
+    )

@@ -23,14 +23,72 @@ PEOPLE = tuple(
     for name in names.split()
 )
 """Name, subject pronoun, possessive pronoun."""
-TRAITS = ("brave", "careful", "cheerful", "clever", "curious", "gentle", "kind", "proud", "quiet", "shy", "stubborn", "tired")
-ANIMALS = ("badger", "cat", "crow", "dog", "duck", "fox", "frog", "goat", "hedgehog", "horse", "mouse", "owl", "rabbit", "squirrel")
+TRAITS = (
+    "brave",
+    "careful",
+    "cheerful",
+    "clever",
+    "curious",
+    "gentle",
+    "kind",
+    "proud",
+    "quiet",
+    "shy",
+    "stubborn",
+    "tired",
+)
+ANIMALS = (
+    "badger",
+    "cat",
+    "crow",
+    "dog",
+    "duck",
+    "fox",
+    "frog",
+    "goat",
+    "hedgehog",
+    "horse",
+    "mouse",
+    "owl",
+    "rabbit",
+    "squirrel",
+)
 PLACES = (
     "a village by the sea", "a small town", "a house on a hill", "a farm near the forest", "a cabin by the lake",
     "a tall tower", "a street of bakers", "an old mill", "a boat on the river", "a city of bridges",
 )  # fmt: skip
-THINGS = ("ball", "basket", "bell", "book", "boot", "compass", "cup", "drum", "hat", "kite", "key", "lamp", "map", "ring", "scarf", "spoon")
-COLOURS = ("black", "blue", "brown", "golden", "green", "grey", "orange", "purple", "red", "silver", "white", "yellow")
+THINGS = (
+    "ball",
+    "basket",
+    "bell",
+    "book",
+    "boot",
+    "compass",
+    "cup",
+    "drum",
+    "hat",
+    "kite",
+    "key",
+    "lamp",
+    "map",
+    "ring",
+    "scarf",
+    "spoon",
+)
+COLOURS = (
+    "black",
+    "blue",
+    "brown",
+    "golden",
+    "green",
+    "grey",
+    "orange",
+    "purple",
+    "red",
+    "silver",
+    "white",
+    "yellow",
+)
 WEATHERS = ("sunny", "rainy", "windy", "cold", "foggy", "snowy", "hot", "cloudy")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 HIDDEN = (

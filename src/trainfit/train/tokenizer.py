@@ -63,7 +63,9 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # The library raises bare Exception, UnicodeDecodeError is ours.
         reason = str(error).splitlines()[0]
-        raise InputError(f"not a tokenizer.json: {reason}", "save one with tokenizers", file=str(path)) from None
+        raise InputError(
+            f"not a tokenizer.json: {reason}", "save one with tokenizers", file=str(path)
+        ) from None
 
 
 def end_token(tokenizer: "Tokenizer") -> int:
@@ -77,7 +79,9 @@ def end_token(tokenizer: "Tokenizer") -> int:
         if found is not None:
             return found
     raise InputError(
-        "the tokenizer has no end-of-document token", f"add one named {' or '.join(END_NAMES[:2])}", field="tokenizer"
+        "the tokenizer has no end-of-document token",
+        f"add one named {' or '.join(END_NAMES[:2])}",
+        field="tokenizer",
     )
 
 
