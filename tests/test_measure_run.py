@@ -207,3 +207,20 @@ def test_what_counts_as_out_of_memory():
     assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpu_measurement_agrees_with_itself():
+    result = measure(recipe(batch={"micro": 8, "seq": 256}), steps=3, warmup=0, device="cuda", timeout_s=200)
+    assert result.status == "done", result.message
+    assert result.phases is not None
+    assert result.breakdown is not None
+    assert result.phases.steady.peak == result.peak_allocated_bytes
+    assert result.breakdown.total == pytest.approx(result.phases.steady.peak, rel=0.01)
+    assert result.breakdown.gradients == 4 * result.params
+    assert (result.peak_allocated_bytes or 0) <= (result.peak_reserved_bytes or 0) <= (result.peak_device_bytes or 0)
+    assert result.losses[-1] < result.losses[0]
+    small = measure(recipe(batch={"micro": 512, "seq": 256}), steps=1, device="cuda", memory_limit_bytes=300 * MIB)
+    assert small.status == "out-of-memory"
+    assert 0 < (small.peak_allocated_bytes or 0) <= 300 * MIB
