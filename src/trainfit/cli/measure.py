@@ -30,9 +30,9 @@ def register(app: typer.Typer) -> None:
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
-    steps: Annotated[int, typer.Option(min=0, help="Timed steps.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps before them.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    steps: Annotated[int, typer.Option(min=0, metavar="N", help="Timed steps.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed steps before them.")] = 3,
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="End the trial after so long.")] = None,
     peak_flops: PeakFlops = None,
     json: Json = False,

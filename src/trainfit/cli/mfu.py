@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
 
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")]
-Batch = Annotated[int | None, typer.Option(min=1, help="Sequences a step, over all GPUs.")]
-Seq = Annotated[int | None, typer.Option(min=1, help="Tokens a sequence.")]
-StepSeconds = Annotated[float | None, typer.Option("--step-s", help="Seconds a step.")]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
+Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens a sequence.")]
+StepSeconds = Annotated[float | None, typer.Option("--step-s", metavar="T", help="Seconds a step.")]
 GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
-NumGpus = Annotated[int, typer.Option("--count", min=1, help="How many.")]
+NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
 Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
-Rank = Annotated[int, typer.Option(min=1, help="The adapter's rank.")]
+Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.")]
 Recompute = Annotated[Literal["none", "full"], typer.Option(help="Recomputed work counts in HFU only.")]
 Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")]
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]

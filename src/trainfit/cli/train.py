@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from trainfit.train.options import TrainOptions
 
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder: checkpoints, logs, tokenizer.")]
-Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps of the whole run.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's newest checkpoint.")]
-Data = Annotated[str, typer.Option(help="stories, stories:N, hub:NAME, a text file or a folder of them.")]
+Data = Annotated[str, typer.Option(metavar="DATA", help="stories, stories:N, hub:NAME, a text file or a folder of them.")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")]
 Tokenizer = Annotated[Path | None, typer.Option(metavar="FILE", help="A tokenizer.json; else one is trained.")]
-EvalFraction = Annotated[float, typer.Option(min=0, max=0.5, help="Share of documents kept for evaluation.")]
+EvalFraction = Annotated[float, typer.Option(min=0, max=0.5, metavar="SHARE", help="Share of documents kept for evaluation.")]
 EvalEvery = Annotated[int | None, typer.Option(min=1, metavar="STEPS", help="Default: only at the end.")]
 SaveEvery = Annotated[int | None, typer.Option(min=1, metavar="STEPS", help="Default: at the end, or when stopped.")]
 Schedule = Annotated[Literal["constant", "cosine"], typer.Option(help="Of the learning rate.")]
-Warmup = Annotated[int, typer.Option("--warmup-steps", min=0, help="Steps of rising learning rate.")]
-ClipNorm = Annotated[float | None, typer.Option(help="Largest norm of all gradients together.")]
+Warmup = Annotated[int, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps of rising learning rate.")]
+ClipNorm = Annotated[float | None, typer.Option(metavar="NORM", help="Largest norm of all gradients together.")]
 Deterministic = Annotated[bool, typer.Option(help="On CUDA: kernels that repeat bit by bit, as resume needs.")]
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard/--no-tensorboard", help="Write event files.")]
 
@@ -54,7 +54,7 @@ def run(
     eval_fraction: EvalFraction = 0.05,
     eval_every: EvalEvery = None,
     save_every: SaveEvery = None,
-    keep_last: Annotated[int, typer.Option("--keep", min=1, help="Checkpoints kept.")] = 2,
+    keep_last: Annotated[int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints kept.")] = 2,
     schedule: Schedule = "constant",
     warmup_steps: Warmup = 0,
     clip_norm: ClipNorm = None,
