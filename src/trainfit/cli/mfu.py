@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainfit.cli.options import Json, PeakFlops, only_json, print_json
+from trainfit.cli.options import Json, PeakFlops, finite, only_json, print_json
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens a sequence.")]
-StepSeconds = Annotated[float | None, typer.Option("--step-s", metavar="T", help="Seconds a step.")]
+StepSeconds = Annotated[float | None, typer.Option("--step-s", metavar="T", callback=finite, help="Seconds a step.")]
 GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
 NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
 Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
@@ -20,8 +20,8 @@ Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.
 Recompute = Annotated[Literal["none", "full"], typer.Option(help="Recomputed work counts in HFU only.")]
 Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")]
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
-GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", help="Also tell what so many GPU-hours cost.")]
-Price = Annotated[float | None, typer.Option(metavar="USD", help="Price of one GPU for one hour; default: the catalog's.")]
+GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", min=0, callback=finite, help="Also tell what so many GPU-hours cost.")]
+Price = Annotated[float | None, typer.Option(metavar="USD", min=0, callback=finite, help="Price of one GPU for one hour; default: the catalog's.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -115,9 +115,6 @@ def _money(hours: float, price: float | None, gpu: str) -> dict[str, object]:
 
     if price is None:
         raise InputError("no price known", "give --price", field="--gpu", value=gpu)
-    for name, value in (("--gpu-hours", hours), ("--price", price)):
-        if value < 0:
-            raise InputError("is negative", "write a number of at least 0", field=name, value=value)
     return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": dollars(hours, price)}
 
 

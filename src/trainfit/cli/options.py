@@ -1,6 +1,7 @@
 """What the verbs share: the RECIPE argument, ``--set``, ``--json``, ``--record``; and how each is answered."""
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 
     from trainfit.spec.recipe import Recipe
 
+
+
+def finite(value: float | None) -> float | None:
+    """Refuses nan and inf, which Python's float() takes from the command line."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe or catalog model.")
 ]
@@ -20,9 +30,10 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a recipe's field, such as batch.micro=8.")
 ]
 GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")]
-PriceOption = Annotated[float | None, typer.Option("--price", metavar="USD", help="Your price of one GPU for one hour.")]
+PriceOption = Annotated[float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help="Your price of one GPU for one hour.")]
 PeakFlops = Annotated[
-    float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, help="The device's dense peak, for MFU and HFU.")
+    float | None,
+    typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help="The device's dense peak, for MFU and HFU."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RecordFile = Annotated[
