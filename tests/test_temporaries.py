@@ -61,8 +61,8 @@ def test_which_products_use_cublaslt() -> None:
     assert not uses_cublaslt(aten.addmm.default, (bf16(128, 64), x, w))
     assert not uses_cublaslt(aten.addmm.default, (bias, x, w), {"beta": 0.5})
     assert not uses_cublaslt(aten.mm.default, (x, w))
-    assert uses_cublas(aten.mm.default, (x, w))
-    assert not uses_cublas(aten.add.Tensor, (x, x))
+    assert uses_cublas(aten.mm.default, (x, w), H200)
+    assert not uses_cublas(aten.add.Tensor, (x, x), H200)
 
 
 def test_traits_of_a_catalog_row() -> None:
@@ -120,6 +120,17 @@ def test_batched_products_take_expanded_batches_but_not_strided_rows() -> None:
     keys = bf16(2, 64, 128)
     assert scratch(aten.bmm.default, bf16(1, 32, 64).expand(2, 32, 64), keys) == ()
     assert scratch(aten.bmm.default, bf16(2, 32, 128)[:, :, ::2], keys) == (2 * 32 * 64 * 2,)
+
+
+def test_experts_products_are_one_kernel_on_hopper() -> None:
+    tokens, experts = bf16(4096, 512), bf16(8, 512, 256)
+    args = (tokens, experts, torch.empty(8, dtype=torch.int32))
+    func = aten._grouped_mm.default
+    # 8 groups: 3 pointers, 3 strides of 8 bytes, 3 sizes of 4; 4 tensor maps of 128 bytes an SM.
+    assert scratch(func, *args, out=tokens) == (8 * (24 + 24 + 12), 4 * 128 * 132)
+    assert scratch(func, *args, out=tokens, gpu=A100) == ()
+    assert uses_cublas(func, args, A100)
+    assert not uses_cublas(func, args, H200)
 
 
 # -- reductions ---------------------------------------------------------------------------------------------------

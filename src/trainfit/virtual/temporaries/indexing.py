@@ -83,6 +83,18 @@ def index(call: Call) -> tuple[int, ...]:
     return (*narrow, places * masks * 8) if masks else narrow
 
 
+@SCRATCH.rule("masked_select")
+def masked_select(call: Call) -> tuple[int, ...]:
+    """The places under the mask, one int64 index tensor a dimension."""
+    return (call.out.numel() * 8 * max(call.args[0].dim(), call.args[1].dim()),)
+
+
+@SCRATCH.rule("masked_scatter", "masked_scatter_")
+def masked_scatter(call: Call) -> tuple[int, ...]:
+    """How many places lie before each (``maskPrefixSum``), int64."""
+    return (call.args[0].numel() * 8,)
+
+
 def is_one_mask(indices: Any) -> bool:
     named = [t for t in indices if t is not None]
     return len(named) == 1 and named[0].dtype in MASKS

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainfit.virtual.temporaries.call import Call
 from trainfit.virtual.temporaries.gpu_traits import GpuTraits
+from trainfit.virtual.temporaries.matmul import is_grouped_kernel
 
 MIB = 1 << 20
 _CUBLAS = {
@@ -42,12 +43,15 @@ def cublaslt_workspace_bytes(gpu: GpuTraits) -> int:
     return MIB if gpu.torch_version < (2, 12) else 0
 
 
-def uses_cublas(func: Any, args: tuple[Any, ...] = ()) -> bool:
+def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
     """Whether the op asks for the thread's cuBLAS handle, and so for its workspace.
 
-    ``_grouped_mm`` on Hopper and later runs CUTLASS and does not; an empty product launches nothing.
+    ``_grouped_mm`` does only where it is not one CUTLASS kernel; an empty product launches nothing.
     """
-    return func._schema.name in _CUBLAS and not any(isinstance(a, Tensor) and a.numel() == 0 for a in args)
+    name = func._schema.name
+    if name == "aten::_grouped_mm":
+        return not is_grouped_kernel(args[0], args[1], gpu)
+    return name in _CUBLAS and not any(isinstance(a, Tensor) and a.numel() == 0 for a in args)
 
 
 def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
@@ -62,14 +66,13 @@ def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 def bias_in_epilogue(call: Call) -> bool:
-    """addmm(bias, a, b) with a one-dimensional contiguous bias, beta 1, a float dtype, and b larger than one row or column."""
-    bias, second = call.args[0], call.args[2]
+    """addmm(bias, a, b) with a one-dimensional contiguous bias, beta 1, a float dtype, no operand of one row or column."""
+    bias, first, second = call.args[:3]
     return (
         call.kwargs.get("beta", 1) == 1
         and bias.dim() == 1
         and bias.shape[0] == second.shape[1]
         and bias.is_contiguous()
         and bias.dtype in _LT_DTYPES
-        and second.shape[0] > 1
-        and second.shape[1] > 1
+        and min(*first.shape, *second.shape) > 1
     )

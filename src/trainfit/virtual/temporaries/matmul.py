@@ -1,11 +1,14 @@
 """Scratch of matrix products: operands that cuBLAS cannot take as they lie are copied first.
 
-Source: aten/src/ATen/native/cuda/Blas.cpp, ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas``.
+Sources: aten/src/ATen/native/cuda/Blas.cpp, ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas``;
+GroupMM.cu for experts' products.
 """
 
+import torch
 from torch import Tensor
 
-from trainfit.virtual.temporaries.call import Call, Registry, num_bytes
+from trainfit.virtual.temporaries.call import Call, Registry, num_bytes, round_up
+from trainfit.virtual.temporaries.gpu_traits import GpuTraits
 
 SCRATCH: Registry[tuple[int, ...]] = Registry()
 
@@ -32,6 +35,36 @@ def batched_product(call: Call) -> tuple[int, ...]:
 def added_batched_product(call: Call) -> tuple[int, ...]:
     """baddbmm(self, a, b): as bmm."""
     return tuple(num_bytes(t) for t in (call.args[2], call.args[1]) if needs_batch_copy(t))
+
+
+TENSOR_MAP = 128
+"""Bytes of a tensor map of Hopper's copy engine (``cute::TmaDescriptor``)."""
+
+
+@SCRATCH.rule("_grouped_mm")
+def grouped_product(call: Call) -> tuple[int, ...]:
+    """_grouped_mm in bf16 on Hopper: pointers, strides and shapes of every group, and CUTLASS's workspace.
+
+    The workspace holds tensor maps for each SM: of both operands, the accumulator and each epilogue warp group's
+    output (sm90_mma_array_tma_gmma_ws_warpspecialized.hpp, sm90_epilogue_array_tma_warpspecialized.hpp; that small
+    problems' ping-pong kernel has two such groups and the other one is from memory). Blackwell's is not known here.
+    """
+    a, b = call.args[0], call.args[1]
+    if not is_grouped_kernel(a, b, call.gpu):
+        return ()
+    groups = b.shape[0] if b.dim() == 3 else a.shape[0] if a.dim() == 3 else call.arg(2, "offs").shape[0]
+    arguments = round_up(groups, 2) * 3 * 8 + groups * 3 * 4 + groups * 3 * 8
+    if call.gpu.compute_capability[0] != 9:
+        return (arguments,)
+    rows = a.shape[-2] // groups if a.dim() == 2 and b.dim() == 3 else a.shape[-2]
+    columns = b.shape[-1] // groups if b.dim() == 2 and a.dim() == 3 else b.shape[-1]
+    maps = 5 if rows <= 128 or columns <= 128 else 4
+    return arguments, maps * TENSOR_MAP * call.gpu.num_sms
+
+
+def is_grouped_kernel(a: Tensor, b: Tensor, gpu: GpuTraits) -> bool:
+    """Whether grouped products run as one CUTLASS kernel; else cuBLAS multiplies group by group (GroupedBlas.cpp)."""
+    return a.dtype == b.dtype == torch.bfloat16 and gpu.compute_capability in ((9, 0), (10, 0), (10, 3))
 
 
 def needs_copy(t: Tensor) -> bool:
