@@ -10,7 +10,6 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from trainfit.virtual.op_kinds import does_no_matrix_work
@@ -255,8 +254,3 @@ def efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 def efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
     """As the forward's rule."""
     return None if args[6] is not None else _flash(args[1], args[2], args[3], args[14] > 0, None, backward=True)
-
-
-def compute_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
-    """Dtype of the first tensor argument of two dimensions or more, which a product's speed depends on."""
-    return next((a.dtype for a in args if isinstance(a, Tensor) and a.dim() >= 2), None)
