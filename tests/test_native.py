@@ -36,6 +36,12 @@ TORCH_LIKE = {
 }
 VARIANTS = {
     "post-alibi-relu-glu": {"norm_placement": "post", "position_embedding": "alibi", "hidden_act": "relu"},
+    "unfused-norm-bias-per-layer": {
+        "position_embedding": "alibi",
+        "alibi_bias": "per_layer",
+        "norm": "rmsnorm_unfused",
+        "qk_norm": True,
+    },
     "alibi-grouped": {"position_embedding": "alibi", "num_key_value_heads": 2},
     "learned-gelu": {"position_embedding": "learned", "hidden_act": "gelu", "gated_mlp": False},
     "qk-norm-partial-rope": {"qk_norm": True, "partial_rotary_factor": 0.5},
@@ -198,6 +204,38 @@ def test_meta_then_empty_then_init() -> None:
     torch.testing.assert_close(model(ids()).logits, expected(ids()).logits)
     for (name, ours), (_, theirs) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+def test_unfused_and_per_layer_change_memory_only() -> None:
+    changes: dict[str, object] = {"position_embedding": "alibi"}
+    plain = own({**changes, "norm": "rmsnorm_unfused", "alibi_bias": "per_layer"})
+    torch.testing.assert_close(plain(ids()).logits, own(changes)(ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"hidden_act": "relu"}, [48, 48, 48]),  # relu(gate), up, their product
+        ({"hidden_act": "silu"}, [96, 48, 48]),  # gate and up in one, silu(gate), the product
+    ],
+)
+def test_what_the_feed_forward_keeps(changes: dict[str, object], kept: list[int]) -> None:
+    """Elements a token of every tensor kept for the backward pass, its input (32 wide) and the weights aside."""
+    mlp = own(changes).layers[0].mlp
+    weights = {parameter.data_ptr() for parameter in mlp.parameters()}
+    x = torch.randn(1, SEQ, 32, requires_grad=True)
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights | {x.data_ptr()}:
+            storages[storage.data_ptr()] = storage.nbytes() // (4 * SEQ)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = mlp(x)
+    assert sorted(storages.values(), reverse=True) == kept
+    out.sum().backward()
 
 
 def test_a_tied_head_is_one_parameter() -> None:

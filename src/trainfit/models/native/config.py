@@ -87,10 +87,13 @@ class NativeConfig(Value):
     max_position_embeddings: PositiveInt = 2048
     hidden_act: Activation = "silu"
     gated_mlp: bool = True
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Literal["rmsnorm", "rmsnorm_unfused", "layernorm"] = "rmsnorm"
+    """``rmsnorm_unfused`` is the same function written out in fp32, which keeps two fp32 copies of its input."""
     norm_eps: PositiveFloat = 1e-6
     norm_placement: Literal["pre", "post"] = "pre"
     position_embedding: Literal["rope", "learned", "alibi"] = "rope"
+    alibi_bias: Literal["shared", "per_layer"] = "shared"
+    """One bias for all blocks, or one that each block makes and keeps for its backward pass."""
     rope: Rope = Rope()
     qk_norm: bool = False
     attention_bias: bool = False

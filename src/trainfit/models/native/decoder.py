@@ -28,11 +28,15 @@ class Output(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What the blocks share: RoPE's ``cos`` and ``sin`` ([s, 1, r/2]), or a ``bias`` on the scores ([1, h or 1, s, s])."""
+    """What the blocks share: RoPE's ``cos`` and ``sin`` ([s, 1, r/2]), a ``bias`` on the scores ([1, h or 1, s, s]).
 
-    cos: Tensor | None
-    sin: Tensor | None
-    bias: Tensor | None
+    ``slopes`` ([h]) in place of ``bias``: each block makes its own from them.
+    """
+
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    bias: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 class Linear(nn.Linear):
@@ -47,6 +51,15 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Leave the weights as allocated."""
+
+
+class UnfusedRMSNorm(nn.RMSNorm):
+    """RMSNorm (arXiv:1910.07467) operation by operation in fp32, as PyTorch ran it before it had a fused kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_fp32 = x.float()
+        scale = torch.rsqrt(x_fp32.pow(2).mean(dim=-1, keepdim=True) + (self.eps or 0.0))
+        return (x_fp32 * scale * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -71,9 +84,12 @@ class Attention(nn.Module):
             q, k = positions.rotate(q, place.cos, place.sin), positions.rotate(k, place.cos, place.sin)
             # A copy of v alone: kept as a view it would hold the unrotated q and k until the backward pass.
             v = v.contiguous()
+        bias = place.bias
+        if place.slopes is not None:
+            bias = positions.additive_bias(self.config, s, place.slopes, q.dtype, q.device)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         attend = eager_attention if self.eager else sdpa
-        return self.out(attend(q, k, v, place.bias).transpose(1, 2).reshape(b, s, -1))
+        return self.out(attend(q, k, v, bias).transpose(1, 2).reshape(b, s, -1))
 
 
 def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
@@ -116,6 +132,9 @@ class FeedForward(nn.Module):
         if not self.gated:
             return self.down(self.act(up))
         gate, up = up.chunk(2, dim=-1)
+        if self.hidden_act == "relu":
+            # ReLU's backward needs its output, not gate; as a view up would hold gate until then.
+            up = up.contiguous()
         return self.down(self.act(gate) * up)
 
     def act(self, x: Tensor) -> Tensor:
@@ -227,9 +246,11 @@ class NativeDecoder(nn.Module):
         device = x_bse.device
         amp = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if amp else x_bse.dtype
+        if self.slopes is not None and self.config.alibi_bias == "per_layer":
+            return Place(slopes=self.slopes)
         bias = positions.additive_bias(self.config, seq, self.slopes, dtype, device)
         if self.frequencies is None:
-            return Place(None, None, bias)
+            return Place(bias=bias)
         angles = torch.arange(seq, dtype=torch.float32, device=device)[:, None] * self.frequencies.float()
         factor = positions.attention_factor(self.config.rope)
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -243,6 +264,8 @@ def next_token_loss(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
     return F.cross_entropy(logits_bsv.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL)
 
 
+NORMS = {"rmsnorm": nn.RMSNorm, "rmsnorm_unfused": UnfusedRMSNorm, "layernorm": nn.LayerNorm}
+
+
 def norm(config: NativeConfig, size: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return kind(size, eps=config.norm_eps, dtype=dtype, device=device)
+    return NORMS[config.norm](size, eps=config.norm_eps, dtype=dtype, device=device)
