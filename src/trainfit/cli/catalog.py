@@ -7,7 +7,7 @@ import typer
 from trainfit.cli.options import Json, print_json
 
 if TYPE_CHECKING:
-    from trainfit.spec.hardware import Gpu
+    from trainfit.spec.hardware import Gpu, PeakDtype
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
 
@@ -36,9 +36,9 @@ def list_gpus(name: Name = None, json: Json = False) -> None:
         _details(found[0])
 
 
-def _peak(gpu: "Gpu", dtype: str) -> str:
-    peaks: dict[str, float] = dict(gpu.peak_flops_per_s)
-    return f"{peaks[dtype] / 1e12:,.0f}" if dtype in peaks else ""
+def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:
+    peak = gpu.peak_flops_per_s.get(dtype)
+    return "" if peak is None else f"{peak / 1e12:,.0f}"
 
 
 def _details(gpu: "Gpu") -> None:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.hardware import PeakDtype
+from trainfit.spec.recipe import Precision, Recipe
 
-MATMUL_DTYPE = {"fp32": "fp32", "bf16": "bf16", "amp-bf16": "bf16", "amp-fp16": "fp16", "fp8": "fp8"}
+MATMUL_DTYPE: dict[Precision, PeakDtype] = {"fp32": "fp32", "bf16": "bf16", "amp-bf16": "bf16", "amp-fp16": "fp16", "fp8": "fp8"}
 """Precision of a recipe -> dtype of its matrix products' inputs."""
 
 
@@ -45,7 +46,7 @@ def catalog_peak(recipe: Recipe) -> float | None:
     """The dense peak of the recipe's GPU in the dtype of its matrix products, FLOP/s; None: the catalog has none."""
     from trainfit.catalog.load import gpu
 
-    return dict(gpu(recipe.hardware.gpu).peak_flops_per_s).get(MATMUL_DTYPE[recipe.precision])
+    return gpu(recipe.hardware.gpu).peak_flops_per_s.get(MATMUL_DTYPE[recipe.precision])
 
 
 def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[float, float, float | None]:

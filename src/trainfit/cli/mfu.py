@@ -7,7 +7,10 @@ import typer
 from trainfit.cli.options import Json, PeakFlops, finite, only_json, print_json
 
 if TYPE_CHECKING:
+    from trainfit.spec.hardware import Gpu
     from trainfit.spec.recipe import Recipe
+
+COUNTED_ON = "h200"
 
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
@@ -53,9 +56,9 @@ def run(
     if any(value is not None for value in (model, batch, seq, step_s)) or gpu_hours is None:
         if model is None or batch is None or seq is None or step_s is None:
             raise typer.BadParameter("give --model, --batch, --seq and --step-s together, or --gpu-hours alone")
-        recipe = _recipe(model, batch, seq, gpu, precision, recompute, adapter, rank)
+        recipe = _recipe(model, batch, seq, precision, recompute, adapter, rank)
         with only_json(json):
-            found |= _utilization(recipe, attention, step_s, count, peak_flops)
+            found |= _utilization(recipe, attention, step_s, row, count, peak_flops)
     if gpu_hours is not None:
         found |= _money(gpu_hours, row.price_per_hour if price is None else price, gpu)
     if json:
@@ -65,30 +68,34 @@ def run(
 
 
 def _recipe(
-    model: str, batch: int, seq: int, gpu: str, precision: str, recompute: str, adapter: str | None, rank: int
+    model: str, batch: int, seq: int, precision: str, recompute: str, adapter: str | None, rank: int
 ) -> "Recipe":
-    """One step of the whole batch on one GPU: how GPUs share it does not change what the mathematics needs."""
+    """One step of the whole batch on one GPU.
+
+    How GPUs share it does not change what the mathematics needs, nor does which GPU it is: operations are always
+    counted on ``COUNTED_ON``, so any accelerator will do, CUDA or not.
+    """
     from trainfit.spec.recipe_file import recipe_from
 
     return recipe_from({
         "model": {"config": model}, "batch": {"micro": batch, "seq": seq}, "precision": precision,
-        "recompute": recompute, "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": gpu},
+        "recompute": recompute, "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": COUNTED_ON},
     })  # fmt: skip
 
 
 def _utilization(
-    recipe: "Recipe", attention: Literal["causal", "full"], step_s: float, count: int, peak: float | None
+    recipe: "Recipe", attention: Literal["causal", "full"], step_s: float, gpu: "Gpu", count: int, peak: float | None
 ) -> dict[str, object]:
     from trainfit.catalog.load import model_config
-    from trainfit.cli.flops import catalog_peak, counted_flops
+    from trainfit.cli.flops import MATMUL_DTYPE, counted_flops
     from trainfit.predict.flops_accounting import step_flops, utilization
     from trainfit.spec.errors import InputError
 
     if step_s <= 0:
         raise InputError("not a time", "write the seconds of one step, above 0", field="--step-s", value=step_s)
-    peak = catalog_peak(recipe) if peak is None else peak
+    peak = gpu.peak_flops_per_s.get(MATMUL_DTYPE[recipe.precision]) if peak is None else peak
     if peak is None:
-        raise InputError(f"no dense peak known for {recipe.precision}", "give --peak-flops", field="--gpu", value=recipe.hardware.gpu)
+        raise InputError(f"no dense peak known for {recipe.precision}", "give --peak-flops", field="--gpu", value=gpu.name)
     counted = counted_flops(recipe, attention)
     trained = "all" if recipe.adapter is None else "adapter"
     closed = step_flops(
@@ -100,7 +107,7 @@ def _utilization(
     simple = utilization(closed.model_flops, closed.hardware_flops, **shares)
     return {
         "model": recipe.model.display_name, "params": counted.params, "trainable_params": counted.trainable_params,
-        "gpu": recipe.hardware.gpu, **shares, "attention": attention,
+        "gpu": gpu.name, **shares, "attention": attention,
         "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops,
         "tokens_per_s": recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
         "closed_form": {"convention": closed.convention, "model_flops": closed.model_flops,

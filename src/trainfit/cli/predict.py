@@ -45,7 +45,7 @@ def run(
     from trainfit.predict.estimate import predict
 
     with only_json(json):
-        estimate = predict(asked, cache=not no_cache)
+        estimate = predict(asked, use_cache=not no_cache)
         keep(record, "predict", asked, estimate=estimate)
     if json:
         print_json(estimate)
