@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from pydantic import JsonValue
 
 from trainfit.catalog.config_checks import check_config
+from trainfit.catalog.this_cpu import CPU, this_cpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
 from trainfit.spec.recipe import Hardware
@@ -74,11 +75,13 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu(name: str) -> Gpu:
-    """The accelerator called ``name``, such as ``h100-sxm``.
+    """The accelerator called ``name``, such as ``h100-sxm``; ``cpu`` is the machine that runs the command.
 
     Raises:
         InputError: no such row; the message lists near names.
     """
+    if name == CPU:
+        return this_cpu()
     return _gpus().get(name) or _unknown("hardware.gpu", name, _gpus(), "accelerator")
 
 

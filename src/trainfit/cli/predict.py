@@ -69,9 +69,8 @@ def show(recipe: "Recipe", estimate: "Estimate") -> None:
     _phases(out, estimate)
     heading(out, "One step")
     rows(out, _step_lines(recipe, estimate), "left", "right", "wrap")
-    bounds = [f"{name}: {_bound(name, estimate)}" for name in estimate.bounds]
-    notes(out, "Bounds", bounds)
-    notes(out, "Assumptions", estimate.assumptions)
+    notes(out, "Bounds", [_bound(name, estimate) for name in estimate.bounds])
+    notes(out, "Conventions and assumptions", [f"FLOPs: {estimate.flops_convention}", *estimate.assumptions])
     notes(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
 
 
@@ -131,7 +130,7 @@ def _step_lines(recipe: "Recipe", estimate: "Estimate") -> list[list[str]]:
     from trainfit.spec.units import format_flops, format_seconds
 
     lines = [
-        ["model FLOPs", format_flops(estimate.model_flops), estimate.flops_convention],
+        ["model FLOPs", format_flops(estimate.model_flops), "what the mathematics needs"],
         ["hardware FLOPs", format_flops(estimate.hardware_flops), "what the device executes, recomputation included"],
     ]
     if estimate.step_s is not None:
@@ -164,4 +163,5 @@ def _bound(name: str, estimate: "Estimate") -> str:
     from trainfit.cli.words import quantity
 
     bound = estimate.bounds[name]
-    return f"{quantity(name, bound.low)} to {quantity(name, bound.high)} ({bound.basis})"
+    words = "time" if name == "step_s" else name.removesuffix("_bytes").replace("_", " ")
+    return f"{words} {quantity(name, bound.low)} to {quantity(name, bound.high)}. {bound.basis}"

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.this_cpu import CPU
 from trainfit.models.layers import layer_lists
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -36,7 +37,7 @@ def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
 
 def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
     gpu = find_gpu(recipe.hardware.gpu)
-    traits = GpuTraits.of(gpu)
+    traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
         groups: list[Groups] = []
         repeat = 1

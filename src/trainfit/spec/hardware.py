@@ -37,7 +37,7 @@ class Gpu(Value):
     name: str
     """The catalog's key: lower case, such as ``h100-sxm``."""
     title: str
-    vendor: Literal["nvidia", "amd", "google", "intel"]
+    vendor: Literal["nvidia", "amd", "google", "intel", "host"]
     architecture: str
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability; None elsewhere."""
@@ -45,7 +45,8 @@ class Gpu(Value):
     """Memory on the data sheet."""
     usable_bytes: Bytes
     """What the driver lets a process allocate (``torch.cuda.mem_get_info`` total), or the data sheet's."""
-    memory_bytes_per_s: PositiveFloat
+    memory_bytes_per_s: PositiveFloat | None
+    """None: not known (this machine's CPU)."""
     peak_flops_per_s: dict[PeakDtype, PositiveFloat]
     """Dense peak by dtype of the inputs, FLOP/s."""
     link: str

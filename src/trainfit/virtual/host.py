@@ -1,15 +1,23 @@
-"""Which tensors a real run would keep on the host.
+"""What a real run keeps on the host, and values that a run can know without data.
 
-On the virtual GPU device and host tensors are both fake CPU tensors. What tells them apart is what the code says:
-a factory called without a device makes a host tensor (AdamW's step counters, ``torch.tensor(0.0)``); one called
-with the step's device makes a device tensor, and so does ``.to(device)``.
+Inside the virtual GPU a fake tensor is a device tensor and a real one is a host tensor. What tells them apart is what
+the code says: a factory called without a device, or with the text "cpu", makes a host tensor (AdamW's step counters,
+``torch.tensor(0.0)``); one called with the step's device (a torch.device), or inside ``with torch.device(...)``,
+makes a device tensor, and so does ``.to(device)``.
+
+Small integer and boolean device tensors that follow from the host alone (positions, token ids, masks of them) carry
+their values along, so that code which asks for them (`if mask.all():`) decides as it would on the GPU.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 FACTORIES = frozenset(
     getattr(torch, name)
@@ -19,29 +27,95 @@ FACTORIES = frozenset(
     ).split()
 )
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
+MAX_VALUES = 1 << 18
+"""Elements of the largest tensor whose values are carried along."""
+VALUE = "_trainfit_value"
 
 
 class HostTensors(TorchFunctionMode):
-    """Tells ``on_host`` before and after each factory call that names no device; a move to a device copies.
+    """Says when a factory call makes a host tensor and when a host tensor moves to the device.
 
     Entered before ``with torch.device(...)`` blocks, so those have already filled in the device they name.
     """
 
-    def __init__(self, enter_host: Callable[[], None], leave_host: Callable[[], None], is_host: Callable[[Any], bool]):
+    def __init__(self, says: "Residence"):
         super().__init__()
-        self._enter, self._leave, self._is_host = enter_host, leave_host, is_host
+        self._says = says
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in FACTORIES and kwargs.get("device") is None:
-            self._enter()
-            try:
+        if func in FACTORIES and kwargs.get("device") in (None, "cpu"):
+            with self._says.host():
                 return func(*args, **kwargs)
-            finally:
-                self._leave()
-        if func in MOVES and self._is_host(args[0]) and _names_device(args[1:], kwargs):
-            return func(args[0], *args[1:], **{**kwargs, "copy": True}) if func is torch.Tensor.to else args[0].clone()
+        if func in MOVES and is_host(args[0]) and (func is torch.Tensor.cuda or _names_device(args[1:], kwargs)):
+            with self._says.moving():
+                return args[0].clone() if func is torch.Tensor.cuda else args[0].to(*args[1:], **{**kwargs, "copy": True})
         return func(*args, **kwargs)
+
+
+class Residence:
+    """Whether new tensors are the host's, and whether a host tensor is on its way to the device."""
+
+    def __init__(self) -> None:
+        self.on_host = False
+        self.is_moving = False
+
+    def host(self) -> "_Flag":
+        return _Flag(self, "on_host")
+
+    def moving(self) -> "_Flag":
+        return _Flag(self, "is_moving")
+
+
+class _Flag:
+    def __init__(self, owner: Residence, name: str):
+        self._owner, self._name = owner, name
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._owner, self._name)
+        setattr(self._owner, self._name, True)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._owner, self._name, self._before)
+
+
+def is_host(value: Any) -> bool:
+    """A real tensor, among fake ones, is on the host."""
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an operation for real."""
+    with _disable_current_modes():
+        return func(*args, **kwargs)
+
+
+def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    """Give ``out`` its values if it is small, not floating, and all of ``func``'s inputs have theirs."""
+    if not isinstance(out, FakeTensor) or out.is_floating_point() or out.is_complex() or out.numel() > MAX_VALUES:
+        return
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return
+    try:
+        real_args, real_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
+    except LookupError:
+        if hasattr(out, VALUE):
+            delattr(out, VALUE)  # Overwritten in place by something unknown.
+        return
+    setattr(out, VALUE, on_host(func, real_args, real_kwargs))
+
+
+def known_value(t: Tensor) -> Any:
+    """The Python value of a one-element tensor, or None if only a run can know it."""
+    value = getattr(t, VALUE, None)
+    return None if value is None else on_host(value.item, (), {})
+
+
+def _value(t: Tensor) -> Tensor:
+    value = t if is_host(t) else getattr(t, VALUE, None)
+    if value is None:
+        raise LookupError
+    return value
 
 
 def _names_device(args: Any, kwargs: Any) -> bool:

@@ -6,6 +6,9 @@ from trainfit.spec.result import CATEGORIES, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.virtual.allocator import CachingAllocator
 from trainfit.virtual.ledger import ALLOCATE, Ledger
 
+BLOCK = 512
+"""Every allocation is rounded up to a multiple of it."""
+
 
 @dataclass
 class Replay:
@@ -22,9 +25,30 @@ class Replay:
     """Alive at the peak: (index of the storage, bytes), one entry an allocation."""
 
 
-def replay(ledger: Ledger, allocator: CachingAllocator | None = None) -> Replay:
-    """Walk every allocation and free of the ledger through a caching allocator without a limit."""
-    gpu = allocator or CachingAllocator()
+class Tally:
+    """Where nothing is cached (a CPU): live bytes, each allocation rounded to 512 as ``measure`` counts them."""
+
+    def __init__(self) -> None:
+        self.allocated_bytes = self.peak_reserved_bytes = 0
+        self._sizes: list[int] = []
+
+    def malloc(self, num_bytes: int) -> int:
+        self._sizes.append(-(-num_bytes // BLOCK) * BLOCK)
+        self.allocated_bytes += self._sizes[-1]
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocated_bytes)
+        return len(self._sizes) - 1
+
+    def free(self, handle: int) -> None:
+        self.allocated_bytes -= self._sizes[handle]
+
+
+def replay(ledger: Ledger, allocator: CachingAllocator | Tally) -> Replay:
+    """Walk every allocation and free of the ledger through an allocator.
+
+    Raises:
+        OutOfMemory: the allocator's capacity does not hold it.
+    """
+    gpu = allocator
     events = list(ledger.expand())
     peaks = [0] * len(ledger.segments)
     handles: dict[tuple[int, int], int] = {}
@@ -81,9 +105,9 @@ def _alive_at(events: list, index: int) -> list[tuple[int, int]]:
 
 
 def _breakdown(alive: list[tuple[int, int]], ledger: Ledger, peak: int) -> MemoryBreakdown:
-    """Bytes by category; what the allocator's rounding and unsplit blocks add is counted as temporary."""
+    """Bytes by category; what blocks that are not split add is counted as temporary."""
     totals = dict.fromkeys(CATEGORIES, 0)
     for index, num_bytes in alive:
-        totals[ledger.storages[index].category] += num_bytes
+        totals[ledger.storages[index].category] += -(-num_bytes // BLOCK) * BLOCK
     totals["temporary"] += peak - sum(totals.values())
     return MemoryBreakdown(**totals)

@@ -15,36 +15,45 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trainfit.virtual.flops import count
+from trainfit.virtual.host import Residence, carry_values, is_host, known_value, on_host
 from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Op, Segment, Storage
-from trainfit.virtual.places import Place, Places
+from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.temporaries import GpuTraits, output_bytes, temporaries
 from trainfit.virtual.traffic import bytes_moved
 from trainfit.virtual.workspaces import Workspaces
 
 aten = torch.ops.aten
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
-HOST = -1
-"""In place of a ledger index: the storage is on the host."""
+LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
+"""What ``torch.tensor`` ends with: its input is a real tensor whichever side the result is on."""
+UNKNOWN = -1
+"""In place of a ledger index: not a device storage."""
 
 
 class Tracer(TorchDispatchMode):
-    """Records what runs while it is entered. Enter it inside a FakeTensorMode and a ``Places``."""
+    """Records what runs while it is entered. Enter it inside a FakeTensorMode and a ``Places``.
 
-    def __init__(self, gpu: GpuTraits, places: Places):
+    Args:
+        gpu: the CUDA GPU whose kernels' scratch and workspaces count; None for a CPU, whose scratch is not seen.
+    """
+
+    def __init__(self, gpu: GpuTraits | None, places: Places, residence: Residence):
         super().__init__()
+        self.residence = residence
         self.ledger = Ledger()
         self.gpu, self.places = gpu, places
         self.places.on_recomputed = self._keep_recomputed
-        self.workspaces = Workspaces(gpu)
+        self.workspaces = Workspaces(gpu) if gpu else None
         self._live: dict[int, int] = {}
-        """Address of a live storage -> its index in the ledger, or HOST."""
+        """Address of a live storage -> its index in the ledger."""
         self._refs: dict[int, Any] = {}
         self._owners: dict[int, Place] = {}
         """Index of a storage -> place of the parameter it belongs to."""
+        self._listed: set[int] = set()
+        """Storages that an operation over a list of parameters made."""
         self._categories: dict[int, str] = {}
         self._born: list[int] = []
         """Index of a storage -> the segment it was allocated in."""
-        self._host_depth = 0
         self._seen: dict[tuple[int, int, str], int] = {}
         self._unknown: set[str] = set()
         self._recomputed: list[int] = []
@@ -60,29 +69,29 @@ class Tracer(TorchDispatchMode):
             self._categorise("activations", (i for i in self.live_indices() if self._born[i] == forward))
         self.ledger.segments.append(Segment(step, phase))
         self._segment = len(self.ledger.segments) - 1
-        self._sticky = NO_LAYER
+        self._sticky, self._last_owner = NO_LAYER, NOWHERE
         self.places.phase = phase
 
     def own(self, tensor: Tensor, category: str, place: Place) -> None:
         """The tensor's storage is of this category and belongs to the parameter at this place."""
-        index = self._live.get(tensor.untyped_storage()._cdata, HOST)
-        if index != HOST:
+        index = self._live.get(tensor.untyped_storage()._cdata, UNKNOWN)
+        if index != UNKNOWN:
             self._categories[index] = category
             self._owners[index] = place
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """These parameters were cut out of the model: strike them from the ledger, frees included."""
-        dropped = {self._live.pop(t.untyped_storage()._cdata) for t in tensors if self.index_of(t) != HOST}
+        dropped = {self._live.pop(t.untyped_storage()._cdata) for t in tensors if self.index_of(t) != UNKNOWN}
         self.ledger.events = [event for event in self.ledger.events if event.storage not in dropped]
         self._dropped = dropped
 
     def index_of(self, tensor: Tensor) -> int:
-        """Index of the tensor's storage in the ledger; HOST if it is not on the device."""
-        return self._live.get(tensor.untyped_storage()._cdata, HOST)
+        """Index of the tensor's storage in the ledger; UNKNOWN if it is not followed."""
+        return self._live.get(tensor.untyped_storage()._cdata, UNKNOWN)
 
     def live_indices(self) -> list[int]:
         """Indices of the storages alive now."""
-        return [i for i in self._live.values() if i != HOST]
+        return list(self._live.values())
 
     def built(self) -> None:
         """The model is complete: give what was allocated for it the groups of its owners."""
@@ -112,15 +121,6 @@ class Tracer(TorchDispatchMode):
         self._live.clear()  # What is freed from here on is the end of the trace, not of the run.
         return finished
 
-    def enter_host(self) -> None:
-        self._host_depth += 1
-
-    def leave_host(self) -> None:
-        self._host_depth -= 1
-
-    def is_host(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and self._live.get(value.untyped_storage()._cdata) == HOST
-
     def _categorise(self, category: str, indices: Iterable[int]) -> None:
         for index in indices:
             self._categories.setdefault(index, category)
@@ -134,48 +134,60 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        if self._stays_on_host(func, tensors):
+            return on_host(func, args, kwargs)
         if func in READS_VALUE:
-            return _assumed_value(args[0])
+            return _read(args[0])
         out = func(*args, **kwargs)
+        carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
         return out
+
+    def _stays_on_host(self, func: Any, tensors: list[Tensor]) -> bool:
+        if self.residence.is_moving:
+            return False
+        if not tensors or func in LIFTS:
+            return self.residence.on_host
+        return all(is_host(t) for t in tensors)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         outputs = list(_tensors(out))
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
             return
-        inputs = [self._live.get(t.untyped_storage()._cdata, HOST) for t in _tensors((args, kwargs)) if t.device.type != "meta"]
-        if all(i == HOST for i in inputs) if inputs else self._host_depth > 0:
-            for _, t in fresh:
-                self._follow(t.untyped_storage(), HOST)
-            return
         place = self.places.current()
         owners = self._owners_of(args) if place.owned else []
-        place = owners[0] if len(set(owners)) == 1 else place
+        if len(set(owners)) == 1:
+            place = self._last_owner = owners[0]
         self._sticky = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
-        for num_bytes in self.workspaces.first_use(func, args, place.in_autograd):
+        for num_bytes in self.workspaces.first_use(func, args, kwargs, place.in_autograd) if self.workspaces else ():
             self._add_storage(num_bytes, -1, "workspace", NO_LAYER, "workspace")
-        sizes = output_bytes(func, args, kwargs, out)
+        sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
         for n, t in fresh:
             owner = owners[n] if len(owners) == len(outputs) else place
             index = self._allocate(t, "list" if len(owners) > 1 else str(n), op, owner, sizes.get(n))
             if owners:
                 self._owners[index] = owner
-        self._add_scratch(temporaries(func, args, kwargs, out, gpu=self.gpu), op, place, str(func))
+            if len(owners) > 1:
+                self._listed.add(index)
+        if self.gpu:
+            self._add_scratch(temporaries(func, args, kwargs, out, gpu=self.gpu), op, place, str(func))
 
     def _is_fresh(self, t: Tensor) -> bool:
         return t.device.type != "meta" and t.untyped_storage()._cdata not in self._live
 
     def _owners_of(self, args: Any) -> list[Place]:
-        """Parameters that the first tensor argument belongs to; of a list of tensors, each one's."""
+        """Parameters that the first tensor argument belongs to; of a list of tensors, each one's.
+
+        What belongs to none (a state tensor being made) is taken for the parameter last worked on.
+        """
         for arg in args:
             tensors = list(_tensors(arg))
             if tensors:
-                nowhere = self.places.current()
-                return [self._owners.get(self.index_of(t), nowhere) for t in tensors]
-        return []
+                return [self._owners.get(self.index_of(t), self._last_owner) for t in tensors]
+        return [self._last_owner]
 
     def _add_ops(self, func: Any, args: Any, kwargs: Any, out: Any, place: Place, owners: list[Place]) -> int:
         """One entry an operation; a list operation over several groups' parameters gets one entry a group."""
@@ -237,17 +249,16 @@ class Tracer(TorchDispatchMode):
             self._refs.pop(address, None)
             if self._live.get(address) == index:
                 del self._live[address]
-                if index != HOST:
-                    self._add_free(index)
+                self._add_free(index)
 
         self._refs[address] = weakref.ref(storage, freed)
 
     def _add_free(self, index: int) -> None:
-        if self.places.owned_now():
-            owner = self._owners.get(index)
-            group = self.ledger.storages[index].group if owner is None else owner.group
-        else:
-            group = self._sticky
+        # An optimizer that works on lists frees lists: each tensor belongs to its own parameter's group. Elsewhere a
+        # free belongs to where it happens.
+        in_list = self.places.owned_now() and (index in self._listed or self._born[index] != self._segment)
+        owner = self._owners.get(index) if in_list else None
+        group = self._sticky if not in_list else self.ledger.storages[index].group if owner is None else owner.group
         self.ledger.events.append(Event(FREE, index, group, self._segment))
 
 
@@ -257,8 +268,11 @@ def _tensors(tree: Any) -> Iterable[Tensor]:
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
 
 
-def _assumed_value(t: Tensor) -> Any:
-    """What reading a tensor's value gives: a step must not depend on it. Zero: gradients are finite, nothing is masked."""
+def _read(t: Tensor) -> Any:
+    """A tensor's value where it can be known; else zero: no gradient is infinite (GradScaler), no norm is large."""
+    known = known_value(t)
+    if known is not None:
+        return known
     return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.virtual.cuda_ops import cuda_ops
-from trainfit.virtual.host import HostTensors
+from trainfit.virtual.host import HostTensors, Residence
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.places import Groups, Place, Places
 from trainfit.virtual.temporaries import GpuTraits
@@ -70,19 +70,22 @@ class VirtualGpu:
 
 
 @contextmanager
-def virtual_gpu(traits: GpuTraits, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
+def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
     """Enter a virtual GPU with these traits; tensors made inside on the CPU are on it.
 
     Args:
+        traits: None for a virtual CPU, which chooses its operations as a real one does.
         prefers_cudnn: whether SDPA tries cuDNN first (see ``attention.choose_backend``).
     """
     places = Places()
     with ExitStack() as stack:
         stack.enter_context(_transformers_sees_real_tensors())
-        stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
+        if traits is not None:
+            stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        tracer = Tracer(traits, places)
-        stack.enter_context(HostTensors(tracer.enter_host, tracer.leave_host, tracer.is_host))
+        residence = Residence()
+        tracer = Tracer(traits, places, residence)
+        stack.enter_context(HostTensors(residence))
         stack.enter_context(places)
         stack.enter_context(tracer)
         yield VirtualGpu(tracer, places)

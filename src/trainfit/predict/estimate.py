@@ -1,0 +1,134 @@
+"""Recipe -> Estimate: trace its step on the virtual GPU (or read the kept ledger), replay it, sum it up.
+
+Imports torch only where no ledger is kept.
+"""
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.predict import cache
+from trainfit.predict.device_overhead import context_bytes
+from trainfit.predict.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Cost, Estimate, Interval
+from trainfit.virtual.allocator import CachingAllocator, OutOfMemory
+from trainfit.virtual.ledger import Ledger
+from trainfit.virtual.replay import Replay, Tally, replay
+
+CONVENTION = (
+    "matrix products and attention, 2 FLOPs a multiply-add; masked attention scores not counted; model FLOPs leave "
+    "out what is recomputed; MFU and HFU are of the dense peak of the matrix products' dtype"
+)
+
+
+def predict(recipe: Recipe, *, use_cache: bool = True) -> Estimate:
+    """What one step of the recipe costs on its GPU.
+
+    Raises:
+        InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
+    """
+    gpu = find_gpu(recipe.hardware.gpu)
+    ledger = ledger_of(recipe, use_cache=use_cache)
+    return estimate(recipe, gpu, ledger)
+
+
+def ledger_of(recipe: Recipe, *, use_cache: bool = True) -> Ledger:
+    """The recipe's ledger, from the cache or traced."""
+    kept = cache.load(recipe) if use_cache else None
+    if kept is not None:
+        return kept
+    from trainfit.predict.trace import trace
+
+    ledger = trace(recipe)
+    cache.save(recipe, ledger)
+    return ledger
+
+
+def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
+    """Sum a ledger up for a GPU."""
+    replayed, fits = replay_on(gpu, ledger)
+    ops = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
+    model_flops = float(sum(ledger.times(op) * op.model_flops for op in ops))
+    hardware_flops = float(sum(ledger.times(op) * op.causal_flops for op in ops))
+    time = roofline(ledger, gpu)
+    step_s = time.expected.total if time else None
+    peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
+    tokens_per_s = recipe.batch.tokens / step_s if step_s else None
+    return Estimate(
+        recipe_id=recipe.id,
+        phases=replayed.phases,
+        breakdown=replayed.breakdown,
+        peak_phase=replayed.peak_phase,
+        peak_allocated_bytes=replayed.peak_allocated_bytes,
+        peak_reserved_bytes=replayed.peak_reserved_bytes,
+        peak_device_bytes=replayed.peak_reserved_bytes + context_bytes(gpu),
+        device_bytes=gpu.usable_bytes,
+        fits=fits,
+        params=ledger.params,
+        trainable_params=ledger.trainable_params,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        flops_convention=CONVENTION,
+        step_s=step_s,
+        time=time.expected if time else None,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops / step_s / peak if step_s and peak else None,
+        hfu=hardware_flops / step_s / peak if step_s and peak else None,
+        cost=_cost(recipe, gpu, tokens_per_s),
+        assumptions=(*ledger.assumptions, *_assumptions(ledger)),
+        ops_without_flops=ledger.ops_without_flops,
+        bounds=_bounds(time),
+    )
+
+
+def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
+    """Replay without a limit, then, if that is too much, within the GPU's memory: the allocator may still fit it in.
+
+    Returns:
+        the replay within the limit if that succeeds, else the unlimited one; and whether it fits.
+    """
+    if gpu.name == "cpu":
+        tally = replay(ledger, Tally())
+        return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
+    free = replay(ledger, CachingAllocator())
+    capacity = gpu.usable_bytes - context_bytes(gpu)
+    if free.peak_reserved_bytes <= capacity or free.peak_allocated_bytes > capacity:
+        return free, free.peak_reserved_bytes <= capacity
+    try:
+        return replay(ledger, CachingAllocator(capacity_bytes=capacity)), True
+    except OutOfMemory:
+        return free, False
+
+
+def matmul_dtype(ledger: Ledger) -> str:
+    """Dtype, as the catalog names it, in which most FLOPs of the steady step are done."""
+    totals: dict[str, float] = {}
+    for op in ledger.ops:
+        if ledger.segments[op.segment].step == "steady" and op.causal_flops:
+            totals[op.dtype] = totals.get(op.dtype, 0.0) + ledger.times(op) * op.causal_flops
+    return PEAK_DTYPE.get(max(totals, key=lambda name: totals[name]), "fp32") if totals else "fp32"
+
+
+def _cost(recipe: Recipe, gpu: Gpu, tokens_per_s: float | None) -> Cost | None:
+    price = recipe.hardware.price_per_hour
+    price = gpu.price_per_hour if price is None else price
+    if price is None or not tokens_per_s:
+        return None
+    count = recipe.hardware.count
+    return Cost(
+        price_per_gpu_hour=price,
+        num_gpus=count,
+        per_hour=price * count,
+        per_million_tokens=price / 3600 / tokens_per_s * 1e6,
+    )
+
+
+def _assumptions(ledger: Ledger) -> tuple[str, ...]:
+    repeated = (f"{ledger.repeat} equal groups of layers told by one",) if ledger.repeat > 1 else ()
+    return (*repeated, "step time is a roofline, not yet calibrated on your GPU")
+
+
+def _bounds(time: Roofline | None) -> dict[str, Interval]:
+    if time is None:
+        return {}
+    basis = "low: every operation at the data sheet's rate; high: three times the expectation, no record was slower"
+    return {"step_s": Interval(low=time.lowest_s, high=3 * time.expected.total, basis=basis)}
