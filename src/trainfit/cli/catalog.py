@@ -28,12 +28,16 @@ def list_gpus(name: Name = None, json: Json = False) -> None:
         return
     out = console()
     head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h"]
-    lines = [[gpu.name, f"{gpu.usable_bytes / 2**30:.1f} GiB", f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s",
+    lines = [[gpu.name, f"{gpu.usable_bytes / 2**30:.1f} GiB", _bandwidth(gpu),
               _peak(gpu, "bf16"), _peak(gpu, "fp8"),
               "" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"] for gpu in found]  # fmt: skip
     rows(out, [head, *lines], "left", "right", "right", "right", "right", "right")
     if name:
         _details(found[0])
+
+
+def _bandwidth(gpu: "Gpu") -> str:
+    return "" if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
 
 
 def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:

@@ -3,11 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from trainfit.spec.hardware import PeakDtype
-from trainfit.spec.recipe import Precision, Recipe
-
-MATMUL_DTYPE: dict[Precision, PeakDtype] = {"fp32": "fp32", "bf16": "bf16", "amp-bf16": "bf16", "amp-fp16": "fp16", "fp8": "fp8"}
-"""Precision of a recipe -> dtype of its matrix products' inputs."""
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -15,38 +12,53 @@ class Counted:
     """FLOPs of one step, counted operation by operation on the virtual GPU."""
 
     model_flops: float
+    """What the mathematics needs."""
     hardware_flops: float
+    """What is executed."""
+    forward_flops: float
+    """What is executed in the forward."""
     params: int
     trainable_params: int
     base_params: int
     """Without an adapter's own."""
+    dtype: str
+    """Of most matrix products, as the catalog names it."""
     ops_without_flops: tuple[str, ...]
 
 
 def counted_flops(recipe: Recipe, attention: Literal["causal", "full"] = "causal") -> Counted:
     """FLOPs of the steady step; ``causal`` leaves masked attention scores out, ``full`` counts them."""
-    from trainfit.predict.estimate import ledger_of
+    from trainfit.predict.estimate import ledger_of, matmul_dtype
 
     ledger = ledger_of(recipe)
-    steady = {index for index, segment in enumerate(ledger.segments) if segment.step == "steady"}
-    ops = [op for op in ledger.ops if op.segment in steady]
     causal = attention == "causal"
-    adapter = recipe.adapter is not None
+    model = hardware = forward = 0.0
+    for op in ledger.ops:
+        segment = ledger.segments[op.segment]
+        if segment.step != "steady":
+            continue
+        executed = ledger.times(op) * (op.causal_flops if causal else op.flops)
+        model += ledger.times(op) * (op.model_flops if causal else op.model_flops_full)
+        hardware += executed
+        forward += executed if segment.phase == "forward" else 0.0
+    adapters = ledger.trainable_params if recipe.adapter is not None else 0
     return Counted(
-        model_flops=sum(ledger.times(op) * (op.model_flops if causal else op.model_flops_full) for op in ops),
-        hardware_flops=sum(ledger.times(op) * (op.causal_flops if causal else op.flops) for op in ops),
+        model_flops=model,
+        hardware_flops=hardware,
+        forward_flops=forward,
         params=ledger.params,
         trainable_params=ledger.trainable_params,
-        base_params=ledger.params - ledger.trainable_params if adapter else ledger.params,
+        base_params=ledger.params - adapters,
+        dtype=matmul_dtype(ledger),
         ops_without_flops=ledger.ops_without_flops,
     )
 
 
-def catalog_peak(recipe: Recipe) -> float | None:
-    """The dense peak of the recipe's GPU in the dtype of its matrix products, FLOP/s; None: the catalog has none."""
-    from trainfit.catalog.load import gpu
+def dense_peak(gpu: Gpu, dtype: str) -> float | None:
+    """The dense peak of a GPU in ``dtype``, FLOP/s; None: the catalog knows none, as for a CPU."""
+    from trainfit.predict.roofline import peak_flops_per_s
 
-    return gpu(recipe.hardware.gpu).peak_flops_per_s.get(MATMUL_DTYPE[recipe.precision])
+    return peak_flops_per_s(gpu, dtype) if gpu.peak_flops_per_s else None
 
 
 def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[float, float, float | None]:
@@ -56,9 +68,11 @@ def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[f
         device: ``auto``, ``cpu``, ``cuda``; on CUDA the peak is that of the recipe's ``hardware.gpu``.
         peak_flops: the user's own peak, FLOP/s.
     """
+    from trainfit.catalog.load import gpu
+
     counted = counted_flops(recipe)
     if peak_flops is None and _on_cuda(device):
-        peak_flops = catalog_peak(recipe)
+        peak_flops = dense_peak(gpu(recipe.hardware.gpu), counted.dtype)
     return counted.model_flops, counted.hardware_flops, peak_flops
 
 

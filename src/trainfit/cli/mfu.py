@@ -7,6 +7,7 @@ import typer
 from trainfit.cli.options import Json, PeakFlops, finite, only_json, print_json
 
 if TYPE_CHECKING:
+    from trainfit.predict.flops_accounting import StepFlops
     from trainfit.spec.hardware import Gpu
     from trainfit.spec.recipe import Recipe
 
@@ -20,7 +21,7 @@ GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelera
 NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
 Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
 Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.")]
-Recompute = Annotated[Literal["none", "full"], typer.Option(help="Recomputed work counts in HFU only.")]
+Recompute = Annotated[Literal["none", "full"], typer.Option(help="full: the whole forward again, in HFU only.")]
 Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")]
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
 GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", min=0, callback=finite, help="Also tell what so many GPU-hours cost.")]
@@ -56,9 +57,11 @@ def run(
     if any(value is not None for value in (model, batch, seq, step_s)) or gpu_hours is None:
         if model is None or batch is None or seq is None or step_s is None:
             raise typer.BadParameter("give --model, --batch, --seq and --step-s together, or --gpu-hours alone")
-        recipe = _recipe(model, batch, seq, precision, recompute, adapter, rank)
+        if step_s <= 0:
+            raise typer.BadParameter("--step-s must be above 0")
+        recipe = _recipe(model, batch, seq, precision, adapter, rank)
         with only_json(json):
-            found |= _utilization(recipe, attention, step_s, row, count, peak_flops)
+            found |= _utilization(recipe, attention, recompute == "full", step_s, row, count, peak_flops)
     if gpu_hours is not None:
         found |= _money(gpu_hours, row.price_per_hour if price is None else price, gpu)
     if json:
@@ -67,9 +70,7 @@ def run(
         _show(found)
 
 
-def _recipe(
-    model: str, batch: int, seq: int, precision: str, recompute: str, adapter: str | None, rank: int
-) -> "Recipe":
+def _recipe(model: str, batch: int, seq: int, precision: str, adapter: str | None, rank: int) -> "Recipe":
     """One step of the whole batch on one GPU.
 
     How GPUs share it does not change what the mathematics needs, nor does which GPU it is: operations are always
@@ -79,41 +80,63 @@ def _recipe(
 
     return recipe_from({
         "model": {"config": model}, "batch": {"micro": batch, "seq": seq}, "precision": precision,
-        "recompute": recompute, "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": COUNTED_ON},
+        "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": COUNTED_ON},
     })  # fmt: skip
 
 
 def _utilization(
-    recipe: "Recipe", attention: Literal["causal", "full"], step_s: float, gpu: "Gpu", count: int, peak: float | None
+    recipe: "Recipe",
+    attention: Literal["causal", "full"],
+    recomputed: bool,
+    step_s: float,
+    gpu: "Gpu",
+    count: int,
+    peak: float | None,
 ) -> dict[str, object]:
-    from trainfit.catalog.load import model_config
-    from trainfit.cli.flops import MATMUL_DTYPE, counted_flops
-    from trainfit.predict.flops_accounting import step_flops, utilization
+    """MFU and HFU by counted operations, and by closed form beside them.
+
+    Full recomputation is the whole forward once more, whoever's code ran it. (Transformers' own stops before each
+    block's last product, which is not needed again: ``predict`` counts that.)
+    """
+    from trainfit.cli.flops import counted_flops, dense_peak
+    from trainfit.predict.flops_accounting import utilization
     from trainfit.spec.errors import InputError
 
-    if step_s <= 0:
-        raise InputError("not a time", "write the seconds of one step, above 0", field="--step-s", value=step_s)
-    peak = gpu.peak_flops_per_s.get(MATMUL_DTYPE[recipe.precision]) if peak is None else peak
-    if peak is None:
-        raise InputError(f"no dense peak known for {recipe.precision}", "give --peak-flops", field="--gpu", value=gpu.name)
     counted = counted_flops(recipe, attention)
-    trained = "all" if recipe.adapter is None else "adapter"
-    closed = step_flops(
-        model_config(recipe.model.config), counted.base_params, batch=recipe.batch.micro, seq=recipe.batch.seq,
-        attention=attention, trained=trained, recomputed="full" if recipe.recompute == "full" else "none",
-    )  # fmt: skip
+    peak = dense_peak(gpu, counted.dtype) if peak is None else peak
+    if peak is None:
+        raise InputError("no dense peak known", "give --peak-flops", field="--gpu", value=gpu.name)
     shares = {"step_s": step_s, "num_gpus": count, "peak_flops_per_s": peak}
-    used = utilization(counted.model_flops, counted.hardware_flops, **shares)
-    simple = utilization(closed.model_flops, closed.hardware_flops, **shares)
+    hardware_flops = counted.hardware_flops + (counted.forward_flops if recomputed else 0.0)
+    used = utilization(counted.model_flops, hardware_flops, **shares)
+    closed = _closed_form(recipe, counted.base_params, attention, recomputed)
+    simple = None if closed is None else utilization(closed.model_flops, closed.hardware_flops, **shares)
     return {
         "model": recipe.model.display_name, "params": counted.params, "trainable_params": counted.trainable_params,
         "gpu": gpu.name, **shares, "attention": attention,
-        "model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops,
+        "model_flops": counted.model_flops, "hardware_flops": hardware_flops,
         "tokens_per_s": recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
-        "closed_form": {"convention": closed.convention, "model_flops": closed.model_flops,
-                        "hardware_flops": closed.hardware_flops, "mfu": simple.mfu, "hfu": simple.hfu},
+        "closed_form": closed and simple and {**closed.model_dump(), **simple.model_dump()},
         "ops_without_flops": list(counted.ops_without_flops),
     }  # fmt: skip
+
+
+def _closed_form(
+    recipe: "Recipe", params: int, attention: Literal["causal", "full"], recomputed: bool
+) -> "StepFlops | None":
+    """6N or 4N and attention; None for a model whose shape the closed forms do not know."""
+    from trainfit.catalog.load import model_config
+    from trainfit.predict.flops_accounting import step_flops
+    from trainfit.spec.errors import InputError
+
+    try:
+        return step_flops(
+            model_config(recipe.model.config), params, batch=recipe.batch.micro, seq=recipe.batch.seq,
+            attention=attention, trained="all" if recipe.adapter is None else "adapter",
+            recomputed="full" if recomputed else "none",
+        )  # fmt: skip
+    except InputError:
+        return None
 
 
 def _money(hours: float, price: float | None, gpu: str) -> dict[str, object]:
@@ -132,20 +155,21 @@ def _show(found: dict[str, object]) -> None:
     out = console()
     number = {key: value for key, value in found.items() if isinstance(value, int | float)}
     if "mfu" in found:
-        closed = found["closed_form"]
-        assert isinstance(closed, dict)
         trained = number["trainable_params"]
         some = "" if trained == number["params"] else f", {format_count(trained)} of them trained"
         out.print(f"{found['model']}, {format_count(number['params'])} parameters{some}", style="bold")
-        peak = f"{number['peak_flops_per_s'] / 1e12:,.4g} TFLOP/s dense peak each"
+        closed = found["closed_form"]
+        simple = closed if isinstance(closed, dict) else None
         rows(out, [
-            ["GPUs", f"{found['num_gpus']} x {found['gpu']}", peak],
+            ["GPUs", f"{found['num_gpus']} x {found['gpu']}", f"{number['peak_flops_per_s'] / 1e12:,.4g} TFLOP/s dense peak each"],
             ["step", format_seconds(number["step_s"]), f"{number['tokens_per_s']:,.0f} tokens a second"],
             ["model FLOPs", format_flops(number["model_flops"]), f"what the mathematics needs, attention {found['attention']}"],
             ["hardware FLOPs", format_flops(number["hardware_flops"]), "what is executed, recomputation included"],
-            ["MFU", f"{number['mfu']:.2%}", f"{closed['mfu']:.2%} by {closed['convention']}"],
-            ["HFU", f"{number['hfu']:.2%}", f"{closed['hfu']:.2%} by the same, recomputation added"],
+            ["MFU", f"{number['mfu']:.2%}", f"closed form: {simple['mfu']:.2%}" if simple else ""],
+            ["HFU", f"{number['hfu']:.2%}", f"closed form: {simple['hfu']:.2%}" if simple else ""],
         ], "left", "right", "wrap")  # fmt: skip
+        if simple:
+            out.print(f"  closed form: {simple['convention']}", soft_wrap=True)
         without = found["ops_without_flops"]
         assert isinstance(without, list)
         notes(out, "Operations without a FLOP rule (counted as 0)", without)
