@@ -102,10 +102,11 @@ def _utilization(
     from trainfit.predict.flops_accounting import utilization
     from trainfit.spec.errors import InputError
 
+    if peak is None and not gpu.peak_flops_per_s:
+        raise InputError("no dense peak known", "give --peak-flops", field="--gpu", value=gpu.name)
     counted = counted_flops(recipe, attention)
     peak = dense_peak(gpu, counted.dtype) if peak is None else peak
-    if peak is None:
-        raise InputError("no dense peak known", "give --peak-flops", field="--gpu", value=gpu.name)
+    assert peak is not None
     shares = {"step_s": step_s, "num_gpus": count, "peak_flops_per_s": peak}
     hardware_flops = counted.hardware_flops + (counted.forward_flops if recomputed else 0.0)
     used = utilization(counted.model_flops, hardware_flops, **shares)

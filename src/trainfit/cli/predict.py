@@ -92,7 +92,7 @@ def _memory(out: "Console", estimate: "Estimate") -> None:
     from trainfit.spec.units import format_bytes
 
     blocks, width = can_draw(out), max(10, min(40, out.width - 40))
-    whole = max(estimate.device_bytes, estimate.peak_device_bytes, 1)
+    whole = _full_bar(estimate)
     peak = estimate.peak_allocated_bytes
     heading(out, f"Memory at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
 
@@ -106,8 +106,15 @@ def _memory(out: "Console", estimate: "Estimate") -> None:
     lines.append(line("allocated", peak, "100.0%"))
     lines.append(line("reserved", estimate.peak_reserved_bytes))
     lines.append(line("on the device", estimate.peak_device_bytes))
-    lines.append(line("the device", estimate.device_bytes))
+    if whole >= estimate.device_bytes:
+        lines.append(line("the device", estimate.device_bytes))
     rows(out, lines, "left", "right", "right", "left")
+
+
+def _full_bar(estimate: "Estimate") -> int:
+    """Bytes that a full bar stands for: the device's, or the peak's where that is larger or would hardly be seen."""
+    peak, device = estimate.peak_device_bytes, estimate.device_bytes
+    return max(1, peak if peak > device or peak < device / 10 else device)
 
 
 def _phases(out: "Console", estimate: "Estimate") -> None:
@@ -117,7 +124,7 @@ def _phases(out: "Console", estimate: "Estimate") -> None:
 
     phases = estimate.phases
     blocks, width = can_draw(out), max(10, min(40, out.width - 44))
-    whole = max(estimate.device_bytes, phases.peak, 1)
+    whole = _full_bar(estimate)
     heading(out, "Highest allocated bytes by phase")
     lines = [["after init", format_bytes(phases.after_init), "", bar(phases.after_init / whole, width, blocks=blocks)]]
     for phase in PHASES:

@@ -40,8 +40,9 @@ def _line(record: "Record") -> list[str]:
 
     recipe = recipe_from(record.recipe)
     result = record.estimate or record.measurement
-    peak = result.peak_allocated_bytes if result is not None else None
-    seconds = result.step_s if result is not None else None
+    trained = record.train or {}
+    peak = result.peak_allocated_bytes if result is not None else trained.get("peak_memory_bytes")
+    seconds = result.step_s if result is not None else trained.get("step_s")
     what = f"{recipe.model.display_name} {recipe.precision} {recipe.batch.micro} x {recipe.batch.seq}"
     return [
         record.created_at[:19].replace("T", " "), record.kind, record.recipe_id[:8], what,

@@ -1,0 +1,175 @@
+"""The verbs end to end, on tiny models and on the golden ones: what they print, record and return."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainfit.cli.main import main
+from trainfit.records import read
+from trainfit.spec.result import Estimate, Measurement
+
+Captured = pytest.CaptureFixture[str]
+COMMAND = [sys.executable, "-c", "import sys; from trainfit.cli.main import main; sys.exit(main())"]
+
+
+def as_json(arguments: list[str], capsys: Captured) -> dict:
+    assert main([*arguments, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1
+    return json.loads(out)
+
+
+def test_llama_8b_is_predicted_in_seconds_and_warm_without_torch(tmp_path: Path) -> None:
+    """Issue 2: under 8 s cold, under 2 s with a warm cache, the whole command."""
+    code = (
+        "import sys; from trainfit.cli.main import main; code = main(sys.argv[1:]); "
+        "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
+    )
+    seconds, torch_came, texts = [], [], []
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run(
+            [sys.executable, "-c", code, "predict", "llama-3.1-8b-h200"], capture_output=True, text=True, check=True,
+            timeout=120, env={**os.environ, "TRAINFIT_CACHE": str(tmp_path), "COLUMNS": "80"},
+        )  # fmt: skip
+        after = os.times()
+        seconds.append(after.children_user - before.children_user + after.children_system - before.children_system)
+        torch_came.append(done.stderr.splitlines()[-1])
+        texts.append(done.stdout)
+    assert torch_came == ["True", "False", "False"]
+    assert texts[0] == texts[1] == texts[2]
+    assert seconds[0] < 8  # Processor time: other tests run beside this one.
+    assert min(seconds[1:]) < 2
+    assert max(len(line) for line in texts[0].splitlines()) <= 80
+    for words in ("FITS on h200", "8.03B parameters", "activations", "steady step", "MFU", "masked attention scores"):
+        assert words in " ".join(texts[0].split())
+
+
+def test_predict_json_is_the_noun(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "records.sqlite"
+    settings = ["--set", "hardware.gpu=l4", "--set", "batch.micro=2", "--record", str(file)]
+    data = as_json(["predict", "tiny-cpu", *settings], capsys)
+    estimate = Estimate.model_validate_json(json.dumps(data))
+    assert estimate.fits
+    assert estimate.breakdown.total == estimate.peak_allocated_bytes
+    (record,) = read(file)
+    assert record.estimate == estimate
+    assert record.recipe["batch"]["micro"] == 2
+
+
+def test_does_not_fit_says_by_how_much(capsys: Captured) -> None:
+    assert main(["predict", "llama-3.1-8b-h200", "--gpu", "rtx-4090"]) == 0
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT on rtx-4090" in out
+    assert "too much" in out
+
+
+def test_price_of_ones_own(capsys: Captured) -> None:
+    data = as_json(["predict", "llama-3.1-8b-h200", "--price", "3.5"], capsys)
+    assert data["cost"]["per_hour"] == 3.5
+
+
+@pytest.mark.parametrize("setting", ["precision=fp32", "recompute=full", "adapter.kind=lora"])
+def test_measured_on_this_machine_within_three_percent(setting: str, capsys: Captured, tmp_path: Path) -> None:
+    file = str(tmp_path / "records.sqlite")
+    recipe = ["tiny-cpu", "--set", setting, "--set", "batch.seq=64"]
+    as_json(["predict", *recipe, "--record", file], capsys)
+    measured = as_json(["measure", *recipe, "--device", "cpu", "--steps", "2", "--record", file], capsys)
+    assert Measurement.model_validate_json(json.dumps(measured)).status == "done"
+    page = tmp_path / "report.html"
+    assert main(["report", file, "--html", str(page), "--json"]) == 0
+    (compared,) = json.loads(capsys.readouterr().out)
+    assert abs(compared["errors"]["peak_allocated_bytes"]) < 0.03
+    assert "tiny-llama-demo" in page.read_text()
+    assert main(["report", file]) == 0
+    assert "1 of 1 recipes within 3%" in capsys.readouterr().out
+    assert main(["records", "list", file]) == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "2" in line[:4]]) == 2
+    out = tmp_path / "records.jsonl"
+    assert main(["records", "export", file, str(out)]) == 0
+    assert [json.loads(line)["kind"] for line in out.read_text().splitlines()] == ["predict", "measure"]
+
+
+LLAMA_405B = ["mfu", "--model", "llama-3.1-405b", "--batch", "16", "--seq", "64", "--step-s", "30",
+              "--gpu", "mi300x", "--count", "8", "--peak-flops", "1.3e15"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "percent"), [([], "0.80"), (["--adapter", "lora"], "0.53"), (["--attention", "full"], "0.80")])
+def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> None:
+    """Published: 0.80 % for full fine-tuning, 0.53 % for LoRA (issue 2, item 9), by 6N and 4N."""
+    data = as_json([*LLAMA_405B, *more], capsys)
+    assert f"{data['mfu']:.2%}" == f"{percent}%"
+    assert f"{data['closed_form']['mfu']:.2%}" == f"{percent}%"
+    assert data["hfu"] == pytest.approx(data["mfu"], rel=0.01)
+
+
+def test_full_recomputation_reads_45_as_60(capsys: Captured) -> None:
+    """One more forward: 8N over 6N."""
+    model = ["mfu", "--model", "llama-2-7b", "--batch", "2", "--seq", "512", "--gpu", "h100-sxm", "--recompute", "full"]
+    at_one_second = as_json([*model, "--step-s", "1"], capsys)
+    step_s = at_one_second["mfu"] / 0.45
+    data = as_json([*model, "--step-s", str(step_s)], capsys)
+    assert data["mfu"] == pytest.approx(0.45)
+    assert data["hfu"] == pytest.approx(0.60, abs=0.002)
+    closed = data["closed_form"]
+    assert closed["hfu"] / closed["mfu"] == pytest.approx(4 / 3)
+
+
+def test_gpu_hours_to_money(capsys: Captured) -> None:
+    """Llama-3.1-8B's published 1.46M GPU-hours at 2 $."""
+    assert as_json(["mfu", "--gpu-hours", "1.46e6", "--price", "2"], capsys)["dollars"] == 2_920_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["mfu"], 2),
+        (["mfu", "--model", "gpt2"], 2),
+        (["mfu", "--gpu-hours", "nan"], 2),
+        (["mfu", "--model", "gpt2", "--batch", "1", "--seq", "8", "--step-s", "0"], 2),
+        (["mfu", "--model", "gpt2", "--batch", "1", "--seq", "8", "--step-s", "1", "--gpu", "cpu"], 65),
+        (["mfu", "--gpu-hours", "3", "--gpu", "nope"], 65),
+    ],
+)
+def test_mfu_refuses(arguments: list[str], code: int, capsys: Captured) -> None:
+    assert main(arguments) == code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_train_stops_with_75_and_resumes(tmp_path: Path) -> None:
+    """SIGTERM saves and exits 75; --resume goes on to the end; --json prints the summary alone."""
+    arguments = ["train", "tiny-cpu", "--set", "batch.seq=32", "--data", "stories:200", "--out", str(tmp_path / "run"),
+                 "--device", "cpu", "--no-tensorboard", "--json"]  # fmt: skip
+    log = tmp_path / "run" / "log.jsonl"
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    stopped = json.loads(out)
+    assert stopped["status"] == "stopped"
+    steps = str(stopped["steps"] + 2)
+    done = subprocess.run(
+        [*COMMAND, *arguments, "--steps", steps, "--resume"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["first_step"] == stopped["steps"]
+
+
+def test_training_twice_into_one_folder_is_65(tmp_path: Path, capsys: Captured) -> None:
+    arguments = ["train", "tiny-cpu", "--set", "batch.seq=32", "--data", "stories:100", "--steps", "1", "--device", "cpu",
+                 "--out", str(tmp_path / "run"), "--no-tensorboard", "--eval-fraction", "0"]  # fmt: skip
+    assert main(arguments) == 0
+    assert "DONE" in capsys.readouterr().out
+    assert main(arguments) == 65
