@@ -39,7 +39,7 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
         if ledger.segments[op.segment].step != "steady":
             continue
         times = ledger.times(op)
-        num_ops += times
+        num_ops += times * op.calls
         move_s = op.num_bytes / gpu.memory_bytes_per_s
         compute_s = op.causal_flops / peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "fp32"))
         lowest_s += times * max(compute_s, move_s)

@@ -9,7 +9,8 @@ Small integer and boolean device tensors that follow from the host alone (positi
 their values along, so that code which asks for them (`if mask.all():`) decides as it would on the GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ FACTORIES = frozenset(
     ).split()
 )
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
+BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 MAX_VALUES = 1 << 18
 """Elements of the largest tensor whose values are carried along."""
 VALUE = "_trainfit_value"
@@ -50,7 +52,26 @@ class HostTensors(TorchFunctionMode):
         if func in MOVES and is_host(args[0]) and (func is torch.Tensor.cuda or _names_device(args[1:], kwargs)):
             with self._says.moving():
                 return args[0].clone() if func is torch.Tensor.cuda else args[0].to(*args[1:], **{**kwargs, "copy": True})
+        if func in BACKWARDS:
+            with self._in_the_engine():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    @contextmanager
+    def _in_the_engine(self) -> Iterator[None]:
+        """A mode is off while it handles a call, here the whole backward: hooks and recomputation run in it."""
+        module: Any = torch.autograd
+        original = module._engine_run_backward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return original(*args, **kwargs)
+
+        module._engine_run_backward = run
+        try:
+            yield
+        finally:
+            module._engine_run_backward = original
 
 
 class Residence:

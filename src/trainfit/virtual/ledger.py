@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
 ALLOCATE, FREE = 1, 0
-FORMAT = 1
+FORMAT = 2
 """Version of the file format; a ledger of another version is not read."""
 
 
@@ -63,6 +63,8 @@ class Op(NamedTuple):
     """Bytes read and written in device memory."""
     dtype: str
     """Dtype of the matrix product's inputs, else of the output."""
+    calls: int = 1
+    """0 for the shares of an operation over lists of several groups' tensors, all but one: it is issued once."""
 
 
 class Event(NamedTuple):
@@ -159,8 +161,8 @@ class Ledger:
 
 
 def _op(row: list[Any], names: list[str]) -> Op:
-    name, module, *middle, dtype = row
-    return Op(names[name], names[module], *middle, names[dtype])
+    name, module, *middle, dtype, calls = row
+    return Op(names[name], names[module], *middle, names[dtype], calls)
 
 
 class _Expansion:

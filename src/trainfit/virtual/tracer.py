@@ -202,11 +202,18 @@ class Tracer(TorchDispatchMode):
         dtype = _dtype(args, out)
         groups = {owner.group for owner in owners}
         if len(groups) <= 1:
-            self.ledger.ops.append(Op(str(func), place.module, self._segment, place.group, full, causal, model, model_full, num_bytes, dtype))
+            self.ledger.ops.append(
+                Op(str(func), place.module, self._segment, place.group, full, causal, model, model_full, num_bytes, dtype)
+            )
             return len(self.ledger.ops) - 1
-        for group in sorted(groups):
-            share = sum(owner.group == group for owner in owners) / len(owners)
-            self.ledger.ops.append(Op(str(func), "", self._segment, group, 0, 0, 0, 0, int(num_bytes * share), dtype))
+        # Of what belongs to nobody (a loss scale) the first share has all.
+        shared = bytes_moved(func, *(_of_group(part, owners, None) for part in (args, kwargs, out)))
+        for number, group in enumerate(sorted(groups)):
+            share = bytes_moved(func, *(_of_group(part, owners, group) for part in (args, kwargs, out)))
+            num_bytes = share - (shared if number else 0)
+            self.ledger.ops.append(
+                Op(str(func), "", self._segment, group, 0, 0, 0, 0, num_bytes, dtype, calls=int(number == 0))
+            )
         return len(self.ledger.ops) - 1
 
     def _allocate(self, t: Tensor, label: str, op: int, place: Place, num_bytes: int | None) -> int:
@@ -260,6 +267,17 @@ class Tracer(TorchDispatchMode):
         owner = self._owners.get(index) if in_list else None
         group = self._sticky if not in_list else self.ledger.storages[index].group if owner is None else owner.group
         self.ledger.events.append(Event(FREE, index, group, self._segment))
+
+
+def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
+    """Arguments or results of an operation over lists: of each list, the entries whose owner is in the group."""
+    if isinstance(value, dict):
+        return {name: _of_group(item, owners, group) for name, item in value.items()}
+    if isinstance(value, list) and len(value) == len(owners):
+        return [item for item, owner in zip(value, owners, strict=True) if owner.group == group]
+    if isinstance(value, list | tuple):
+        return type(value)(_of_group(item, owners, group) for item in value)
+    return value
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:
