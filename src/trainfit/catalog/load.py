@@ -99,7 +99,8 @@ def cluster(hardware: Hardware) -> Cluster:
     """The GPUs that a recipe's ``hardware`` names, with the user's price where one is given."""
     found = gpu(hardware.gpu)
     price = found.price_per_hour if hardware.price_per_hour is None else hardware.price_per_hour
-    return Cluster(gpu=found, count=hardware.count, link=link(found.link), price_per_hour=price)
+    neighbours = None if found.link == "none" else link(found.link)
+    return Cluster(gpu=found, count=hardware.count, link=neighbours, price_per_hour=price)
 
 
 def models() -> dict[str, ModelRow]:

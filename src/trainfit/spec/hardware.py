@@ -63,6 +63,7 @@ class Cluster(Value):
 
     gpu: Gpu
     count: PositiveInt = 1
-    link: Link
+    link: Link | None
+    """None: the device has no neighbours (this machine's CPU)."""
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     """US dollars for one GPU and one hour, the user's own if given."""

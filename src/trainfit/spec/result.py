@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary", "communication", "workspace")
-PHASES = ("forward", "backward", "optimizer")
+CATEGORIES: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "temporary", "communication", "workspace")
+PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 
 
 class MemoryBreakdown(Value):
