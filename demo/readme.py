@@ -1,0 +1,24 @@
+"""``make readme``: put the real output of the README's first command into the README."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n.*?```", re.DOTALL)
+
+
+def main() -> None:
+    text = README.read_text(encoding="utf-8")
+    found = BLOCK.search(text)
+    assert found is not None, "README.md has no console block"
+    out = subprocess.run(
+        found["command"].split(), capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+    ).stdout
+    block = f"```console\n$ {found['command']}\n{out.strip()}\n```"
+    README.write_text(text[: found.start()] + block + text[found.end() :], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
