@@ -77,4 +77,24 @@ def _softmax(op: Any) -> Callable[..., Tensor]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return aten._fused_rms_norm(x, shape, weight, eps)[0]
+    # CUDA runs one kernel and keeps x and 1/rms; the CPU's falls apart into elementwise operations.
+    return FusedRmsNorm.apply(x, list(shape), weight, eps)
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """``aten::_fused_rms_norm`` with CUDA's backward (derivatives.yaml), which CPU tensors do not reach."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = aten._fused_rms_norm.default(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        grad_x, grad_weight = aten._fused_rms_norm_backward.default(grads[0], x, ctx.shape, rstd, weight, wanted)
+        return grad_x, None, grad_weight if wanted[1] else None, None

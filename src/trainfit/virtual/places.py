@@ -5,6 +5,8 @@ in the order of the forward, and the numbers at which modules began and ended we
 """
 
 import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +65,13 @@ class Places:
         self._marks: list[Place] = []
         self._handles: list[Any] = []
         self.on_recomputed = lambda: None
+        self.override: Place | None = None
+        """Where compiled code says it is; None: hooks and autograd tell."""
+        self._groups: list[Groups] = []
 
     def bind(self, model: nn.Module, groups: list[Groups]) -> None:
         """Learn every module's and parameter's place."""
+        self._groups = groups
         for name, module in model.named_modules():
             self._of_module[id(module)] = self.locate(name, groups)
         for name, parameter in model.named_parameters():
@@ -86,8 +92,14 @@ class Places:
                 return Place(name, f"{head}{group.name}.{within}.{rest}", number)
         return Place(name, name, NO_LAYER)
 
+    def find(self, name: str) -> Place:
+        """The place of a dotted name in the bound model."""
+        return self.locate(name, self._groups)
+
     def current(self) -> Place:
         """The place of the operation that runs now."""
+        if self.override is not None:
+            return self.override
         if self._stack:
             place = self._stack[-1]
             if place.group == NO_LAYER and self._after_layer is not None:
@@ -121,6 +133,17 @@ class Places:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @contextmanager
+    def within_compiled(self, module: nn.Module) -> Iterator[None]:
+        """A compiled module runs: it begins and ends here, and the hooks are out of the compiler's sight meanwhile."""
+        self._begin(module, None)
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+            self._end(module, None, None)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         place = self._of_module.get(id(module), self._stack[-1] if self._stack else NOWHERE)

@@ -60,6 +60,11 @@ class Tracer(TorchDispatchMode):
         self._sticky = NO_LAYER
         self.begin("init", "init")
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles inside this mode; the mode sees what the compiled code runs."""
+        return True
+
     # -- what the step tells ------------------------------------------------------------------------------------
 
     def begin(self, step: str, phase: str) -> None:
@@ -129,6 +134,12 @@ class Tracer(TorchDispatchMode):
         live = set(self.live_indices())
         self._categorise("activations", (i for i in self._recomputed if i in live))
         self._recomputed.clear()
+
+    def launched(self, name: str, num_bytes: int, dtype: str) -> None:
+        """A kernel that is no operation of PyTorch's ran: compiled code's own."""
+        place = self.places.current()
+        self._sticky = place.group
+        self.ledger.ops.append(Op(name, place.module, self._segment, place.group, 0, 0, 0, 0, num_bytes, dtype))
 
     # -- what PyTorch tells -------------------------------------------------------------------------------------
 

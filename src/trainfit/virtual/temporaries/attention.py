@@ -131,6 +131,12 @@ def cudnn_outputs(call: Call) -> dict[int, int]:
     return by_tensor(call.out, {1: batch * heads * seq * FLOAT if wanted else 0, 6: SEED, 7: SEED})
 
 
+@SCRATCH.rule("_scaled_dot_product_cudnn_attention")
+def cudnn_forward(call: Call) -> tuple[int, ...]:
+    """A workspace of one block (seen on an H200, torch 2.11, cuDNN 9; its size is not public)."""
+    return (1,)
+
+
 @SCRATCH.rule("_scaled_dot_product_cudnn_attention_backward")
 def cudnn_backward(call: Call) -> tuple[int, ...]:
     """One workspace: dq in fp32 and the row sums of grad * out (cudnn-frontend ``get_fe_workspace_size_node``,
@@ -143,6 +149,7 @@ def cudnn_backward(call: Call) -> tuple[int, ...]:
     workspace = batch * heads * seq_q * (head_dim + 1) * FLOAT
     if heads_k != heads:
         workspace += batch * heads * seq_k * (head_dim + v.shape[-1]) * q.element_size()
+    workspace += 1  # One block more than the tensors in it, as in the forward.
     return (workspace,) if grad.stride(-1) == 1 else (num_bytes(grad), workspace)
 
 

@@ -23,7 +23,20 @@ def softmax(call: Call) -> tuple[int, ...]:
     return copy_if_strided(call.args[0])
 
 
-@SCRATCH.rule("_softmax_backward_data", "_log_softmax_backward_data")
-def softmax_backward(call: Call) -> tuple[int, ...]:
+@SCRATCH.rule("_log_softmax_backward_data")
+def log_softmax_backward(call: Call) -> tuple[int, ...]:
     """``grad.contiguous()`` and ``output.contiguous()`` (SoftMax.cu host_softmax_backward)."""
     return copy_if_strided(call.args[0], call.args[1])
+
+
+@SCRATCH.rule("_softmax_backward_data")
+def softmax_backward(call: Call) -> tuple[int, ...]:
+    """``Tensor tmp = grad * output`` (SoftMax.cu softmax_backward_cuda_out), and a copy of an output that is strided."""
+    return (num_bytes(call.args[0]), *copy_if_strided(call.args[1]))
+
+
+@SCRATCH.rule("_safe_softmax")
+def safe_softmax(call: Call) -> tuple[int, ...]:
+    """Which scores are -inf, and which rows wholly: booleans (SoftMax.cpp ``_safe_softmax``)."""
+    x, dim = call.args[0], call.args[1]
+    return (*copy_if_strided(x), x.numel(), x.numel() // max(1, x.shape[dim]))
