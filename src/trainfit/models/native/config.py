@@ -13,12 +13,13 @@ from trainfit.models.hf import NOT_THE_ARCHITECTURE
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import PositiveInt, Value, parse
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "silu_unfused", "gelu", "gelu_tanh", "relu"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
+    "silu_unfused": "silu_unfused",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -89,6 +90,8 @@ class NativeConfig(Value):
     gated_mlp: bool = True
     norm: Literal["rmsnorm", "rmsnorm_unfused", "layernorm"] = "rmsnorm"
     """``rmsnorm_unfused`` is the same function written out in fp32, which keeps two fp32 copies of its input."""
+    softmax: Literal["fused", "unfused"] = "fused"
+    """Of ``attention: eager``: one operation, or exp(x - max) / sum, which keeps both its numerator and its result."""
     norm_eps: PositiveFloat = 1e-6
     norm_placement: Literal["pre", "post"] = "pre"
     position_embedding: Literal["rope", "learned", "alibi"] = "rope"

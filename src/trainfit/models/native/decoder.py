@@ -7,6 +7,7 @@ so a bf16 step holds 2 + 4 + 4 bytes a logit (logits, their log-softmax, its gra
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -88,8 +89,11 @@ class Attention(nn.Module):
         if place.slopes is not None:
             bias = positions.additive_bias(self.config, s, place.slopes, q.dtype, q.device)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        attend = eager_attention if self.eager else sdpa
-        return self.out(attend(q, k, v, bias).transpose(1, 2).reshape(b, s, -1))
+        if self.eager:
+            attended = eager_attention(q, k, v, bias, SOFTMAX[self.config.softmax])
+        else:
+            attended = sdpa(q, k, v, bias)
+        return self.out(attended.transpose(1, 2).reshape(b, s, -1))
 
 
 def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
@@ -101,7 +105,29 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
     return F.scaled_dot_product_attention(q_bhsd, k, v, attn_mask=bias)
 
 
-def eager_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
+def unfused_softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension operation by operation in fp32, as hand-written programs have it."""
+    x_fp32 = x.float()
+    # max keeps the places of the largest for its backward; amax would keep all scores.
+    exponential = torch.exp(x_fp32 - x_fp32.max(dim=-1, keepdim=True).values)
+    return exponential / exponential.sum(dim=-1, keepdim=True)
+
+
+def fused_softmax(x: Tensor) -> Tensor:
+    """Softmax over the last dimension as one operation, in fp32."""
+    return x.softmax(dim=-1, dtype=torch.float32)
+
+
+SOFTMAX = {"fused": fused_softmax, "unfused": unfused_softmax}
+
+
+def eager_attention(
+    q_bhsd: Tensor,
+    k_bksd: Tensor,
+    v_bksd: Tensor,
+    bias: Tensor | None,
+    softmax: Callable[[Tensor], Tensor] = fused_softmax,
+) -> Tensor:
     """softmax(QK^T)V written out, softmax in fp32; the [b, h, s, s] scores are real memory."""
     s, d = q_bhsd.shape[2:]
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
@@ -109,7 +135,7 @@ def eager_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor
     scores = q_bhsd @ k.transpose(2, 3) * (1 / math.sqrt(d))
     if bias is None:
         bias = torch.full((s, s), float("-inf"), dtype=scores.dtype, device=scores.device).triu(1)
-    return (scores + bias).softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    return softmax(scores + bias).to(v.dtype) @ v
 
 
 def repeat_heads(x_bksd: Tensor, groups: int) -> Tensor:
@@ -140,6 +166,8 @@ class FeedForward(nn.Module):
     def act(self, x: Tensor) -> Tensor:
         if self.hidden_act == "silu":
             return F.silu(x)
+        if self.hidden_act == "silu_unfused":
+            return x * torch.sigmoid(x)
         if self.hidden_act == "relu":
             return F.relu(x)
         return F.gelu(x, approximate="tanh" if self.hidden_act == "gelu_tanh" else "none")
