@@ -18,7 +18,7 @@ from trainfit.measure.meter import is_out_of_memory
 from trainfit.measure.nvml import visible_device
 from trainfit.measure.run import measure, with_utilisation
 from trainfit.measure.suite import main as suite
-from trainfit.measure.suite import read_recipes
+from trainfit.spec.recipe_file import read_recipes
 from trainfit.measure.trial import RESULT, TrialRequest
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe

@@ -188,16 +188,17 @@ class CudaMeter(Meter):
         # No wait between steps, as in training: the time from one event to the next is the GPU's own.
         torch.cuda.synchronize(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
-        losses = []
+        # Losses go to the host as they come: kept on the device they would count towards the peak.
+        losses = torch.empty(num_steps, pin_memory=True)
         events[0].record()
-        for event in events[1:]:
-            losses.append(run())
+        for loss, event in zip(losses, events[1:], strict=True):
+            loss.copy_(run(), non_blocking=True)
             event.record()
         # The last step is still running on the GPU: the clocks are those under load.
         self._clocks = {"clocks_mhz": self._nvml.clocks_mhz(), "throttled": self._nvml.throttled()}
         torch.cuda.synchronize(self.device)
         seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
-        return seconds, [loss.item() for loss in losses]
+        return seconds, losses.tolist()
 
     def totals(self) -> dict[str, Any]:
         assert self._host is not None, "environment() comes first"

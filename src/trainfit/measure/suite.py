@@ -24,7 +24,7 @@ from trainfit.measure.run import measure
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Environment, Measurement, Record
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
@@ -62,27 +62,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--tag", action="append", default=[], help="put into each record")
     return parser.parse_args(arguments)
-
-
-def read_recipes(path: Path) -> list[Recipe]:
-    """The recipes of a JSON Lines file, all checked; blank lines are passed over.
-
-    Raises:
-        InputError: a line is not a recipe; it names the file and the line.
-    """
-    recipes = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"not JSON: {error.msg}", "write one recipe a line", file=where) from None
-        if not isinstance(data, dict):
-            raise InputError("not a recipe", "write a mapping", value=data, file=where)
-        recipes.append(recipe_from(data, file=where))
-    return recipes
 
 
 def read_done(path: Path) -> set[str]:

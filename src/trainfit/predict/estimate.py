@@ -5,7 +5,7 @@ Imports torch only where no ledger is kept.
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.predict import cache
-from trainfit.predict.device_overhead import context_bytes
+from trainfit.predict.device_overhead import overhead_bytes
 from trainfit.predict.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -60,7 +60,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         peak_phase=replayed.peak_phase,
         peak_allocated_bytes=replayed.peak_allocated_bytes,
         peak_reserved_bytes=replayed.peak_reserved_bytes,
-        peak_device_bytes=replayed.peak_reserved_bytes + context_bytes(gpu),
+        peak_device_bytes=replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger),
         device_bytes=gpu.usable_bytes,
         fits=fits,
         params=ledger.params,
@@ -86,11 +86,11 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
     Returns:
         the replay within the limit if that succeeds, else the unlimited one; and whether it fits.
     """
-    if gpu.name == "cpu":
+    if gpu.vendor == "host":
         tally = replay(ledger, Tally())
         return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
     free = replay(ledger, CachingAllocator())
-    capacity = gpu.usable_bytes - context_bytes(gpu)
+    capacity = gpu.usable_bytes - overhead_bytes(gpu, ledger)
     if free.peak_reserved_bytes <= capacity or free.peak_allocated_bytes > capacity:
         return free, free.peak_reserved_bytes <= capacity
     try:
@@ -130,5 +130,5 @@ def _assumptions(ledger: Ledger) -> tuple[str, ...]:
 def _bounds(time: Roofline | None) -> dict[str, Interval]:
     if time is None:
         return {}
-    basis = "low: every operation at the data sheet's rate; high: three times the expectation, no record was slower"
-    return {"step_s": Interval(low=time.lowest_s, high=3 * time.expected.total, basis=basis)}
+    basis = "low: every operation at the data sheet's rate; high: 2.5 times the expectation; 37 of 37 runs on an H200 lay inside (results/h200.jsonl)"
+    return {"step_s": Interval(low=time.lowest_s, high=2.5 * time.expected.total, basis=basis)}

@@ -104,7 +104,7 @@ class Adapter(Value):
     """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
 
     kind: Literal["lora", "prompt", "prefix", "p-tuning"]
-    rank: PositiveInt = 16
+    rank: Annotated[int, Field(ge=1, le=2**14)] = 16
     alpha: PositiveInt | None = None
     targets: str | tuple[str, ...] = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"

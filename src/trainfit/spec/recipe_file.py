@@ -4,6 +4,7 @@ Enters: a path and settings. Leaves: a Recipe. Assumes: a relative ``extends`` o
 that names it; one in a setting is relative to the working directory.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,27 @@ def load_recipe(path: str | Path, settings: list[str] | None = None) -> Recipe:
 def recipe_from(data: dict[str, Any], settings: list[str] | None = None, *, file: str = "") -> Recipe:
     """A recipe from plain data, such as a record's; paths are relative to the working directory."""
     return _check(data, [(file, data)], settings or [])
+
+
+def read_recipes(path: Path) -> list[Recipe]:
+    """The recipes of a JSON Lines file, all checked; blank lines are passed over.
+
+    Raises:
+        InputError: a line is not a recipe; it names the file and the line.
+    """
+    recipes = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"not JSON: {error.msg}", "write one recipe a line", file=where) from None
+        if not isinstance(data, dict):
+            raise InputError("not a recipe", "write a mapping", value=data, file=where)
+        recipes.append(recipe_from(data, file=where))
+    return recipes
 
 
 def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:
