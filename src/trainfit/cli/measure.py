@@ -12,9 +12,9 @@ from trainfit.cli.options import (
     Settings,
     finite,
     keep,
-    only_json,
     print_json,
     read_recipe,
+    work,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(
     from trainfit.cli.flops import step_flops
     from trainfit.measure.run import measure
 
-    with only_json(json):
+    with work(recipe, settings, json=json):
         model, hardware, peak = step_flops(asked, device, peak_flops)
         result = measure(
             asked, steps=steps, warmup=warmup, device=device, timeout_s=timeout,

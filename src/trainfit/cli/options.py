@@ -50,6 +50,7 @@ def read_recipe(
         InputError: no such name, or wrong content.
         OSError: the file cannot be read.
     """
+    from trainfit.catalog import load as catalog
     from trainfit.spec.recipe_file import load_recipe, recipe_from
 
     # JSON text is YAML text, so a name with a colon or a hash in it stays one value.
@@ -61,21 +62,25 @@ def read_recipe(
     else:
         path = _shipped(text)
         recipe = recipe_from({"model": {"config": text}}, settings) if path is None else load_recipe(path, settings)
-    _check_names(recipe, text, settings)
+    with _named(text, settings):  # Before anything slow is imported.
+        catalog.gpu(recipe.hardware.gpu)
+        catalog.model_config(recipe.model.config)
     return recipe
 
 
-def _check_names(recipe: "Recipe", file: str, settings: list[str]) -> None:
-    """Names of the catalog are checked before anything slow is imported."""
-    from trainfit.catalog import load as catalog
+@contextlib.contextmanager
+def _named(text: str, settings: list[str] | None) -> Iterator[None]:
+    """An error about a field of the recipe names the recipe, or ``--set`` where a setting said the value."""
     from trainfit.spec.errors import InputError
+    from trainfit.spec.recipe import Recipe
 
     try:
-        catalog.gpu(recipe.hardware.gpu)
-        catalog.model_config(recipe.model.config)
+        yield
     except InputError as error:
-        by_setting = any(setting.startswith(f"{error.field}=") for setting in settings)
-        raise error.in_file("--set" if by_setting else file) from None
+        if error.field.partition(".")[0] not in Recipe.model_fields:
+            raise
+        by_setting = any(setting.startswith(f"{error.field}=") for setting in settings or [])
+        raise error.in_file("--set" if by_setting else text) from error.__cause__
 
 
 def _quoted(text: str) -> str:
@@ -97,6 +102,13 @@ def _shipped(name: str) -> Path | None:
     near = difflib.get_close_matches(name.lower(), [*recipes, *models], n=4, cutoff=0.5)
     known = f"did you mean {', '.join(near)}?" if near else f"shipped recipes: {', '.join(recipes)}"
     raise InputError("no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name)
+
+
+@contextlib.contextmanager
+def work(recipe: str, settings: list[str] | None, *, json: bool) -> Iterator[None]:
+    """A verb's work on a recipe: errors name it, and for ``--json`` standard output stays free."""
+    with _named(recipe, settings), only_json(json):
+        yield
 
 
 @contextlib.contextmanager

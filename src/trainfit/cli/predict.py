@@ -15,9 +15,9 @@ from trainfit.cli.options import (
     RecordFile,
     Settings,
     keep,
-    only_json,
     print_json,
     read_recipe,
+    work,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(
     asked = read_recipe(recipe, settings, gpu=gpu, price=price)
     from trainfit.predict.estimate import predict
 
-    with only_json(json):
+    with work(recipe, settings, json=json):
         estimate = predict(asked, use_cache=not no_cache)
         keep(record, "predict", asked, estimate=estimate)
     if json:

@@ -12,9 +12,9 @@ from trainfit.cli.options import (
     RecordFile,
     Settings,
     keep,
-    only_json,
     print_json,
     read_recipe,
+    work,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def run(
         eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last, schedule=schedule,
         warmup_steps=warmup_steps, clip_norm=clip_norm, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
-    with only_json(json):
+    with work(recipe, settings, json=json):
         summary = _train(asked, options, peak_flops)
         keep(record, "train", asked, train=summary.content())
     if json:
