@@ -147,7 +147,10 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
         if self._stays_on_host(func, tensors):
-            return on_host(func, args, kwargs)
+            out = on_host(func, args, kwargs)
+            if self.gpu is None:
+                self._record(func, args, kwargs, out)  # A CPU's own memory is the host's.
+            return out
         if func in READS_VALUE:
             return _read(args[0])
         out = func(*args, **kwargs)
