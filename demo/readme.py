@@ -14,7 +14,11 @@ def main() -> None:
     found = BLOCK.search(text)
     assert found is not None, "README.md has no console block"
     out = subprocess.run(
-        found["command"].split(), capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"}
+        found["command"].split(),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
     ).stdout
     block = f"```console\n$ {found['command']}\n{out.strip()}\n```"
     README.write_text(text[: found.start()] + block + text[found.end() :], encoding="utf-8")

@@ -62,7 +62,10 @@ def test_help_lists_every_verb(capsys: Captured) -> None:
         ("model: {config: gpt2}\nseed: 1\nseed: 1", "duplicate key 'seed'"),
         ("model: {config: gpt2}\nrecompute: {budget_gib: 4 GiB}", "recompute.budget_gib = '4 GiB'"),
         ("model: {config: gpt3}", "model.config = 'gpt3': no model of that name; did you mean"),
-        ("model: {config: gpt2}\nhardware: {gpu: h2000}", "hardware.gpu = 'h2000': no accelerator of that name"),
+        (
+            "model: {config: gpt2}\nhardware: {gpu: h2000}",
+            "hardware.gpu = 'h2000': no accelerator of that name",
+        ),
         ("extends: r.yaml", "break the cycle r.yaml -> r.yaml"),
     ],
 )

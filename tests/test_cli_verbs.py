@@ -39,7 +39,9 @@ def test_llama_8b_is_predicted_in_seconds_and_warm_without_torch(tmp_path: Path)
             timeout=120, env={**os.environ, "TRAINFIT_CACHE": str(tmp_path), "COLUMNS": "80"},
         )  # fmt: skip
         after = os.times()
-        seconds.append(after.children_user - before.children_user + after.children_system - before.children_system)
+        seconds.append(
+            after.children_user - before.children_user + after.children_system - before.children_system
+        )
         torch_came.append(done.stderr.splitlines()[-1])
         texts.append(done.stdout)
     assert torch_came == ["True", "False", "False"]
@@ -47,7 +49,14 @@ def test_llama_8b_is_predicted_in_seconds_and_warm_without_torch(tmp_path: Path)
     assert seconds[0] < 8  # Processor time: other tests run beside this one.
     assert min(seconds[1:]) < 2
     assert max(len(line) for line in texts[0].splitlines()) <= 80
-    for words in ("FITS on h200", "8.03B parameters", "activations", "steady step", "MFU", "masked attention scores"):
+    for words in (
+        "FITS on h200",
+        "8.03B parameters",
+        "activations",
+        "steady step",
+        "MFU",
+        "masked attention scores",
+    ):
         assert words in " ".join(texts[0].split())
 
 
@@ -76,7 +85,9 @@ def test_price_of_ones_own(capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("setting", ["precision=fp32", "recompute=full", "adapter.kind=lora"])
-def test_measured_on_this_machine_within_three_percent(setting: str, capsys: Captured, tmp_path: Path) -> None:
+def test_measured_on_this_machine_within_three_percent(
+    setting: str, capsys: Captured, tmp_path: Path
+) -> None:
     file = str(tmp_path / "records.sqlite")
     recipe = ["tiny-cpu", "--set", setting, "--set", "batch.seq=64"]
     as_json(["predict", *recipe, "--record", file], capsys)
@@ -100,7 +111,9 @@ LLAMA_405B = ["mfu", "--model", "llama-3.1-405b", "--batch", "16", "--seq", "64"
               "--gpu", "mi300x", "--count", "8", "--peak-flops", "1.3e15"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("more", "percent"), [([], "0.80"), (["--adapter", "lora"], "0.53"), (["--attention", "full"], "0.80")])
+@pytest.mark.parametrize(
+    ("more", "percent"), [([], "0.80"), (["--adapter", "lora"], "0.53"), (["--attention", "full"], "0.80")]
+)
 def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> None:
     """Published: 0.80 % for full fine-tuning, 0.53 % for LoRA (issue 2, item 9), by 6N and 4N."""
     data = as_json([*LLAMA_405B, *more], capsys)
@@ -111,7 +124,19 @@ def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> N
 
 def test_full_recomputation_reads_45_as_60(capsys: Captured) -> None:
     """One more forward: 8N over 6N."""
-    model = ["mfu", "--model", "llama-2-7b", "--batch", "2", "--seq", "512", "--gpu", "h100-sxm", "--recompute", "full"]
+    model = [
+        "mfu",
+        "--model",
+        "llama-2-7b",
+        "--batch",
+        "2",
+        "--seq",
+        "512",
+        "--gpu",
+        "h100-sxm",
+        "--recompute",
+        "full",
+    ]
     at_one_second = as_json([*model, "--step-s", "1"], capsys)
     step_s = at_one_second["mfu"] / 0.45
     data = as_json([*model, "--step-s", str(step_s)], capsys)

@@ -10,7 +10,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def test_every_data_file_is_package_data() -> None:
     package = ROOT / "src" / "trainfit"
-    shipped = {path for pattern in PROJECT["tool"]["setuptools"]["package-data"]["trainfit"] for path in package.glob(pattern)}
+    shipped = {
+        path
+        for pattern in PROJECT["tool"]["setuptools"]["package-data"]["trainfit"]
+        for path in package.glob(pattern)
+    }
     data = {path for path in package.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}}
     assert data - shipped == set()
     assert len(data) > 100

@@ -12,7 +12,10 @@ from trainfit.spec.recipe import Batch, Budget, Every, ModelSpec, Recipe
 from trainfit.spec.recipe_file import apply_settings, load_recipe, recipe_from
 
 WHOLE = {
-    "model": {"config": {"model_type": "llama", "rope_theta": 1e6, "text": "1e-4", "flag": None}, "name": "mine"},
+    "model": {
+        "config": {"model_type": "llama", "rope_theta": 1e6, "text": "1e-4", "flag": None},
+        "name": "mine",
+    },
     "batch": {"micro": 4, "seq": 2048, "accumulate": 2},
     "precision": "amp-bf16",
     "attention": "flash",
@@ -32,14 +35,21 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_yaml_1_2_scalars(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path / "r.yaml", "model: {config: gpt2}\noptimizer: {lr: 1e-4}\nbatch: {seq: 010}\n"))
+    recipe = load_recipe(
+        write(tmp_path / "r.yaml", "model: {config: gpt2}\noptimizer: {lr: 1e-4}\nbatch: {seq: 010}\n")
+    )
     assert recipe.optimizer.lr == 1e-4
     assert recipe.batch.seq == 10  # YAML 1.1 would read 8.
 
 
 def test_defaults_are_the_documented_ones() -> None:
     recipe = recipe_from({"model": {"config": "gpt2"}})
-    assert (recipe.precision, recipe.attention, recipe.loss, recipe.recompute) == ("bf16", "sdpa", "standard", "none")
+    assert (recipe.precision, recipe.attention, recipe.loss, recipe.recompute) == (
+        "bf16",
+        "sdpa",
+        "standard",
+        "none",
+    )
     assert recipe.compile is False
     assert recipe.optimizer.implementation == "fused"
     assert recipe.batch.tokens == 1024
@@ -65,7 +75,10 @@ def test_id_follows_content_only() -> None:
     assert again.id == recipe.id != other.id
     assert len(recipe.id) == 16
     # A default written out and a default left out are the same recipe.
-    assert recipe_from({"model": {"config": "gpt2"}, "batch": {"micro": 1}}).id == recipe_from({"model": {"config": "gpt2"}}).id
+    assert (
+        recipe_from({"model": {"config": "gpt2"}, "batch": {"micro": 1}}).id
+        == recipe_from({"model": {"config": "gpt2"}}).id
+    )
 
 
 def test_frozen() -> None:
@@ -77,9 +90,15 @@ def test_frozen() -> None:
 
 
 def test_extends_merges_by_key_and_replaces_whole_values(tmp_path: Path) -> None:
-    write(tmp_path / "base.yaml", "model: {config: {a: 1, b: 2}}\nbatch: {micro: 4, seq: 64}\nrecompute: {every: 2}\nseed: 1\n")
+    write(
+        tmp_path / "base.yaml",
+        "model: {config: {a: 1, b: 2}}\nbatch: {micro: 4, seq: 64}\nrecompute: {every: 2}\nseed: 1\n",
+    )
     (tmp_path / "deep").mkdir()
-    write(tmp_path / "deep" / "middle.yaml", "extends: ../base.yaml\nbatch: {seq: 128}\nrecompute: {budget: 0.5}\n")
+    write(
+        tmp_path / "deep" / "middle.yaml",
+        "extends: ../base.yaml\nbatch: {seq: 128}\nrecompute: {budget: 0.5}\n",
+    )
     recipe = load_recipe(write(tmp_path / "top.yaml", "extends: deep/middle.yaml\nmodel: {config: {c: 3}}\n"))
     assert recipe.batch == Batch(micro=4, seq=128)
     assert recipe.model.config == {"c": 3}
@@ -91,7 +110,10 @@ def test_extends_cycle_names_the_chain(tmp_path: Path) -> None:
     write(tmp_path / "a.yaml", "extends: b.yaml\n")
     write(tmp_path / "b.yaml", "extends: c.yaml\n")
     write(tmp_path / "c.yaml", "extends: ./../" + tmp_path.name + "/a.yaml\n")
-    with pytest.raises(InputError, match=r"c\.yaml: extends = .*extends itself; break the cycle a.yaml -> b.yaml -> c.yaml -> a.yaml"):
+    with pytest.raises(
+        InputError,
+        match=r"c\.yaml: extends = .*extends itself; break the cycle a.yaml -> b.yaml -> c.yaml -> a.yaml",
+    ):
         load_recipe(tmp_path / "a.yaml")
     write(tmp_path / "self.yaml", "extends: self.yaml\n")
     with pytest.raises(InputError, match="break the cycle self.yaml -> self.yaml"):

@@ -11,13 +11,17 @@ from trainfit.spec.recipe_file import load_recipe
 
 MODEL = "model: {config: gpt2}\n"
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n" for before, name in zip("abcdef", "bcdefg", strict=True)
+    f"{name}: &{name} [{', '.join(['*' + before] * 10)}]\n"
+    for before, name in zip("abcdef", "bcdefg", strict=True)
 )
 
 # name: (text, what the line says)
 REFUSED = {
     "unknown key": (MODEL + "bach: {micro: 2}", "bach = {'micro': 2}: unknown key; did you mean 'batch'?"),
-    "unknown nested key": (MODEL + "batch: {mirco: 2}", "batch.mirco = 2: unknown key; did you mean 'micro'?"),
+    "unknown nested key": (
+        MODEL + "batch: {mirco: 2}",
+        "batch.mirco = 2: unknown key; did you mean 'micro'?",
+    ),
     "NaN": (MODEL + "optimizer: {lr: .nan}", "optimizer.lr = nan: not a finite number"),
     "infinity": (MODEL + "optimizer: {lr: -.inf}", "optimizer.lr = -inf: not a finite number"),
     "NaN in a config": ("model: {config: {a: .nan}}", "model.config.a = nan: not a finite number"),
@@ -25,30 +29,69 @@ REFUSED = {
         MODEL + "recompute: {budget_gib: 4 GiB}",
         "recompute.budget_gib = '4 GiB': should be a number; write the number of GiB alone, without a unit",
     ),
-    "unit on a count": (MODEL + "batch: {seq: 4k}", "batch.seq = '4k': should be a whole number; write the number alone"),
+    "unit on a count": (
+        MODEL + "batch: {seq: 4k}",
+        "batch.seq = '4k': should be a whole number; write the number alone",
+    ),
     "money": (MODEL + "hardware: {price_per_hour: $2}", "hardware.price_per_hour = '$2': should be a number"),
     "negative": (MODEL + "batch: {micro: -1}", "batch.micro = -1: should be greater than or equal to 1"),
     "zero": (MODEL + "batch: {seq: 0}", "batch.seq = 0: should be greater than or equal to 1"),
-    "negative budget": (MODEL + "recompute: {budget_gib: -4}", "recompute.budget_gib = -4: should be greater than 0"),
+    "negative budget": (
+        MODEL + "recompute: {budget_gib: -4}",
+        "recompute.budget_gib = -4: should be greater than 0",
+    ),
     "too large": (MODEL + "batch: {seq: 999999999999}", "batch.seq = 999999999999: should be less than"),
-    "too many tokens": (MODEL + "batch: {micro: 1000000, seq: 1000000}", "a micro-batch of 1000000 x 1000000 tokens"),
-    "quoted number": (MODEL + "optimizer: {lr: '1e-4'}", "optimizer.lr = '1e-4': should be a number; write the number without quotes"),
+    "too many tokens": (
+        MODEL + "batch: {micro: 1000000, seq: 1000000}",
+        "a micro-batch of 1000000 x 1000000 tokens",
+    ),
+    "quoted number": (
+        MODEL + "optimizer: {lr: '1e-4'}",
+        "optimizer.lr = '1e-4': should be a number; write the number without quotes",
+    ),
     "float for int": (MODEL + "batch: {micro: 2.0}", "batch.micro = 2.0: should be a whole number; write 2"),
     "fraction for int": (MODEL + "batch: {micro: 2.5}", "batch.micro = 2.5: should be a whole number"),
     "bool for int": (MODEL + "batch: {micro: true}", "batch.micro = true: should be a whole number"),
-    "yes": (MODEL + "optimizer: {in_backward: yes}", "optimizer.in_backward = 'yes': should be true or false"),
+    "yes": (
+        MODEL + "optimizer: {in_backward: yes}",
+        "optimizer.in_backward = 'yes': should be true or false",
+    ),
     "null part": (MODEL + "batch: null", "batch: should be a mapping with micro, seq, accumulate, not null"),
-    "unknown choice": (MODEL + "precision: bf-16", "precision = 'bf-16': should be one of fp32, bf16, amp-bf16"),
+    "unknown choice": (
+        MODEL + "precision: bf-16",
+        "precision = 'bf-16': should be one of fp32, bf16, amp-bf16",
+    ),
     "near choice": (MODEL + "recompute: fulll", "did you mean full?"),
-    "union range": (MODEL + "recompute: {budget: 2}", "recompute.budget = 2: should be less than or equal to 1"),
-    "union unknown": (MODEL + "recompute: {foo: 2}", "recompute.foo = 2: unknown key; known keys here: every, budget, budget_gib"),
-    "union two": (MODEL + "recompute: {every: 2, budget: 1}", "does not go together with 'every'; keep one of them"),
-    "union neither": (MODEL + "recompute: 3", "recompute = 3: should be one of none, full, selective, offload, or a mapping with"),
-    "text for mapping": ("model: gpt2", "model = 'gpt2': should be a mapping with config, implementation, name"),
+    "union range": (
+        MODEL + "recompute: {budget: 2}",
+        "recompute.budget = 2: should be less than or equal to 1",
+    ),
+    "union unknown": (
+        MODEL + "recompute: {foo: 2}",
+        "recompute.foo = 2: unknown key; known keys here: every, budget, budget_gib",
+    ),
+    "union two": (
+        MODEL + "recompute: {every: 2, budget: 1}",
+        "does not go together with 'every'; keep one of them",
+    ),
+    "union neither": (
+        MODEL + "recompute: 3",
+        "recompute = 3: should be one of none, full, selective, offload, or a mapping with",
+    ),
+    "text for mapping": (
+        "model: gpt2",
+        "model = 'gpt2': should be a mapping with config, implementation, name",
+    ),
     "missing": ("seed: 1", "model: missing; add 'model'"),
     "missing nested": (MODEL + "adapter: {}", "adapter.kind: missing; add 'kind'"),
-    "item of a list": (MODEL + "adapter: {kind: lora, targets: [a, 1]}", "adapter.targets.1 = 1: should be text; quote it"),
-    "counts": (MODEL + "hardware: {count: 2}", "hardware.count = 2: parallel (replicate x shard x tensor) is 1"),
+    "item of a list": (
+        MODEL + "adapter: {kind: lora, targets: [a, 1]}",
+        "adapter.targets.1 = 1: should be text; quote it",
+    ),
+    "counts": (
+        MODEL + "hardware: {count: 2}",
+        "hardware.count = 2: parallel (replicate x shard x tensor) is 1",
+    ),
     "quantised, nothing trains": (MODEL + "quantize: nf4", "quantize = 'nf4': a quantised base is frozen"),
     "duplicate key": (MODEL + "seed: 1\nseed: 2", "duplicate key 'seed' at line 3; keep one of them"),
     "duplicate nested key": (MODEL + "batch: {micro: 1, micro: 1}", "duplicate key 'micro' at line 2"),
@@ -68,11 +111,17 @@ REFUSED = {
     "impossible date": ("model: {config: 2020-99-99}", "quote it"),
     "number as key": ("1: 2\n" + MODEL, "(top) = 1: key is not text"),
     "endless number": (MODEL + "seed: " + "9" * 5000, "a number is too long"),
-    "seed over 63 bits": (MODEL + "seed: 9223372036854775808", "seed = 9223372036854775808: should be less than"),
+    "seed over 63 bits": (
+        MODEL + "seed: 9223372036854775808",
+        "seed = 9223372036854775808: should be less than",
+    ),
     "tab": ("model:\n\tconfig: x", "at line 2"),
     "control character": ("model: \x01", "unacceptable character"),
     "lone surrogate": ('model: {config: "\\ud800"}', "not Unicode text"),
-    "no such config": ("model: {config: nope/config.json}", "model.config = 'nope/config.json': no such file"),
+    "no such config": (
+        "model: {config: nope/config.json}",
+        "model.config = 'nope/config.json': no such file",
+    ),
     "NUL in a path": ('model: {config: "a\\0/b"}', "model.config = 'a\\x00/b': not a path"),
     "extends a number": ("extends: 3", "extends = 3: not a path"),
     "extends nothing": ("extends: ''", "extends = '': not a path"),

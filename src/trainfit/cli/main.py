@@ -24,10 +24,16 @@ ABOUT = "Will this training run fit, how fast will it go, what will it cost? Ans
 
 def app() -> typer.Typer:
     """The command line: every verb registers itself."""
-    verbs = typer.Typer(help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    verbs = typer.Typer(
+        help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
 
     @verbs.callback()
-    def root(version: bool = typer.Option(False, "--version", help="Print the version and end.", callback=_version)) -> None:
+    def root(
+        version: bool = typer.Option(
+            False, "--version", help="Print the version and end.", callback=_version
+        ),
+    ) -> None:
         pass
 
     for verb in (predict, measure, train, report, records, mfu, catalog):

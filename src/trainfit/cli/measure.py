@@ -34,7 +34,10 @@ def run(
     steps: Annotated[int, typer.Option(min=0, metavar="N", help="Timed steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed steps before them.")] = 3,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
-    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after so long.")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after so long."),
+    ] = None,
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
@@ -82,7 +85,12 @@ def show(recipe: "Recipe", result: "Measurement") -> None:
 
 def _software(result: "Measurement") -> list[tuple[str, str | None]]:
     where = result.environment
-    return [("torch", where.torch), ("CUDA", where.cuda), ("driver", where.driver), ("transformers", where.transformers)]
+    return [
+        ("torch", where.torch),
+        ("CUDA", where.cuda),
+        ("driver", where.driver),
+        ("transformers", where.transformers),
+    ]
 
 
 def _phase_lines(result: "Measurement") -> list[list[str]]:
@@ -93,7 +101,9 @@ def _phase_lines(result: "Measurement") -> list[list[str]]:
     phases = result.phases
     lines = [["", "first step", "steady step"], ["after init", format_bytes(phases.after_init), ""]]
     for phase in PHASES:
-        lines.append([phase, format_bytes(getattr(phases.first, phase)), format_bytes(getattr(phases.steady, phase))])
+        lines.append(
+            [phase, format_bytes(getattr(phases.first, phase)), format_bytes(getattr(phases.steady, phase))]
+        )
     return lines
 
 
@@ -112,12 +122,18 @@ def _step_lines(result: "Measurement") -> list[list[str]]:
             f"median of {len(times.samples)}; 10 % to 90 %: {format_seconds(times.low)} to {format_seconds(times.high)}"
         )  # fmt: skip
         lines.append(["time", format_seconds(result.step_s), spread])
-    for name, words in (("tokens_per_s", "tokens a second"), ("model_flops", "model FLOPs"), ("hardware_flops", "hardware FLOPs")):
+    for name, words in (
+        ("tokens_per_s", "tokens a second"),
+        ("model_flops", "model FLOPs"),
+        ("hardware_flops", "hardware FLOPs"),
+    ):
         if getattr(result, name) is not None:
             lines.append([words, quantity(name, getattr(result, name)), ""])
     for name in ("mfu", "hfu"):
         if getattr(result, name) is not None:
             lines.append([name.upper(), quantity(name, getattr(result, name)), ""])
     if result.losses:
-        lines.append(["loss", f"{result.losses[-1]:.4f}", f"first {result.losses[0]:.4f}, {len(result.losses)} steps"])
+        lines.append(
+            ["loss", f"{result.losses[-1]:.4f}", f"first {result.losses[0]:.4f}, {len(result.losses)} steps"]
+        )
     return lines

@@ -13,19 +13,35 @@ if TYPE_CHECKING:
 
 COUNTED_ON = "h200"
 
-Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")]
+Model = Annotated[
+    str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")
+]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens a sequence.")]
-StepSeconds = Annotated[float | None, typer.Option("--step-s", metavar="T", callback=finite, help="Seconds a step.")]
+StepSeconds = Annotated[
+    float | None, typer.Option("--step-s", metavar="T", callback=finite, help="Seconds a step.")
+]
 GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
 NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
 Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
 Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.")]
-Recompute = Annotated[Literal["none", "full"], typer.Option(help="full: the whole forward again, in HFU only.")]
-Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")]
+Recompute = Annotated[
+    Literal["none", "full"], typer.Option(help="full: the whole forward again, in HFU only.")
+]
+Precision = Annotated[
+    Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")
+]
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
-GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", min=0, callback=finite, help="Also tell what so many GPU-hours cost.")]
-Price = Annotated[float | None, typer.Option(metavar="USD", min=0, callback=finite, help="Price of one GPU for one hour; default: the catalog's.")]
+GpuHours = Annotated[
+    float | None,
+    typer.Option(metavar="HOURS", min=0, callback=finite, help="Also tell what so many GPU-hours cost."),
+]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        metavar="USD", min=0, callback=finite, help="Price of one GPU for one hour; default: the catalog's."
+    ),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -56,7 +72,9 @@ def run(
     row = find_gpu(gpu)
     if any(value is not None for value in (model, batch, seq, step_s)) or gpu_hours is None:
         if model is None or batch is None or seq is None or step_s is None:
-            raise typer.BadParameter("give --model, --batch, --seq and --step-s together, or --gpu-hours alone")
+            raise typer.BadParameter(
+                "give --model, --batch, --seq and --step-s together, or --gpu-hours alone"
+            )
         if step_s <= 0:
             raise typer.BadParameter("--step-s must be above 0")
         recipe = _recipe(model, batch, seq, precision, adapter, rank)

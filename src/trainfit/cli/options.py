@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
 
 
-
 def finite(value: float | None) -> float | None:
     """Refuses nan and inf, which Python's float() takes from the command line."""
     if value is not None and not math.isfinite(value):
@@ -24,16 +23,31 @@ def finite(value: float | None) -> float | None:
 
 
 RecipeArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe or catalog model.")
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe or catalog model."),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a recipe's field, such as batch.micro=8.")
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Set a recipe's field, such as batch.micro=8."),
 ]
-GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")]
-PriceOption = Annotated[float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help="Your price of one GPU for one hour.")]
+GpuOption = Annotated[
+    str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")
+]
+PriceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--price", metavar="USD", min=0, callback=finite, help="Your price of one GPU for one hour."
+    ),
+]
 PeakFlops = Annotated[
     float | None,
-    typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help="The device's dense peak, for MFU and HFU."),
+    typer.Option(
+        "--peak-flops",
+        metavar="FLOP/S",
+        min=1,
+        callback=finite,
+        help="The device's dense peak, for MFU and HFU.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RecordFile = Annotated[
@@ -61,7 +75,11 @@ def read_recipe(
         recipe = load_recipe(text, settings)
     else:
         path = _shipped(text)
-        recipe = recipe_from({"model": {"config": text}}, settings) if path is None else load_recipe(path, settings)
+        recipe = (
+            recipe_from({"model": {"config": text}}, settings)
+            if path is None
+            else load_recipe(path, settings)
+        )
     with _named(text, settings):  # Before anything slow is imported.
         catalog.gpu(recipe.hardware.gpu)
         catalog.model_config(recipe.model.config)
@@ -101,7 +119,9 @@ def _shipped(name: str) -> Path | None:
         return recipes.get(name)
     near = difflib.get_close_matches(name.lower(), [*recipes, *models], n=4, cutoff=0.5)
     known = f"did you mean {', '.join(near)}?" if near else f"shipped recipes: {', '.join(recipes)}"
-    raise InputError("no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name)
+    raise InputError(
+        "no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name
+    )
 
 
 @contextlib.contextmanager

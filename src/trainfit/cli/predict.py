@@ -61,7 +61,11 @@ def show(recipe: "Recipe", estimate: "Estimate") -> None:
 
     out = console()
     out.print(describe(recipe), style="bold")
-    trained = "" if estimate.trainable_params == estimate.params else f", {format_count(estimate.trainable_params)} trained"
+    trained = (
+        ""
+        if estimate.trainable_params == estimate.params
+        else f", {format_count(estimate.trainable_params)} trained"
+    )
     out.print(f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}")
     out.print()
     _verdict(out, recipe, estimate)
@@ -126,10 +130,19 @@ def _phases(out: "Console", estimate: "Estimate") -> None:
     blocks, width = can_draw(out), max(10, min(40, out.width - 44))
     whole = _full_bar(estimate)
     heading(out, "Highest allocated bytes by phase")
-    lines = [["after init", format_bytes(phases.after_init), "", bar(phases.after_init / whole, width, blocks=blocks)]]
+    lines = [
+        [
+            "after init",
+            format_bytes(phases.after_init),
+            "",
+            bar(phases.after_init / whole, width, blocks=blocks),
+        ]
+    ]
     for phase in PHASES:
         first, steady = getattr(phases.first, phase), getattr(phases.steady, phase)
-        lines.append([phase, format_bytes(first), format_bytes(steady), bar(steady / whole, width, blocks=blocks)])
+        lines.append(
+            [phase, format_bytes(first), format_bytes(steady), bar(steady / whole, width, blocks=blocks)]
+        )
     rows(out, [["", "first step", "steady step", ""], *lines], "left", "right", "right", "left")
 
 
@@ -138,7 +151,11 @@ def _step_lines(recipe: "Recipe", estimate: "Estimate") -> list[list[str]]:
 
     lines = [
         ["model FLOPs", format_flops(estimate.model_flops), "what the mathematics needs"],
-        ["hardware FLOPs", format_flops(estimate.hardware_flops), "what the device executes, recomputation included"],
+        [
+            "hardware FLOPs",
+            format_flops(estimate.hardware_flops),
+            "what the device executes, recomputation included",
+        ],
     ]
     if estimate.step_s is not None:
         lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])

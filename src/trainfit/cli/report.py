@@ -10,7 +10,9 @@ from trainfit.cli.options import Json, print_json
 if TYPE_CHECKING:
     from trainfit.report.compare import Comparison
 
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="SQLite files that --record made, or JSON Lines.")]
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="SQLite files that --record made, or JSON Lines.")
+]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print every column as a Markdown table.")]
 

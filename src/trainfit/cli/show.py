@@ -32,7 +32,9 @@ def grid(*justify: str) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=0)
     for one in justify:
-        table.add_column(justify="right" if one == "right" else "left", no_wrap=one != "wrap", overflow="fold")
+        table.add_column(
+            justify="right" if one == "right" else "left", no_wrap=one != "wrap", overflow="fold"
+        )
     return table
 
 
@@ -43,7 +45,9 @@ def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str) -> 
         table.add_row("", *line)
     with out.capture() as drawn:
         out.print(table)
-    for line in drawn.get().splitlines():  # A table pads its last column; what is pasted into a text should not.
+    for (
+        line
+    ) in drawn.get().splitlines():  # A table pads its last column; what is pasted into a text should not.
         out.file.write(line.rstrip() + "\n")
 
 

@@ -22,19 +22,35 @@ if TYPE_CHECKING:
     from trainfit.train.observer import TrainSummary
     from trainfit.train.options import TrainOptions
 
-Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The run's folder: checkpoints, logs, tokenizer.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="FOLDER", help="The run's folder: checkpoints, logs, tokenizer.")
+]
 Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Optimizer steps of the whole run.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the folder's newest checkpoint.")]
-Data = Annotated[str, typer.Option(metavar="DATA", help="stories, stories:N, hub:NAME, a text file or a folder of them.")]
+Data = Annotated[
+    str, typer.Option(metavar="DATA", help="stories, stories:N, hub:NAME, a text file or a folder of them.")
+]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to train.")]
-Tokenizer = Annotated[Path | None, typer.Option(metavar="FILE", help="A tokenizer.json; else one is trained.")]
-EvalFraction = Annotated[float, typer.Option(min=0, max=0.5, metavar="SHARE", help="Share of documents kept for evaluation.")]
+Tokenizer = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A tokenizer.json; else one is trained.")
+]
+EvalFraction = Annotated[
+    float, typer.Option(min=0, max=0.5, metavar="SHARE", help="Share of documents kept for evaluation.")
+]
 EvalEvery = Annotated[int | None, typer.Option(min=1, metavar="STEPS", help="Default: only at the end.")]
-SaveEvery = Annotated[int | None, typer.Option(min=1, metavar="STEPS", help="Default: at the end, or when stopped.")]
+SaveEvery = Annotated[
+    int | None, typer.Option(min=1, metavar="STEPS", help="Default: at the end, or when stopped.")
+]
 Schedule = Annotated[Literal["constant", "cosine"], typer.Option(help="Of the learning rate.")]
-Warmup = Annotated[int, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps of rising learning rate.")]
-ClipNorm = Annotated[float | None, typer.Option(metavar="NORM", help="Largest norm of all gradients together.")]
-Deterministic = Annotated[bool, typer.Option(help="On CUDA: kernels that repeat bit by bit, as resume needs.")]
+Warmup = Annotated[
+    int, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps of rising learning rate.")
+]
+ClipNorm = Annotated[
+    float | None, typer.Option(metavar="NORM", help="Largest norm of all gradients together.")
+]
+Deterministic = Annotated[
+    bool, typer.Option(help="On CUDA: kernels that repeat bit by bit, as resume needs.")
+]
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard/--no-tensorboard", help="Write event files.")]
 
 
@@ -113,18 +129,32 @@ def show(recipe: "Recipe", summary: "TrainSummary") -> None:
     good = summary.status in {"done", "stopped"}
     message = f": {summary.message}" if summary.message else ""
     out.print(f"{summary.status.upper()}{message}", style="bold green" if good else "bold red")
-    lines = [["steps", f"{summary.steps:,}", f"of {summary.run.steps:,}, {summary.steps - summary.first_step:,} of them now"]]
+    lines = [
+        [
+            "steps",
+            f"{summary.steps:,}",
+            f"of {summary.run.steps:,}, {summary.steps - summary.first_step:,} of them now",
+        ]
+    ]
     if summary.losses:
         lines.append(["loss", f"{summary.losses[-1]:.4f}", f"from {summary.losses[0]:.4f}"])
     if summary.eval_perplexity is not None:
         lines.append(["perplexity", f"{summary.eval_perplexity:.4g}", "of documents kept from training"])
     if summary.step_s is not None:
-        lines.append(["time a step", format_seconds(summary.step_s), f"median; {format_seconds(summary.wall_s)} in all"])
+        lines.append(
+            [
+                "time a step",
+                format_seconds(summary.step_s),
+                f"median; {format_seconds(summary.wall_s)} in all",
+            ]
+        )
     for name, words in (("tokens_per_s", "tokens a second"), ("mfu", "MFU"), ("hfu", "HFU")):
         if getattr(summary, name) is not None:
             lines.append([words, quantity(name, getattr(summary, name)), ""])
     if summary.peak_memory_bytes is not None:
-        lines.append(["peak memory", quantity("_bytes", summary.peak_memory_bytes), summary.peak_memory_is or ""])
+        lines.append(
+            ["peak memory", quantity("_bytes", summary.peak_memory_bytes), summary.peak_memory_is or ""]
+        )
     rows(out, lines, "left", "right", "wrap")
     if summary.checkpoint:
         out.print(f"  checkpoint  {summary.checkpoint}", soft_wrap=True)

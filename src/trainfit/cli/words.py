@@ -8,7 +8,9 @@ from trainfit.spec.units import format_bytes, format_flops, format_seconds
 def describe(recipe: Recipe) -> str:
     """One line: model, batch, what the step does, and the hardware."""
     batch = recipe.batch
-    size = f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate} accumulated" if batch.accumulate > 1 else "")
+    size = f"{batch.micro} x {batch.seq}" + (
+        f" x {batch.accumulate} accumulated" if batch.accumulate > 1 else ""
+    )
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
     return f"{recipe.model.display_name}, batch {size}, {technique(recipe)}, on {hardware}"
 

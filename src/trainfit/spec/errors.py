@@ -24,7 +24,9 @@ class InputError(ValueError):
 
     def in_file(self, file: str) -> "InputError":
         """The same error, naming its file."""
-        return InputError(self.problem, self.remedy, field=self.field, value=self.value, file=self.file or file)
+        return InputError(
+            self.problem, self.remedy, field=self.field, value=self.value, file=self.file or file
+        )
 
 
 def _short(value: object, limit: int = 60) -> str:

@@ -49,7 +49,9 @@ def parse_yaml(text: str, file: str = "") -> Any:
         problem = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
         long = "Exceeds the limit" in problem
         problem = "a number is too long" if long else f"a value cannot be read ({problem})"
-        raise InputError(f"not YAML: {problem}", "write a shorter number" if long else "quote it", file=file) from None
+        raise InputError(
+            f"not YAML: {problem}", "write a shorter number" if long else "quote it", file=file
+        ) from None
     return plain(data, file)
 
 
@@ -96,7 +98,9 @@ def read_text(path: Path) -> str:
     with path.open("rb") as stream:  # Bounded, so that a pipe or a device cannot fill memory.
         data = stream.read(MAX_FILE_BYTES + 1)
     if len(data) > MAX_FILE_BYTES:
-        raise InputError("the file is over 1 MB", f"at most {MAX_FILE_BYTES:,} bytes are read", file=str(path))
+        raise InputError(
+            "the file is over 1 MB", f"at most {MAX_FILE_BYTES:,} bytes are read", file=str(path)
+        )
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -112,13 +116,17 @@ def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
             if not isinstance(key, str):
                 raise InputError("key is not text", "quote it", field=field or "(top)", value=key, file=file)
             plain(key, file, field or "(top)", depth + 1)
-        return {key: plain(value, file, f"{field}.{key}".lstrip("."), depth + 1) for key, value in data.items()}
+        return {
+            key: plain(value, file, f"{field}.{key}".lstrip("."), depth + 1) for key, value in data.items()
+        }
     if isinstance(data, list):
         return [plain(value, file, f"{field}[{index}]", depth + 1) for index, value in enumerate(data)]
     if isinstance(data, float) and not math.isfinite(data):
         raise InputError("not a finite number", "write a finite number", field=field, value=data, file=file)
     if isinstance(data, str) and any("\ud800" <= character <= "\udfff" for character in data):
-        raise InputError("not Unicode text (a lone surrogate)", "write the character itself", field=field, file=file)
+        raise InputError(
+            "not Unicode text (a lone surrogate)", "write the character itself", field=field, file=file
+        )
     if data is None or isinstance(data, bool | int | float | str):
         return data
     problem = f"a {type(data).__name__} is not a recipe's value"
@@ -159,7 +167,9 @@ def _check_nodes(node: Any, file: str) -> None:
             pairs = [child for child in children if isinstance(child, tuple)]
             if any(key.tag == MERGE_TAG for key, _ in pairs):
                 line = node.start_mark.line + 1
-                raise InputError(f"merge key '<<' at line {line}", "write the keys out, or use extends", file=file)
+                raise InputError(
+                    f"merge key '<<' at line {line}", "write the keys out, or use extends", file=file
+                )
             flat = [n for child in children for n in (child if isinstance(child, tuple) else (child,))]
             sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in flat)
         if sizes[id(node)] > MAX_NODES:

@@ -30,9 +30,16 @@ def commit() -> str | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            stdin=subprocess.DEVNULL,
         )
-    except (FileNotFoundError, subprocess.TimeoutExpired):  # No git here: the commit is unknown, which None says.
+    except (
+        FileNotFoundError,
+        subprocess.TimeoutExpired,
+    ):  # No git here: the commit is unknown, which None says.
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -123,7 +123,9 @@ def _set(data: Any, parts: list[str], value: Any, setting: str) -> dict[str, Any
     inner = base.get(head)
     if head == "config" and isinstance(inner, str):
         problem = f"config is the name {inner!r}, which has no keys to set"
-        raise InputError(problem, "set model.config to a path or a mapping first", value=setting, file=SETTINGS)
+        raise InputError(
+            problem, "set model.config to a path or a mapping first", value=setting, file=SETTINGS
+        )
     keep = isinstance(inner, dict) and head != "recompute"
     return {**base, head: _set(inner if keep else {}, rest, value, setting)}
 
@@ -185,6 +187,8 @@ def _with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise InputError("no such file", "name a config.json, or a model of the catalog", **wrong) from None
     if not isinstance(config, dict):
-        raise InputError("not a mapping", "write a config.json's object", field="model.config", file=str(path))
+        raise InputError(
+            "not a mapping", "write a config.json's object", field="model.config", file=str(path)
+        )
     name = model.get("name") or (path.resolve().parent.name if path.name == "config.json" else path.stem)
     return {**data, "model": {**model, "config": config, "name": name}}

@@ -63,7 +63,9 @@ def _best_branches(placed: list[tuple[list[Any], Any]]) -> list[tuple[list[Any],
             unions.setdefault(at, {}).setdefault(tag, []).append((path, item))
     refused: set[int] = set()
     for at, branches in unions.items():
-        deep = {tag: found for tag, found in branches.items() if any(len(path) > len(at) for path, _ in found)}
+        deep = {
+            tag: found for tag, found in branches.items() if any(len(path) > len(at) for path, _ in found)
+        }
         if not deep:
             continue  # No branch takes even the type: tell what all of them expect.
         best = min(deep.values(), key=lambda found: sum(item["type"] in KEY_TROUBLE for _, item in found))
@@ -131,7 +133,11 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _keys(kind: type[BaseModel], path: list[Any]) -> str:
     names = [name for model in _models_at(kind, path) for name in model.model_fields]
-    return f" with {' or '.join(names) if len(_models_at(kind, path)) > 1 else ', '.join(names)}" if names else ""
+    return (
+        f" with {' or '.join(names) if len(_models_at(kind, path)) > 1 else ', '.join(names)}"
+        if names
+        else ""
+    )
 
 
 def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: Any) -> str:
@@ -151,7 +157,12 @@ def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: An
 
 
 def _choices(item: Any) -> str:
-    return str(item.get("ctx", {}).get("expected", "")).replace("'", "").replace("False", "false").replace(" or ", ", ")
+    return (
+        str(item.get("ctx", {}).get("expected", ""))
+        .replace("'", "")
+        .replace("False", "false")
+        .replace(" or ", ", ")
+    )
 
 
 def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> str:
@@ -163,7 +174,11 @@ def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> st
     if expected == "text":
         return "write text" if isinstance(value, dict | list) or value is None else "quote it"
     if expected == "a mapping":
-        return "leave the line out, or write its keys below it" if value is None else "write its keys, one a line"
+        return (
+            "leave the line out, or write its keys below it"
+            if value is None
+            else "write its keys, one a line"
+        )
     if expected == "a list":
         return "write a list such as [a, b]"
     if item["type"].startswith("literal"):
@@ -179,7 +194,11 @@ def _bound_remedy(item: Any) -> str:
     for name, word in words:
         if name in context:
             bound = context[name]
-            return f"write a number {word} {bound:g}" if isinstance(bound, float) else f"write a number {word} {bound}"
+            return (
+                f"write a number {word} {bound:g}"
+                if isinstance(bound, float)
+                else f"write a number {word} {bound}"
+            )
     if item["type"] == "finite_number":
         return "write a finite number"
     return item["msg"].partition("; ")[2] or "correct it"
@@ -192,5 +211,9 @@ def _number_remedy(expected: str, field: str, value: Any) -> str:
         return "write the number without quotes"
     if isinstance(value, str) and re.fullmatch(r"\s*\$?\s*[-+]?[\d.,]+\s*[A-Za-z/%$]*\s*", value):
         unit = "GiB" if field.endswith("_gib") else ""
-        return f"write the number of {unit} alone, without a unit" if unit else "write the number alone, without a unit"
+        return (
+            f"write the number of {unit} alone, without a unit"
+            if unit
+            else "write the number alone, without a unit"
+        )
     return "write one such as 1" if expected == "a whole number" else "write one such as 0.1"

@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
-CATEGORIES: tuple[str, ...] = ("weights", "gradients", "optimizer", "activations", "temporary", "communication", "workspace")
+CATEGORIES: tuple[str, ...] = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "temporary",
+    "communication",
+    "workspace",
+)
 PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 
 
