@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainfit.spec.errors import InputError
+
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -41,7 +43,7 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
         capability: CUDA compute capability of the GPU.
         prefers_cudnn: whether this PyTorch and cuDNN put cuDNN first (Hopper and datacentre Blackwell do).
     Raises:
-        RuntimeError: every backend that could run is switched off.
+        InputError: no backend that is switched on can run this.
     """
     order = ("cudnn", "flash", "efficient", "math") if prefers_cudnn else ("flash", "efficient", "math", "cudnn")
     allowed = {
@@ -53,7 +55,10 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     for backend in order:
         if allowed[backend]:
             return backend
-    raise RuntimeError("No available kernel: scaled_dot_product_attention has no backend for these inputs")
+    kind = f"{str(query.q.dtype).removeprefix('torch.')}, head size {query.q.shape[-1]}"
+    kind += ", a mask" if query.mask is not None else ""
+    kind += "" if query.heads_match else ", grouped key heads"
+    raise InputError(f"the SDPA backends left on have no kernel for {kind}", "use attention: sdpa or math", field="attention")
 
 
 def _common(query: Query) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainfit.virtual.flops import count
 from trainfit.virtual.host import Residence, carry_values, is_host, known_value, on_host
@@ -153,7 +153,7 @@ class Tracer(TorchDispatchMode):
             return out
         if func in READS_VALUE:
             return _read(args[0])
-        out = func(*args, **kwargs)
+        out = _grouped_mm(args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
         return out
@@ -298,6 +298,14 @@ def _tensors(tree: Any) -> Iterable[Tensor]:
     if isinstance(tree, Tensor):
         return (tree,)
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
+    """CUDA multiplies groups of any floating dtype; the fake kernel takes bf16 only (_meta_registrations.py)."""
+    dtype = args[0].dtype
+    cast = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, args)
+    out = aten._grouped_mm.default(*cast, **kwargs)
+    return out if out.dtype == dtype else torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
 
 
 def _read(t: Tensor) -> Any:

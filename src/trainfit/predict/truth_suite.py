@@ -1,0 +1,171 @@
+"""Recipes drawn by a seed, not picked: what predictions are held against measurements with.
+
+``python -m trainfit.predict.truth_suite OUT.jsonl --count 200 --seed 1 [--gpu h200]`` draws recipes over model
+families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and sizes, and keeps
+those that the techniques allow and whose predicted peak lies between ``SMALLEST`` and the card's size.
+``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both sides.
+
+Half of them, chosen by a hash of the recipe, may be learned from; the other half is looked at only at the end.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trainfit.predict.estimate import predict
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Estimate
+from trainfit.techniques.registry import check
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "gpt2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
+    "gpt-neox": ("pythia-160m", "pythia-410m", "pythia-1b", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b"),
+    "opt": ("opt-125m", "opt-350m", "opt-1.3b", "opt-2.7b", "opt-6.7b"),
+    "bloom": ("bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b"),
+    "falcon": ("falcon-7b",),
+    "llama": ("smollm-135m", "llama-3.2-1b", "tinyllama-1.1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b"),
+    "mistral": ("mistral-7b-v0.1", "mistral-7b-v0.3", "mistral-nemo-12b"),
+    "qwen2": ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b"),
+    "qwen3": ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b"),
+    "gemma": ("gemma-2b", "gemma-7b"),
+    "gemma2": ("gemma-2-2b", "gemma-2-9b"),
+    "gemma3": ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b"),
+    "phi3": ("phi-3-mini-4k", "phi-3-medium-4k"),
+    "phi": ("phi-2",),
+    "olmoe": ("olmoe-1b-7b",),
+    "mixtral": ("mixtral-8x7b",),
+    "deepseek-moe": ("deepseek-v2-lite",),
+    "qwen3-moe": ("qwen3-30b-a3b",),
+    "native": ("small", "medium", "large", "xl", "2.7b", "deep-one-1.6b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"),
+}
+SMALLEST = 500_000_000
+LARGEST_STEP_S = 4.0
+"""Longer steps are not drawn: a suite must end."""
+NEAR = 0.03
+DRAWN_AT_ONCE = 64
+
+
+def draw(chance: random.Random, gpu: str, compiled_share: float) -> dict[str, Any]:
+    """One recipe as plain data; it may turn out not to be allowed."""
+    family = chance.choice(sorted(FAMILIES))
+    seq = 2 ** chance.randint(7, 15)
+    if chance.random() < 0.2:
+        seq = max(128, seq - 8 * chance.randint(1, 15))  # Not only powers of two.
+    recipe: dict[str, Any] = {
+        "model": {"config": chance.choice(FAMILIES[family]), "implementation": "native" if family == "native" else "hf"},
+        "batch": {"micro": 2 ** chance.randint(0, 5), "seq": seq, "accumulate": chance.choice((1, 1, 1, 1, 2, 4))},
+        "precision": chance.choice(("bf16",) * 5 + ("fp32",) * 2 + ("amp-bf16",) * 2 + ("amp-fp16",) * 2),
+        "attention": chance.choice(("sdpa",) * 8 + ("eager", "math", "flash", "efficient", "cudnn")),
+        "recompute": chance.choice(("none", "none", "full")),
+        "optimizer": _optimizer(chance),
+        "hardware": {"gpu": gpu},
+    }
+    if chance.random() < 0.15:
+        recipe["adapter"] = {"kind": "lora", "rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
+    if chance.random() < compiled_share:
+        recipe["compile"] = chance.choice(("block", "model"))
+    return recipe
+
+
+def _optimizer(chance: random.Random) -> dict[str, Any]:
+    name = chance.choice(("adamw",) * 5 + ("sgd",) * 2 + ("adafactor",) * 2)
+    if name == "adamw":
+        chosen: dict[str, Any] = {"implementation": chance.choice(("fused", "foreach", "forloop"))}
+    elif name == "sgd":
+        chosen = {"momentum": chance.choice((0.0, 0.9)), "implementation": chance.choice(("foreach", "fused"))}
+    else:
+        chosen = {"momentum": chance.choice((0.0, 0.0, 0.9))}
+    return {"name": name, "in_backward": chance.random() < 0.2, **chosen}
+
+
+def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
+    """The recipe and its prediction, if the techniques allow it and a trial would not be too long or too small."""
+    try:
+        recipe = recipe_from(data)
+        check(recipe)
+        estimate = predict(recipe)
+    except InputError:
+        return None
+    if estimate.peak_allocated_bytes < SMALLEST or (estimate.step_s or 0) > LARGEST_STEP_S:
+        return None
+    return recipe, estimate
+
+
+def generate(
+    count: int, seed: int, gpu: str, *, near_card: bool = False, compiled_share: float = 0.15, jobs: int = 1
+) -> list[Recipe]:
+    """``count`` different recipes, the same for the same arguments, code and library versions (not jobs)."""
+    chance = random.Random(seed)
+    found: dict[str, Recipe] = {}
+    with ProcessPoolExecutor(jobs) as pool:
+        while len(found) < count:
+            drawn = [draw(chance, gpu, 0.0 if near_card else compiled_share) for _ in range(DRAWN_AT_ONCE)]
+            for recipe in pool.map(_near_card if near_card else _fitting, drawn):
+                if recipe is not None and len(found) < count:
+                    found[recipe.id] = recipe
+            print(f"{len(found)} of {count} recipes", file=sys.stderr, flush=True)
+    return list(found.values())
+
+
+def _fitting(data: dict[str, Any]) -> Recipe | None:
+    kept = allowed(data)
+    if kept is None:
+        return None
+    recipe, estimate = kept
+    return recipe if estimate.fits and estimate.peak_device_bytes <= (1 - NEAR) * estimate.device_bytes else None
+
+
+def _near_card(data: dict[str, Any]) -> Recipe | None:
+    """The same recipe with the sequence length that fills the card within NEAR: peaks are near affine in it."""
+    for _ in range(4):
+        kept = allowed(data)
+        if kept is None:
+            return None
+        recipe, estimate = kept
+        if abs(estimate.peak_device_bytes / estimate.device_bytes - 1) <= NEAR:
+            return recipe
+        fixed = estimate.phases.after_init
+        more = (estimate.device_bytes - fixed) / max(1, estimate.peak_device_bytes - fixed)
+        seq = int(data["batch"]["seq"] * more) // 8 * 8
+        if not 128 <= seq <= 32768:
+            return None
+        data = {**data, "batch": {**data["batch"], "seq": seq}}
+    return None
+
+
+def is_held_out(recipe_id: str) -> bool:
+    """Whether a recipe belongs to the half that nothing is learned from: decided by a hash, once and for all."""
+    return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the drawn recipes, one a line."""
+    parser = argparse.ArgumentParser(prog="python -m trainfit.predict.truth_suite", description="Draw recipes by a seed.")
+    parser.add_argument("out", type=Path, help="JSON Lines to write, one recipe each")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--compiled-share", type=float, default=0.15)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--near-card", action="store_true", help="within 3 %% of the card's size, both sides")
+    options = parser.parse_args(arguments)
+    recipes = generate(
+        options.count, options.seed, options.gpu, near_card=options.near_card,
+        compiled_share=options.compiled_share, jobs=options.jobs,
+    )  # fmt: skip
+    options.out.write_text("".join(json.dumps(recipe.content()) + "\n" for recipe in recipes))
+    held_out = sum(is_held_out(recipe.id) for recipe in recipes)
+    print(f"{len(recipes)} recipes, {held_out} of them held out")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
