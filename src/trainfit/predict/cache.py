@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,12 +35,11 @@ def key(recipe: Recipe) -> str:
 def load(recipe: Recipe) -> Ledger | None:
     """The ledger of an equal recipe, if one is kept and whole."""
     path = folder() / f"{key(recipe)}.json.gz"
-    if not path.exists():
-        return None
     try:
         return Ledger.load(path)
     except ValueError:
-        path.unlink(missing_ok=True)  # Damaged: trace again.
+        with suppress(OSError):  # Damaged: trace again. Where it cannot be removed (a read-only folder) it is not read.
+            path.unlink(missing_ok=True)
         return None
 
 

@@ -9,6 +9,9 @@ writes the copies out; ``RepeatError`` says that the entries do not allow it, an
 
 import gzip
 import json
+import os
+import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -133,9 +136,15 @@ class Ledger:
         data["segments"] = [list(segment) for segment in self.segments]
         data["names"], data["format"] = list(names), FORMAT
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{id(data)}.draft")
-        draft.write_bytes(gzip.compress(json.dumps(data).encode(), 1))
-        draft.replace(path)
+        # A name of its own: several processes may save the same ledger at once.
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".draft", delete=False) as draft:
+            try:
+                draft.write(gzip.compress(json.dumps(data).encode(), 1))
+                draft.close()
+                os.replace(draft.name, path)
+            except BaseException:
+                os.unlink(draft.name)
+                raise
 
     @classmethod
     def load(cls, path: Path) -> "Ledger":
@@ -156,7 +165,7 @@ class Ledger:
             data["ops_without_flops"] = tuple(data["ops_without_flops"])
             data["assumptions"] = tuple(data["assumptions"])
             return cls(**data)
-        except (OSError, EOFError, KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+        except (OSError, EOFError, zlib.error, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ValueError(f"{path}: not a whole ledger: {error}") from error
 
 
@@ -178,6 +187,7 @@ class _Expansion:
         self.live: set[tuple[int, int]] = set()
 
     def events(self) -> Iterator[LiveEvent]:
+        self._check_forwards()
         run: list[Event] = []
         before = NO_LAYER
         for event in self.ledger.events:
@@ -237,8 +247,25 @@ class _Expansion:
         # Beyond an end the neighbour is the first or the last group itself.
         return [(index, target)] if target in (0, last) else []
 
+    def _check_forwards(self) -> None:
+        """The groups must allocate the same in the forward: layers may differ by what no signature of them shows."""
+        forwards = {i for i, segment in enumerate(self.ledger.segments) if segment.phase == "forward"}
+        sizes: dict[int, dict[str, int]] = {FIRST: {}, MIDDLE: {}, LAST: {}}
+        for s in self.ledger.storages:
+            if s.group in sizes and s.op >= 0 and self.ledger.ops[s.op].segment in forwards and not _is_extra(s.slot):
+                sizes[s.group][s.slot] = s.num_bytes
+        for other in (FIRST, LAST):
+            if sizes[other] != sizes[MIDDLE]:
+                slot = min(slot for slot, _ in sizes[other].items() ^ sizes[MIDDLE].items())
+                raise RepeatError(f"{slot} is not the same in every group")
+
     def _check_frees(self) -> None:
         freed = {event.storage for event in self.ledger.events if event.kind == FREE}
         for index, copy in self.live:
             if index in freed:
                 raise RepeatError(f"{self.ledger.storages[index].slot} is never freed in copy {copy}")
+
+
+def _is_extra(slot: str) -> bool:
+    """Of a layer before or after those that repeat (``places.Groups`` names them)."""
+    return ".lead" in slot or ".tail" in slot
