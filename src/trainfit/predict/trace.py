@@ -50,11 +50,12 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             groups.extend(found)
             virtual.tracer.forget(tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers()))
 
-        step = assemble(recipe, torch.device("cpu"), on_model=on_model)
+        step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler)
         virtual.model_is_complete(step.model, groups)
         for name in ("first", "steady"):
             _run(step, virtual, name)
         ledger = virtual.finish()
+        ledger.assumptions = virtual.compiler.assumptions()
         ledger.repeat = repeat
         ledger.params, ledger.trainable_params = _count_parameters(step.model, repeat, virtual)
     return ledger

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainfit.virtual.compiled import VirtualCompiler
 from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.host import HostTensors, Residence
 from trainfit.virtual.ledger import Ledger
@@ -23,8 +24,9 @@ from trainfit.virtual.tracer import Tracer
 class VirtualGpu:
     """What runs inside ``virtual_gpu``: tell it when the model is complete and when a phase begins."""
 
-    def __init__(self, tracer: Tracer, places: Places):
+    def __init__(self, tracer: Tracer, places: Places, compiler: VirtualCompiler):
         self.tracer, self._places = tracer, places
+        self.compiler = compiler
 
     def model_is_complete(self, model: nn.Module, groups: list[Groups]) -> None:
         """Learn the model's modules and parameters; from here on operations have places."""
@@ -88,7 +90,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
         stack.enter_context(HostTensors(residence))
         stack.enter_context(places)
         stack.enter_context(tracer)
-        yield VirtualGpu(tracer, places)
+        yield VirtualGpu(tracer, places, stack.enter_context(VirtualCompiler(traits, tracer, places)))
 
 
 @contextmanager

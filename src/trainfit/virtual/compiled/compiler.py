@@ -1,0 +1,104 @@
+"""``VirtualCompiler``: what ``assemble`` is given to compile modules with on the virtual GPU."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfit.virtual.compiled.generate import Source, generate
+from trainfit.virtual.compiled.program import Program
+from trainfit.virtual.places import Places
+from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.tracer import Tracer
+
+
+class VirtualCompiler:
+    """``compiler(module)`` compiles a module in place, as ``module.compile()`` does on a GPU.
+
+    The module is captured when it is first called, for each set of guards once, by Dynamo's own rules. A context
+    manager: what Dynamo remembers of modules on this virtual GPU is forgotten at the end.
+    """
+
+    def __init__(self, gpu: GpuTraits | None, tracer: Tracer, places: Places):
+        self._gpu, self._tracer, self._places = gpu, tracer, places
+        self._used = False
+        self.num_graphs = 0
+        """Graphs captured so far."""
+
+    def __call__(self, module: nn.Module) -> None:
+        if not self._used:
+            torch._dynamo.reset()
+            self._used = True
+        module.compile(backend=self._backend)
+        compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = partial(self._run, module, compiled)
+
+    def __enter__(self) -> "VirtualCompiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._used:
+            torch._dynamo.reset()
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What a prediction of compiled code rests on."""
+        if not self.num_graphs:
+            return ()
+        return (
+            f"compiled code: the programs that torch {torch.__version__}'s Inductor writes for this GPU; matrix products "
+            "and attention by the same libraries as without compiling; autotuning in the first step is not counted",
+        )
+
+    def _run(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._places.within_compiled(module), _no_function_modes():
+            return compiled(*args, **kwargs)
+
+    def _backend(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        from torch._functorch import config as functorch_config
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        self.num_graphs += 1
+        # What a real run left in the caches is a program for a real device.
+        with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), config.patch(force_disable_caches=True):
+            return compile_fx(gm, list(example_inputs), inner_compile=self._inner)
+
+    def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
+        del graph_kwargs["compile_region_name"]
+        compiled = generate(gm, example_inputs, self._gpu, graph_kwargs, self._program)
+        return _runnable(compiled.current_callable)
+
+    def _program(self, source: Source) -> Program:
+        return Program(source, self._tracer, self._places)
+
+
+def _runnable(call: Callable[[list[Any]], Any]) -> Any:
+    from torch._inductor.output_code import OutputCode
+
+    class Runnable(OutputCode):
+        def __call__(self, inputs: Any) -> Any:
+            return call(inputs)
+
+        def post_compile(self, *args: Any, **kwargs: Any) -> None:
+            """Nothing is left to do."""
+
+        def set_triton_bundle(self, triton_bundle: Any) -> None:
+            """No kernel was compiled."""
+
+    runnable: Any = Runnable()
+    runnable._boxed_call = True  # on the instance: Dynamo wraps it and copies what it finds there
+    return runnable
+
+
+@contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """Dynamo would trace a TorchFunctionMode into the graph."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
