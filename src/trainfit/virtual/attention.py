@@ -122,7 +122,8 @@ def attend(query: Query, backend: str, scale: float | None) -> Tensor:
     if backend == "efficient":
         return _efficient(query, scale)
     if backend == "cudnn":
-        out = aten._scaled_dot_product_cudnn_attention(q, k, v, query.mask, query.trains, query.dropout, query.causal, False, scale=scale)
+        mask = _float_mask(query.mask, q.dtype)
+        out = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, query.trains, query.dropout, query.causal, False, scale=scale)
         return out[0]
     return aten._scaled_dot_product_attention_math(
         q, k, v, _float_mask(query.mask, q.dtype), query.dropout, query.causal, None, scale=scale, enable_gqa=query.gqa
@@ -154,7 +155,7 @@ def _float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask becomes an additive one of the query's dtype, as PyTorch converts it."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
 
 
 def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:

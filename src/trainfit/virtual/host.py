@@ -5,8 +5,8 @@ the code says: a factory called without a device, or with the text "cpu", makes 
 ``torch.tensor(0.0)``); one called with the step's device (a torch.device), or inside ``with torch.device(...)``,
 makes a device tensor, and so does ``.to(device)``.
 
-Small integer and boolean device tensors that follow from the host alone (positions, token ids, masks of them) carry
-their values along, so that code which asks for them (`if mask.all():`) decides as it would on the GPU.
+Small device tensors that follow from the host alone (positions, token ids, masks of ones) carry their values along,
+so that code which asks for them (`if mask.all():`) decides as it would on the GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,9 +29,11 @@ FACTORIES = frozenset(
 )
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-MAX_VALUES = 1 << 18
+MAX_VALUES = 1 << 20
 """Elements of the largest tensor whose values are carried along."""
 VALUE = "_trainfit_value"
+OVERWRITTEN = "_trainfit_overwritten"
+"""Set on the storage of values that something unknown was written into."""
 
 
 class HostTensors(TorchFunctionMode):
@@ -112,29 +114,32 @@ def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Give ``out`` its values if it is small, not floating, and all of ``func``'s inputs have theirs."""
-    if not isinstance(out, FakeTensor) or out.is_floating_point() or out.is_complex() or out.numel() > MAX_VALUES:
+    """Give ``out`` its values if it is small and all of ``func``'s inputs have theirs."""
+    if not isinstance(out, FakeTensor) or out.numel() > MAX_VALUES:
         return
     if torch.Tag.nondeterministic_seeded in func.tags:
         return
     try:
         real_args, real_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
     except LookupError:
-        if hasattr(out, VALUE):
-            delattr(out, VALUE)  # Overwritten in place by something unknown.
+        known = getattr(out, VALUE, None)
+        if known is not None and func._schema.is_mutable:
+            setattr(known.untyped_storage(), OVERWRITTEN, True)
         return
     setattr(out, VALUE, on_host(func, real_args, real_kwargs))
 
 
 def known_value(t: Tensor) -> Any:
     """The Python value of a one-element tensor, or None if only a run can know it."""
-    value = getattr(t, VALUE, None)
-    return None if value is None else on_host(value.item, (), {})
+    try:
+        return on_host(_value(t).item, (), {})
+    except LookupError:
+        return None
 
 
 def _value(t: Tensor) -> Tensor:
     value = t if is_host(t) else getattr(t, VALUE, None)
-    if value is None:
+    if value is None or hasattr(value.untyped_storage(), OVERWRITTEN):
         raise LookupError
     return value
 
