@@ -7,6 +7,7 @@ of frees is what is recorded.
 
 import weakref
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -153,7 +154,14 @@ class Tracer(TorchDispatchMode):
             return out
         if func in READS_VALUE:
             return _read(args[0])
-        out = _grouped_mm(args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
+        if func is aten._grouped_mm.default:
+            out = _grouped_mm(args, kwargs)
+        elif _only_writes_lists(func):
+            # It changes no shape. FakeTensorMode has no kernel for some (_fused_sgd_) and would run them for real, on
+            # zeros of the whole model's size.
+            out = None
+        else:
+            out = func(*args, **kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
         return out
@@ -281,6 +289,11 @@ class Tracer(TorchDispatchMode):
         owner = self._owners.get(index) if in_list else None
         group = self._sticky if not in_list else self.ledger.storages[index].group if owner is None else owner.group
         self.ledger.events.append(Event(FREE, index, group, self._segment))
+
+
+@cache
+def _only_writes_lists(func: Any) -> bool:
+    return func._schema.name.startswith(("aten::_fused_", "aten::_foreach_")) and not func._schema.returns
 
 
 def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
