@@ -1,0 +1,196 @@
+"""A ledger of a few layers, the middle ones repeated, equals the ledger of the whole model: every sum, byte for byte."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from virtual_runs import recipe_of, steady, sums, with_layers
+
+from trainfit.predict.trace import trace
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
+from trainfit.virtual.repeat import find_period
+
+FAMILIES = [
+    ("gpt2", None), ("pythia-160m", None), ("opt-125m", None), ("bloom-560m", 8), ("falcon-7b", 8), ("gpt-j-6b", 6),
+    ("llama-3.2-1b", None), ("mistral-7b-v0.1", 8), ("mixtral-8x7b", 8), ("qwen2.5-0.5b", 8), ("qwen3-0.6b", 8),
+    ("gemma-2-2b", 10), ("gemma-3-1b", None), ("phi-2", 6), ("phi-3-mini-4k", 8), ("qwen3-30b-a3b", 8),
+    ("deepseek-v2-lite", 8), ("gpt-oss-20b", 8), ("olmo-2-7b", 6),
+]  # fmt: skip
+"""Catalog name, and to how many layers it is cut where all would take long."""
+
+
+@pytest.mark.parametrize(("name", "layers"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_families(name: str, layers: int | None) -> None:
+    recipe = recipe_of(with_layers(name, layers))
+    repeated, whole = trace(recipe), trace(recipe, whole=True)
+    assert repeated.repeat > 1
+    assert len(repeated.ops) < len(whole.ops)
+    assert sums(repeated) == sums(whole)
+
+
+def test_more_layers_cost_no_more_to_trace() -> None:
+    deep, shallow = (trace(recipe_of(with_layers("llama-3.1-405b", layers))) for layers in (None, 4))
+    assert (deep.repeat, shallow.repeat) == (124, 2)
+    # Only building the model takes longer: its operations, made before the layers are cut out, are in the ledger.
+    assert len(steady(deep)) == len(steady(shallow))
+
+
+LLAMA, GPT2 = with_layers("llama-3.2-1b", 6), with_layers("gpt2", 6)
+FP16_SCALED = {"precision": "amp-fp16"}
+TECHNIQUES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "fp32": (LLAMA, "hf", {"precision": "fp32"}),
+    "amp-bf16": (LLAMA, "hf", {"precision": "amp-bf16"}),
+    "amp-bf16-gpt2": (GPT2, "hf", {"precision": "amp-bf16"}),
+    "amp-fp16": (LLAMA, "hf", FP16_SCALED),
+    "amp-fp16-gpt2-foreach": (GPT2, "hf", {**FP16_SCALED, "optimizer": Optimizer(implementation="foreach")}),
+    "adamw-foreach": (LLAMA, "hf", {"optimizer": Optimizer(implementation="foreach")}),
+    "adamw-forloop": (LLAMA, "hf", {"optimizer": Optimizer(implementation="forloop")}),
+    "sgd": (LLAMA, "hf", {"optimizer": Optimizer(name="sgd")}),
+    "sgd-momentum-foreach": (
+        LLAMA, "hf", {"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
+    ),
+    "adafactor": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor")}),
+    "adafactor-foreach": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", implementation="foreach")}),
+    "adafactor-momentum": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
+    "recompute": (LLAMA, "hf", {"recompute": "full"}),
+    "recompute-native": (LLAMA, "native", {"recompute": "full"}),
+    "in-backward": (LLAMA, "hf", {"optimizer": Optimizer(in_backward=True)}),
+    "in-backward-foreach-recompute": (
+        LLAMA, "hf", {"optimizer": Optimizer(in_backward=True, implementation="foreach"), "recompute": "full"},
+    ),
+    "in-backward-adafactor": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
+    "accumulate": (LLAMA, "hf", {"batch": Batch(micro=2, seq=32, accumulate=3)}),
+    "accumulate-fp16": (GPT2, "hf", {**FP16_SCALED, "batch": Batch(micro=2, seq=32, accumulate=2)}),
+    "lora": (LLAMA, "hf", {"adapter": Adapter(kind="lora")}),
+    "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora"), "recompute": "full"}),
+    "lora-dropout-gpt2": (GPT2, "hf", {"adapter": Adapter(kind="lora", dropout=0.1)}),
+    "lora-native-base": (LLAMA, "native", {"adapter": Adapter(kind="lora", dtype="base")}),
+    "attention-math": (LLAMA, "hf", {"attention": "math"}),
+    "attention-eager": (LLAMA, "hf", {"attention": "eager"}),
+    "attention-flash": (LLAMA, "hf", {"attention": "flash"}),
+    "attention-efficient": (GPT2, "hf", {"attention": "efficient"}),
+    "sliding-pattern-recompute": (with_layers("gemma-3-1b", None), "hf", {"recompute": "full"}),
+    "experts-foreach": (
+        with_layers("qwen3-30b-a3b", 6), "hf", {"optimizer": Optimizer(implementation="foreach")},
+    ),
+    "experts-recompute": (with_layers("mixtral-8x7b", 6), "hf", {"recompute": "full"}),
+    "native-post-norm-alibi": (with_layers("deep-one-1.6b", 6), "native", {"precision": "amp-bf16"}),
+    "virtual-cpu": (LLAMA, "hf", {"hardware": Hardware(gpu="cpu"), "optimizer": Optimizer(implementation="forloop")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TECHNIQUES)
+def test_techniques(case: str) -> None:
+    config, implementation, fields = TECHNIQUES[case]
+    recipe = recipe_of(config, implementation, **fields)
+    repeated, whole = trace(recipe), trace(recipe, whole=True)
+    assert repeated.repeat > 1
+    assert sums(repeated) == sums(whole)
+
+
+class Layer(nn.Module):
+    """``width`` sets its size, ``layer_idx`` and ``doubled`` what its forward does."""
+
+    def __init__(self, width: int, layer_idx: int = 0, doubled_at: int | None = None):
+        super().__init__()
+        device = torch.device("cpu")
+        self.layer_idx, self.doubled_at = layer_idx, doubled_at
+        self.up = nn.Linear(64, width, device=device)
+        self.down = nn.Linear(width, 64, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(x).relu())
+        if self.doubled_at is not None and self.layer_idx % 2 == self.doubled_at:
+            y = y.sigmoid() * y
+        return x + y
+
+
+class Output:
+    def __init__(self, loss: Tensor):
+        self.loss = loss
+
+
+class Stack(nn.Module):
+    """A language model of such layers, as the step calls one."""
+
+    def __init__(self, layers: list[Layer]):
+        super().__init__()
+        device = torch.device("cpu")
+        self.config = type("Config", (), {"vocab_size": 50})()
+        self.embed = nn.Embedding(50, 64, device=device)
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(64, 50, device=device)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return Output(F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+
+
+def made_of(widths: list[int], **settings: Any) -> Any:
+    return lambda *_, **__: Stack([Layer(width, index, **settings) for index, width in enumerate(widths)])
+
+
+PATTERNS = {
+    "equal": ([128] * 9, 7),
+    "every-other": ([128, 256] * 5, 3),
+    "every-other-odd-count": ([128, 256] * 5 + [128], 3),
+    "five-to-one": ([128] * 5 + [256] + ([128] * 5 + [256]) * 3 + [128, 128], 2),
+    "leading-dense": ([512, 512] + [128] * 8, 6),
+    "irregular": ([128, 256, 128, 128, 256, 64, 128, 32], 1),
+    "last-differs": ([128] * 7 + [256], 1),
+}
+"""Widths of the layers, and how many groups the middle one must stand for (1: traced whole)."""
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_are_found(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, num_groups = PATTERNS[pattern]
+    monkeypatch.setattr("trainfit.step.build_model", made_of(widths))
+    recipe = recipe_of({"model_type": "synthetic"}, precision="fp32")
+    repeated, whole = trace(recipe), trace(recipe, whole=True)
+    assert repeated.repeat == num_groups
+    assert sums(repeated) == sums(whole)
+
+
+@pytest.mark.parametrize("parity", [0, 1])
+def test_layers_that_ask_for_their_number_are_noticed(parity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Their parameters and settings are equal; only the forward differs, by layer_idx.
+    monkeypatch.setattr("trainfit.step.build_model", made_of([128] * 8, doubled_at=parity))
+    recipe = recipe_of({"model_type": "synthetic"}, precision="fp32")
+    noticed, whole = trace(recipe), trace(recipe, whole=True)
+    assert noticed.repeat == 1
+    assert sums(noticed) == sums(whole)
+
+
+def test_experts_in_every_other_layer() -> None:
+    config = {
+        "model_type": "qwen2_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64, "num_hidden_layers": 10, "num_attention_heads": 4, "num_experts": 4,
+        "num_key_value_heads": 2, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "vocab_size": 256,
+    }  # fmt: skip
+    recipe = recipe_of(config)
+    repeated, whole = trace(recipe), trace(recipe, whole=True)
+    assert repeated.repeat == 3
+    assert sums(repeated) == sums(whole)
+
+
+def test_find_period() -> None:
+    assert find_period(list("aaaaaa")) == (0, 1)
+    assert find_period(list("abababab")) == (0, 2)
+    assert find_period(list("xaaaaaa")) == (1, 1)
+    assert find_period(list("aaa")) is None  # nothing to save
+    assert find_period(list("aabaaabbab")) is None
+
+
+def test_gpu_without_cuda_is_refused() -> None:
+    from trainfit.catalog.load import gpus
+    from trainfit.spec.errors import InputError
+
+    amd: Gpu = gpus()["mi300x"]
+    with pytest.raises(InputError, match=r"hardware\.gpu"):
+        trace(recipe_of(GPT2, hardware=Hardware(gpu=amd.name)))

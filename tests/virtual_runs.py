@@ -1,0 +1,54 @@
+"""What tests of the virtual GPU share: catalog models with fewer layers, and a ledger's sums to compare."""
+
+from typing import Any
+
+from trainfit.catalog.load import model_config
+from trainfit.spec.recipe import Batch, ModelSpec, Recipe
+from trainfit.virtual.allocator import CachingAllocator
+from trainfit.virtual.ledger import Ledger, Op
+from trainfit.virtual.replay import replay
+
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
+
+
+def with_layers(name: str, layers: int | None) -> dict[str, Any]:
+    """The catalog's config of a model, at another depth; None: as it is."""
+    config = dict(model_config(name))
+    if layers is not None:
+        key = next(key for key in DEPTH_KEYS if key in config)
+        config[key] = layers
+        if "layer_types" in config:
+            config["layer_types"] = config["layer_types"][:layers]
+    return config
+
+
+def recipe_of(config: str | dict[str, Any], implementation: Any = "hf", **fields: Any) -> Recipe:
+    """1 x 64 tokens unless ``fields`` say otherwise."""
+    model = ModelSpec(config=config, implementation=implementation)
+    return Recipe(model=model, **{"batch": Batch(micro=1, seq=64), **fields})
+
+
+def steady(ledger: Ledger) -> list[Op]:
+    """The steady step's operations, as traced."""
+    return [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
+
+
+def steady_sum(ledger: Ledger, quantity: str) -> float:
+    """Sum of a quantity of the steady step's operations over the whole model."""
+    return sum(ledger.times(op) * getattr(op, quantity) for op in steady(ledger))
+
+
+def sums(ledger: Ledger) -> dict[str, Any]:
+    """Everything an estimate reads off a ledger."""
+    replayed = replay(ledger, CachingAllocator())
+    quantities = ("flops", "causal_flops", "model_flops", "model_flops_full", "num_bytes", "calls")
+    return {
+        "phases": replayed.phases.model_dump(),
+        "breakdown": replayed.breakdown.model_dump(),
+        "peak_phase": replayed.peak_phase,
+        "peak_allocated_bytes": replayed.peak_allocated_bytes,
+        "peak_reserved_bytes": replayed.peak_reserved_bytes,
+        "params": (ledger.params, ledger.trainable_params),
+        "ops_without_flops": ledger.ops_without_flops,
+        **{quantity: steady_sum(ledger, quantity) for quantity in quantities},
+    }
