@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from virtual_runs import recipe_of, steady, sums, with_layers
 
 from trainfit.predict.trace import trace
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
 from trainfit.virtual.repeat import find_period
+from virtual_runs import recipe_of, steady, sums, with_layers
 
 FAMILIES = [
     ("gpt2", None), ("pythia-160m", None), ("opt-125m", None), ("bloom-560m", 8), ("falcon-7b", 8), ("gpt-j-6b", 6),
