@@ -11,7 +11,15 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
 from trainfit.virtual.ledger import Ledger
 
-ROOMS = ("catalog/models", "catalog/gpus.toml", "virtual", "models", "techniques", "step.py", "predict/trace.py")
+ROOMS = (
+    "catalog/models",
+    "catalog/gpus.toml",
+    "virtual",
+    "models",
+    "techniques",
+    "step.py",
+    "predict/trace.py",
+)
 """What of our code decides a ledger."""
 LIBRARIES = ("torch", "transformers", "peft")
 MAX_LEDGERS = 500
@@ -38,7 +46,9 @@ def load(recipe: Recipe) -> Ledger | None:
     try:
         return Ledger.load(path)
     except ValueError:
-        with suppress(OSError):  # Damaged: trace again. Where it cannot be removed (a read-only folder) it is not read.
+        with suppress(
+            OSError
+        ):  # Damaged: trace again. Where it cannot be removed (a read-only folder) it is not read.
             path.unlink(missing_ok=True)
         return None
 
@@ -61,7 +71,11 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for room in ROOMS:
         place = root / room
-        files = [place] if place.is_file() else sorted(p for p in place.rglob("*") if p.suffix in {".py", ".json"})
+        files = (
+            [place]
+            if place.is_file()
+            else sorted(p for p in place.rglob("*") if p.suffix in {".py", ".json"})
+        )
         for path in files:
             digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()

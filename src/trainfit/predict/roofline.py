@@ -11,7 +11,13 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.ledger import Ledger
 
-PEAK_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "float8_e4m3fn": "fp8"}
+PEAK_DTYPE = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "fp8",
+}
 SUSTAINED = {"matmul": 0.72, "attention": 0.33, "memory": 0.85}
 """Shares of the data sheet that an H200 sustains: bf16 products 0.70 to 0.78, causal flash attention 0.31 to 0.33 of
 the bf16 peak, a copy 0.89 (measured 2026-11 with torch 2.11, docs/log.md)."""
@@ -56,7 +62,7 @@ def peak_flops_per_s(gpu: Gpu, dtype: str) -> float:
     """Dense peak of a dtype; where the data sheet has none, that of the next wider one it has."""
     wider = {"fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"), "fp16": ("fp16", "fp32", "bf16"),
              "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32")}  # fmt: skip
-    peaks: dict[str, float] = dict(gpu.peak_flops_per_s)
+    peaks: dict[str, float] = {str(name): peak for name, peak in gpu.peak_flops_per_s.items()}
     for name in wider[dtype]:
         if name in peaks:
             return peaks[name]

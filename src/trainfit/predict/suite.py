@@ -23,7 +23,9 @@ from trainfit.spec.result import Estimate
 
 def main(arguments: list[str] | None = None) -> int:
     """Predict them all; exit code 0, 65 for bad input, 70 if a prediction failed."""
-    parser = argparse.ArgumentParser(prog="python -m trainfit.predict.suite", description="Predict many recipes.")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainfit.predict.suite", description="Predict many recipes."
+    )
     parser.add_argument("recipes", type=Path, help="JSON Lines, one recipe each")
     parser.add_argument("records", type=Path, help="JSON Lines, records are appended")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -35,13 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"trainfit: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     began, failed = time.monotonic(), 0
-    with ProcessPoolExecutor(options.jobs, initializer=_one_thread) as pool, options.records.open("a") as file:
+    with (
+        ProcessPoolExecutor(options.jobs, initializer=_one_thread) as pool,
+        options.records.open("a") as file,
+    ):
         for recipe, outcome in zip(recipes, pool.map(_predict, recipes), strict=True):
             if isinstance(outcome, str):
                 failed += 1
                 print(f"{recipe.id} {recipe.model.display_name}: {outcome}", flush=True)
                 continue
-            file.write(new_record("predict", recipe, estimate=outcome, tags=tuple(options.tag)).model_dump_json() + "\n")
+            file.write(
+                new_record("predict", recipe, estimate=outcome, tags=tuple(options.tag)).model_dump_json()
+                + "\n"
+            )
     print(f"{len(recipes) - failed} of {len(recipes)} predicted in {time.monotonic() - began:.0f} s")
     return 70 if failed else 0
 

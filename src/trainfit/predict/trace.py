@@ -48,7 +48,9 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 return
             found, repeat, removed = shorten(layer_lists(model))
             groups.extend(found)
-            virtual.tracer.forget(tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers()))
+            virtual.tracer.forget(
+                tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
+            )
 
         step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler)
         virtual.model_is_complete(step.model, groups)

@@ -18,6 +18,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import model as find_model
 from trainfit.predict.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -31,7 +33,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "opt": ("opt-125m", "opt-350m", "opt-1.3b", "opt-2.7b", "opt-6.7b"),
     "bloom": ("bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b"),
     "falcon": ("falcon-7b",),
-    "llama": ("smollm-135m", "llama-3.2-1b", "tinyllama-1.1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b"),
+    "llama": (
+        "smollm-135m",
+        "llama-3.2-1b",
+        "tinyllama-1.1b",
+        "llama-3.2-3b",
+        "llama-2-7b",
+        "llama-3.1-8b",
+        "llama-2-13b",
+    ),
     "mistral": ("mistral-7b-v0.1", "mistral-7b-v0.3", "mistral-nemo-12b"),
     "qwen2": ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b"),
     "qwen3": ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b"),
@@ -44,7 +54,17 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "mixtral": ("mixtral-8x7b",),
     "deepseek-moe": ("deepseek-v2-lite",),
     "qwen3-moe": ("qwen3-30b-a3b",),
-    "native": ("small", "medium", "large", "xl", "2.7b", "deep-one-1.6b", "llama-3.2-1b", "qwen2.5-0.5b", "qwen3-0.6b"),
+    "native": (
+        "small",
+        "medium",
+        "large",
+        "xl",
+        "2.7b",
+        "deep-one-1.6b",
+        "llama-3.2-1b",
+        "qwen2.5-0.5b",
+        "qwen3-0.6b",
+    ),
 }
 SMALLEST = 500_000_000
 LARGEST_STEP_S = 4.0
@@ -60,8 +80,15 @@ def draw(chance: random.Random, gpu: str, compiled_share: float) -> dict[str, An
     if chance.random() < 0.2:
         seq = max(128, seq - 8 * chance.randint(1, 15))  # Not only powers of two.
     recipe: dict[str, Any] = {
-        "model": {"config": chance.choice(FAMILIES[family]), "implementation": "native" if family == "native" else "hf"},
-        "batch": {"micro": 2 ** chance.randint(0, 5), "seq": seq, "accumulate": chance.choice((1, 1, 1, 1, 2, 4))},
+        "model": {
+            "config": chance.choice(FAMILIES[family]),
+            "implementation": "native" if family == "native" else "hf",
+        },
+        "batch": {
+            "micro": 2 ** chance.randint(0, 5),
+            "seq": seq,
+            "accumulate": chance.choice((1, 1, 1, 1, 2, 4)),
+        },
         "precision": chance.choice(("bf16",) * 5 + ("fp32",) * 2 + ("amp-bf16",) * 2 + ("amp-fp16",) * 2),
         "attention": chance.choice(("sdpa",) * 8 + ("eager", "math", "flash", "efficient", "cudnn")),
         "recompute": chance.choice(("none", "none", "full")),
@@ -69,7 +96,11 @@ def draw(chance: random.Random, gpu: str, compiled_share: float) -> dict[str, An
         "hardware": {"gpu": gpu},
     }
     if chance.random() < 0.15:
-        recipe["adapter"] = {"kind": "lora", "rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
+        recipe["adapter"] = {
+            "kind": "lora",
+            "rank": chance.choice((8, 16, 64)),
+            "dtype": chance.choice(("fp32", "base")),
+        }
     if chance.random() < compiled_share:
         recipe["compile"] = chance.choice(("block", "model"))
     return recipe
@@ -80,7 +111,10 @@ def _optimizer(chance: random.Random) -> dict[str, Any]:
     if name == "adamw":
         chosen: dict[str, Any] = {"implementation": chance.choice(("fused", "foreach", "forloop"))}
     elif name == "sgd":
-        chosen = {"momentum": chance.choice((0.0, 0.9)), "implementation": chance.choice(("foreach", "fused"))}
+        chosen = {
+            "momentum": chance.choice((0.0, 0.9)),
+            "implementation": chance.choice(("foreach", "fused")),
+        }
     else:
         chosen = {"momentum": chance.choice((0.0, 0.0, 0.9))}
     return {"name": name, "in_backward": chance.random() < 0.2, **chosen}
@@ -91,12 +125,23 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
     try:
         recipe = recipe_from(data)
         check(recipe)
+        if smallest_state_bytes(recipe) > find_gpu(recipe.hardware.gpu).usable_bytes:
+            return None
         estimate = predict(recipe)
     except InputError:
         return None
     if estimate.peak_allocated_bytes < SMALLEST or (estimate.step_s or 0) > LARGEST_STEP_S:
         return None
     return recipe, estimate
+
+
+def smallest_state_bytes(recipe: Recipe) -> int:
+    """At least what weights, gradients and moments need, from the published parameter count: spares a trace."""
+    row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
+    size = 2 if recipe.precision == "bf16" else 4
+    moments = {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}.get(recipe.optimizer.name, 0)
+    copies = 1 if recipe.adapter else 1 + (0 if recipe.optimizer.in_backward else 1) + moments
+    return (row.published_params or 0) * size * copies if row else 0
 
 
 def generate(
@@ -120,7 +165,9 @@ def _fitting(data: dict[str, Any]) -> Recipe | None:
     if kept is None:
         return None
     recipe, estimate = kept
-    return recipe if estimate.fits and estimate.peak_device_bytes <= (1 - NEAR) * estimate.device_bytes else None
+    return (
+        recipe if estimate.fits and estimate.peak_device_bytes <= (1 - NEAR) * estimate.device_bytes else None
+    )
 
 
 def _near_card(data: dict[str, Any]) -> Recipe | None:
@@ -148,7 +195,9 @@ def is_held_out(recipe_id: str) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the drawn recipes, one a line."""
-    parser = argparse.ArgumentParser(prog="python -m trainfit.predict.truth_suite", description="Draw recipes by a seed.")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainfit.predict.truth_suite", description="Draw recipes by a seed."
+    )
     parser.add_argument("out", type=Path, help="JSON Lines to write, one recipe each")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)

@@ -35,7 +35,12 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - named as torch names it
     """
 
     def __init__(self, requested: int, reserved: int, allocated: int, capacity: int):
-        self.requested, self.reserved, self.allocated, self.capacity = requested, reserved, allocated, capacity
+        self.requested, self.reserved, self.allocated, self.capacity = (
+            requested,
+            reserved,
+            allocated,
+            capacity,
+        )
         super().__init__(
             f"out of memory: {requested} bytes requested, {reserved} of {capacity} reserved, {allocated} in use"
         )

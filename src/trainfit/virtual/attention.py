@@ -45,7 +45,9 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     Raises:
         InputError: no backend that is switched on can run this.
     """
-    order = ("cudnn", "flash", "efficient", "math") if prefers_cudnn else ("flash", "efficient", "math", "cudnn")
+    order = (
+        ("cudnn", "flash", "efficient", "math") if prefers_cudnn else ("flash", "efficient", "math", "cudnn")
+    )
     allowed = {
         "flash": torch.backends.cuda.flash_sdp_enabled() and _flash_can(query, capability),
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient_can(query, capability),
@@ -58,12 +60,20 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     kind = f"{str(query.q.dtype).removeprefix('torch.')}, head size {query.q.shape[-1]}"
     kind += ", a mask" if query.mask is not None else ""
     kind += "" if query.heads_match else ", grouped key heads"
-    raise InputError(f"the SDPA backends left on have no kernel for {kind}", "use attention: sdpa or math", field="attention")
+    raise InputError(
+        f"the SDPA backends left on have no kernel for {kind}",
+        "use attention: sdpa or math",
+        field="attention",
+    )
 
 
 def _common(query: Query) -> bool:
     q, k, v = query.q, query.k, query.v
-    return q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0] and 0 not in (q.shape[2], k.shape[2])
+    return (
+        q.dim() == k.dim() == v.dim() == 4
+        and q.shape[0] == k.shape[0] == v.shape[0]
+        and 0 not in (q.shape[2], k.shape[2])
+    )
 
 
 def _unit_stride(query: Query) -> bool:
@@ -73,14 +83,23 @@ def _unit_stride(query: Query) -> bool:
 def _heads_fit(query: Query, gqa: bool) -> bool:
     if query.heads_match:
         return True
-    return gqa and query.gqa and query.k.shape[1] == query.v.shape[1] and query.q.shape[1] % query.k.shape[1] == 0
+    return (
+        gqa
+        and query.gqa
+        and query.k.shape[1] == query.v.shape[1]
+        and query.q.shape[1] % query.k.shape[1] == 0
+    )
 
 
 def _flash_can(query: Query, capability: tuple[int, int]) -> bool:
     q, k, v = query.q, query.k, query.v
     if capability < (8, 0) or query.mask is not None or q.dtype not in HALVES or not _common(query):
         return False
-    if not (q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256) or not _heads_fit(query, True) or not _unit_stride(query):
+    if (
+        not (q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256)
+        or not _heads_fit(query, True)
+        or not _unit_stride(query)
+    ):
         return False
     consumer = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     if consumer and query.trains and q.shape[-1] > 192 and (query.dropout > 0 or q.shape[-1] <= 224):
@@ -90,7 +109,11 @@ def _flash_can(query: Query, capability: tuple[int, int]) -> bool:
 
 def _efficient_can(query: Query, capability: tuple[int, int]) -> bool:
     q, k, v = query.q, query.k, query.v
-    dtypes = (torch.float16, torch.bfloat16, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
+    dtypes = (
+        (torch.float16, torch.bfloat16, torch.float32)
+        if capability >= (8, 0)
+        else (torch.float16, torch.float32)
+    )
     if q.dtype not in dtypes or not _common(query) or not _unit_stride(query) or not _heads_fit(query, False):
         return False
     half = q.dtype in HALVES
@@ -123,10 +146,20 @@ def attend(query: Query, backend: str, scale: float | None) -> Tensor:
         return _efficient(query, scale)
     if backend == "cudnn":
         mask = _float_mask(query.mask, q.dtype)
-        out = aten._scaled_dot_product_cudnn_attention(q, k, v, mask, query.trains, query.dropout, query.causal, False, scale=scale)
+        out = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, mask, query.trains, query.dropout, query.causal, False, scale=scale
+        )
         return out[0]
     return aten._scaled_dot_product_attention_math(
-        q, k, v, _float_mask(query.mask, q.dtype), query.dropout, query.causal, None, scale=scale, enable_gqa=query.gqa
+        q,
+        k,
+        v,
+        _float_mask(query.mask, q.dtype),
+        query.dropout,
+        query.causal,
+        None,
+        scale=scale,
+        enable_gqa=query.gqa,
     )[0]
 
 
@@ -138,7 +171,9 @@ def _flash(query: Query, scale: float | None) -> Tensor:
     pad = -dim % 8
     if pad:
         q, k, v = (torch.nn.functional.pad(t, (0, pad)) for t in (q, k, v))
-    out = aten._scaled_dot_product_flash_attention(q, k, v, query.dropout, query.causal, False, scale=scale)[0]
+    out = aten._scaled_dot_product_flash_attention(q, k, v, query.dropout, query.causal, False, scale=scale)[
+        0
+    ]
     return out[..., :dim] if pad else out
 
 
@@ -148,7 +183,9 @@ def _efficient(query: Query, scale: float | None) -> Tensor:
     if mask is not None:
         mask = _aligned_bias(mask, q, k)
     trains = query.trains or (mask is not None and mask.requires_grad and torch.is_grad_enabled())
-    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, trains, query.dropout, query.causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, trains, query.dropout, query.causal, scale=scale
+    )[0]
 
 
 def _float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -25,7 +25,12 @@ LOWER = "addmv addr mv chain_matmul linalg_multi_dot".split()
 
 def install(library: "torch.library.Library") -> None:
     """Register CUDA's policy for the CPU's autocast key, until the library is destroyed."""
-    for names, policy in ((FP32, _in_fp32), (FP32_OUTPUT, _fp32_output), (PROMOTE, _promote), (LOWER, _lower)):
+    for names, policy in (
+        (FP32, _in_fp32),
+        (FP32_OUTPUT, _fp32_output),
+        (PROMOTE, _promote),
+        (LOWER, _lower),
+    ):
         for name in names:
             if (op := _find(name)) is not None:
                 library.impl(name, policy(op), "AutocastCPU", allow_override=True)
@@ -44,7 +49,11 @@ def _off() -> Any:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     # Autocast leaves fp64, integers and whatever is already right alone.
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype not in (dtype, torch.float64) else value
+        return (
+            value.to(dtype)
+            if value.is_floating_point() and value.dtype not in (dtype, torch.float64)
+            else value
+        )
     if isinstance(value, list | tuple):
         return [_cast(item, dtype) for item in value]
     return value
@@ -80,7 +89,12 @@ def _promote(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _off():
             low = torch.get_autocast_dtype("cpu")
-            flat = [t for arg in args for t in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(t, Tensor)]
+            flat = [
+                t
+                for arg in args
+                for t in (arg if isinstance(arg, list | tuple) else (arg,))
+                if isinstance(t, Tensor)
+            ]
             widest = torch.float32 if any(t.dtype == torch.float32 for t in flat) else low
             return op(*_cast(args, widest), **kwargs)
 

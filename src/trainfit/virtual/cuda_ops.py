@@ -96,5 +96,7 @@ class FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
         x, weight, rstd = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
-        grad_x, grad_weight = aten._fused_rms_norm_backward.default(grads[0], x, ctx.shape, rstd, weight, wanted)
+        grad_x, grad_weight = aten._fused_rms_norm_backward.default(
+            grads[0], x, ctx.shape, rstd, weight, wanted
+        )
         return grad_x, None, grad_weight if wanted[1] else None, None

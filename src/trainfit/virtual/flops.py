@@ -66,7 +66,9 @@ def plain(flops: int) -> OpFlops:
 # -- matrix products ----------------------------------------------------------------------------------------------
 
 
-@flop_rule("aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", "aten::_weight_int8pack_mm")
+@flop_rule(
+    "aten::mm", "aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm", "aten::_weight_int8pack_mm"
+)
 def mm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
     """[m, k] @ [k, n]: 2mkn."""
     return plain(2 * args[0].shape[0] * args[0].shape[1] * out.shape[1])
@@ -247,10 +249,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, *,
 @flop_rule("aten::_efficient_attention_forward")
 def efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
     """Tensors [batch, seq, heads, head_dim]; mask types 1 and 2 are causal. None for packed sequences."""
-    return None if args[4] is not None else _flash(args[0], args[1], args[2], args[9] > 0, None, backward=False)
+    return (
+        None if args[4] is not None else _flash(args[0], args[1], args[2], args[9] > 0, None, backward=False)
+    )
 
 
 @flop_rule("aten::_efficient_attention_backward")
 def efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
     """As the forward's rule."""
-    return None if args[6] is not None else _flash(args[1], args[2], args[3], args[14] > 0, None, backward=True)
+    return (
+        None if args[6] is not None else _flash(args[1], args[2], args[3], args[14] > 0, None, backward=True)
+    )

@@ -51,9 +51,17 @@ class HostTensors(TorchFunctionMode):
         if func in FACTORIES and kwargs.get("device") in (None, "cpu"):
             with self._says.host():
                 return func(*args, **kwargs)
-        if func in MOVES and is_host(args[0]) and (func is torch.Tensor.cuda or _names_device(args[1:], kwargs)):
+        if (
+            func in MOVES
+            and is_host(args[0])
+            and (func is torch.Tensor.cuda or _names_device(args[1:], kwargs))
+        ):
             with self._says.moving():
-                return args[0].clone() if func is torch.Tensor.cuda else args[0].to(*args[1:], **{**kwargs, "copy": True})
+                return (
+                    args[0].clone()
+                    if func is torch.Tensor.cuda
+                    else args[0].to(*args[1:], **{**kwargs, "copy": True})
+                )
         if func in BACKWARDS:
             with self._in_the_engine():
                 return func(*args, **kwargs)

@@ -118,7 +118,9 @@ class Ledger:
         if self.repeat == 1:
             for event in self.events:
                 s = self.storages[event.storage]
-                yield LiveEvent(event.kind, (event.storage, 1), s.num_bytes, s.category, event.segment, event.storage)
+                yield LiveEvent(
+                    event.kind, (event.storage, 1), s.num_bytes, s.category, event.segment, event.storage
+                )
             return
         yield from _Expansion(self).events()
 
@@ -160,12 +162,23 @@ class Ledger:
             names = data.pop("names")
             data["segments"] = [Segment(*row) for row in data["segments"]]
             data["ops"] = [_op(row, names) for row in data["ops"]]
-            data["storages"] = [Storage(n, names[c], g, op, names[slot]) for n, c, g, op, slot in data["storages"]]
+            data["storages"] = [
+                Storage(n, names[c], g, op, names[slot]) for n, c, g, op, slot in data["storages"]
+            ]
             data["events"] = [Event(*row) for row in data["events"]]
             data["ops_without_flops"] = tuple(data["ops_without_flops"])
             data["assumptions"] = tuple(data["assumptions"])
             return cls(**data)
-        except (OSError, EOFError, zlib.error, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            ValueError,
+        ) as error:
             raise ValueError(f"{path}: not a whole ledger: {error}") from error
 
 
@@ -252,7 +265,12 @@ class _Expansion:
         forwards = {i for i, segment in enumerate(self.ledger.segments) if segment.phase == "forward"}
         sizes: dict[int, dict[str, int]] = {FIRST: {}, MIDDLE: {}, LAST: {}}
         for s in self.ledger.storages:
-            if s.group in sizes and s.op >= 0 and self.ledger.ops[s.op].segment in forwards and not _is_extra(s.slot):
+            if (
+                s.group in sizes
+                and s.op >= 0
+                and self.ledger.ops[s.op].segment in forwards
+                and not _is_extra(s.slot)
+            ):
                 sizes[s.group][s.slot] = s.num_bytes
         for other in (FIRST, LAST):
             if sizes[other] != sizes[MIDDLE]:

@@ -165,7 +165,7 @@ class Places:
                 self.on_recomputed()
 
     def _mark(self, place: Place) -> None:
-        number = torch._C._autograd._get_sequence_nr()
+        number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
         if self._numbers and self._numbers[-1] == number:
             self._marks[-1] = place
         else:

@@ -89,7 +89,9 @@ def _phases(ledger: Ledger, peaks: list[int], after_init: int) -> Phases:
         highest[segment] = max(highest.get(segment, 0), peak)
 
     def of(step: str) -> PhasePeaks:
-        return PhasePeaks(**{phase: highest.get((step, phase), 0) for phase in ("forward", "backward", "optimizer")})
+        return PhasePeaks(
+            **{phase: highest.get((step, phase), 0) for phase in ("forward", "backward", "optimizer")}
+        )
 
     return Phases(after_init=after_init, first=of("first"), steady=of("steady"))
 

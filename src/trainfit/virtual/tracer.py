@@ -104,7 +104,9 @@ class Tracer(TorchDispatchMode):
         storages = self.ledger.storages
         for index, place in self._owners.items():
             slot = f"weights/{place.slot}"
-            storages[index] = storages[index]._replace(group=place.group, slot=f"{slot}/{self._count(place.group, slot)}")
+            storages[index] = storages[index]._replace(
+                group=place.group, slot=f"{slot}/{self._count(place.group, slot)}"
+            )
         self.ledger.events = [
             event._replace(group=storages[event.storage].group) if event.kind == ALLOCATE else event
             for event in self.ledger.events
@@ -140,7 +142,9 @@ class Tracer(TorchDispatchMode):
         """A kernel that is no operation of PyTorch's ran: compiled code's own."""
         place = self.places.current()
         self._sticky = place.group
-        self.ledger.ops.append(Op(name, place.module, self._segment, place.group, 0, 0, 0, 0, num_bytes, dtype))
+        self.ledger.ops.append(
+            Op(name, place.module, self._segment, place.group, 0, 0, 0, 0, num_bytes, dtype)
+        )
 
     # -- what PyTorch tells -------------------------------------------------------------------------------------
 
@@ -184,7 +188,9 @@ class Tracer(TorchDispatchMode):
             place = self._last_owner = owners[0]
         self._sticky = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
-        for num_bytes in self.workspaces.first_use(func, args, kwargs, place.in_autograd) if self.workspaces else ():
+        for num_bytes in (
+            self.workspaces.first_use(func, args, kwargs, place.in_autograd) if self.workspaces else ()
+        ):
             self._add_storage(num_bytes, -1, "workspace", NO_LAYER, "workspace")
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
         for n, t in fresh:
@@ -225,7 +231,18 @@ class Tracer(TorchDispatchMode):
         groups = {owner.group for owner in owners}
         if len(groups) <= 1:
             self.ledger.ops.append(
-                Op(str(func), place.module, self._segment, place.group, full, causal, model, model_full, num_bytes, dtype)
+                Op(
+                    str(func),
+                    place.module,
+                    self._segment,
+                    place.group,
+                    full,
+                    causal,
+                    model,
+                    model_full,
+                    num_bytes,
+                    dtype,
+                )
             )
             return len(self.ledger.ops) - 1
         # Of what belongs to nobody (a loss scale) the first share has all.
@@ -244,7 +261,13 @@ class Tracer(TorchDispatchMode):
         if num_bytes is None:
             num_bytes = storage.nbytes()
         self._sticky = place.group
-        category = "weights" if self.places.phase == "init" else "activations" if self.places.phase == "data" else "temporary"
+        category = (
+            "weights"
+            if self.places.phase == "init"
+            else "activations"
+            if self.places.phase == "data"
+            else "temporary"
+        )
         index = self._add_storage(num_bytes, op, slot, place.group, category)
         if place.recomputing:
             self._recomputed.append(index)
@@ -266,7 +289,11 @@ class Tracer(TorchDispatchMode):
 
     def _add_scratch(self, sizes: tuple[int, ...], op: int, place: Place, name: str) -> None:
         """Scratch of one kernel: allocated together, freed when it returns."""
-        indices = [self._add_storage(size, op, f"{place.slot}/{name}/scratch", place.group, "temporary") for size in sizes if size]
+        indices = [
+            self._add_storage(size, op, f"{place.slot}/{name}/scratch", place.group, "temporary")
+            for size in sizes
+            if size
+        ]
         for index in reversed(indices):
             self.ledger.events.append(Event(FREE, index, place.group, self._segment))
 
@@ -287,7 +314,13 @@ class Tracer(TorchDispatchMode):
         # free belongs to where it happens.
         in_list = self.places.owned_now() and (index in self._listed or self._born[index] != self._segment)
         owner = self._owners.get(index) if in_list else None
-        group = self._sticky if not in_list else self.ledger.storages[index].group if owner is None else owner.group
+        group = (
+            self._sticky
+            if not in_list
+            else self.ledger.storages[index].group
+            if owner is None
+            else owner.group
+        )
         self.ledger.events.append(Event(FREE, index, group, self._segment))
 
 
@@ -318,7 +351,11 @@ def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
     dtype = args[0].dtype
     cast = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, args)
     out = aten._grouped_mm.default(*cast, **kwargs)
-    return out if out.dtype == dtype else torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
+    return (
+        out
+        if out.dtype == dtype
+        else torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
+    )
 
 
 def _read(t: Tensor) -> Any:

@@ -22,7 +22,9 @@ class Workspaces:
         self._gpu = gpu
         self._taken: set[tuple[str, bool]] = set()
 
-    def first_use(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool) -> tuple[int, ...]:
+    def first_use(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool
+    ) -> tuple[int, ...]:
         """Bytes that this operation makes the libraries allocate for good, in order.
 
         Args:

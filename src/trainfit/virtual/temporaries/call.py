@@ -14,7 +14,9 @@ class Call:
 
     __slots__ = ("args", "gpu", "kwargs", "name", "out")
 
-    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: GpuTraits | None):
+    def __init__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: GpuTraits | None
+    ):
         self.name, self.args, self.kwargs, self.out = name, args, kwargs, out
         self.gpu: GpuTraits = gpu if gpu is not None else GpuTraits()
 

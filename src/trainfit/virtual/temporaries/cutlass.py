@@ -66,5 +66,7 @@ def backward_workspace(q: Tensor, k: Tensor, v: Tensor, dropout: bool, gpu: GpuT
     tile = kernel.queries * kernel.keys + 4
     elements = ceil_div(seq_q, kernel.queries) * ceil_div(head_dim, kernel.keys) * tile
     if needs_dk:
-        elements += splits * kernel.keys * (round_up(head_dim, kernel.queries) + round_up(head_dim_v, kernel.queries))
+        elements += (
+            splits * kernel.keys * (round_up(head_dim, kernel.queries) + round_up(head_dim_v, kernel.queries))
+        )
     return batch * heads * round_up(elements, 4) * 4

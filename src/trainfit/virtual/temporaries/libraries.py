@@ -62,7 +62,9 @@ def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
     name = func._schema.name
     if name in ("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"):
         return True
-    return name in ("aten::addmm", "aten::_addmm_activation") and bias_in_epilogue(Call(name, args, kwargs or {}, None, None))
+    return name in ("aten::addmm", "aten::_addmm_activation") and bias_in_epilogue(
+        Call(name, args, kwargs or {}, None, None)
+    )
 
 
 def bias_in_epilogue(call: Call) -> bool:

@@ -40,11 +40,18 @@ def rms_norm_backward(call: Call) -> tuple[int, ...]:
     return copy_if_strided(grad, x) + partial_gradients(call, x, shape, weight, wanted)
 
 
-def partial_gradients(call: Call, x: Tensor, shape: list[int], weight: Tensor | None, wanted: int) -> tuple[int, ...]:
+def partial_gradients(
+    call: Call, x: Tensor, shape: list[int], weight: Tensor | None, wanted: int
+) -> tuple[int, ...]:
     """Per-block sums [blocks, N] in the weight's dtype, when rows are over 65,536 and columns few (``LaunchGammaBetaBackwardCUDAKernel``)."""
     columns = prod(shape)
     rows = x.numel() // columns if columns else 0
-    if not wanted or weight is None or rows <= MANY_ROWS or columns // COLUMNS_PER_BLOCK >= call.gpu.num_sms // 2:
+    if (
+        not wanted
+        or weight is None
+        or rows <= MANY_ROWS
+        or columns // COLUMNS_PER_BLOCK >= call.gpu.num_sms // 2
+    ):
         return ()
     blocks = min(MAX_BLOCKS // ceil_div(columns, COLUMNS_PER_BLOCK), ceil_div(rows, ROWS_PER_BLOCK))
     return (blocks * columns * weight.element_size(),) * wanted

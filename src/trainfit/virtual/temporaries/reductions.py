@@ -106,7 +106,13 @@ def dims_of(call: Call, position: int = 1) -> list[int] | None:
 
 
 def reduction(
-    x: Tensor, out: Tensor, dims: list[int] | None, dtype: torch.dtype, accumulator: int, vector: int, gpu: GpuTraits
+    x: Tensor,
+    out: Tensor,
+    dims: list[int] | None,
+    dtype: torch.dtype,
+    accumulator: int,
+    vector: int,
+    gpu: GpuTraits,
 ) -> tuple[int, ...]:
     """Buffers of one reduction: what blocks hand each other, and the semaphores that count them.
 
@@ -165,7 +171,9 @@ def first_half(dims: list[Dim]) -> list[Dim]:
     return [dim._replace(size=dim.size // 2) if i == widest else dim for i, dim in enumerate(dims)]
 
 
-def global_buffers(dims: list[Dim], item: int, accumulator: int, vector: int, gpu: GpuTraits) -> tuple[int, ...]:
+def global_buffers(
+    dims: list[Dim], item: int, accumulator: int, vector: int, gpu: GpuTraits
+) -> tuple[int, ...]:
     """Bytes of the staging buffer and the semaphores, or nothing (``setReduceConfig``, ``global_memory_size``)."""
     num_reduced = sum(dim.out_stride == 0 for dim in dims)
     num_outputs = prod(dim.size for dim in dims[num_reduced:])
@@ -194,7 +202,10 @@ def global_buffers(dims: list[Dim], item: int, accumulator: int, vector: int, gp
     target = gpu.num_sms * (gpu.threads_per_sm // (width * height))
     if not across_warps or values < MAX_VALUES_PER_THREAD or grid > target:
         return ()
-    blocks = max(min(ceil_div(target, grid), ceil_div(values, MIN_VALUES_PER_THREAD)), ceil_div(values, MAX_VALUES_PER_THREAD))
+    blocks = max(
+        min(ceil_div(target, grid), ceil_div(values, MIN_VALUES_PER_THREAD)),
+        ceil_div(values, MAX_VALUES_PER_THREAD),
+    )
     if blocks <= 1:
         return ()
     size = accumulator * num_outputs * blocks

@@ -31,7 +31,9 @@ def _merged(kind: str) -> dict[str, Any]:
 _SCRATCH, _OUTPUTS = _merged("SCRATCH"), _merged("OUTPUTS")
 
 
-def temporaries(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, gpu: GpuTraits) -> tuple[int, ...]:
+def temporaries(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, gpu: GpuTraits
+) -> tuple[int, ...]:
     """Bytes of each scratch tensor that the CUDA kernel of ``func`` allocates, alive together until it returns.
 
     Args:
