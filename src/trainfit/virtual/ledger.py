@@ -184,7 +184,7 @@ class Ledger:
 
 def _op(row: list[Any], names: list[str]) -> Op:
     name, module, *middle, dtype, calls = row
-    return Op(names[name], names[module], *middle, names[dtype], calls)
+    return Op._make((names[name], names[module], *middle, names[dtype], calls))
 
 
 class _Expansion:
