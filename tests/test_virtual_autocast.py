@@ -169,11 +169,11 @@ def test_nothing_is_left_behind() -> None:
 
 @pytest.mark.parametrize("where", ["build", "forward", "backward", "optimizer"])
 def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def stop(*_: Any, **__: Any) -> None:
-        raise Stop
+        raise StopError
 
     before, losses = state_of_pytorch(), real_loss()
     with monkeypatch.context() as patch:
@@ -186,7 +186,7 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
             patch.setattr("trainfit.virtual.virtual_gpu.Tracer.own", stop)
         else:
             patch.setattr(torch.optim.AdamW, "step", stop)
-        with pytest.raises(Stop):
+        with pytest.raises(StopError):
             trace(tiny_recipe())
     assert state_of_pytorch() == before
     assert real_loss() == losses
@@ -194,17 +194,20 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
 
 def test_an_exception_within_the_backward_pass() -> None:
     before = state_of_pytorch()
-    model = nn.Linear(4, 4)
 
     def arrive(_: Any) -> None:
         raise KeyError("hook")
 
-    with pytest.raises(KeyError), on_h200() as virtual:
-        model = nn.Linear(4, 4, device=CPU)
-        virtual.model_is_complete(model, [])
-        model.weight.register_post_accumulate_grad_hook(arrive)
-        virtual.begin("first", "forward")
-        loss = model(torch.ones(2, 4, device=CPU)).sum()
-        virtual.begin("first", "backward")
-        loss.backward()
+    def run() -> None:
+        with on_h200() as virtual:
+            model = nn.Linear(4, 4, device=CPU)
+            virtual.model_is_complete(model, [])
+            model.weight.register_post_accumulate_grad_hook(arrive)
+            virtual.begin("first", "forward")
+            loss = model(torch.ones(2, 4, device=CPU)).sum()
+            virtual.begin("first", "backward")
+            loss.backward()
+
+    with pytest.raises(KeyError, match="hook"):
+        run()
     assert state_of_pytorch() == before
