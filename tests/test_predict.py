@@ -1,0 +1,232 @@
+"""predict: a recipe's estimate, its parts, and the verdict near a card's size."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tiny_recipe import tiny_recipe
+from trainfit.catalog.load import gpu, gpus
+from trainfit.predict.device_overhead import overhead_bytes
+from trainfit.predict.estimate import estimate, ledger_of, predict
+from trainfit.predict.roofline import HOST_S_PER_OP, peak_flops_per_s, roofline
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
+from trainfit.spec.result import CATEGORIES, Estimate
+from trainfit.spec.units import GIB, MIB
+from trainfit.spec.value import parse
+from trainfit.virtual.allocator import CachingAllocator
+from trainfit.virtual.ledger import Event, Ledger, Op, Segment, Storage
+from trainfit.virtual.replay import replay
+from virtual_runs import recipe_of, steady, with_layers
+
+CASES: list[dict[str, Any]] = [
+    {}, {"precision": "fp32"}, {"precision": "amp-fp16"}, {"recompute": "full"}, {"adapter": Adapter(kind="lora")},
+    {"optimizer": Optimizer(implementation="foreach")}, {"optimizer": Optimizer(in_backward=True)},
+    {"batch": Batch(micro=2, seq=64, accumulate=2)}, {"hardware": Hardware(gpu="cpu")},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", CASES, ids=[str(i) for i in range(len(CASES))])
+def test_parts_agree_with_the_whole(fields: dict[str, Any]) -> None:
+    found = predict(recipe_of(with_layers("llama-3.2-1b", 4), **fields))
+    step, phase = found.peak_phase.split(".")
+    assert sum(getattr(found.breakdown, name) for name in CATEGORIES) == found.peak_allocated_bytes
+    assert found.peak_allocated_bytes == found.phases.peak == getattr(getattr(found.phases, step), phase)
+    assert found.peak_reserved_bytes >= found.peak_allocated_bytes
+    assert found.peak_device_bytes >= found.peak_reserved_bytes
+    assert found.trainable_params <= found.params
+    assert found.model_flops <= found.hardware_flops
+    assert found.fits
+    # What is there at the start stays: weights, and in a steady step the optimizer's state.
+    assert found.phases.after_init <= min(found.phases.first.forward, found.phases.steady.forward)
+    assert found.phases.first.forward <= found.phases.steady.forward
+
+
+def test_categories_of_a_plain_bf16_step() -> None:
+    """2 bytes a parameter of weights, 2 of gradients, 4 of AdamW's moments (its counters 4 bytes in blocks of 512)."""
+    config = with_layers("llama-3.2-1b", None) | {"tie_word_embeddings": False}
+    found = predict(recipe_of(config, batch=Batch(micro=1, seq=8)))
+    parts, params = found.breakdown, found.params
+    assert (
+        found.peak_phase == "steady.backward"
+    )  # its last moment: the embedding's gradient is filled in two pieces
+    assert parts.weights == pytest.approx(2 * params, rel=1e-4)
+    assert parts.gradients + parts.temporary == pytest.approx(2 * params, rel=0.01)
+    assert parts.optimizer == pytest.approx(4 * params, rel=1e-4)
+    assert parts.communication == 0
+    assert (
+        parts.workspace == 2 * 32 * MIB
+    )  # a cuBLAS handle of the main thread's and one of autograd's, on Hopper
+
+
+def test_master_weights_of_autocast() -> None:
+    found = predict(recipe_of("llama-3.2-1b", batch=Batch(micro=1, seq=8), precision="amp-bf16"))
+    assert found.breakdown.weights == pytest.approx(4 * found.params, rel=1e-4)
+    assert found.breakdown.optimizer == pytest.approx(8 * found.params, rel=1e-4)
+
+
+def test_only_the_adapter_has_gradients_and_state() -> None:
+    found = predict(recipe_of("llama-3.2-1b", adapter=Adapter(kind="lora", rank=16)))
+    base = predict(recipe_of("llama-3.2-1b"))
+    adapter = found.params - base.params
+    assert found.trainable_params == adapter
+    assert found.breakdown.optimizer == pytest.approx(2 * 4 * adapter, rel=0.01)
+    assert found.breakdown.weights == pytest.approx(2 * base.params + 4 * adapter, rel=0.001)
+
+
+def test_an_estimate_survives_json() -> None:
+    found = predict(recipe_of(with_layers("gpt2", 4), precision="amp-fp16"))
+    assert parse(Estimate, json.loads(found.model_dump_json())) == found
+
+
+def test_time_money_and_utilisation_agree() -> None:
+    recipe = recipe_of(
+        "llama-3.2-1b", batch=Batch(micro=4, seq=512), hardware=Hardware(gpu="h200", price_per_hour=3.6)
+    )
+    found = predict(recipe)
+    assert found.step_s is not None
+    assert found.time is not None
+    assert found.cost is not None
+    assert found.time.total == pytest.approx(found.step_s)
+    assert found.tokens_per_s == pytest.approx(recipe.batch.tokens / found.step_s)
+    assert found.mfu == pytest.approx(found.model_flops / found.step_s / 989e12, rel=0.01)
+    assert found.hfu is not None
+    assert found.hfu >= (found.mfu or 0)
+    assert found.cost.per_million_tokens == pytest.approx(
+        3.6 / 3600 * found.step_s / recipe.batch.tokens * 1e6
+    )
+    assert found.bounds["step_s"].low < found.step_s < found.bounds["step_s"].high
+
+
+def test_no_time_for_a_device_without_rates() -> None:
+    found = predict(tiny_recipe(hardware=Hardware(gpu="cpu")))
+    assert (found.step_s, found.time, found.mfu, found.cost) == (None, None, None, None)
+
+
+def with_usable(name: str, usable_bytes: int) -> Any:
+    return gpu(name).model_copy(update={"usable_bytes": usable_bytes})
+
+
+def test_the_verdict_near_the_cards_size() -> None:
+    """Enough for what is reserved: fits. Less: the allocator gives its cache back and may still fit, down to what is
+    allocated; below that nothing helps."""
+    recipe = recipe_of(with_layers("llama-3.2-1b", 6), batch=Batch(micro=4, seq=256), recompute="full")
+    ledger = ledger_of(recipe)
+    free = replay(ledger, CachingAllocator())
+    own = overhead_bytes(gpu("h200"), ledger)
+    allocated, reserved = free.peak_allocated_bytes, free.peak_reserved_bytes
+    assert reserved - allocated > 2 * MIB, "the test needs a recipe with unused reserved memory"
+    verdicts = {}
+    for capacity in (reserved, reserved - MIB, allocated + MIB, allocated - 1):
+        found = estimate(recipe, with_usable("h200", capacity + own), ledger)
+        verdicts[capacity] = found.fits
+        assert found.headroom_bytes == capacity + own - found.peak_device_bytes
+        if found.fits:
+            assert found.peak_reserved_bytes <= capacity
+            assert found.headroom_bytes >= 0
+            assert sum(getattr(found.breakdown, name) for name in CATEGORIES) == found.peak_allocated_bytes
+        else:
+            assert found.peak_reserved_bytes == reserved
+            assert found.headroom_bytes < 0
+    assert verdicts[reserved]
+    assert verdicts[reserved - MIB]  # by giving cached segments back
+    assert not verdicts[allocated - 1]
+
+
+def test_giving_the_cache_back_makes_room() -> None:
+    """By hand: 30 MiB freed leave a 30 MiB segment; 40 MiB more fit into 60 only once it is given back."""
+    storages = [Storage(30 * MIB, "temporary", -1, -1, "a"), Storage(40 * MIB, "temporary", -1, -1, "b")]
+    segments = [
+        Segment("init", "init"),
+        *(Segment(s, p) for s in ("first", "steady") for p in ("forward", "backward", "optimizer")),
+    ]
+    events = [Event(1, 0, -1, 1), Event(0, 0, -1, 1), Event(1, 1, -1, 2), Event(0, 1, -1, 3)]
+    ledger = Ledger(segments=segments, storages=storages, events=events)
+    recipe = tiny_recipe(hardware=Hardware(gpu="h200"))
+    own = overhead_bytes(gpu("h200"), ledger)
+    roomy = estimate(recipe, with_usable("h200", own + 100 * MIB), ledger)
+    tight = estimate(recipe, with_usable("h200", own + 60 * MIB), ledger)
+    small = estimate(recipe, with_usable("h200", own + 39 * MIB), ledger)
+    assert (roomy.peak_reserved_bytes, roomy.fits) == (70 * MIB, True)
+    assert (tight.peak_reserved_bytes, tight.fits) == (40 * MIB, True)
+    assert (small.peak_reserved_bytes, small.fits) == (70 * MIB, False)
+    assert {e.peak_allocated_bytes for e in (roomy, tight, small)} == {40 * MIB}
+    assert roomy.phases.first.backward == 40 * MIB
+    assert roomy.phases.steady.peak == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"), [("h200", True), ("h100-sxm", True), ("a100-sxm4-40gb", False), ("rtx-4090", False)]
+)
+def test_llama_8b_with_adamw_needs_a_large_card(name: str, fits: bool) -> None:
+    """8.03e9 parameters at 2 + 2 + 4 bytes are 59.8 GiB before any activation."""
+    found = predict(recipe_of("llama-3.1-8b", batch=Batch(micro=1, seq=512), hardware=Hardware(gpu=name)))
+    assert found.peak_allocated_bytes > 59.8 * GIB
+    assert found.fits is fits
+    assert (found.headroom_bytes >= 0) is fits
+
+
+def test_every_cuda_gpu_predicts_and_others_say_why_not() -> None:
+    ledgers = 0
+    for name, row in gpus().items():
+        recipe = tiny_recipe(precision="bf16", hardware=Hardware(gpu=name))
+        if row.vendor == "nvidia":
+            found = predict(recipe, use_cache=False)
+            assert found.step_s is not None
+            assert 0 < (found.mfu or 0) < 1
+            ledgers += 1
+        else:
+            with pytest.raises(InputError, match=r"hardware\.gpu"):
+                predict(recipe, use_cache=False)
+    assert ledgers >= 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"hardware": Hardware(gpu="h20000")}, r"hardware\.gpu"),
+        ({"model": ModelSpec(config="llama-3.1-9b")}, r"model\.config"),
+        ({"quantize": "nf4", "adapter": Adapter(kind="lora")}, "quantize"),
+        ({"model": ModelSpec(config={"model_type": "no-such-model"})}, "model"),
+    ],
+)
+def test_mistakes_are_named(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        predict(Recipe(**{"model": ModelSpec(config="gpt2"), **fields}))
+
+
+def test_roofline_by_hand() -> None:
+    """One product of 989 TFLOP and one copy of 4.8 TB on an H200: a second each at the data sheet's rates."""
+    h200 = gpu("h200")
+    assert h200.memory_bytes_per_s is not None
+    rate, peak = h200.memory_bytes_per_s, peak_flops_per_s(h200, "bf16")
+    ops = [
+        Op("aten.mm.default", "", 1, -1, peak, peak, peak, peak, 0, "bfloat16"),
+        Op("aten.copy_.default", "", 1, -1, 0, 0, 0, 0, int(rate), "bfloat16"),
+        Op("aten.mm.default", "", 0, -1, peak, peak, peak, peak, 0, "bfloat16"),  # not of the steady step
+    ]
+    found = roofline(
+        Ledger(segments=[Segment("first", "forward"), Segment("steady", "forward")], ops=ops), h200
+    )
+    assert found is not None
+    assert found.lowest_s == pytest.approx(2)
+    assert found.expected.matmul_s == pytest.approx(1 / 0.72)
+    assert found.expected.memory_s == pytest.approx(1 / 0.85)
+    assert found.expected.host_s == 0
+    assert found.num_ops == 2
+
+
+def test_a_tiny_step_waits_for_the_host() -> None:
+    recipe = recipe_of(with_layers("gpt2", 4), optimizer=Optimizer(implementation="forloop"))
+    ledger = ledger_of(recipe)
+    found = roofline(ledger, gpu("h200"))
+    assert found is not None
+    assert found.expected.total == pytest.approx(found.num_ops * HOST_S_PER_OP)
+    assert found.num_ops == sum(ledger.times(op) for op in steady(ledger))
+    # A list operation over all layers' parameters is issued once.
+    of_lists = roofline(
+        ledger_of(recipe.model_copy(update={"optimizer": Optimizer(implementation="foreach")})), gpu("h200")
+    )
+    assert of_lists is not None
+    assert of_lists.num_ops < found.num_ops - 100
