@@ -1,0 +1,73 @@
+"""How long the whole command takes, interpreter start included, and the memory it needs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from trainfit.spec.units import GIB
+
+RECIPE = (
+    "model: {config: llama-3.1-8b}\nbatch: {micro: 1, seq: 4096}\nprecision: bf16\nhardware: {gpu: h200}\n"
+)
+COLD_S, WARM_S = 8.0, 2.0
+"""What is promised of two cores."""
+
+
+class Run(NamedTuple):
+    wall_s: float
+    cpu_s: float
+    peak_rss_bytes: int
+    printed: str
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def command(recipe: Path, *options: str) -> Run:
+    """``trainfit predict`` in a process of its own, with a cache beside the recipe."""
+    program = "from trainfit.cli.main import main; main()"
+    environment = os.environ | {"TRAINFIT_CACHE": str(recipe.parent / "ledgers")}
+    printed = recipe.parent / "printed.txt"
+    start = time.monotonic()
+    with open(printed, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "predict", str(recipe), "--json", *options],
+            stdout=out,
+            env=environment,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    wall_s = time.monotonic() - start
+    return Run(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, printed.read_text())
+
+
+@pytest.mark.slow
+def test_8b_cold_and_warm(recipe: Path) -> None:
+    cold, warm = command(recipe), command(recipe)
+    assert cold.wall_s < COLD_S
+    assert warm.wall_s < WARM_S
+    assert cold.peak_rss_bytes < 2 * GIB
+    assert warm.peak_rss_bytes < cold.peak_rss_bytes / 2  # torch is not even imported
+    assert warm.printed == cold.printed
+    assert json.loads(cold.printed)["params"] == 8_030_261_248
+
+
+@pytest.mark.slow
+def test_405b_costs_what_8b_does(recipe: Path) -> None:
+    small = command(recipe, "--no-cache")
+    large = command(recipe, "--no-cache", "--set", "model.config=llama-3.1-405b")
+    assert json.loads(large.printed)["params"] == 405_853_388_800
+    assert large.cpu_s < 1.5 * small.cpu_s
+    assert large.wall_s < COLD_S
+    assert large.peak_rss_bytes < 2 * GIB
