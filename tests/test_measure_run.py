@@ -218,7 +218,8 @@ def test_gpu_measurement_agrees_with_itself():
     assert result.breakdown is not None
     assert result.phases.steady.peak == result.peak_allocated_bytes
     assert result.breakdown.total == pytest.approx(result.phases.steady.peak, rel=0.01)
-    assert result.breakdown.gradients == 4 * result.params
+    # A tiny model peaks where the backward begins: no gradient is there yet, AdamW's two moments are.
+    assert result.breakdown.optimizer >= 8 * result.params
     assert (result.peak_allocated_bytes or 0) <= (result.peak_reserved_bytes or 0) <= (result.peak_device_bytes or 0)
     assert result.losses[-1] < result.losses[0]
     small = measure(recipe(batch={"micro": 512, "seq": 256}), steps=1, device="cuda", memory_limit_bytes=300 * MIB)

@@ -145,6 +145,15 @@ def known_value(t: Tensor) -> Any:
         return None
 
 
+def known_highest(t: Tensor) -> int | None:
+    """The largest value of an integer tensor, or None if only a run can know it."""
+    try:
+        value = _value(t)
+        return on_host(lambda: value.max().item(), (), {}) if t.numel() else None
+    except LookupError:
+        return None
+
+
 def _value(t: Tensor) -> Tensor:
     value = t if is_host(t) else getattr(t, VALUE, None)
     if value is None or hasattr(value.untyped_storage(), OVERWRITTEN):

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from trainfit.spec.errors import InputError
 from trainfit.virtual.flops import count
-from trainfit.virtual.host import Residence, carry_values, is_host, known_value, on_host
+from trainfit.virtual.host import Residence, carry_values, is_host, known_highest, known_value, on_host
 from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Op, Segment, Storage
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.temporaries import GpuTraits, output_bytes, temporaries
@@ -158,6 +159,8 @@ class Tracer(TorchDispatchMode):
             return out
         if func in READS_VALUE:
             return _read(args[0])
+        if func is aten.embedding.default:
+            _check_rows(args[0], args[1])
         if func is aten._grouped_mm.default:
             out = _grouped_mm(args, kwargs)
         elif _only_writes_lists(func):
@@ -356,6 +359,17 @@ def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
         if out.dtype == dtype
         else torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
     )
+
+
+def _check_rows(table: Tensor, indices: Tensor) -> None:
+    """A GPU run would end in a device assert: more positions or tokens than the table has rows."""
+    highest = known_highest(indices)
+    if highest is not None and highest >= table.shape[0]:
+        raise InputError(
+            f"row {highest} of an embedding with {table.shape[0]} rows is asked for: the model has no such position or token",
+            "use a shorter sequence, or a model with more positions",
+            field="batch.seq",
+        )
 
 
 def _read(t: Tensor) -> Any:
