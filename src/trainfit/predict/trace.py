@@ -24,9 +24,10 @@ def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
-    if not whole:
-        ledger = _trace(recipe, whole=False)
+    # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
+    if not whole and recipe.compile != "model":
         try:
+            ledger = _trace(recipe, whole=False)
             for _ in ledger.expand():
                 pass
             return ledger
@@ -56,6 +57,8 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         virtual.model_is_complete(step.model, groups)
         for name in ("first", "steady"):
             _run(step, virtual, name)
+        if not whole and virtual.compiler.captures_each_layer():
+            raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
         ledger.assumptions = virtual.compiler.assumptions()
         ledger.repeat = repeat

@@ -67,11 +67,9 @@ class Places:
         self.on_recomputed = lambda: None
         self.override: Place | None = None
         """Where compiled code says it is; None: hooks and autograd tell."""
-        self._groups: list[Groups] = []
 
     def bind(self, model: nn.Module, groups: list[Groups]) -> None:
         """Learn every module's and parameter's place."""
-        self._groups = groups
         for name, module in model.named_modules():
             self._of_module[id(module)] = self.locate(name, groups)
         for name, parameter in model.named_parameters():
@@ -91,10 +89,6 @@ class Places:
                 number, within = group.locate(int(index))
                 return Place(name, f"{head}{group.name}.{within}.{rest}", number)
         return Place(name, name, NO_LAYER)
-
-    def find(self, name: str) -> Place:
-        """The place of a dotted name in the bound model."""
-        return self.locate(name, self._groups)
 
     def current(self) -> Place:
         """The place of the operation that runs now."""

@@ -1,7 +1,8 @@
 """``VirtualCompiler``: what ``assemble`` is given to compile modules with on the virtual GPU."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from trainfit.virtual.compiled.generate import Source, generate
+from trainfit.virtual.compiled.joint_graph import cuda_choices
 from trainfit.virtual.compiled.program import Program
 from trainfit.virtual.places import Places
+from trainfit.virtual.repeat import signature
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.tracer import Tracer
 
@@ -27,11 +30,13 @@ class VirtualCompiler:
         self._used = False
         self.num_graphs = 0
         """Graphs captured so far."""
+        self._signatures: set[Any] = set()
 
     def __call__(self, module: nn.Module) -> None:
         if not self._used:
             torch._dynamo.reset()
             self._used = True
+        self._signatures.add(signature(module))
         module.compile(backend=self._backend)
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = partial(self._run, module, compiled)
@@ -43,6 +48,13 @@ class VirtualCompiler:
         if self._used:
             torch._dynamo.reset()
 
+    def captures_each_layer(self) -> bool:
+        """Equal modules got graphs of their own, for more than a first one that differs.
+
+        Then Dynamo's limit of graphs for one function counts, and the number of layers with it.
+        """
+        return self.num_graphs > 2 * len(self._signatures)
+
     def assumptions(self) -> tuple[str, ...]:
         """What a prediction of compiled code rests on."""
         if not self.num_graphs:
@@ -53,8 +65,14 @@ class VirtualCompiler:
         )
 
     def _run(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._places.within_compiled(module), _no_function_modes():
-            return compiled(*args, **kwargs)
+        num_graphs = self.num_graphs
+        try:
+            with self._places.within_compiled(module), _no_function_modes():
+                return compiled(*args, **kwargs)
+        finally:
+            if self.num_graphs != num_graphs:
+                # Capturing leaves reference cycles, and here they hold what a graph was captured with.
+                gc.collect()
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         from torch._functorch import config as functorch_config
@@ -63,11 +81,13 @@ class VirtualCompiler:
 
         self.num_graphs += 1
         # What a real run left in the caches is a program for a real device.
-        with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True), config.patch(force_disable_caches=True):
+        settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+        choices = cuda_choices() if self._gpu else nullcontext()
+        with settings, config.patch(force_disable_caches=True), choices:
             return compile_fx(gm, list(example_inputs), inner_compile=self._inner)
 
     def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
-        del graph_kwargs["compile_region_name"]
+        graph_kwargs.pop("compile_region_name", None)  # since 2.13, a name for profiles
         compiled = generate(gm, example_inputs, self._gpu, graph_kwargs, self._program)
         return _runnable(compiled.current_callable)
 

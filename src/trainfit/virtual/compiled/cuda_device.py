@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from trainfit.virtual.temporaries import GpuTraits
 
@@ -98,6 +99,8 @@ def _answers(gpu: GpuTraits) -> dict[str, Any]:
     return {
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: gpu.compute_capability,
+        # The state a recomputed random operation starts from: seed and offset, on the host.
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "is_available": lambda: False,  # nothing is to be asked of a driver
@@ -111,8 +114,7 @@ def move_graph(graph: fx.Graph) -> None:
         return CUDA if isinstance(value, torch.device) and value.type == "cpu" else value
 
     for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        node.args, node.kwargs = tree_map(moved, (node.args, node.kwargs))
 
 
 def moved_tensor(value: Any) -> Any:

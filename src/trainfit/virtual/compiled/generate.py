@@ -47,14 +47,15 @@ class Source:
 def generate(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    gpu: GpuTraits,
+    gpu: GpuTraits | None,
     graph_kwargs: dict[str, Any],
     runnable: Callable[[Source], Callable[[list[Any]], Any]],
 ) -> Any:
     """Torch's compiled graph, whose callable is ``runnable(source)``.
 
     Args:
-        gm, example_inputs: on the CPU, as AOTAutograd gives them; ``gm`` is moved to CUDA in place.
+        gm, example_inputs: on the CPU, as AOTAutograd gives them; for a GPU ``gm`` is moved to CUDA in place.
+        gpu: None for the CPU's own program.
         graph_kwargs: what ``compile_fx`` gives its inner compiler.
     """
     from torch._inductor.compile_fx import _InProcessFxCompile
@@ -62,12 +63,17 @@ def generate(
     from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
     from torch._inductor.virtualized import V
 
-    graph_kwargs = {**graph_kwargs, "cudagraphs": BoxedBool(False)}
-    with as_cuda(gpu), V.set_debug_handler(DebugContext()), _stopping_at_the_source(runnable):
-        with V.fake_mode:
-            inputs = [moved_tensor(value) for value in example_inputs]
-        move_graph(gm.graph)
-        compiled = _InProcessFxCompile().codegen_and_compile(gm, inputs, [], graph_kwargs)
+    settings: Any = {**graph_kwargs, "cudagraphs": BoxedBool(False)}
+    inputs = list(example_inputs)
+    with ExitStack() as stack:
+        if gpu is not None:
+            stack.enter_context(as_cuda(gpu))
+            with V.fake_mode:
+                inputs = [moved_tensor(value) for value in inputs]
+            move_graph(gm.graph)
+        stack.enter_context(V.set_debug_handler(DebugContext()))
+        stack.enter_context(_stopping_at_the_source(runnable))
+        compiled: Any = _InProcessFxCompile().codegen_and_compile(gm, inputs, [], settings)
     set_tracing_context_output_strides(inputs, compiled)
     return compiled
 

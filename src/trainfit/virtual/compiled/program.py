@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from trainfit.virtual.compiled.generate import AT, Kernel, Source
-from trainfit.virtual.ledger import FIRST, LAST, NO_LAYER
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.tracer import Tracer
 
@@ -25,17 +24,14 @@ class Program:
     """Call it with a list of inputs, which it empties; it returns the outputs."""
 
     def __init__(self, source: Source, tracer: Tracer, places: Places):
-        self._kernels, self._is_backward = source.kernels, source.is_backward
+        self._kernels = source.kernels
         self._tracer, self._places = tracer, places
         self._kernel = Kernel(0, (), False)
-        self._base = self._last = NOWHERE
-        self._is_past_layers = False
+        self._base = NOWHERE
         self._call = self._load(source)
 
     def __call__(self, inputs: list[Any]) -> Any:
-        self._base = self._last = self._places.current()
-        self._is_past_layers = False
-        self._places.override = self._base
+        self._base = self._places.override = self._places.current()
         try:
             return self._call(inputs)
         finally:
@@ -47,10 +43,10 @@ class Program:
         names.update(source.constants)
         names.update(
             {
-                "torch": _Overlaid(torch, cuda=_Anything(), device=_device),
+                "torch": _Overlaid(torch, cuda=_Anything(), device=_device, ops=_Overlaid(torch.ops, higher_order=_RandomOps)),
                 "device": _device,
                 "empty_strided_cuda": _empty_strided,
-                "empty_strided_cpu": _empty_strided_on_host,
+                "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
                 "reinterpret_tensor": _reinterpret,
                 "assert_size_stride": _nothing,
                 "assert_alignment": _nothing,
@@ -71,33 +67,16 @@ class Program:
 
     def _at(self, index: int) -> None:
         self._kernel = self._kernels[index]
-        self._last = self._places.override = self._place(self._kernel)
+        self._places.override = self._place(self._kernel)
 
     def _place(self, kernel: Kernel) -> Place:
-        """Where the kernel is: of the layers it fuses the one that runs last, and never back in a layer left before.
-
-        So what the program does late for a layer happens where it happens: in the next layer's time.
-        """
-        place = self._last
-        if self._base.group == NO_LAYER:
-            prefix = f"{self._base.module}." if self._base.module else ""
-            places = [self._places.find(prefix + name) for name in kernel.modules]
-            inside = [found for found in places if found.group != NO_LAYER]
-            onwards = [found for found in inside if place.group == NO_LAYER or self._progress(found) >= self._progress(place)]
-            if self._is_past_layers:
-                place = self._base
-            elif onwards:
-                place = max(onwards, key=self._progress)
-            elif places and not inside and self._is_in_last_layer(place):
-                self._is_past_layers, place = True, self._base
-        return place._replace(recomputing=kernel.recomputes, in_autograd=self._base.in_autograd)
-
-    def _progress(self, place: Place) -> int:
-        """How far a place in the layers is: the backward walks them down."""
-        return -place.group if self._is_backward else place.group
-
-    def _is_in_last_layer(self, place: Place) -> bool:
-        return place.group == (FIRST if self._is_backward else LAST)
+        """In the layer that the whole program is in; of the modules that a fused kernel works for, the last one's."""
+        within = f".{kernel.modules[-1]}" if kernel.modules else ""
+        return self._base._replace(
+            module=(self._base.module + within).removeprefix("."),
+            slot=(self._base.slot + within).removeprefix("."),
+            recomputing=self._base.recomputing or kernel.recomputes,
+        )
 
     def _launch(self, name: str, args: tuple[Any, ...]) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -108,7 +87,7 @@ class Program:
 
 
 class _Kernels:
-    """Stands for Inductor's ``AsyncCompile``: nothing is compiled, a launch is told."""
+    """Stands for Inductor's ``AsyncCompile``: nothing is compiled, a launch is told (Triton for CUDA, C++ for CPU)."""
 
     def __init__(self, launch: Callable[[str, tuple[Any, ...]], None]):
         self._launch = launch
@@ -116,8 +95,23 @@ class _Kernels:
     def triton(self, name: str, source: str, **_: Any) -> Any:
         return SimpleNamespace(run=lambda *args, **kwargs: self._launch(name, args))
 
+    def cpp_pybinding(self, arguments: list[str], source: str, **_: Any) -> Any:
+        return lambda *args: self._launch("cpp_fused", args)
+
     def wait(self, names: dict[str, Any]) -> None:
         """There is nothing to wait for."""
+
+
+class _RandomOps:
+    """Operations that put a generator back to a state kept from the forward; the state is on the host."""
+
+    @staticmethod
+    def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), op(*args, **kwargs)
+
+    @staticmethod
+    def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
 
 
 class _Overlaid:
