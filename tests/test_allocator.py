@@ -11,7 +11,9 @@ from trainfit.virtual.allocator import CachingAllocator, OutOfMemory, round_size
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize(("asked", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)])
+@pytest.mark.parametrize(
+    ("asked", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)]
+)
 def test_requests_are_rounded_to_512_bytes(asked: int, rounded: int) -> None:
     assert round_size(asked) == rounded
     allocator = CachingAllocator()

@@ -30,7 +30,9 @@ def test_a_row_is_whole(name: str) -> None:
     assert gpu.source.url.startswith("https://")
     assert re.fullmatch(r"20\d\d-\d\d-\d\d|not re-read", gpu.source.accessed)
     assert (gpu.price_per_hour is None) == (gpu.price_source is None)
-    assert 0.9 * gpu.memory_bytes < gpu.usable_bytes <= gpu.memory_bytes  # ECC and the driver take their share.
+    assert (
+        0.9 * gpu.memory_bytes < gpu.usable_bytes <= gpu.memory_bytes
+    )  # ECC and the driver take their share.
     assert load.link(gpu.link).bytes_per_s < gpu.memory_bytes_per_s
     assert (gpu.compute_capability is not None) == (gpu.vendor == "nvidia")
 

@@ -57,7 +57,9 @@ def _image_model() -> torch.Tensor:
         torch.nn.Conv2d(3, 16, 3, stride=2, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
         torch.nn.ConvTranspose2d(16, 8, 4, stride=2), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8 * 17 * 17, 10),
     )  # fmt: skip
-    return F.cross_entropy(net(torch.empty(4, 3, 32, 32, requires_grad=True)), torch.empty(4, dtype=torch.int64))
+    return F.cross_entropy(
+        net(torch.empty(4, 3, 32, 32, requires_grad=True)), torch.empty(4, dtype=torch.int64)
+    )
 
 
 def _eager_attention() -> torch.Tensor:
@@ -153,7 +155,10 @@ def test_cpu_flash_attention_is_counted() -> None:
 
 
 def test_grouped_products_count_every_token_once() -> None:
-    tokens, experts = torch.empty(4096, 512, dtype=torch.bfloat16), torch.empty(8, 512, 256, dtype=torch.bfloat16)
+    tokens, experts = (
+        torch.empty(4096, 512, dtype=torch.bfloat16),
+        torch.empty(8, 512, 256, dtype=torch.bfloat16),
+    )
     out = torch.empty(4096, 256)
     assert count(aten._grouped_mm.default, (tokens, experts), {}, out) == (2 * 4096 * 512 * 256,) * 4
     # The weight's gradient: [512, 4096] x [4096, 256], tokens shared among the experts.

@@ -95,7 +95,9 @@ def test_peak_equals_the_cpu_allocators_own_tally(depth: int):
         live.take_peak()
         step()
         grown = live.take_peak()[0] - start
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         step()
     assert grown == pytest.approx(_allocator_growth(profile), rel=0.01)
 

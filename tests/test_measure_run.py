@@ -18,10 +18,10 @@ from trainfit.measure.meter import is_out_of_memory
 from trainfit.measure.nvml import visible_device
 from trainfit.measure.run import measure, with_utilisation
 from trainfit.measure.suite import main as suite
-from trainfit.spec.recipe_file import read_recipes
 from trainfit.measure.trial import RESULT, TrialRequest
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Measurement, Record
 from trainfit.spec.units import MIB
 from trainfit.spec.value import parse
@@ -61,7 +61,9 @@ def test_memory_equals_closed_forms(measured: Measurement):
     assert measured.breakdown is not None
     assert measured.breakdown.gradients == 4 * params  # every tensor here is a multiple of 512 B
     num_tensors = 2 + layers * 9 + 1
-    assert measured.breakdown.optimizer == 8 * params + 512 * num_tensors  # two moments, and a step count each
+    assert (
+        measured.breakdown.optimizer == 8 * params + 512 * num_tensors
+    )  # two moments, and a step count each
     assert measured.breakdown.weights - 4 * params in (512, 1024)  # the rotary frequencies, once or twice
     assert measured.phases.steady.peak == measured.breakdown.total == measured.peak_allocated_bytes
     grown = measured.phases.steady.forward - measured.phases.first.forward
@@ -80,7 +82,13 @@ def test_times_have_samples_and_tokens_per_second(measured: Measurement):
 
 def test_out_of_memory_is_a_result_with_the_peak_reached():
     limit = 300 * MIB
-    result = measure(recipe(batch={"micro": 512, "seq": 256}), steps=1, device="cpu", memory_limit_bytes=limit, timeout_s=200)
+    result = measure(
+        recipe(batch={"micro": 512, "seq": 256}),
+        steps=1,
+        device="cpu",
+        memory_limit_bytes=limit,
+        timeout_s=200,
+    )
     assert result.status == "out-of-memory"
     assert "step 1, forward" in result.message
     assert 64 * MIB < (result.peak_allocated_bytes or 0) <= limit
@@ -109,7 +117,9 @@ def test_killed_trial_keeps_what_it_knew():
         threading.Thread(target=kill, daemon=True).start()
         return pid
 
-    result = measure(recipe(batch={"micro": 64, "seq": 256}), steps=1000, device="cpu", start=start_and_kill, timeout_s=200)
+    result = measure(
+        recipe(batch={"micro": 64, "seq": 256}), steps=1000, device="cpu", start=start_and_kill, timeout_s=200
+    )
     assert result.status == "crashed"
     assert "signal 9" in result.message
     assert result.params > 0
@@ -118,7 +128,9 @@ def test_killed_trial_keeps_what_it_knew():
 
 def shell(script: str, folder: Path) -> int:
     with open(folder / process.LOG, "wb") as log:
-        started = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=log, start_new_session=True)
+        started = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=log, stderr=log, start_new_session=True
+        )
     started.returncode = 0
     return started.pid
 
@@ -130,7 +142,12 @@ def request() -> TrialRequest:
 def test_time_limit_ends_grandchildren_too(tmp_path: Path):
     script = "import subprocess; p = subprocess.Popen(['sleep', '300']); open('pid', 'w').write(str(p.pid)); p.wait()"
     begin = time.monotonic()
-    result = process.run_in(tmp_path, request(), lambda folder: shell(f"import os; os.chdir({str(folder)!r}); {script}", folder), 2.0)
+    result = process.run_in(
+        tmp_path,
+        request(),
+        lambda folder: shell(f"import os; os.chdir({str(folder)!r}); {script}", folder),
+        2.0,
+    )
     assert time.monotonic() - begin < 20
     assert result.status == "timeout"
     assert "after 2 s" in result.message
@@ -161,9 +178,21 @@ def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
         recipe(), recipe(precision="bf16"), recipe(precision="fp8"), recipe(batch={"micro": 512, "seq": 256}),
     ]  # fmt: skip
     recipes.write_text("".join(json.dumps(one.content()) + "\n" for one in asked))
-    command = [sys.executable, "-m", "trainfit.measure.suite", recipes, records, "--device", "cpu", "--steps", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainfit.measure.suite",
+        recipes,
+        records,
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+    ]
     command += ["--warmup", "0", "--memory-limit-gib", "0.3", "--tag", "test"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert "trials start by fork" in done.stdout
     written = [parse(Record, json.loads(line)) for line in records.read_text().splitlines()]
@@ -173,13 +202,15 @@ def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
     assert "fp8" in results[2].message
     assert results[1].phases is not None
     assert results[0].phases is not None
-    assert results[1].phases.after_init < 0.51 * results[0].phases.after_init  # bf16 weights are half as large
+    assert (
+        results[1].phases.after_init < 0.51 * results[0].phases.after_init
+    )  # bf16 weights are half as large
     assert written[0].tags == ("test",)
 
 
 def test_suite_says_which_line_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipes = tmp_path / "recipes.jsonl"
-    recipes.write_text(json.dumps(recipe().content()) + "\n\n{\"modle\": 1}\n")
+    recipes.write_text(json.dumps(recipe().content()) + '\n\n{"modle": 1}\n')
     with pytest.raises(InputError, match=":3"):
         read_recipes(recipes)
     assert suite([str(recipes), str(tmp_path / "out.jsonl")]) == 65
@@ -220,8 +251,14 @@ def test_gpu_measurement_agrees_with_itself():
     assert result.breakdown.total == pytest.approx(result.phases.steady.peak, rel=0.01)
     # A tiny model peaks where the backward begins: no gradient is there yet, AdamW's two moments are.
     assert result.breakdown.optimizer >= 8 * result.params
-    assert (result.peak_allocated_bytes or 0) <= (result.peak_reserved_bytes or 0) <= (result.peak_device_bytes or 0)
+    assert (
+        (result.peak_allocated_bytes or 0)
+        <= (result.peak_reserved_bytes or 0)
+        <= (result.peak_device_bytes or 0)
+    )
     assert result.losses[-1] < result.losses[0]
-    small = measure(recipe(batch={"micro": 512, "seq": 256}), steps=1, device="cuda", memory_limit_bytes=300 * MIB)
+    small = measure(
+        recipe(batch={"micro": 512, "seq": 256}), steps=1, device="cuda", memory_limit_bytes=300 * MIB
+    )
     assert small.status == "out-of-memory"
     assert 0 < (small.peak_allocated_bytes or 0) <= 300 * MIB

@@ -77,7 +77,11 @@ def test_eight_writers_some_killed_lose_nothing(tmp_path: Path):
     for writer, out in enumerate(outs):
         count = "40" if writer >= 5 else "100000"  # five are killed long before they could end
         with open(out, "w") as file:
-            writers.append(subprocess.Popen([sys.executable, "-c", script, str(writer), count], stdout=file, env=environment))
+            writers.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", script, str(writer), count], stdout=file, env=environment
+                )
+            )
     rng = random.Random(0)
     for victim in range(5):
         while len(outs[victim].read_text().splitlines()) < 3:
@@ -147,7 +151,7 @@ def test_missing_empty_and_unwritable(tmp_path: Path):
 
 def test_a_wrong_line_names_its_place(tmp_path: Path):
     lines = tmp_path / "r.jsonl"
-    lines.write_text(record().model_dump_json() + "\n{\"kind\": \"predict\"}\n")
+    lines.write_text(record().model_dump_json() + '\n{"kind": "predict"}\n')
     with pytest.raises(InputError, match=r"r\.jsonl:2"):
         records.read_jsonl(lines)
     lines.write_text("{\n")
@@ -160,12 +164,16 @@ def test_a_text_that_looks_like_sql_is_only_text(tmp_path: Path):
     name = "x'); DROP TABLE records; --"
     recipe = parse(Recipe, {"model": {"config": {"model_type": "llama"}, "name": name}})
     records.append(path, new_record("train", recipe, train={}))
-    assert [json.loads(one.model_dump_json())["recipe"]["model"]["name"] for one in records.read(path, model=name)] == [name]
+    assert [
+        json.loads(one.model_dump_json())["recipe"]["model"]["name"] for one in records.read(path, model=name)
+    ] == [name]
 
 
 def test_commit_is_this_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("TRAINFIT_COMMIT", raising=False)
-    head = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    head = subprocess.run(
+        ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True
+    )
     if head.returncode:
         pytest.skip("not a git checkout")
     assert (commit() or "").removesuffix("-dirty") == head.stdout.strip()

@@ -60,12 +60,16 @@ def predicted(one: Recipe, peak_gib: float, *, fits: bool = True, step_s: float 
 
 def measured(one: Recipe, peak_gib: float, device: str = "NVIDIA H200", **fields: Any) -> Record:
     peak = round(peak_gib * GIB)
-    where = Environment(device=device, device_bytes=140 * GIB, torch="2.11", cuda="12.8", python="3.12", platform="Linux")
+    where = Environment(
+        device=device, device_bytes=140 * GIB, torch="2.11", cuda="12.8", python="3.12", platform="Linux"
+    )
     base = {
         "status": "done", "phases": phases(peak), "peak_allocated_bytes": peak, "step_s": 1.5,
         "step_times": Spread.of([1.4, 1.5, 1.6]), "tokens_per_s": 1000.0,
     }  # fmt: skip
-    return new_record("measure", one, measurement=Measurement(recipe_id=one.id, environment=where, **(base | fields)))
+    return new_record(
+        "measure", one, measurement=Measurement(recipe_id=one.id, environment=where, **(base | fields))
+    )
 
 
 def test_error_is_predicted_minus_measured_over_measured():
@@ -100,7 +104,9 @@ def test_measured_utilisation_follows_from_predicted_flops_and_measured_time():
 
 def test_summary_counts_what_is_near_and_what_was_foreseen():
     pairs = [(recipe(seed=index), error) for index, error in enumerate((0.01, -0.02, 0.05))]
-    records = [record for one, error in pairs for record in (predicted(one, 40 * (1 + error)), measured(one, 40))]
+    records = [
+        record for one, error in pairs for record in (predicted(one, 40 * (1 + error)), measured(one, 40))
+    ]
     large = recipe(seed=9)
     records += [predicted(large, 200, fits=False), measured(large, 130, status="out-of-memory", phases=None)]
     summary = summarise(compare(records))
@@ -119,7 +125,9 @@ def test_nothing_to_report_is_said():
 
 def test_technique_names_what_differs():
     assert technique(recipe()) == "bf16"
-    chosen = recipe(precision="amp-bf16", recompute="full", compile="block", adapter={"kind": "lora", "rank": 8})
+    chosen = recipe(
+        precision="amp-bf16", recompute="full", compile="block", adapter={"kind": "lora", "rank": 8}
+    )
     assert technique(chosen) == "amp-bf16, recompute full, compile block, lora 8"
 
 
@@ -148,7 +156,12 @@ def test_plots_are_wellformed_svg_with_ids_of_their_own():
         assert svg is not None
         tree = ET.fromstring(svg)
         mine = [element.attrib["id"] for element in tree.iter() if "id" in element.attrib]
-        targets = {value.removeprefix("#") for element in tree.iter() for key, value in element.attrib.items() if key.endswith("href")}
+        targets = {
+            value.removeprefix("#")
+            for element in tree.iter()
+            for key, value in element.attrib.items()
+            if key.endswith("href")
+        }
         assert targets <= set(mine)
         ids += mine
     assert len(ids) == len(set(ids))

@@ -192,7 +192,9 @@ def test_layer_norm_backward_sums_blocks_of_very_many_rows() -> None:
 # -- attention ----------------------------------------------------------------------------------------------------
 
 
-def heads(batch: int, num_heads: int, seq: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def heads(
+    batch: int, num_heads: int, seq: int, head_dim: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     return torch.empty(batch, seq, num_heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
@@ -216,7 +218,9 @@ def test_flash_backward_of_grouped_heads_expands_dk_and_dv() -> None:
     assert flash_backward(q, k, grad)[0] == expanded
 
 
-@pytest.mark.parametrize(("head_dim", "rounded"), [(64, 64), (80, 96), (128, 128), (144, 192), (192, 192), (256, 256)])
+@pytest.mark.parametrize(
+    ("head_dim", "rounded"), [(64, 64), (80, 96), (128, 128), (144, 192), (192, 192), (256, 256)]
+)
 def test_flash_rounds_head_sizes(head_dim: int, rounded: int) -> None:
     assert head_dim_rounded(head_dim) == rounded
 
@@ -253,7 +257,9 @@ def test_efficient_attention_pads_its_statistics_to_32() -> None:
 def efficient_backward(q: torch.Tensor, gpu: GpuTraits) -> tuple[int, ...]:
     lse, none = torch.empty(*q.shape[:3]), torch.empty(0)
     args = (q, q, q, q, None, q, lse, none, none, 0.0, [True, True, True, False], True)
-    return scratch(aten._scaled_dot_product_efficient_attention_backward.default, *args, out=(q, q, q), gpu=gpu)
+    return scratch(
+        aten._scaled_dot_product_efficient_attention_backward.default, *args, out=(q, q, q), gpu=gpu
+    )
 
 
 def test_efficient_backward_keeps_dq_tiles_and_their_locks() -> None:

@@ -34,7 +34,10 @@ _SCHEMA = (
         gpu TEXT NOT NULL,
         payload TEXT NOT NULL
     )""",
-    *(f"CREATE INDEX records_{column} ON records ({column})" for column in ("kind", "created_at", "recipe_id", "model", "gpu")),
+    *(
+        f"CREATE INDEX records_{column} ON records ({column})"
+        for column in ("kind", "created_at", "recipe_id", "model", "gpu")
+    ),
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
@@ -56,7 +59,8 @@ def append_all(path: str | Path, records: Iterable[Record]) -> int:
     with _open(Path(path), create=True) as database:
         database.execute("BEGIN IMMEDIATE")
         database.executemany(
-            "INSERT INTO records (kind, created_at, recipe_id, model, gpu, payload) VALUES (?, ?, ?, ?, ?, ?)", rows
+            "INSERT INTO records (kind, created_at, recipe_id, model, gpu, payload) VALUES (?, ?, ?, ?, ?, ?)",
+            rows,
         )
         database.execute("COMMIT")
     return len(rows)
@@ -82,13 +86,20 @@ def read(
     Raises:
         InputError: the file is not there, is not a record file, or is damaged.
     """
-    conditions = {"kind = ?": kind, "recipe_id = ?": recipe_id, "model = ?": model, "gpu = ?": gpu, "created_at >= ?": since}
+    conditions = {
+        "kind = ?": kind,
+        "recipe_id = ?": recipe_id,
+        "model = ?": model,
+        "gpu = ?": gpu,
+        "created_at >= ?": since,
+    }
     given = {text: value for text, value in conditions.items() if value is not None}
     where = f"WHERE {' AND '.join(given)}" if given else ""
     limit = -1 if newest is None else newest  # SQLite: a negative limit is none
     with _open(Path(path), create=False) as database:
         found = database.execute(
-            f"SELECT number, payload FROM records {where} ORDER BY number DESC LIMIT ?", [*given.values(), limit]
+            f"SELECT number, payload FROM records {where} ORDER BY number DESC LIMIT ?",
+            [*given.values(), limit],
         ).fetchall()
     return [_record(payload, f"{path}, record {number}") for number, payload in reversed(found)]
 
@@ -153,7 +164,11 @@ def _record(payload: str, where: str) -> Record:
 def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
     """An open record file, checked; SQLite's complaints become ours."""
     if not create and not path.is_file():
-        raise InputError("no such record file", "name a file that predict, measure or train wrote with --record", file=str(path))
+        raise InputError(
+            "no such record file",
+            "name a file that predict, measure or train wrote with --record",
+            file=str(path),
+        )
     try:
         # isolation_level=None: no transaction begins but the ones written here.
         database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -165,7 +180,11 @@ def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
     except sqlite3.OperationalError as error:  # locked too long, read-only, disk full
         raise OSError(f"{path}: {error}") from None
     except sqlite3.DatabaseError as error:
-        raise InputError(f"damaged or not a record file ({error})", "restore it from an export, or name another", file=str(path)) from None
+        raise InputError(
+            f"damaged or not a record file ({error})",
+            "restore it from an export, or name another",
+            file=str(path),
+        ) from None
     finally:
         database.close()  # Rolls back what was not committed.
 
@@ -180,10 +199,14 @@ def _check(database: sqlite3.Connection, path: Path, create: bool) -> None:
 
 def _is_ours(database: sqlite3.Connection, path: Path) -> bool:
     """Whether it is a record file of this version; False: an empty file."""
-    application, version = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    application, version = (
+        database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
     if application == APPLICATION_ID:
         if version != SCHEMA_VERSION:
-            remedy = f"use the trainfit that wrote it, or export it there; this one reads version {SCHEMA_VERSION}"
+            remedy = (
+                f"use the trainfit that wrote it, or export it there; this one reads version {SCHEMA_VERSION}"
+            )
             raise InputError(f"record file of version {version}", remedy, file=str(path))
         return True
     if application or version or database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:

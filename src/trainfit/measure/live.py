@@ -80,7 +80,12 @@ class LiveBytes(TorchDispatchMode):
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
             inner = [getattr(tensor, name) for name in names]
-            return [storage for part in inner if isinstance(part, torch.Tensor) for storage in self._storages(part)]
+            return [
+                storage
+                for part in inner
+                if isinstance(part, torch.Tensor)
+                for storage in self._storages(part)
+            ]
         return [tensor.untyped_storage()] if tensor.device == self.device else []
 
     def _follow(self, tensor: torch.Tensor, category: str) -> None:
@@ -88,7 +93,9 @@ class LiveBytes(TorchDispatchMode):
             held = self._held.get(storage._cdata)
             if held is None:
                 self._add(storage, category)
-            elif held.num_bytes != (size := _rounded(storage.nbytes())):  # resize_ and out= change a storage in place
+            elif held.num_bytes != (
+                size := _rounded(storage.nbytes())
+            ):  # resize_ and out= change a storage in place
                 self._count(held.category, size - held.num_bytes)
                 held.num_bytes = size
 

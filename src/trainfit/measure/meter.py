@@ -254,7 +254,9 @@ def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
 
 def optimizer_tensors(step: Step) -> list[torch.Tensor]:
     """Every tensor in the optimizers' state."""
-    return [tensor for optimizer in step.optimizers for tensor in tree_tensors(list(optimizer.state.values()))]
+    return [
+        tensor for optimizer in step.optimizers for tensor in tree_tensors(list(optimizer.state.values()))
+    ]
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:

@@ -68,7 +68,9 @@ def forked(folder: Path) -> int:
 
         die_with_parent()
         code = main(folder)
-    except BaseException:  # The copy must never return into its maker's code; the reason goes into its output.
+    except (
+        BaseException
+    ):  # The copy must never return into its maker's code; the reason goes into its output.
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -117,7 +119,10 @@ def _wait(pid: int, timeout_s: float | None) -> tuple[int | None, int | None, bo
 
 
 def _end_group(pid: int) -> None:
-    for end in (os.killpg, os.kill):  # os.kill: a copy that has not come to setsid yet has no group of its own
+    for end in (
+        os.killpg,
+        os.kill,
+    ):  # os.kill: a copy that has not come to setsid yet has no group of its own
         try:
             end(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -129,14 +134,19 @@ def _read(folder: Path, request: TrialRequest, ending: Ending, timeout_s: float 
     if not (folder / RESULT).is_file():
         assert request.environment is not None, "the asker gives the host's environment"
         nothing = Measurement(
-            recipe_id=request.recipe.id, status="crashed", message="ended before it began", environment=request.environment
+            recipe_id=request.recipe.id,
+            status="crashed",
+            message="ended before it began",
+            environment=request.environment,
         )
         (folder / RESULT).write_text(nothing.model_dump_json())
     noted = parse(Measurement, json.loads((folder / RESULT).read_text()))
     if noted.status != "crashed":  # The trial came to its end, or met its own end of memory.
         return noted
     if ending.timed_out:
-        return noted.model_copy(update={"status": "timeout", "message": f"{noted.message} after {timeout_s:g} s"})
+        return noted.model_copy(
+            update={"status": "timeout", "message": f"{noted.message} after {timeout_s:g} s"}
+        )
     if ending.signal is not None and ending.system_out_of_memory:
         message = f"{noted.message}: killed by signal {ending.signal} as the system ran out of memory"
         return noted.model_copy(update={"status": "out-of-memory", "message": message})

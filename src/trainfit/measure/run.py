@@ -63,7 +63,9 @@ def with_utilisation(
     step_s = measured.step_s
 
     def share(flops: float | None) -> float | None:
-        return flops / step_s / peak_flops_per_s if flops is not None and step_s and peak_flops_per_s else None
+        return (
+            flops / step_s / peak_flops_per_s if flops is not None and step_s and peak_flops_per_s else None
+        )
 
     known = {"model_flops": model_flops, "hardware_flops": hardware_flops}
     return measured.model_copy(update=known | {"mfu": share(model_flops), "hfu": share(hardware_flops)})

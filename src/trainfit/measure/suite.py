@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     wanted = {recipe.id: recipe for recipe in recipes if options.again or recipe.id not in done}
     print(f"{len(wanted)} of {len(recipes)} recipes to measure", flush=True)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that importing libraries leaves CUDA untouched
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # so that importing libraries leaves CUDA untouched
     start = spawned if options.spawn or not wanted else _ready_to_fork(options.device)
     lines = _measure_all(list(wanted.values()), start, options)
     print(table(lines), flush=True)
@@ -49,14 +51,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m trainfit.measure.suite", description="Measure many recipes on one device.")
+    parser = argparse.ArgumentParser(
+        prog="python -m trainfit.measure.suite", description="Measure many recipes on one device."
+    )
     parser.add_argument("recipes", type=Path, help="JSON Lines, one recipe each")
     parser.add_argument("records", type=Path, help="JSON Lines, records are appended")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (0: memory only)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps, at least 2 run")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     parser.add_argument("--limit-s", type=float, default=180.0, help="seconds for one recipe")
-    parser.add_argument("--total-s", type=float, default=float("inf"), help="start no recipe after this many seconds")
+    parser.add_argument(
+        "--total-s", type=float, default=float("inf"), help="start no recipe after this many seconds"
+    )
     parser.add_argument("--memory-limit-gib", type=float, help="what a recipe's steps may allocate")
     parser.add_argument("--spawn", action="store_true", help="a new interpreter for each recipe")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
@@ -68,9 +74,15 @@ def read_done(path: Path) -> set[str]:
     """Ids of the recipes that the record file has a result for; a trial that crashed or ran out of time is no result."""
     if not path.is_file():
         return set()
-    records = [parse(Record, json.loads(line), file=str(path)) for line in path.read_text().splitlines() if line.strip()]
+    records = [
+        parse(Record, json.loads(line), file=str(path))
+        for line in path.read_text().splitlines()
+        if line.strip()
+    ]
     results = {"done", "out-of-memory"}
-    return {record.recipe_id for record in records if record.measurement and record.measurement.status in results}
+    return {
+        record.recipe_id for record in records if record.measurement and record.measurement.status in results
+    }
 
 
 def _ready_to_fork(device: str) -> Start:
@@ -85,7 +97,10 @@ def _ready_to_fork(device: str) -> Start:
     except ImportError:
         print("peft is not installed: recipes with an adapter will be refused", flush=True)
     can = not torch.cuda.is_initialized() and (device == "cpu" or _copy_can_use_cuda())
-    print(f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can else 'spawn'}", flush=True)
+    print(
+        f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can else 'spawn'}",
+        flush=True,
+    )
     return forked if can else spawned
 
 
@@ -109,7 +124,9 @@ def _copy_can_use_cuda() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _measure_all(recipes: Iterable[Recipe], start: Start, options: argparse.Namespace) -> list[tuple[Recipe, Measurement]]:
+def _measure_all(
+    recipes: Iterable[Recipe], start: Start, options: argparse.Namespace
+) -> list[tuple[Recipe, Measurement]]:
     began = time.monotonic()
     host = host_environment(options.device)
     lines = []
@@ -133,7 +150,9 @@ def _measure_one(recipe: Recipe, start: Start, options: argparse.Namespace, host
             memory_limit_bytes=limit, start=start, environment=host,
         )  # fmt: skip
     except InputError as error:  # One refused recipe is told in its record; the others go on.
-        return Measurement(recipe_id=recipe.id, status="crashed", message=f"refused: {error}", environment=host)
+        return Measurement(
+            recipe_id=recipe.id, status="crashed", message=f"refused: {error}", environment=host
+        )
 
 
 def _append(path: Path, record: Record) -> None:

@@ -60,7 +60,10 @@ def main(folder: Path) -> int:
     request = parse(TrialRequest, json.loads((folder / REQUEST).read_text()))
     host = request.environment or host_environment(request.device)
     start = Measurement(
-        recipe_id=request.recipe.id, status="crashed", message="ended before the model was built", environment=host
+        recipe_id=request.recipe.id,
+        status="crashed",
+        message="ended before the model was built",
+        environment=host,
     )
     notebook = Notebook(folder / RESULT, start)
     try:
@@ -110,7 +113,9 @@ def _meter(request: TrialRequest) -> Any:
         )  # fmt: skip
     wants_cuda = request.device.startswith("cuda")
     if wants_cuda and torch.version.cuda is None and torch.version.hip is None:
-        raise InputError("this torch is built for the CPU", "use device cpu", field="device", value=request.device)
+        raise InputError(
+            "this torch is built for the CPU", "use device cpu", field="device", value=request.device
+        )
     if request.device == "cpu":
         return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
     # The baseline is read before anything here makes a CUDA context.
@@ -119,7 +124,9 @@ def _meter(request: TrialRequest) -> Any:
     if torch.cuda.is_available() and index < torch.cuda.device_count():
         return meter
     if wants_cuda:
-        raise InputError("no such CUDA GPU in this machine", "use device cpu", field="device", value=request.device)
+        raise InputError(
+            "no such CUDA GPU in this machine", "use device cpu", field="device", value=request.device
+        )
     return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
 
 
@@ -138,7 +145,9 @@ def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
             peak_allocated_bytes=after_init,
         )
         batches = step.random_batches(recipe.seed)
-        watched = [_watched_step(step, batches, meter, notebook, index) for index in range(_num_untimed(request))]
+        watched = [
+            _watched_step(step, batches, meter, notebook, index) for index in range(_num_untimed(request))
+        ]
     if after_init is not None:
         notebook.note(**_memory(after_init, watched))
     losses = [loss for _, _, loss in watched]
@@ -182,16 +191,22 @@ def _watched_step(
     return PhasePeaks(**peaks), holders.get(highest), loss.item()
 
 
-def _memory(after_init: int, watched: list[tuple[PhasePeaks, MemoryBreakdown | None, float]]) -> dict[str, Any]:
+def _memory(
+    after_init: int, watched: list[tuple[PhasePeaks, MemoryBreakdown | None, float]]
+) -> dict[str, Any]:
     """Fields of the Measurement: the first step, and the highest of the steady ones."""
     peaks = [step_peaks for step_peaks, _, _ in watched]
-    steady = PhasePeaks(**{phase: max(getattr(step_peaks, phase) for step_peaks in peaks[1:]) for phase in PHASES})
+    steady = PhasePeaks(
+        **{phase: max(getattr(step_peaks, phase) for step_peaks in peaks[1:]) for phase in PHASES}
+    )
     phases = Phases(after_init=after_init, first=peaks[0], steady=steady)
     highest = max(watched, key=lambda item: item[0].peak)
     return {"phases": phases, "breakdown": highest[1], "peak_allocated_bytes": phases.peak}
 
 
-def _note_end(recipe: Recipe, meter: Any, notebook: Notebook, seconds: list[float], losses: list[float]) -> None:
+def _note_end(
+    recipe: Recipe, meter: Any, notebook: Notebook, seconds: list[float], losses: list[float]
+) -> None:
     so_far = notebook.measurement
     last = meter.take() if so_far.phases is not None else None
     known: dict[str, Any] = {"status": "done", "message": "", "losses": tuple(losses)} | meter.totals()
@@ -199,9 +214,15 @@ def _note_end(recipe: Recipe, meter: Any, notebook: Notebook, seconds: list[floa
         known["peak_allocated_bytes"] = max(so_far.peak_allocated_bytes or 0, last[0])
     if seconds:
         times = Spread.of(seconds)
-        known |= {"step_times": times, "step_s": times.median, "tokens_per_s": recipe.batch.tokens / times.median}
+        known |= {
+            "step_times": times,
+            "step_s": times.median,
+            "tokens_per_s": recipe.batch.tokens / times.median,
+        }
     if so_far.phases is None:
-        known["message"] = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
+        known["message"] = (
+            "memory not measured: live tensors cannot be followed through compiled code on a CPU"
+        )
     notebook.note(**known)
 
 

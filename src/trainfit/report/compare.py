@@ -126,7 +126,9 @@ class Summary:
                 f"median error {self.median_error:.2%}, largest {error:+.2%} ({self.worst.model}, {self.worst.batch})."
             ]
         if self.num_out_of_memory:
-            parts.append(f"{self.num_foreseen} of {self.num_out_of_memory} out of memory were predicted not to fit.")
+            parts.append(
+                f"{self.num_foreseen} of {self.num_out_of_memory} out of memory were predicted not to fit."
+            )
         return " ".join(parts)
 
 
@@ -143,7 +145,9 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
         if record.estimate is not None:
             _keep_newest(predicted, record.recipe_id, record)
         if record.measurement is not None:
-            _keep_newest(measured.setdefault(record.recipe_id, {}), record.measurement.environment.device, record)
+            _keep_newest(
+                measured.setdefault(record.recipe_id, {}), record.measurement.environment.device, record
+            )
         if record.estimate is not None or record.measurement is not None:
             recipes.setdefault(record.recipe_id, record)
     if not recipes:

@@ -39,7 +39,11 @@ pre { font-size: .75rem; background: #fafbfc; border: 1px solid var(--line); bor
 """
 
 PLOTS = (
-    ("Predicted against measured", "Peak allocated memory of one training step; the band is the goal.", plots.scatter),
+    (
+        "Predicted against measured",
+        "Peak allocated memory of one training step; the band is the goal.",
+        plots.scatter,
+    ),
     ("Error by recipe", "Predicted minus measured peak, over measured.", plots.error_bars),
     ("What holds memory at the peak", "By category, in GiB.", plots.breakdown_bars),
     ("Time", "Seconds of one optimizer step.", plots.time_bars),
@@ -62,10 +66,16 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Predicted against m
         *(_details(one) for one in comparisons),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>\n' + "\n".join(body) + "\n</body></html>\n"
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
 
 
-def write_page(comparisons: Sequence[Comparison], path: str | Path, *, title: str = "Predicted against measured") -> None:
+def write_page(
+    comparisons: Sequence[Comparison], path: str | Path, *, title: str = "Predicted against measured"
+) -> None:
     """Write the page to ``path``, replacing what is there."""
     Path(path).write_text(page(comparisons, title=title), encoding="utf-8")
 
@@ -75,12 +85,27 @@ def _tiles(summary: Summary, comparisons: Sequence[Comparison]) -> str:
     tiles = [(f"{len(comparisons)}", f"recipes, {len(models)} models", "")]
     if summary.worst is not None:
         good = "good" if summary.num_within_goal == summary.num_compared else ""
-        tiles.append((f"{summary.num_within_goal} / {summary.num_compared}", f"within {GOAL:.0%} of the measured peak", good))
+        tiles.append(
+            (
+                f"{summary.num_within_goal} / {summary.num_compared}",
+                f"within {GOAL:.0%} of the measured peak",
+                good,
+            )
+        )
         tiles.append((f"{summary.median_error or 0:.2%}", "median error of the peak", ""))
-        tiles.append((percent(summary.worst.error("peak_allocated_bytes")), f"largest error: {summary.worst.model}", ""))
+        tiles.append(
+            (
+                percent(summary.worst.error("peak_allocated_bytes")),
+                f"largest error: {summary.worst.model}",
+                "",
+            )
+        )
     if summary.num_out_of_memory:
         tiles.append((f"{summary.num_foreseen} / {summary.num_out_of_memory}", "out of memory foreseen", ""))
-    cells = (f'<div class="tile"><b class="{kind}">{escape(value)}</b><span>{escape(words)}</span></div>' for value, words, kind in tiles)
+    cells = (
+        f'<div class="tile"><b class="{kind}">{escape(value)}</b><span>{escape(words)}</span></div>'
+        for value, words, kind in tiles
+    )
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
@@ -121,7 +146,11 @@ def _verdict(one: Comparison) -> str:
 
 def _details(one: Comparison) -> str:
     head = f"{escape(one.model)} <small>{escape(one.technique)}, {escape(one.batch)}, {escape(one.device)}</small>"
-    notes = [f"<p>{escape(one.status)}: {escape(one.measured.message)}</p>"] if one.measured and one.measured.message else []
+    notes = (
+        [f"<p>{escape(one.status)}: {escape(one.measured.message)}</p>"]
+        if one.measured and one.measured.message
+        else []
+    )
     recipe = escape(json.dumps(one.recipe.content(), indent=1))
     return f"<details><summary>{head}</summary>{''.join(notes)}<div>{_phases(one)}<pre>{recipe}</pre></div></details>"
 
@@ -131,9 +160,14 @@ def _phases(one: Comparison) -> str:
     names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
     lines = []
     for name in names:
-        sizes = [_phase_bytes(side.phases, name) if side and side.phases else None for side in (one.predicted, one.measured)]
+        sizes = [
+            _phase_bytes(side.phases, name) if side and side.phases else None
+            for side in (one.predicted, one.measured)
+        ]
         error = percent(one.error(f"phases.{name}"))
-        lines.append(f'<tr><td>{name}</td><td class="n">{gib(sizes[0])}</td><td class="n">{gib(sizes[1])}</td><td class="n">{error}</td></tr>')
+        lines.append(
+            f'<tr><td>{name}</td><td class="n">{gib(sizes[0])}</td><td class="n">{gib(sizes[1])}</td><td class="n">{error}</td></tr>'
+        )
     head = '<tr><th>phase</th><th class="n">predicted</th><th class="n">measured</th><th class="n">error</th></tr>'
     return f"<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table>"
 
