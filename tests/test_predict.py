@@ -170,7 +170,7 @@ def test_llama_8b_with_adamw_needs_a_large_card(name: str, fits: bool) -> None:
 def test_every_cuda_gpu_predicts_and_others_say_why_not() -> None:
     ledgers = 0
     for name, row in gpus().items():
-        recipe = tiny_recipe(precision="bf16", hardware=Hardware(gpu=name))
+        recipe = tiny_recipe("native", precision="bf16", hardware=Hardware(gpu=name))
         if row.vendor == "nvidia":
             found = predict(recipe, use_cache=False)
             assert found.step_s is not None

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,30 +32,44 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+# A child starts as a copy of its maker, whose memory then counts as its own: so a small process makes and watches it.
+WATCH = """
+import json, os, subprocess, sys, time
+start = time.monotonic()
+with open(sys.argv[1], "wb") as out:
+    process = subprocess.Popen(sys.argv[2:], stdout=out)
+    _, status, used = os.wait4(process.pid, 0)
+process.returncode = os.waitstatus_to_exitcode(status)
+print(json.dumps([process.returncode, time.monotonic() - start, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))
+"""
+
+
 def command(recipe: Path, *options: str) -> Run:
     """``trainfit predict`` in a process of its own, with a cache beside the recipe."""
     program = "from trainfit.cli.main import main; main()"
     environment = os.environ | {"TRAINFIT_CACHE": str(recipe.parent / "ledgers")}
     printed = recipe.parent / "printed.txt"
-    start = time.monotonic()
-    with open(printed, "wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, "predict", str(recipe), "--json", *options],
-            stdout=out,
-            env=environment,
-        )
-        _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    wall_s = time.monotonic() - start
-    return Run(wall_s, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, printed.read_text())
+    watched = [sys.executable, "-c", program, "predict", str(recipe), "--json", *options]
+    watcher = [sys.executable, "-c", WATCH, str(printed), *watched]
+    run = subprocess.run(watcher, capture_output=True, text=True, check=True, env=environment)
+    code, wall_s, cpu_s, peak_rss_bytes = json.loads(run.stdout)
+    assert code == 0, run.stderr
+    return Run(wall_s, cpu_s, peak_rss_bytes, printed.read_text())
+
+
+def seconds(run: Run) -> float:
+    """Time on the clock if the machine had nothing else to do, else processor time: tests run beside each other."""
+    waited = run.wall_s > 1.3 * run.cpu_s + 0.2
+    return run.cpu_s if waited else run.wall_s
 
 
 @pytest.mark.slow
 def test_8b_cold_and_warm(recipe: Path) -> None:
-    cold, warm = command(recipe), command(recipe)
-    assert cold.wall_s < COLD_S
-    assert warm.wall_s < WARM_S
+    cold = command(recipe, "--no-cache")
+    command(recipe)
+    warm = command(recipe)
+    assert seconds(cold) < COLD_S
+    assert seconds(warm) < WARM_S
     assert cold.peak_rss_bytes < 2 * GIB
     assert warm.peak_rss_bytes < cold.peak_rss_bytes / 2  # torch is not even imported
     assert warm.printed == cold.printed
@@ -69,5 +82,5 @@ def test_405b_costs_what_8b_does(recipe: Path) -> None:
     large = command(recipe, "--no-cache", "--set", "model.config=llama-3.1-405b")
     assert json.loads(large.printed)["params"] == 405_853_388_800
     assert large.cpu_s < 1.5 * small.cpu_s
-    assert large.wall_s < COLD_S
+    assert seconds(large) < COLD_S
     assert large.peak_rss_bytes < 2 * GIB
