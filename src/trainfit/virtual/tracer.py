@@ -7,17 +7,16 @@ of frees is what is recorded.
 
 import weakref
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
-from trainfit.spec.errors import InputError
+from trainfit.virtual.fake_run import READS_VALUE, read, run
 from trainfit.virtual.flops import count
-from trainfit.virtual.host import Residence, carry_values, is_host, known_highest, known_value, on_host
+from trainfit.virtual.host import Residence, carry_values, is_host, on_host
 from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Op, Segment, Storage
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.temporaries import GpuTraits, output_bytes, temporaries
@@ -25,7 +24,6 @@ from trainfit.virtual.traffic import bytes_moved
 from trainfit.virtual.workspaces import Workspaces
 
 aten = torch.ops.aten
-READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """What ``torch.tensor`` ends with: its input is a real tensor whichever side the result is on."""
 UNKNOWN = -1
@@ -158,17 +156,8 @@ class Tracer(TorchDispatchMode):
                 self._record(func, args, kwargs, out)  # A CPU's own memory is the host's.
             return out
         if func in READS_VALUE:
-            return _read(args[0])
-        if func is aten.embedding.default:
-            _check_rows(args[0], args[1])
-        if func is aten._grouped_mm.default:
-            out = _grouped_mm(args, kwargs)
-        elif _only_writes_lists(func):
-            # It changes no shape. FakeTensorMode has no kernel for some (_fused_sgd_) and would run them for real, on
-            # zeros of the whole model's size.
-            out = None
-        else:
-            out = func(*args, **kwargs)
+            return read(args[0])
+        out = run(func, args, kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
         return out
@@ -327,11 +316,6 @@ class Tracer(TorchDispatchMode):
         self.ledger.events.append(Event(FREE, index, group, self._segment))
 
 
-@cache
-def _only_writes_lists(func: Any) -> bool:
-    return func._schema.name.startswith(("aten::_fused_", "aten::_foreach_")) and not func._schema.returns
-
-
 def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
     """Arguments or results of an operation over lists: of each list, the entries whose owner is in the group."""
     if isinstance(value, dict):
@@ -347,37 +331,6 @@ def _tensors(tree: Any) -> Iterable[Tensor]:
     if isinstance(tree, Tensor):
         return (tree,)
     return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
-
-
-def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
-    """CUDA multiplies groups of any floating dtype; the fake kernel takes bf16 only (_meta_registrations.py)."""
-    dtype = args[0].dtype
-    cast = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, args)
-    out = aten._grouped_mm.default(*cast, **kwargs)
-    return (
-        out
-        if out.dtype == dtype
-        else torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
-    )
-
-
-def _check_rows(table: Tensor, indices: Tensor) -> None:
-    """A GPU run would end in a device assert: more positions or tokens than the table has rows."""
-    highest = known_highest(indices)
-    if highest is not None and highest >= table.shape[0]:
-        raise InputError(
-            f"row {highest} of an embedding with {table.shape[0]} rows is asked for: the model has no such position or token",
-            "use a shorter sequence, or a model with more positions",
-            field="batch.seq",
-        )
-
-
-def _read(t: Tensor) -> Any:
-    """A tensor's value where it can be known; else zero: no gradient is infinite (GradScaler), no norm is large."""
-    known = known_value(t)
-    if known is not None:
-        return known
-    return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
 
 
 def _dtype(args: Any, out: Any) -> str:

@@ -1,0 +1,70 @@
+"""How an operation runs on fake tensors: what it gives, and where that is not what PyTorch's fake kernel gives.
+
+A value that only a run can know is taken to be zero; what a GPU would refuse (a row that a table lacks) is refused.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from trainfit.spec.errors import InputError
+from trainfit.virtual.host import known_highest, known_value
+
+aten = torch.ops.aten
+READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
+
+
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation's result, fake.
+
+    Raises:
+        InputError: an embedding is asked for a row that it has not.
+    """
+    if func is aten.embedding.default:
+        _check_rows(args[0], args[1])
+    if func is aten._grouped_mm.default:
+        return _grouped_mm(args, kwargs)
+    if _only_writes_lists(func):
+        # It changes no shape. FakeTensorMode has no kernel for some (_fused_sgd_) and would run them for real, on zeros
+        # of the whole model's size.
+        return None
+    return func(*args, **kwargs)
+
+
+@cache
+def _only_writes_lists(func: Any) -> bool:
+    return func._schema.name.startswith(("aten::_fused_", "aten::_foreach_")) and not func._schema.returns
+
+
+def _grouped_mm(args: Any, kwargs: Any) -> Tensor:
+    """CUDA multiplies groups of any floating dtype; the fake kernel takes bf16 only (_meta_registrations.py)."""
+    dtype = args[0].dtype
+    cast = tree_map_only(Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t, args)
+    out = aten._grouped_mm.default(*cast, **kwargs)
+    return (
+        out
+        if out.dtype == dtype
+        else torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=out.device)
+    )
+
+
+def _check_rows(table: Tensor, indices: Tensor) -> None:
+    """A GPU run would end in a device assert: more positions or tokens than the table has rows."""
+    highest = known_highest(indices)
+    if highest is not None and highest >= table.shape[0]:
+        raise InputError(
+            f"row {highest} of an embedding with {table.shape[0]} rows is asked for: the model has no such position or token",
+            "use a shorter sequence, or a model with more positions",
+            field="batch.seq",
+        )
+
+
+def read(t: Tensor) -> Any:
+    """A tensor's value where it can be known; else zero: no gradient is infinite (GradScaler), no norm is large."""
+    known = known_value(t)
+    if known is not None:
+        return known
+    return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
