@@ -9,7 +9,6 @@ Half of them, chosen by a hash of the recipe, may be learned from; the other hal
 """
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -22,6 +21,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.predict.estimate import predict
 from trainfit.spec.errors import InputError
+from trainfit.spec.held_out import is_held_out
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
@@ -186,11 +186,6 @@ def _near_card(data: dict[str, Any]) -> Recipe | None:
             return None
         data = {**data, "batch": {**data["batch"], "seq": seq}}
     return None
-
-
-def is_held_out(recipe_id: str) -> bool:
-    """Whether a recipe belongs to the half that nothing is learned from: decided by a hash, once and for all."""
-    return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,9 +16,22 @@ from trainfit.spec.units import GIB
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e7eb"
 PREDICTED, MEASURED, WRONG = "#2f6fb2", "#e07b39", "#c0392b"
 CATEGORY_COLOURS: dict[str, str] = dict(
-    zip(CATEGORIES, ("#2f6fb2", "#8fbce6", "#e07b39", "#4a9d7c", "#b9c2cc", "#8b6bb1", "#d9b54a"), strict=True)
+    zip(
+        CATEGORIES, ("#2f6fb2", "#8fbce6", "#e07b39", "#4a9d7c", "#b9c2cc", "#8b6bb1", "#d9b54a"), strict=True
+    )
 )
-MODEL_COLOURS = ("#2f6fb2", "#e07b39", "#4a9d7c", "#8b6bb1", "#d9b54a", "#c0567a", "#5b9aa0", "#7f8c3a", "#9a6b4f", "#66727f")
+MODEL_COLOURS = (
+    "#2f6fb2",
+    "#e07b39",
+    "#4a9d7c",
+    "#8b6bb1",
+    "#d9b54a",
+    "#c0567a",
+    "#5b9aa0",
+    "#7f8c3a",
+    "#9a6b4f",
+    "#66727f",
+)
 MARKERS = "os^Dv"
 MAX_ROWS = 60
 """Bars beyond this many recipes are not drawn; the page says so."""
@@ -31,12 +44,20 @@ STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def peaks_gib(one: Comparison) -> tuple[float, float] | None:
+    """Measured and predicted peak allocated, GiB, of a trial that came to its end."""
+    if one.predicted is None or one.measured is None or one.status != "done":
+        return None
+    measured = one.measured.peak_allocated_bytes
+    return (measured / GIB, one.predicted.peak_allocated_bytes / GIB) if measured else None
+
+
 def scatter(comparisons: Sequence[Comparison]) -> str | None:
     """Predicted against measured peak, both axes logarithmic, with the band of the goal."""
-    points = [one for one in comparisons if one.error("peak_allocated_bytes") is not None]
-    if not points:
+    known = [(one, pair) for one in comparisons if (pair := peaks_gib(one)) is not None]
+    if not known:
         return None
-    pairs = [(one.measured.peak_allocated_bytes / GIB, one.predicted.peak_allocated_bytes / GIB) for one in points]  # type: ignore[union-attr,operator]
+    points, pairs = [one for one, _ in known], [pair for _, pair in known]
     low, high = min(min(pair) for pair in pairs) / 1.4, max(max(pair) for pair in pairs) * 1.4
     models = list(dict.fromkeys(one.model for one in points))
 
@@ -55,16 +76,18 @@ def scatter(comparisons: Sequence[Comparison]) -> str | None:
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
         axes.set(xlabel="measured peak, GiB", ylabel="predicted peak, GiB")
-        _plain_logarithms(axes)
+        plain_logarithms(axes)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8.5)
         return figure
 
-    return _svg(draw, "scatter")
+    return svg(draw, "scatter")
 
 
 def error_bars(comparisons: Sequence[Comparison]) -> str | None:
     """The error of each recipe's predicted peak, with the band of the goal; sorted, the worst on top."""
-    errors = [(one, error * 100) for one in comparisons if (error := one.error("peak_allocated_bytes")) is not None]
+    errors = [
+        (one, error * 100) for one in comparisons if (error := one.error("peak_allocated_bytes")) is not None
+    ]
     errors = sorted(errors, key=lambda item: -abs(item[1]))[:MAX_ROWS]
     if not errors:
         return None
@@ -85,7 +108,7 @@ def error_bars(comparisons: Sequence[Comparison]) -> str | None:
         _rows(axes, [_label(one) for one, _ in errors])
         return figure
 
-    return _svg(draw, "errors")
+    return svg(draw, "errors")
 
 
 def breakdown_bars(comparisons: Sequence[Comparison]) -> str | None:
@@ -100,21 +123,32 @@ def breakdown_bars(comparisons: Sequence[Comparison]) -> str | None:
             for offset, side in ((-0.19, "predicted"), (0.19, "measured")):
                 _stack(axes, row + offset, one.breakdown(side), one, side)
         for name in CATEGORIES:
-            if any((one.breakdown(side) or {}).get(name) for one in shown for side in ("predicted", "measured")):
+            if any(
+                (one.breakdown(side) or {}).get(name) for one in shown for side in ("predicted", "measured")
+            ):
                 axes.barh(0, 0, color=CATEGORY_COLOURS[name], label=name)
         axes.set(xlabel="GiB at the peak (above: predicted, below: measured; hatched: measured as a whole)")
         _rows(axes, [_label(one) for one in shown])
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(CATEGORIES), fontsize=8.5, columnspacing=1.2, handlelength=1.2)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1.0),
+            ncols=len(CATEGORIES),
+            fontsize=8.5,
+            columnspacing=1.2,
+            handlelength=1.2,
+        )
         return figure
 
-    return _svg(draw, "breakdown")
+    return svg(draw, "breakdown")
 
 
 def _stack(axes: Any, y: float, held: dict[str, int] | None, one: Comparison, side: str) -> None:
     if held is None:  # Only the whole is known.
         result = one.predicted if side == "predicted" else one.measured
         whole = result.peak_allocated_bytes if result is not None else None
-        axes.barh(y, (whole or 0) / GIB, height=0.34, color="none", edgecolor=MUTED, hatch="////", linewidth=0.6)
+        axes.barh(
+            y, (whole or 0) / GIB, height=0.34, color="none", edgecolor=MUTED, hatch="////", linewidth=0.6
+        )
         return
     left = 0.0
     for name, size in held.items():
@@ -133,7 +167,14 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
         for row, one in enumerate(shown):
             times = one.measured.step_times if one.measured else None
             if times is not None:
-                axes.plot([times.low, times.high], [row, row], color=MEASURED, linewidth=5, alpha=0.35, solid_capstyle="round")
+                axes.plot(
+                    [times.low, times.high],
+                    [row, row],
+                    color=MEASURED,
+                    linewidth=5,
+                    alpha=0.35,
+                    solid_capstyle="round",
+                )
             if one.predicted and one.predicted.step_s and one.on_its_device:
                 axes.plot(one.predicted.step_s, row, "D", color=PREDICTED, markersize=5)
             axes.plot(one.measured.step_s if one.measured else None, row, "o", color=MEASURED, markersize=6)
@@ -142,12 +183,12 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
             axes.plot([], [], "D", color=PREDICTED, markersize=5, label="predicted")
         axes.set(xscale="log", xlabel="seconds a step")
         axes.margins(x=0.08)
-        _plain_logarithms(axes, y=False)
+        plain_logarithms(axes, y=False)
         _rows(axes, [_label(one) for one in shown])
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8.5)
         return figure
 
-    return _svg(draw, "times")
+    return svg(draw, "times")
 
 
 def _rows(axes: Any, labels: list[str]) -> None:
@@ -158,7 +199,7 @@ def _rows(axes: Any, labels: list[str]) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _plain_logarithms(axes: Any, *, y: bool = True) -> None:
+def plain_logarithms(axes: Any, *, y: bool = True) -> None:
     """Plain numbers on logarithmic axes, also between the powers of ten where few of those are in sight."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -178,7 +219,7 @@ def _short(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _svg(draw: Any, name: str) -> str:
+def svg(draw: Any, name: str) -> str:
     """Draw with ``draw(pyplot)`` and return the SVG element; ``name`` keeps ids apart within one page."""
     import matplotlib
 

@@ -116,19 +116,27 @@ def text_table(comparisons: Sequence[Comparison]) -> Table:
     from rich.text import Text
 
     numbers = {column.title: column.cell for column in COLUMNS}
-    table = Table(box=box.SIMPLE_HEAD, caption=summarise(comparisons).text(), caption_justify="left", pad_edge=False)
+    table = Table(
+        box=box.SIMPLE_HEAD, caption=summarise(comparisons).text(), caption_justify="left", pad_edge=False
+    )
     table.add_column("recipe", overflow="fold", ratio=1)
     for title in ("predicted\nGiB", "measured\nGiB", "error", "step", "tokens/s", "MFU"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in comparisons:
         # Text, not markup: a model's name is not to be read as a style.
-        recipe = Text(f"{one.model}  {one.batch.replace(' ', '')}", style="bold").append(f"\n{one.technique}", style="not bold dim")
+        recipe = Text(f"{one.model}  {one.batch.replace(' ', '')}", style="bold").append(
+            f"\n{one.technique}", style="not bold dim"
+        )
         error = one.error("peak_allocated_bytes")
-        verdict = Text(percent(error), style="" if error is None else "green" if abs(error) <= GOAL else "bold red")
+        verdict = Text(
+            percent(error), style="" if error is None else "green" if abs(error) <= GOAL else "bold red"
+        )
         if one.status in SHORT_OUTCOMES:
             verdict = Text(SHORT_OUTCOMES[one.status], style="yellow")
         sizes = [numbers[f"allocated {side}"](one) for side in ("predicted", "measured")]
-        table.add_row(recipe, *sizes, verdict, *(numbers[title](one) for title in ("step measured", "tokens/s", "MFU")))
+        table.add_row(
+            recipe, *sizes, verdict, *(numbers[title](one) for title in ("step measured", "tokens/s", "MFU"))
+        )
     return table
 
 
@@ -138,7 +146,7 @@ def markdown_table(comparisons: Sequence[Comparison]) -> str:
     lines = ["| " + " | ".join(column.title for column in columns) + " |"]
     lines.append("|" + "|".join("---:" if column.is_number else "---" for column in columns) + "|")
     for one in comparisons:
-        lines.append("| " + " | ".join(_markdown(column.cell(one)) for column in columns) + " |")
+        lines.append("| " + " | ".join(markdown_cell(column.cell(one)) for column in columns) + " |")
     return "\n".join([*lines, "", f"Sizes are peaks in GiB. {summarise(comparisons).text()}", ""])
 
 
@@ -147,7 +155,7 @@ def filled_columns(comparisons: Sequence[Comparison]) -> list[Column]:
     return [column for column in COLUMNS if any(column.cell(one) != NOTHING for one in comparisons)]
 
 
-def _markdown(text: str) -> str:
+def markdown_cell(text: str) -> str:
     """Text that stays text in a Markdown cell."""
     for mark in "\\|*_`[]<>":
         text = text.replace(mark, f"\\{mark}")
