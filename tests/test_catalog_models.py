@@ -162,6 +162,16 @@ def test_a_users_own_config_json_works_in_the_same_way(tmp_path) -> None:
         ({"model_type": "llama", "num_hidden_layers": True}, r"num_hidden_layers = [Tt]rue: not a size"),
         ({"model_type": "llama", "vocab_size": 1.5}, r"vocab_size = 1\.5: not a size"),
         ({"model_type": "llama", "vocab_size": 10**12}, r"vocab_size = 1000000000000: not a size"),
+        ({"model_type": "llama", "num_hidden_layers": 2**31}, r"num_hidden_layers = 2147483648: not a size"),
+        ({"model_type": "gemma3n_text", "intermediate_size": [8, -8]}, r"intermediate_size\[1\] = -8: not a"),
+        (
+            {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 3},
+            r"num_key_value_heads = 3: does not divide the 4 attention heads; write a divisor of 4",
+        ),
+        (
+            {"model_type": "falcon", "num_attention_heads": 4, "num_kv_heads": 8},
+            r"num_kv_heads = 8: does not divide the 4",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_trusted_is_refused_in_one_line(config: dict, message: str) -> None:

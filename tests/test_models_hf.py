@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists
@@ -145,6 +146,8 @@ def test_a_published_size() -> None:
         ({"model_type": "vit"}, ["causal language model", "'vit'"]),
         ({"model_type": "llama", "attention_bias": "yes"}, ["llama", "attention_bias"]),
         ({"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}, ["llama", "attention heads"]),
+        ({"model_type": "llama", **GROUPED, "pad_token_id": 500}, ["Padding_idx", "'llama'"]),
+        ({"model_type": "bert", **COMMON}, ["'bert'", "an encoder", "is_decoder: true"]),
     ],
 )
 def test_bad_configs_are_told_in_one_line(config: dict[str, object], words: list[str]) -> None:
@@ -154,3 +157,26 @@ def test_bad_configs_are_told_in_one_line(config: dict[str, object], words: list
     assert "\n" not in text
     for word in words:
         assert word in text
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "bert", **COMMON, "is_decoder": True}, {"model_type": "gpt_neox", **COMMON}]
+)
+def test_is_decoder_matters_for_encoders_only(config: dict[str, object]) -> None:
+    """GPT-NeoX's config has an is_decoder, false, that nothing reads; a BERT with it hides the tokens to come."""
+    model = build_model(ModelSpec(config=config), dtype=torch.float32, device="cpu").eval()  # type: ignore[arg-type]
+    ids_bs = torch.arange(8)[None] + 5
+    changed_bs = ids_bs.clone()
+    changed_bs[0, -1] = 3
+    with torch.no_grad():
+        first, second = (model(input_ids=ids).logits[0] for ids in (ids_bs, changed_bs))
+    assert torch.equal(first[:-1], second[:-1])
+    assert not torch.equal(first[-1], second[-1])
+
+
+def test_the_loss_is_chosen_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers cannot tell GPT2LMHeadModel's loss by its name and says so on stderr; we name it."""
+    config = {"model_type": "gpt2", **TINY["gpt2"]}
+    model = build_model(ModelSpec(config=config), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
+    assert model.loss_function is LOSS_MAPPING["ForCausalLM"]
+    assert "loss_type" not in caplog.text

@@ -11,22 +11,32 @@ from trainfit.spec.errors import InputError
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
 """Keys by which a config.json asks for Python code to be downloaded and run."""
 
-POSITIVE_KEYS = (
-    "hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "num_layers", "num_attention_heads", "n_head",
-    "num_key_value_heads", "num_kv_heads", "head_dim", "intermediate_size", "ffn_dim", "moe_intermediate_size",
-    "vocab_size", "max_position_embeddings", "n_positions", "num_local_experts", "num_experts", "n_routed_experts",
-    "num_experts_per_tok",
-)  # fmt: skip
-"""Sizes that must be whole numbers of at least 1 where they stand (null means the model type's default)."""
+LARGEST = {
+    2**31 - 1: ("max_position_embeddings", "n_positions"),
+    2**24: ("vocab_size",),
+    2**20: ("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim", "moe_intermediate_size"),
+    2**16: (
+        "num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_kv_heads", "head_dim",
+        "num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok",
+    ),
+    10_000: ("num_hidden_layers", "n_layer", "num_layers"),
+}  # fmt: skip
+"""Sizes that must be whole numbers from 1 to this where they stand (null means the model type's default).
 
-LARGEST_SIZE = 2**31 - 1
+The limits are far over any model; beyond them a tensor's 64-bit size overflows, or building takes hours.
+"""
+
+HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads")
+KEY_VALUE_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
+"""How configs call the query heads, and the key-value heads that equal groups of them share."""
 
 
 def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
     """The mapping itself, if it can be built from.
 
     Raises:
-        InputError: not a mapping, no ``model_type``, remote code asked for, or a size that is no positive integer.
+        InputError: not a mapping, no ``model_type``, remote code asked for, a size that is no positive integer or far
+            over any model's, or query heads that do not share the key-value heads evenly.
     """
     if not isinstance(config, dict):
         raise InputError(
@@ -42,14 +52,30 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
         raise InputError(
             "missing", "add the model type, such as 'llama'", field="model.config.model_type", file=file
         )
-    for key in POSITIVE_KEYS:
-        _check_size(key, config.get(key), file)
+    for largest, keys in LARGEST.items():
+        for key in keys:
+            _check_size(key, config.get(key), largest, file)
+    _check_heads(config, file)
     return config
 
 
-def _check_size(key: str, value: Any, file: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST_SIZE:
-        remedy = f"write a whole number from 1 to {LARGEST_SIZE}"
+def _check_size(key: str, value: Any, largest: int, file: str) -> None:
+    if isinstance(value, list):  # One for each layer, as Gemma 3n has it.
+        for index, item in enumerate(value):
+            _check_size(f"{key}[{index}]", item, largest, file)
+    elif value is not None and (
+        isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest
+    ):
+        remedy = f"write a whole number from 1 to {largest:,}"
         raise InputError("not a size", remedy, field=f"model.config.{key}", value=value, file=file)
+
+
+def _check_heads(config: dict[str, Any], file: str) -> None:
+    """Query heads share key-value heads in equal groups: one number must divide the other."""
+    heads = next((config[key] for key in HEAD_KEYS if isinstance(config.get(key), int)), None)
+    for key in KEY_VALUE_HEAD_KEYS:
+        shared = config.get(key)
+        if heads is not None and isinstance(shared, int) and heads % shared:
+            problem = f"does not divide the {heads} attention heads"
+            remedy = f"write a divisor of {heads}"
+            raise InputError(problem, remedy, field=f"model.config.{key}", value=shared, file=file)

@@ -24,7 +24,11 @@ def finite(value: float | None) -> float | None:
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped recipe or catalog model."),
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe file, a model's config.json (every other field at its default), or the name of a shipped "
+        "recipe or catalog model.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -60,6 +64,8 @@ def read_recipe(
 ) -> "Recipe":
     """The recipe that ``text`` names: a file, else a shipped recipe, else a catalog model with every default.
 
+    A model's config.json (or its folder) is that model with every default.
+
     Raises:
         InputError: no such name, or wrong content.
         OSError: the file cannot be read.
@@ -71,7 +77,10 @@ def read_recipe(
     settings = list(settings or [])
     settings += [f"hardware.gpu={_quoted(gpu)}"] if gpu is not None else []
     settings += [f"hardware.price_per_hour={price}"] if price is not None else []
-    if text.endswith((".yaml", ".yml", ".json")) or "/" in text or Path(text).is_file():
+    if _is_model_config(Path(text)):
+        own = text if text.endswith(".json") or "/" in text else f"./{text}"
+        recipe = recipe_from({"model": {"config": own}}, settings, file=text)
+    elif text.endswith((".yaml", ".yml", ".json")) or "/" in text or Path(text).is_file():
         recipe = load_recipe(text, settings)
     else:
         path = _shipped(text)
@@ -86,6 +95,18 @@ def read_recipe(
     return recipe
 
 
+def _is_model_config(path: Path) -> bool:
+    """Whether the file, or ``config.json`` in the folder, is a model's config.json and no recipe."""
+    from trainfit.spec.recipe_file import read_json
+
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    data = read_json(path)
+    return isinstance(data, dict) and "model_type" in data and "model" not in data
+
+
 @contextlib.contextmanager
 def _named(text: str, settings: list[str] | None) -> Iterator[None]:
     """An error about a field of the recipe names the recipe, or ``--set`` where a setting said the value."""
@@ -97,7 +118,8 @@ def _named(text: str, settings: list[str] | None) -> Iterator[None]:
     except InputError as error:
         if error.field.partition(".")[0] not in Recipe.model_fields:
             raise
-        by_setting = any(setting.startswith(f"{error.field}=") for setting in settings or [])
+        keys = [setting.partition("=")[0].strip() for setting in settings or []]
+        by_setting = any(f"{error.field}.".startswith(f"{key}.") for key in keys)
         raise error.in_file("--set" if by_setting else text) from error.__cause__
 
 

@@ -22,8 +22,10 @@ NOT_THE_ARCHITECTURE = (
 )
 """Keys of a config.json that name code, storage or versions. The recipe says precision and quantisation."""
 
-BAD_CONFIG = (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError)
-"""What transformers' constructors raise on values that do not fit together."""
+BAD_CONFIG = (
+    ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, AssertionError, IndexError, OverflowError,
+)  # fmt: skip
+"""What the constructors of transformers and torch raise on values that do not fit together."""
 
 
 def build_hf(
@@ -59,7 +61,28 @@ def build_hf(
             field="model.config.model_type",
             value=config.get("model_type"),
         ) from error
+    _refuse_encoder(model)
+    if getattr(model, "loss_type", None) is None:
+        # Classes whose name does not say it (GPT2LMHeadModel) fall back on this loss too, with a warning.
+        model.loss_type = "ForCausalLM"
     return model.train()
+
+
+def _refuse_encoder(model: Any) -> None:
+    """Refuse BERT and its kin, whose tokens see the ones after them unless ``is_decoder`` says otherwise."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    config = model.config
+    if (
+        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and getattr(config, "is_decoder", None) is False
+    ):
+        raise InputError(
+            "an encoder: each token also sees the ones after it, so it has no next token to learn",
+            "name a causal language model, or set is_decoder: true in its config",
+            field="model.config.model_type",
+            value=config.model_type,
+        )
 
 
 def hf_config_from(config: dict[str, Any]) -> Any:
