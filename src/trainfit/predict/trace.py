@@ -1,5 +1,7 @@
 """A recipe's step on the virtual GPU: Recipe -> Ledger."""
 
+import re
+
 import torch
 from torch import nn
 
@@ -25,7 +27,7 @@ def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
-    if not whole and recipe.compile != "model":
+    if not whole and recipe.compile != "model" and not _names_layers(recipe):
         try:
             ledger = _trace(recipe, whole=False)
             for _ in ledger.expand():
@@ -34,6 +36,14 @@ def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
         except RepeatError:
             pass  # The layers share more than the pattern tells: trace them all.
     return _trace(recipe, whole=True)
+
+
+def _names_layers(recipe: Recipe) -> bool:
+    """Whether an adapter is asked for in some layers by their numbers, which cutting layers out would change."""
+    targets = recipe.adapter.targets if recipe.adapter is not None else ()
+    named = (targets,) if isinstance(targets, str) else targets
+    # A number of its own or a pattern of numbers, not one within a name such as fc1 or dense_4h_to_h.
+    return any(re.search(r"(?<![A-Za-z0-9_])\d|\\d|\[\^?\d", target) for target in named)
 
 
 def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
