@@ -77,9 +77,20 @@ def test_best_fit_then_lowest_address() -> None:
     # Free: 4 MiB at 0, 3 MiB at 6, 3 MiB at 11, and 4 MiB behind. 3 MiB - 512 fits the 3 MiB at 6 without a split.
     taken = allocator.malloc(3 * MIB - 512)
     assert allocator.block_size(taken) == 3 * MIB
-    used = [address // MIB for row in allocator.segments() for address, _, in_use in row if in_use]
-    assert used == [4, 6, 9, 14]
+    (row,) = allocator.segments()
+    assert [(address - row[0][0]) // MIB for address, _, in_use in row if in_use] == [4, 6, 9, 14]
     assert keep_1 != keep_2
+
+
+def test_of_equal_blocks_the_later_segment_is_taken_first() -> None:
+    """As with a driver that hands out descending addresses (docs/virtual-gpu-sources.md)."""
+    allocator = CachingAllocator()
+    earlier, later = allocator.malloc(32 * MIB), allocator.malloc(32 * MIB)
+    allocator.free(earlier)
+    allocator.free(later)
+    allocator.malloc(32 * MIB)
+    lower, higher = allocator.segments()
+    assert [lower[0][2], higher[0][2]] == [True, False]
 
 
 def test_free_neighbours_join() -> None:
@@ -88,7 +99,8 @@ def test_free_neighbours_join() -> None:
     assert allocator.reserved_bytes == 20 * MIB
     for handle in (handles[0], handles[2], handles[1]):
         allocator.free(handle)
-    assert allocator.segments() == [[(0, 15 * MIB, False), (15 * MIB, 5 * MIB, True)]]
+    (row,) = allocator.segments()
+    assert [(size, in_use) for _, size, in_use in row] == [(15 * MIB, False), (5 * MIB, True)]
     allocator.malloc(15 * MIB)
     assert allocator.reserved_bytes == 20 * MIB
 

@@ -87,14 +87,15 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         the replay within the limit if that succeeds, else the unlimited one; and whether it fits.
     """
     if gpu.vendor == "host":
-        tally = replay(ledger, Tally())
+        tally = replay(ledger, Tally(), settled=True)
         return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
-    free = replay(ledger, CachingAllocator())
+    free = replay(ledger, CachingAllocator(), settled=True)
     capacity = gpu.usable_bytes - overhead_bytes(gpu, ledger)
-    if free.peak_reserved_bytes <= capacity or free.peak_allocated_bytes > capacity:
-        return free, free.peak_reserved_bytes <= capacity
+    most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
+    if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
+        return free, most_reserved <= capacity
     try:
-        return replay(ledger, CachingAllocator(capacity_bytes=capacity)), True
+        return replay(ledger, CachingAllocator(capacity_bytes=capacity), settled=True), True
     except OutOfMemory:
         return free, False
 

@@ -5,8 +5,9 @@ Enters: sizes in bytes and frees, in order. Leaves: the bytes that ``torch.cuda.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.11 to 2.13) with
 default settings: no largest split size, no rounding to powers of two, no garbage collection, no private pools.
-Assumed: cudaMalloc hands out ascending addresses, which decides only between free blocks of equal size; and
-frees are not delayed by another stream's use of the block (``record_stream``).
+Addresses decide between free blocks of equal size: of two segments the later one is taken first, because cudaMalloc is
+taken to hand out descending addresses (``_from_driver`` says why). Assumed: frees are not delayed by another stream's
+use of the block (``record_stream``).
 """
 
 from bisect import bisect_left, insort
@@ -22,6 +23,9 @@ from trainfit.virtual.device_memory import (
     ExpandableSegments,
     Pool,
 )
+
+TOP_ADDRESS = 1 << 47
+"""Segments lie below it."""
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - named as torch names it
@@ -82,7 +86,7 @@ class CachingAllocator:
         self._expandable = ExpandableSegments(self._reserve, capacity_bytes) if expandable_segments else None
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._blocks: dict[int, Block] = {}
-        self._next_handle, self._next_address = 1, 0
+        self._next_handle, self._lowest_address = 1, TOP_ADDRESS
 
     def malloc(self, num_bytes: int, stream: int = 0) -> int:
         """Allocate; returns a handle to free later. Zero bytes take nothing: handle 0.
@@ -206,9 +210,10 @@ class CachingAllocator:
         num_bytes = segment_size(size)
         if not self._reserve(num_bytes):
             return None
-        block = Block(self._next_address, num_bytes, pool)
-        self._next_address += num_bytes
-        return block
+        # Inferred from measured reserved bytes, not read off a driver: of 144 recipes on an H200 (driver 580), replayed
+        # with descending addresses 84 came out exact and the worst was off by 5.7 %; ascending, 69 and 16.8 %.
+        self._lowest_address -= num_bytes
+        return Block(self._lowest_address, num_bytes, pool)
 
     def _reserve(self, num_bytes: int) -> bool:
         """Count ``num_bytes`` more as reserved, if the capacity allows it."""
