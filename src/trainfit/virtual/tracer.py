@@ -26,6 +26,7 @@ from trainfit.virtual.workspaces import Workspaces
 aten = torch.ops.aten
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """What ``torch.tensor`` ends with: its input is a real tensor whichever side the result is on."""
+CONVERSIONS = {aten._to_copy.default, aten.clone.default}
 UNKNOWN = -1
 """In place of a ledger index: not a device storage."""
 
@@ -49,6 +50,8 @@ class Tracer(TorchDispatchMode):
         self._refs: dict[int, Any] = {}
         self._owners: dict[int, Place] = {}
         """Index of a storage -> place of the parameter it belongs to."""
+        self._made_from: dict[int, int] = {}
+        """Index of a storage -> that of what it was converted from while the model was built."""
         self._listed: set[int] = set()
         """Storages that an operation over a list of parameters made."""
         self._categories: dict[int, str] = {}
@@ -99,16 +102,19 @@ class Tracer(TorchDispatchMode):
         return list(self._live.values())
 
     def built(self) -> None:
-        """The model is complete: give what was allocated for it the groups of its owners."""
+        """The model is complete: give what was allocated for it, and what that was made from, its owners' groups."""
         storages = self.ledger.storages
-        for index, place in self._owners.items():
-            slot = f"weights/{place.slot}"
-            storages[index] = storages[index]._replace(
-                group=place.group, slot=f"{slot}/{self._count(place.group, slot)}"
-            )
+        owned = dict(self._owners)
+        for index, place in owned.items():
+            while index != UNKNOWN and owned.get(index, place) == place:
+                self._owners[index] = place
+                slot = f"weights/{place.slot}"
+                storages[index] = storages[index]._replace(
+                    group=place.group, slot=f"{slot}/{self._count(place.group, slot)}"
+                )
+                index = self._made_from.pop(index, UNKNOWN)
         self.ledger.events = [
-            event._replace(group=storages[event.storage].group) if event.kind == ALLOCATE else event
-            for event in self.ledger.events
+            event._replace(group=storages[event.storage].group) for event in self.ledger.events
         ]
 
     def finish(self) -> Ledger:
@@ -192,6 +198,8 @@ class Tracer(TorchDispatchMode):
                 self._owners[index] = owner
             if len(owners) > 1:
                 self._listed.add(index)
+            if self.places.phase == "init" and func in CONVERSIONS:
+                self._made_from[index] = self.index_of(args[0])
         if self.gpu:
             self._add_scratch(temporaries(func, args, kwargs, out, gpu=self.gpu), op, place, str(func))
 
