@@ -72,7 +72,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "attention-eager": (LLAMA, "hf", {"attention": "eager"}),
     "attention-flash": (LLAMA, "hf", {"attention": "flash"}),
     "attention-efficient": (GPT2, "hf", {"attention": "efficient"}),
-    "sliding-pattern-recompute": (with_layers("gemma-3-1b", None), "hf", {"recompute": "full"}),
+    "sliding-pattern-recompute": (with_layers("gemma-2-2b", 8), "hf", {"recompute": "full"}),
     "experts-foreach": (
         with_layers("qwen3-30b-a3b", 6), "hf", {"optimizer": Optimizer(implementation="foreach")},
     ),
@@ -177,6 +177,23 @@ def test_experts_in_every_other_layer() -> None:
     repeated, whole = trace(recipe), trace(recipe, whole=True)
     assert repeated.repeat == 3
     assert sums(repeated) == sums(whole)
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_adapted"),
+    [
+        (r".*layers\.[45]\.self_attn\.q_proj", 2),
+        (("layers.5.self_attn.q_proj",), 1),
+        (r".*\.\d\.mlp\.up_proj", 6),
+        ("all-linear", 42),
+    ],
+)
+def test_adapters_of_some_layers(targets: Any, num_adapted: int) -> None:
+    recipe = recipe_of(LLAMA, adapter=Adapter(kind="lora", rank=4, targets=targets))
+    ledger, whole = trace(recipe), trace(recipe, whole=True)
+    adapters = {op.module.rpartition(".lora_A")[0] for op in whole.ops if ".lora_A" in op.module}
+    assert len(adapters) == num_adapted
+    assert sums(ledger) == sums(whole)
 
 
 def test_find_period() -> None:
