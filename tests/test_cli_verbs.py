@@ -198,3 +198,67 @@ def test_training_twice_into_one_folder_is_65(tmp_path: Path, capsys: Captured) 
     assert main(arguments) == 0
     assert "DONE" in capsys.readouterr().out
     assert main(arguments) == 65
+
+
+OWN = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 100,
+}  # fmt: skip
+
+
+def test_a_config_json_is_a_recipe_with_every_default(tmp_path: Path, capsys: Captured) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(OWN))
+    # Embedding and head 2 x 6,400; two layers of 4 x 4,096 + 3 x 8,192 + 2 x 64; the last norm 64.
+    params = 2 * 6_400 + 2 * (4 * 4_096 + 3 * 8_192 + 2 * 64) + 64
+    for named in (folder, folder / "config.json"):
+        found = as_json(["predict", str(named), "--set", "batch.seq=32"], capsys)
+        assert found["params"] == params
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"num_key_value_heads": 3}, "model.config.num_key_value_heads = 3: does not divide the 4"),
+        ({"auto_map": {"AutoModel": "a.B"}}, "asks for code to be downloaded and run"),
+        ({"model_type": "bert"}, "an encoder"),
+        ({"hidden_size": 2**40}, "model.config.hidden_size = 1099511627776: not a size"),
+    ],
+)
+def test_a_bad_config_json_is_65_and_one_line(changed: dict, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(OWN | changed))
+    done = subprocess.run(
+        [*COMMAND, "predict", str(file), "--set", "batch.seq=32"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 65
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"trainfit: error: {file}: ")
+    assert says in last
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["measure", "tiny-cpu", "--device", "gpu"], "device = 'gpu': no such device"),
+        (["measure", "tiny-cpu", "--device", "cpu", "--set", "attention=efficient"], "runs on CUDA only"),
+        (["predict", "tiny-cpu", "--set", "attention=efficient"], "runs on CUDA only"),
+        (["predict", "tiny-cpu", "--gpu", "mi300x"], "--set: hardware.gpu = 'mi300x': the virtual GPU"),
+    ],
+)
+def test_what_a_device_lacks_is_65_before_any_work(arguments: list[str], says: str, capsys: Captured) -> None:
+    assert main(arguments) == 65
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert says in err
+
+
+def test_a_training_that_cannot_be_recorded_does_not_begin(tmp_path: Path, capsys: Captured) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "tiny-cpu", "--out", str(out), "--record", str(tmp_path / "no" / "r.sqlite")]) == 74
+    assert capsys.readouterr().err == f"trainfit: error: {tmp_path / 'no'}: No such file or directory\n"
+    assert not out.exists()

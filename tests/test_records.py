@@ -183,3 +183,34 @@ def test_commit_is_this_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     copy.write_text("")
     monkeypatch.setattr("trainfit.__file__", str(copy))
     assert commit() is None
+
+
+def test_evidence_is_never_written_over(tmp_path: Path):
+    file = tmp_path / "records.sqlite"
+    records.append(file, record())
+    before = file.read_bytes()
+    with pytest.raises(InputError, match="is an SQLite file, which would be lost; name another file"):
+        records.export(file, file)
+    assert file.read_bytes() == before
+    out = tmp_path / "out.jsonl"
+    assert records.export(file, out) == records.export(file, out) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "records.sqlite"]
+    with pytest.raises(FileNotFoundError, match="missing/out"):
+        records.export(file, tmp_path / "missing" / "out.jsonl")
+
+
+def test_whether_a_record_can_be_kept_is_known_before_the_work(tmp_path: Path):
+    file = tmp_path / "records.sqlite"
+    records.check_can_append(file)
+    assert not file.exists()
+    file.touch()
+    records.check_can_append(file)  # append makes a record file of an empty one
+    records.append(file, record())
+    records.check_can_append(file)
+    (tmp_path / "text").write_text("no record file at all")
+    with pytest.raises(InputError, match="not a record file"):
+        records.check_can_append(tmp_path / "text")
+    with pytest.raises(InputError, match="is not a file"):
+        records.check_can_append(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        records.check_can_append(tmp_path / "nowhere" / "records.sqlite")

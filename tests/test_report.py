@@ -191,3 +191,38 @@ def test_markdown_table_has_equal_cells_in_every_row():
     assert len(lines) == 3
     assert len(counts) == 1
     assert "\\<script\\>" in lines[2]
+
+
+def test_a_measurement_without_memory_says_why():
+    one = recipe(compile="block")
+    why = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
+    unknown = measured(one, 1, phases=None, peak_allocated_bytes=None, message=why)
+    found = compare([predicted(one, 1), unknown])
+    out = io.StringIO()
+    Console(file=out, width=80).print(text_table(found))
+    assert why in " ".join(out.getvalue().split())
+    assert f"done: {why}" in markdown_table(found)
+    assert why in page(found)
+    assert compare([predicted(one, 1), measured(one, 1)])[0].lacking == ""
+
+
+def test_small_models_read_in_small_units():
+    one = recipe()
+    found = compare([predicted(one, 45.87 / 1024), measured(one, 46 / 1024)])
+    out = io.StringIO()
+    Console(file=out, width=80).print(text_table(found))
+    assert "45.87 MiB   46.00 MiB" in out.getvalue()
+    assert "| 45.87 MiB | 46.00 MiB |" in markdown_table(found)
+
+
+def test_a_cpu_process_is_not_held_against_a_prediction():
+    """Its resident memory has Python and the libraries in it."""
+    one = recipe(hardware={"gpu": "cpu"})
+    on_gpu = measured(one, 1, peak_device_bytes=2 * GIB)
+    assert on_gpu.measurement is not None
+    where = on_gpu.measurement.environment.model_copy(update={"cuda": None})
+    on_cpu = on_gpu.measurement.model_copy(update={"environment": where})
+    assert compare([predicted(one, 1), on_gpu])[0].error("peak_device_bytes") == pytest.approx(-0.5)
+    (found,) = compare([predicted(one, 1), on_gpu.model_copy(update={"measurement": on_cpu})])
+    assert found.error("peak_device_bytes") is None
+    assert found.error("peak_allocated_bytes") == 0

@@ -7,7 +7,9 @@ timeout (a write-ahead log with read-then-write transactions fails here), full s
 The payload is the whole record as JSON; the other columns are copies of what one searches by.
 """
 
+import errno
 import json
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -105,11 +107,57 @@ def read(
 
 
 def export(path: str | Path, out_jsonl: str | Path, kind: str | None = None) -> int:
-    """Write the records (of one ``kind``) as JSON Lines; how many. An existing file is replaced."""
+    """Write the records (of one ``kind``) as JSON Lines; how many. An existing file is replaced, as a whole.
+
+    Raises:
+        InputError: ``out_jsonl`` is a record file, whose evidence would be lost; or as ``read``.
+    """
     records = read(path, kind)
     text = "".join(record.model_dump_json() + "\n" for record in records)
-    Path(out_jsonl).write_text(text, encoding="utf-8")
+    replace_text(out_jsonl, text)
     return len(records)
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """Write a text file whole or not at all, never over a record file.
+
+    Raises:
+        InputError: an SQLite file is there.
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    if path.is_file() and is_sqlite(path):
+        raise InputError("is an SQLite file, which would be lost", "name another file", file=str(path))
+    if path.exists() and not path.is_file():  # A pipe, or /dev/stdout; a folder raises.
+        path.write_text(text, encoding="utf-8")
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def check_can_append(path: str | Path) -> None:
+    """Nothing, if ``append`` would work; asked before long work whose result is to be kept. Writes nothing.
+
+    Raises:
+        InputError: the file is no record file, is damaged, or is of another version.
+        OSError: no such folder, or not writable.
+    """
+    path = Path(path)
+    there = path if path.exists() else path.parent
+    if not there.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(there))
+    if there == path and not path.is_file():
+        raise InputError("is not a file", "name a record file", file=str(path))
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    if there == path and path.stat().st_size:
+        with _open(path, create=False):
+            pass
 
 
 def read_jsonl(path: str | Path) -> list[Record]:
@@ -135,9 +183,13 @@ def import_jsonl(path: str | Path, jsonl: str | Path) -> int:
 
 def load(path: str | Path) -> list[Record]:
     """Records of an SQLite file or of a JSON Lines file, told apart by the file's first bytes."""
-    with open(path, "rb") as file:
-        is_sqlite = file.read(16) == b"SQLite format 3\x00"
-    return read(path) if is_sqlite else read_jsonl(path)
+    return read(path) if is_sqlite(Path(path)) else read_jsonl(path)
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether the file begins as every SQLite file does."""
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\x00"
 
 
 def _row(record: Record) -> tuple[str, ...]:

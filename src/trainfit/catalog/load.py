@@ -25,6 +25,8 @@ from trainfit.spec.recipe_file import read_json
 from trainfit.spec.value import Value, parse
 
 FOLDER = Path(__file__).parent
+MOST_NAMES_TOLD = 50
+"""An error line that lists more names is no longer read."""
 MULTIPLIERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -192,5 +194,10 @@ def _unknown(field: str, name: str, known: Iterable[str], noun: str) -> NoReturn
         for match in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.5)
         if match not in near
     ]
-    remedy = f"did you mean {', '.join(near[:6])}?" if near else f"known: {', '.join(names)}"
+    if near:
+        remedy = f"did you mean {', '.join(near[:6])}?"
+    elif len(names) > MOST_NAMES_TOLD:
+        remedy = f"trainfit {noun}s lists the {len(names)} that are known"
+    else:
+        remedy = f"known: {', '.join(names)}"
     raise InputError(f"no {noun} of that name", remedy, field=field, value=name)

@@ -6,6 +6,9 @@ from typing import Literal
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 
+COUNTED_ON = "h200"
+"""The virtual GPU on which steps of accelerators that it does not know are counted."""
+
 
 @dataclass(frozen=True)
 class Counted:
@@ -64,16 +67,28 @@ def dense_peak(gpu: Gpu, dtype: str) -> float | None:
 def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[float, float, float | None]:
     """Model FLOPs and hardware FLOPs of one step, and the dense peak (None: unknown, as for a CPU).
 
+    Refuses a recipe that the device cannot run, before anything is counted.
+
     Args:
         device: ``auto``, ``cpu``, ``cuda``; on CUDA the peak is that of the recipe's ``hardware.gpu``.
         peak_flops: the user's own peak, FLOP/s.
     """
     from trainfit.catalog.load import gpu
+    from trainfit.techniques.registry import check, check_device
 
-    counted = counted_flops(recipe)
-    if peak_flops is None and _on_cuda(device):
+    on_cuda = _on_cuda(device)
+    check(recipe)
+    check_device(recipe, "cuda" if on_cuda else "cpu")
+    vendor = gpu(recipe.hardware.gpu).vendor
+    counted = counted_flops(recipe if vendor in ("nvidia", "host") else _on_virtual_gpu(recipe))
+    if peak_flops is None and on_cuda:
         peak_flops = dense_peak(gpu(recipe.hardware.gpu), counted.dtype)
     return counted.model_flops, counted.hardware_flops, peak_flops
+
+
+def _on_virtual_gpu(recipe: Recipe) -> Recipe:
+    """The same step on a GPU that can be traced: what it computes does not depend on the maker."""
+    return recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"gpu": COUNTED_ON})})
 
 
 def _on_cuda(device: str) -> bool:

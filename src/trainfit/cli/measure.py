@@ -47,7 +47,7 @@ def run(
     from trainfit.cli.flops import step_flops
     from trainfit.measure.run import measure
 
-    with work(recipe, settings, json=json):
+    with work(recipe, settings, json=json, record=record):
         model, hardware, peak = step_flops(asked, device, peak_flops)
         result = measure(
             asked, steps=steps, warmup=warmup, device=device, timeout_s=timeout,

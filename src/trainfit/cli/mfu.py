@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from trainfit.spec.hardware import Gpu
     from trainfit.spec.recipe import Recipe
 
-COUNTED_ON = "h200"
-
 Model = Annotated[
     str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")
 ]
@@ -94,6 +92,7 @@ def _recipe(model: str, batch: int, seq: int, precision: str, adapter: str | Non
     How GPUs share it does not change what the mathematics needs, nor does which GPU it is: operations are always
     counted on ``COUNTED_ON``, so any accelerator will do, CUDA or not.
     """
+    from trainfit.cli.flops import COUNTED_ON
     from trainfit.spec.recipe_file import recipe_from
 
     return recipe_from({

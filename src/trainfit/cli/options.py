@@ -59,9 +59,14 @@ RecordFile = Annotated[
 ]
 
 
-def read_recipe(
-    text: str, settings: list[str] | None = None, *, gpu: str | None = None, price: float | None = None
-) -> "Recipe":
+def with_hardware(settings: list[str] | None, gpu: str | None, price: float | None) -> list[str]:
+    """``--set`` with what ``--gpu`` and ``--price`` say added to it."""
+    more = [f"hardware.gpu={_quoted(gpu)}"] if gpu is not None else []
+    more += [f"hardware.price_per_hour={price}"] if price is not None else []
+    return [*(settings or []), *more]
+
+
+def read_recipe(text: str, settings: list[str] | None = None) -> "Recipe":
     """The recipe that ``text`` names: a file, else a shipped recipe, else a catalog model with every default.
 
     A model's config.json (or its folder) is that model with every default.
@@ -73,10 +78,7 @@ def read_recipe(
     from trainfit.catalog import load as catalog
     from trainfit.spec.recipe_file import load_recipe, recipe_from
 
-    # JSON text is YAML text, so a name with a colon or a hash in it stays one value.
-    settings = list(settings or [])
-    settings += [f"hardware.gpu={_quoted(gpu)}"] if gpu is not None else []
-    settings += [f"hardware.price_per_hour={price}"] if price is not None else []
+    settings = settings or []
     if _is_model_config(Path(text)):
         own = text if text.endswith(".json") or "/" in text else f"./{text}"
         recipe = recipe_from({"model": {"config": own}}, settings, file=text)
@@ -124,6 +126,7 @@ def _named(text: str, settings: list[str] | None) -> Iterator[None]:
 
 
 def _quoted(text: str) -> str:
+    """As JSON text, which is YAML text: a name with a colon or a hash in it stays one value."""
     import json
 
     return json.dumps(text)
@@ -147,8 +150,15 @@ def _shipped(name: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def work(recipe: str, settings: list[str] | None, *, json: bool) -> Iterator[None]:
-    """A verb's work on a recipe: errors name it, and for ``--json`` standard output stays free."""
+def work(recipe: str, settings: list[str] | None, *, json: bool, record: Path | None) -> Iterator[None]:
+    """A verb's work on a recipe: errors name it, and for ``--json`` standard output stays free.
+
+    ``record``: where the result is to be kept; if it cannot be, the work does not begin.
+    """
+    if record is not None:
+        from trainfit.records import check_can_append
+
+        check_can_append(record)
     with _named(recipe, settings), only_json(json):
         yield
 

@@ -17,6 +17,7 @@ from trainfit.cli.options import (
     keep,
     print_json,
     read_recipe,
+    with_hardware,
     work,
 )
 
@@ -41,10 +42,11 @@ def run(
     no_cache: bool = typer.Option(False, "--no-cache", help="Trace anew, even where a ledger is cached."),
 ) -> None:
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
-    asked = read_recipe(recipe, settings, gpu=gpu, price=price)
+    settings = with_hardware(settings, gpu, price)
+    asked = read_recipe(recipe, settings)
     from trainfit.predict.estimate import predict
 
-    with work(recipe, settings, json=json):
+    with work(recipe, settings, json=json, record=record):
         estimate = predict(asked, use_cache=not no_cache)
         keep(record, "predict", asked, estimate=estimate)
     if json:

@@ -87,7 +87,7 @@ def run(
         eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last, schedule=schedule,
         warmup_steps=warmup_steps, clip_norm=clip_norm, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
-    with work(recipe, settings, json=json):
+    with work(recipe, settings, json=json, record=record):
         summary = _train(asked, options, peak_flops)
         keep(record, "train", asked, train=summary.content())
     if json:

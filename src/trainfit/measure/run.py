@@ -1,13 +1,17 @@
 """``measure``: a recipe in, a Measurement out, whatever happens on the way; each in a process of its own."""
 
+import re
 import tempfile
 from pathlib import Path
 
 from trainfit.measure.environment import host_environment
 from trainfit.measure.process import Start, run_in, spawned
 from trainfit.measure.trial import TrialRequest
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Environment, Measurement
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
 def measure(
@@ -40,6 +44,8 @@ def measure(
     Raises:
         InputError: the recipe asks for what this machine or this version does not have.
     """
+    if not DEVICE.fullmatch(device):
+        raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=device)
     request = TrialRequest(
         recipe=recipe, steps=steps, warmup=warmup, device=device, memory_limit_bytes=memory_limit_bytes,
         environment=environment or host_environment(device),

@@ -33,7 +33,7 @@ class TrialRequest(Value):
     recipe: Recipe
     steps: Count
     warmup: Count
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+    device: str
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None
     environment: Environment | None = None
     """The host's, if the asker knows it already."""
@@ -132,8 +132,11 @@ def _meter(request: TrialRequest) -> Any:
 
 def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
     from trainfit.step import assemble
+    from trainfit.techniques import registry
 
     recipe = request.recipe
+    registry.check(recipe)
+    registry.check_device(recipe, meter.device.type)
     notebook.note(message="ended while the model and optimizer were built")
     with meter.watching():
         step = assemble(recipe, meter.device)

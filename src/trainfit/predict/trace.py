@@ -11,6 +11,7 @@ from trainfit.models.layers import layer_lists
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
+from trainfit.techniques import registry
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError
 from trainfit.virtual.places import Groups
 from trainfit.virtual.repeat import shorten
@@ -49,6 +50,8 @@ def _names_layers(recipe: Recipe) -> bool:
 def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
+    if traits is None:
+        registry.check_device(recipe, "cpu")
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
         groups: list[Groups] = []
         repeat = 1

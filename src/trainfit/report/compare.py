@@ -58,12 +58,22 @@ class Comparison:
         """``done``, or how the measurement ended; ``not measured``."""
         return self.measured.status if self.measured else "not measured"
 
+    @property
+    def lacking(self) -> str:
+        """Why a finished measurement has no peak, in its own words; empty where it has one."""
+        held = self.measured
+        unknown = held is not None and held.status == "done" and held.peak_allocated_bytes is None
+        return (held.message or "memory not measured") if held is not None and unknown else ""
+
     def error(self, name: str) -> float | None:
         """(predicted - measured) / measured of a field of both, or of a phase such as ``steady.backward``; a share.
 
-        None where a side is missing, or where the measurement did not come to its end.
+        None where a side is missing, or where the measurement did not come to its end. On a CPU the device's bytes
+        are the whole process, Python and libraries included, of which a prediction says nothing.
         """
         if self.predicted is None or self.measured is None or self.measured.status != "done":
+            return None
+        if name == "peak_device_bytes" and self.measured.environment.cuda is None:
             return None
         pair = [_value(side, name) for side in (self.predicted, self.measured)]
         return None if pair[0] is None or not pair[1] else (pair[0] - pair[1]) / pair[1]

@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from trainfit.records import replace_text
 from trainfit.report import plots
 from trainfit.report.compare import GOAL, Comparison, Summary, summarise
-from trainfit.report.table import filled_columns, gib, percent
+from trainfit.report.table import filled_columns, percent, size_text
 from trainfit.spec.result import PHASES
 
 CSS = """
@@ -77,7 +78,7 @@ def write_page(
     comparisons: Sequence[Comparison], path: str | Path, *, title: str = "Predicted against measured"
 ) -> None:
     """Write the page to ``path``, replacing what is there."""
-    Path(path).write_text(page(comparisons, title=title), encoding="utf-8")
+    replace_text(path, page(comparisons, title=title))
 
 
 def _tiles(summary: Summary, comparisons: Sequence[Comparison]) -> str:
@@ -119,7 +120,7 @@ def _note_on_devices(comparisons: Sequence[Comparison]) -> str:
     elsewhere = sum(one.measured is not None and not one.on_its_device for one in comparisons)
     more = f" {elsewhere} were measured on another device than the recipe names." if elsewhere else ""
     many = f" Plots show the first {plots.MAX_ROWS} recipes." if len(comparisons) > plots.MAX_ROWS else ""
-    return f"<p>Sizes are peaks in GiB (2<sup>30</sup> bytes); an error is predicted minus measured, over measured.{more}{many}</p>"
+    return f"<p>Sizes are peaks (GiB is 2<sup>30</sup> bytes); an error is predicted minus measured, over measured.{more}{many}</p>"
 
 
 def _table(comparisons: Sequence[Comparison]) -> str:
@@ -166,7 +167,7 @@ def _phases(one: Comparison) -> str:
         ]
         error = percent(one.error(f"phases.{name}"))
         lines.append(
-            f'<tr><td>{name}</td><td class="n">{gib(sizes[0])}</td><td class="n">{gib(sizes[1])}</td><td class="n">{error}</td></tr>'
+            f'<tr><td>{name}</td><td class="n">{size_text(sizes[0])}</td><td class="n">{size_text(sizes[1])}</td><td class="n">{error}</td></tr>'
         )
     head = '<tr><th>phase</th><th class="n">predicted</th><th class="n">measured</th><th class="n">error</th></tr>'
     return f"<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table>"

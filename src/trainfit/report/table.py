@@ -1,6 +1,6 @@
 """Predicted against measured as a table: for the terminal (rich), as Markdown, and as cells for the page.
 
-Enters: Comparisons. Leaves: text. Sizes in GiB (2**30 bytes); an error is predicted minus measured, over measured.
+Enters: Comparisons. Leaves: text. Sizes in binary units (GiB is 2**30 bytes); an error is predicted minus measured, over measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainfit.report.compare import GOAL, Comparison, summarise
-from trainfit.spec.units import GIB, format_seconds
+from trainfit.spec.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +27,9 @@ class Column:
     is_number: bool = True
 
 
-def gib(size: float | None) -> str:
-    """``57.321``: GiB with three decimals, or a dash."""
-    return NOTHING if size is None else f"{size / GIB:.3f}"
+def size_text(size: float | None) -> str:
+    """``57.32 GiB``, ``45.87 MiB``, or a dash."""
+    return NOTHING if size is None else format_bytes(size)
 
 
 def percent(share: float | None) -> str:
@@ -44,8 +44,8 @@ def _side(comparison: Comparison, side: str, name: str) -> float | None:
 
 def _sizes(title: str, name: str) -> list[Column]:
     return [
-        Column(f"{title} predicted", lambda one: gib(_side(one, "predicted", name))),
-        Column(f"{title} measured", lambda one: gib(_side(one, "measured", name))),
+        Column(f"{title} predicted", lambda one: size_text(_side(one, "predicted", name))),
+        Column(f"{title} measured", lambda one: size_text(_side(one, "measured", name))),
         Column(f"{title} error", lambda one: percent(one.error(name))),
     ]
 
@@ -81,10 +81,11 @@ def worst_phase(one: Comparison) -> str:
 
 
 def outcome(one: Comparison) -> str:
-    """How the measurement ended; for out of memory, also whether that was predicted."""
+    """How the measurement ended and what it lacks; for out of memory, whether that was predicted."""
     if one.status == "out-of-memory" and one.predicted is not None:
         return "out of memory, as predicted" if not one.predicted.fits else "out of memory, predicted to fit"
-    return one.status
+    lacking = one.lacking
+    return f"{one.status}: {lacking}" if lacking else one.status
 
 
 COLUMNS = (
@@ -104,7 +105,7 @@ COLUMNS = (
     Column("measured on", lambda one: one.device if one.measured else NOTHING, False),
     Column("recipe", lambda one: one.recipe.id[:8], False),
 )
-"""Every column, in the order of reading. ``allocated``, ``reserved`` and ``device`` (the whole process) are peaks in GiB."""
+"""Every column, in the order of reading. ``allocated``, ``reserved`` and ``device`` (the whole process) are peaks."""
 
 SHORT_OUTCOMES = {"out-of-memory": "OOM", "timeout": "time out", "crashed": "crashed"}
 
@@ -120,13 +121,15 @@ def text_table(comparisons: Sequence[Comparison]) -> Table:
         box=box.SIMPLE_HEAD, caption=summarise(comparisons).text(), caption_justify="left", pad_edge=False
     )
     table.add_column("recipe", overflow="fold", ratio=1)
-    for title in ("predicted\nGiB", "measured\nGiB", "error", "step", "tokens/s", "MFU"):
+    for title in ("predicted", "measured", "error", "step", "tokens/s", "MFU"):
         table.add_column(title, justify="right", no_wrap=True)
     for one in comparisons:
         # Text, not markup: a model's name is not to be read as a style.
         recipe = Text(f"{one.model}  {one.batch.replace(' ', '')}", style="bold").append(
             f"\n{one.technique}", style="not bold dim"
         )
+        if one.lacking:
+            recipe.append(f"\n{one.lacking}", style="not bold yellow")
         error = one.error("peak_allocated_bytes")
         verdict = Text(
             percent(error), style="" if error is None else "green" if abs(error) <= GOAL else "bold red"
@@ -147,7 +150,7 @@ def markdown_table(comparisons: Sequence[Comparison]) -> str:
     lines.append("|" + "|".join("---:" if column.is_number else "---" for column in columns) + "|")
     for one in comparisons:
         lines.append("| " + " | ".join(markdown_cell(column.cell(one)) for column in columns) + " |")
-    return "\n".join([*lines, "", f"Sizes are peaks in GiB. {summarise(comparisons).text()}", ""])
+    return "\n".join([*lines, "", f"Sizes are peaks. {summarise(comparisons).text()}", ""])
 
 
 def filled_columns(comparisons: Sequence[Comparison]) -> list[Column]:

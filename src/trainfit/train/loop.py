@@ -15,6 +15,7 @@ from trainfit.measure.meter import is_out_of_memory
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble, vocabulary
+from trainfit.techniques import registry
 from trainfit.train import checkpoint, folder
 from trainfit.train.checkpoint import Progress
 from trainfit.train.corpus import Corpora, open_corpora
@@ -46,6 +47,8 @@ def train(
     """
     device = _device(options)
     _check(recipe, options)
+    registry.check(recipe)
+    registry.check_device(recipe, device.type)
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)

@@ -49,9 +49,10 @@ class GpuTraits:
         """
         capability = gpu.compute_capability
         if capability is None or capability not in SHARED_MEMORY_KIB:
+            known = ", ".join(f"{major}.{minor}" for major, minor in sorted(SHARED_MEMORY_KIB))
             raise InputError(
                 f"the virtual GPU knows CUDA's kernels, not {gpu.title}'s",
-                f"choose an NVIDIA GPU of compute capability {sorted(SHARED_MEMORY_KIB)}",
+                f"choose an NVIDIA GPU of compute capability {known}",
                 field="hardware.gpu",
                 value=gpu.name,
             )
