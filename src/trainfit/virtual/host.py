@@ -154,6 +154,14 @@ def known_highest(t: Tensor) -> int | None:
         return None
 
 
+def carried_values(t: Tensor) -> Tensor | None:
+    """The values of a tensor where they are known: a real one's own, or those carried along."""
+    try:
+        return _value(t)
+    except LookupError:
+        return None
+
+
 def _value(t: Tensor) -> Tensor:
     value = t if is_host(t) else getattr(t, VALUE, None)
     if value is None or hasattr(value.untyped_storage(), OVERWRITTEN):

@@ -71,6 +71,7 @@ FREE = frozenset(
         "_unsafe_view",
         "_reshape_alias",
         "alias",
+        "as_strided",
         "as_strided_",
         "detach",
         "dim",

@@ -81,7 +81,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
     """
     places = Places()
     with ExitStack() as stack:
-        stack.enter_context(_transformers_sees_real_tensors())
+        stack.enter_context(transformers_sees_real_tensors())
         if traits is not None:
             stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -94,7 +94,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
 
 
 @contextmanager
-def _transformers_sees_real_tensors() -> Iterator[None]:
+def transformers_sees_real_tensors() -> Iterator[None]:
     """transformers takes fake tensors for an export and then builds masks and repeats keys that a run does not."""
     import transformers.utils.import_utils as module
 

@@ -1,0 +1,60 @@
+"""``torch.autocast("cuda")`` on fake CPU tensors: the CPU's autocast, with CUDA's lists (virtual/autocast.py)."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from trainfit.virtual.compiled.cuda_device import replaced
+
+
+@contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Autocast for "cuda" is on for the virtual GPU's tensors; autocast for "cpu" is the host's and changes nothing."""
+    autocast = torch.amp.autocast_mode.autocast
+    original = autocast.__init__
+    is_enabled, dtype_of, set_dtype = (
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+        torch.set_autocast_dtype,
+    )
+    default = [torch.float16]
+
+    def init(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:  # fmt: skip
+        if device_type == "cuda":
+            original(self, "cpu", get_dtype("cuda") if dtype is None else dtype, enabled, cache_enabled)
+        elif device_type == "cpu":
+            original(self, "cpu", dtype_of("cpu"), is_enabled("cpu"), cache_enabled)
+        else:
+            original(self, device_type, dtype, enabled, cache_enabled)
+
+    def enabled(device_type: str = "cuda") -> bool:
+        return is_enabled("cpu" if device_type == "cuda" else device_type)
+
+    def get_dtype(device_type: str) -> torch.dtype:
+        if device_type != "cuda":
+            return dtype_of(device_type)
+        return dtype_of("cpu") if is_enabled("cpu") else default[0]
+
+    def set_default(device_type: str, dtype: torch.dtype) -> None:
+        if device_type == "cuda":
+            default[0] = dtype
+        else:
+            set_dtype(device_type, dtype)
+
+    answers = {
+        "is_autocast_enabled": enabled,
+        "get_autocast_dtype": get_dtype,
+        "set_autocast_dtype": set_default,
+        "get_autocast_gpu_dtype": lambda: get_dtype("cuda"),
+        "set_autocast_gpu_dtype": lambda dtype: set_default("cuda", dtype),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(replaced(autocast, "__init__", init))
+        for name, answer in answers.items():
+            stack.enter_context(replaced(torch, name, answer))
+        yield

@@ -1,0 +1,239 @@
+"""What ``torch.cuda`` and ``torch.accelerator`` answer on the virtual GPU: one device, the catalog's; nothing to wait for.
+
+What is not answered here would ask a driver: it raises an InputError that says so.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
+from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.user.side import CPU, CUDA, names_cuda
+from trainfit.virtual.user.usage import Usage
+
+Answers = dict[str, Any]
+
+
+@contextmanager
+def cuda_module(gpu: Gpu, traits: GpuTraits, usage: Usage) -> Iterator[None]:
+    """``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` answer for the virtual GPU."""
+    cuda = _properties(gpu, traits) | _memory(usage) | _streams() | _random()
+    rooms = (
+        (torch.cuda, cuda | _state(traits)),
+        (torch.cuda.memory, _memory(usage)),
+        (torch.cuda.random, _random()),
+        (torch.cuda.nvtx, dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing) | {"range": _context}),
+        (torch.accelerator, _accelerator(traits) | _memory(usage)),
+        (torch, {"Generator": _Generator}),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for room, answers in rooms:
+            for name, answer in answers.items():
+                if hasattr(room, name):
+                    stack.enter_context(replaced(room, name, answer))
+        yield
+
+
+def _state(traits: GpuTraits) -> Answers:
+    return {
+        "_lazy_init": _refuse,
+        "_lazy_call": _nothing,
+        "init": _nothing,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: traits.compute_capability >= (8, 0),
+        "is_tf32_supported": lambda: traits.compute_capability >= (8, 0),
+        "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda *_: False,
+        "get_arch_list": lambda: [f"sm_{traits.compute_capability[0]}{traits.compute_capability[1]}"],
+        "device": _Device,
+        "device_of": _Device,
+    }
+
+
+def _properties(gpu: Gpu, traits: GpuTraits) -> Answers:
+    major, minor = traits.compute_capability
+    properties = SimpleNamespace(
+        name=gpu.title, major=major, minor=minor, total_memory=gpu.usable_bytes, warp_size=32,
+        multi_processor_count=traits.num_sms, max_threads_per_multi_processor=traits.threads_per_sm,
+        shared_memory_per_block_optin=traits.shared_memory_bytes, gcnArchName="",
+    )  # fmt: skip
+    return {
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        "get_device_name": lambda device=None: gpu.title,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (major, minor),
+    }
+
+
+def _memory(usage: Usage) -> Answers:
+    def statistics(device: Any = None) -> dict[str, int]:
+        now = usage.now()
+        return {
+            "allocated_bytes.all.current": now.allocated_bytes,
+            "allocated_bytes.all.peak": now.peak_allocated_bytes,
+            "reserved_bytes.all.current": now.reserved_bytes,
+            "reserved_bytes.all.peak": now.peak_reserved_bytes,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    def free_and_total(device: Any = None) -> tuple[int, int]:
+        return max(0, usage.capacity_bytes - usage.now().reserved_bytes), usage.capacity_bytes
+
+    reserved: Callable[..., int] = lambda device=None: usage.now().reserved_bytes  # noqa: E731
+    max_reserved: Callable[..., int] = lambda device=None: usage.now().peak_reserved_bytes  # noqa: E731
+    reset: Callable[..., None] = lambda device=None: usage.now().reset_peaks()  # noqa: E731
+    return {
+        "memory_allocated": lambda device=None: usage.now().allocated_bytes,
+        "max_memory_allocated": lambda device=None: usage.now().peak_allocated_bytes,
+        "memory_reserved": reserved,
+        "memory_cached": reserved,
+        "max_memory_reserved": max_reserved,
+        "max_memory_cached": max_reserved,
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "reset_max_memory_cached": reset,
+        "reset_accumulated_memory_stats": _nothing,
+        "memory_stats": statistics,
+        "memory_summary": lambda *_, **__: str(statistics()),
+        "mem_get_info": free_and_total,
+        "get_memory_info": free_and_total,
+        "empty_cache": lambda: usage.empty_cache(),
+        "ipc_collect": _nothing,
+        "set_per_process_memory_fraction": _nothing,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+    }
+
+
+def _streams() -> Answers:
+    return {
+        "synchronize": _nothing,
+        "Stream": _Stream,
+        "ExternalStream": _Stream,
+        "Event": _Event,
+        "stream": _context,
+        "StreamContext": _context,
+        "current_stream": lambda device=None: _Stream(),
+        "default_stream": lambda device=None: _Stream(),
+        "set_stream": _nothing,
+    }
+
+
+def _random() -> Answers:
+    state: Callable[..., torch.Tensor] = lambda device=None: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
+    return {
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed": _nothing,
+        "seed_all": _nothing,
+        "initial_seed": lambda: 0,
+        "get_rng_state": state,
+        "get_rng_state_all": lambda: [state()],
+        "set_rng_state": _nothing,
+        "set_rng_state_all": _nothing,
+    }
+
+
+def _accelerator(traits: GpuTraits) -> Answers:
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "device_count": lambda: 1,
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "set_device_index": _nothing,
+        "set_device_idx": _nothing,
+        "device_index": _Device,
+        "current_stream": lambda device=None: _Stream(),
+        "set_stream": _nothing,
+        "synchronize": _nothing,
+        "get_device_capability": lambda device=None: {"supported_dtypes": set()},
+    }
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is nothing to do."""
+
+
+def _context(*_: Any, **__: Any) -> Any:
+    return nullcontext()
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise InputError(
+        "the code asks CUDA for something that the virtual GPU has no answer to",
+        "leave that call out of the traced callable (the lines above tell which)",
+        field="step",
+    )
+
+
+class _Device:
+    """``torch.cuda.device(0)`` and ``torch.cuda.device_of(tensor)``."""
+
+    def __init__(self, device: Any = None):
+        self.idx, self.prev_idx = 0, 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _Stream:
+    """A stream of the virtual GPU: what it is told is done already."""
+
+    cuda_stream = 0
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    synchronize = wait_event = wait_stream = _nothing
+
+
+class _Event:
+    """An event of the virtual GPU. Times are not known while the code runs: 1 ms between any two."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1.0
+
+    record = wait = synchronize = _nothing
+
+
+class _Generator(torch._C.Generator):
+    """A generator for "cuda" is one for the CPU: no random number of the device is ever drawn."""
+
+    def __new__(cls, device: Any = CPU) -> Any:
+        new: Any = super().__new__
+        return new(cls, CPU if names_cuda(device) else device)

@@ -1,0 +1,167 @@
+"""``user_gpu``: a virtual GPU on which a person's own code runs as it stands."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types as optimizer_types
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainfit.spec.hardware import Gpu
+from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.host import is_host
+from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.user.autocast import cuda_autocast
+from trainfit.virtual.user.cuda_module import cuda_module
+from trainfit.virtual.user.libraries import libraries
+from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark
+from trainfit.virtual.user.steps import StepFollower, UserPlaces
+from trainfit.virtual.user.tensors import SidedResidence, UserTensors
+from trainfit.virtual.user.tracer import UserTracer
+from trainfit.virtual.user.usage import Usage
+from trainfit.virtual.virtual_gpu import transformers_sees_real_tensors
+
+
+class UserGpu:
+    """What ran inside ``user_gpu``."""
+
+    def __init__(self, tracer: UserTracer, steps: StepFollower, usage: Usage):
+        self.tracer, self.steps, self.usage = tracer, steps, usage
+        self.said: set[str] = set()
+        """What the code did that is traced otherwise than it would run."""
+
+
+@contextmanager
+def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
+    """Enter a virtual GPU that answers to the name "cuda".
+
+    Args:
+        gpu: the catalog's row.
+        prefers_cudnn: whether SDPA tries cuDNN first.
+        max_steps: optimizer steps after which the code is ended (``steps.Enough``).
+    """
+    traits = GpuTraits.of(gpu)
+    places, residence = UserPlaces(), SidedResidence()
+    tracer = UserTracer(traits, places, residence)
+    usage = Usage(tracer, gpu.usable_bytes)
+    steps = StepFollower(tracer, places, max_steps)
+    # PyTorch's compiler is imported here, and must see torch.cuda as it is.
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_restored_defaults())
+        enter(transformers_sees_real_tensors())
+        enter(libraries())
+        enter(cuda_module(gpu, traits, usage))
+        enter(cuda_autocast())
+        enter(cuda_ops(traits.compute_capability, prefers_cudnn))
+        enter(fake)
+        enter(_fake_parameters(fake, steps))
+        enter(_says_cuda(tracer))
+        enter(UserTensors(residence, steps.engine_runs))
+        enter(places)
+        enter(steps)
+        enter(tracer)
+        yield UserGpu(tracer, steps, usage)
+
+
+@contextmanager
+def _fake_parameters(fake: FakeTensorMode, steps: StepFollower) -> Iterator[None]:
+    """Parameters on the host are fake; a module moves between the sides keeping its Parameter objects, as with CUDA."""
+    original: Callable[..., Any] = nn.Parameter.__new__
+
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (Tensor, nn.Parameter) and is_host(data) and data.device.type == "cpu":
+            data = _twin(data.detach(), fake)
+        parameter = original(cls, data, requires_grad)
+        steps.parameter_made(parameter)
+        return parameter
+
+    with replaced(nn.Parameter, "__new__", staticmethod(new)), replaced(nn.Module, "_apply", _apply):
+        yield
+
+
+def _twin(data: Tensor, fake: FakeTensorMode) -> Tensor:
+    """A fake tensor on the host, shaped like a real one."""
+    shape, stride, dtype = data.shape, data.stride(), data.dtype
+    with _disable_current_modes(), fake:
+        twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
+    mark(twin)
+    return twin
+
+
+def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """``nn.Module._apply`` as it is between CPU and CUDA: each parameter's data is replaced, the object stays.
+
+    PyTorch's own swaps the objects of fake parameters, which fails where anything refers to them weakly.
+    """
+    for module in self.children() if recurse else ():
+        module._apply(fn)
+    for key, parameter in self._parameters.items():
+        if parameter is None:
+            continue
+        with torch.no_grad():
+            applied = fn(parameter)
+            grad = None if parameter.grad is None else fn(parameter.grad)
+        if torch._has_compatible_shallow_copy_type(parameter, applied):
+            parameter.data = applied
+        else:
+            parameter = self._parameters[key] = nn.Parameter(applied, parameter.requires_grad)
+        if grad is not None:
+            parameter.grad = grad
+    for key, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[key] = fn(buffer)
+    return self
+
+
+@contextmanager
+def _says_cuda(tracer: UserTracer) -> Iterator[None]:
+    """A fake tensor tells a person's code, and PyTorch's Python code, that it is on CUDA; its own machinery the truth."""
+    original = vars(FakeTensor)["device"]
+
+    def device(self: Any) -> torch.device:
+        known = original.fget(self)
+        if tracer.is_inside or known.type != "cpu" or is_marked(self):
+            return known
+        return CUDA
+
+    grouped = torch._C._group_tensors_by_device_and_dtype  # pyright: ignore[reportAttributeAccessIssue]
+
+    def group(lists: Any, with_indices: bool = False) -> Any:
+        groups = grouped(lists, with_indices)
+        return {
+            (CUDA if value[0][0] and is_device(value[0][0][0]) else key[0], key[1]): value
+            for key, value in groups.items()
+        }
+
+    types = (optimizer_types, _foreach_utils._foreach_supported_types)
+    with (
+        replaced(FakeTensor, "device", property(device, original.fset)),
+        replaced(torch._C, "_group_tensors_by_device_and_dtype", group),
+    ):
+        for known in types:
+            known.append(FakeTensor)
+        try:
+            yield
+        finally:
+            for known in types:
+                known.remove(FakeTensor)
+
+
+@contextmanager
+def _restored_defaults() -> Iterator[None]:
+    """Default device and dtype, and the host's random numbers, are afterwards what they were."""
+    device, dtype, state = torch.get_default_device(), torch.get_default_dtype(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)

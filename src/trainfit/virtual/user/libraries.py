@@ -1,0 +1,65 @@
+"""What libraries above PyTorch remember about the machine, forgotten for a while: they ask anew, and hear of "cuda"."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from trainfit.virtual.compiled.cuda_device import replaced
+
+ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
+"""Parts of the names of transformers' and accelerate's questions that they keep the answers to."""
+
+
+@contextmanager
+def libraries() -> Iterator[None]:
+    """transformers and accelerate find the virtual GPU; data is loaded in this process."""
+    _forget_answers()
+    kept = _take_states()
+    with ExitStack() as stack:
+        stack.callback(_forget_answers)
+        stack.callback(_put_back, kept)
+        stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
+        yield
+
+
+def _in_this_process(loader: Any) -> Any:
+    """An iterator without workers: a forked one would find itself inside the virtual GPU."""
+    before = {name: vars(loader)[name] for name in ("num_workers", "timeout")}
+    vars(loader).update(num_workers=0, timeout=0)
+    try:
+        return _SingleProcessDataLoaderIter(loader)
+    finally:
+        vars(loader).update(before)
+
+
+def _forget_answers() -> None:
+    for name in ("transformers.utils.import_utils", "accelerate.utils.imports"):
+        for question, answer in vars(sys.modules.get(name, object)).items():
+            if hasattr(answer, "cache_clear") and any(part in question for part in ASK_THE_MACHINE):
+                answer.cache_clear()
+
+
+def _take_states() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Empty accelerate's process-wide states; what was in them."""
+    taken = []
+    for state in _accelerate_states():
+        taken.append((state, dict(state)))
+        state.clear()
+    return taken
+
+
+def _put_back(taken: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for state in _accelerate_states():
+        state.clear()
+    for state, before in taken:
+        state.update(before)
+
+
+def _accelerate_states() -> list[dict[str, Any]]:
+    module = sys.modules.get("accelerate.state")
+    names = ("PartialState", "AcceleratorState", "GradientState")
+    return [getattr(module, name)._shared_state for name in names] if module else []

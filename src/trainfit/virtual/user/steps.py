@@ -1,0 +1,193 @@
+"""Which phase of which step a person's own code is in, and what its parameters, gradients and states are.
+
+PyTorch tells all of it: the outermost module that is called begins a forward, autograd's engine a backward, an
+optimizer's ``step`` an update. The first optimizer that steps counts the steps.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from trainfit.virtual.ledger import Segment
+from trainfit.virtual.places import NOWHERE, Places
+from trainfit.virtual.user.side import is_device
+from trainfit.virtual.user.tracer import UserTracer
+
+
+class Enough(BaseException):
+    """Ends the traced callable. Not an Exception, so that its own ``except`` blocks let it pass."""
+
+
+class UserPlaces(Places):
+    """Also tells when an outermost module is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_outermost: Callable[[nn.Module], None] = lambda module: None
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        if not self._stack:
+            self.on_outermost(module)
+        super()._begin(module, inputs)
+
+
+class Mark(NamedTuple):
+    """A segment of the ledger: its phase, the updates and the backward-to-forward turns before it."""
+
+    phase: str
+    num_updates: int
+    num_turns: int
+
+
+class StepFollower:
+    """Follows the phases. Enter as a context manager around the callable.
+
+    Args:
+        max_steps: ends the callable (``Enough``) where the forward after so many steps would begin.
+    """
+
+    def __init__(self, tracer: UserTracer, places: UserPlaces, max_steps: int):
+        self._tracer, self._places, self._max_steps = tracer, places, max_steps
+        self._marks = [Mark("init", 0, 0)]
+        self._parameters: list[weakref.ref[Tensor]] = []
+        self._watched: set[int] = set()
+        self._known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._lead: int | None = None
+        self._num_updates = self._num_turns = self._engine_depth = 0
+        self._turned = False
+        self._handles: list[Any] = []
+        self.has_trained = False
+        self.num_parameters = self.num_trained = 0
+        """Elements of the parameters on the device when a module was last called, and of those that are trained."""
+        places.on_outermost = self._forward_begins
+
+    # -- what the callable does ---------------------------------------------------------------------------------
+
+    def __enter__(self) -> "StepFollower":
+        self._handles = [
+            register_optimizer_step_pre_hook(self._update_begins),
+            register_optimizer_step_post_hook(self._update_ended),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def parameter_made(self, parameter: Tensor) -> None:
+        """A parameter was made, on either side."""
+        self._parameters.append(weakref.ref(parameter))
+
+    @contextmanager
+    def engine_runs(self) -> Iterator[None]:
+        """Around each run of autograd's engine."""
+        if self._engine_depth == 0 and self._places.phase != "optimizer":
+            self._begin("backward")
+            self.has_trained = True
+        self._engine_depth += 1
+        try:
+            yield
+        finally:
+            self._engine_depth -= 1
+
+    def _forward_begins(self, module: nn.Module) -> None:
+        if self._engine_depth:
+            return  # recomputed
+        self._learn(module)
+        if self._places.phase == "forward":
+            return
+        if self._places.phase == "backward":
+            self._num_turns += 1
+        if max(self._num_updates, 0 if self._lead else self._num_turns) >= self._max_steps:
+            raise Enough
+        self._begin("forward")
+
+    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if self._engine_depth:
+            return None  # An optimizer in the backward.
+        self._begin("optimizer")
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 and callable(args[1]) else None)
+        if closure is None:
+            return None
+
+        def evaluated() -> Any:
+            loss = closure()
+            self._begin("optimizer")
+            return loss
+
+        return (args[:1], {**kwargs, "closure": evaluated})
+
+    def _update_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for state in optimizer.state.values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, Tensor):
+                    self._tracer.own(value, "optimizer", NOWHERE)
+        if self._lead is None:
+            self._lead = id(optimizer)
+        if self._lead == id(optimizer):
+            self._num_updates += 1
+        if not self._engine_depth:
+            self._begin("data")
+
+    # -- what it holds ------------------------------------------------------------------------------------------
+
+    def _learn(self, module: nn.Module) -> None:
+        if module not in self._known_modules:
+            self._known_modules.add(module)
+            self._places.bind(module, [])
+        held = [p for ref in self._parameters if (p := ref()) is not None]
+        self._parameters = [weakref.ref(p) for p in held]
+        for tensor in (*held, *module.buffers()):
+            if is_device(tensor):
+                self._tracer.own(tensor, "weights", NOWHERE)
+        for parameter in held:
+            if parameter.requires_grad and id(parameter) not in self._watched and is_device(parameter):
+                self._watch_gradient(parameter)
+        on_device = [p for p in held if is_device(p)]
+        self.num_parameters = sum(p.numel() for p in on_device)
+        self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
+        if len(self._marks) == 1:
+            # What was put on the device before training and is no weight: the first batch, targets, tables.
+            self._tracer.hold_as("activations", self._tracer.born_in(0))
+
+    def _watch_gradient(self, parameter: Tensor) -> None:
+        self._watched.add(id(parameter))
+
+        def arrived(owner: Tensor) -> None:
+            if owner.grad is not None:
+                self._tracer.own(owner.grad, "gradients", NOWHERE)
+
+        handle = parameter.register_post_accumulate_grad_hook(arrived)
+        hooks: Any = parameter._post_accumulate_grad_hooks
+        hooks.move_to_end(handle.id, last=False)  # before an optimizer in the backward uses the gradient up
+
+    # -- segments -----------------------------------------------------------------------------------------------
+
+    def _begin(self, phase: str) -> None:
+        if self._places.phase == phase:
+            return
+        self._tracer.begin("", phase)
+        self._marks.append(Mark(phase, self._num_updates, self._num_turns))
+
+    def num_steps(self) -> int:
+        """Whole steps seen: updates; without an optimizer, backwards that a forward followed, and the last."""
+        if self._lead is not None:
+            return self._num_updates
+        return self._num_turns + (self._marks[-1].phase == "backward") if self.has_trained else 0
+
+    def segments(self) -> list[Segment]:
+        """The ledger's segments by name: ``setup``, then ``first``, ``later`` ones, ``steady``, the last whole one."""
+        whole = max(1, self.num_steps())
+        return [Segment(self._step_of(n, mark, whole), mark.phase) for n, mark in enumerate(self._marks)]
+
+    def _step_of(self, position: int, mark: Mark, whole: int) -> str:
+        if position == 0:
+            return "setup"
+        number = mark.num_updates if self._lead is not None else mark.num_turns
+        if number >= whole:
+            return "rest"
+        return "first" if number == 0 else "steady" if number == whole - 1 else "later"

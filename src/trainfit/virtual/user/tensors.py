@@ -1,0 +1,211 @@
+"""Calls of a person's code that say where a tensor is: factories, ``.to``, ``.cuda()``, ``.cpu()``, ``.device``.
+
+What enters names "cuda" or "cpu"; what leaves is a call on fake CPU tensors whose side (side.py) is known.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from trainfit.spec.errors import InputError
+from trainfit.virtual.host import FACTORIES, HostTensors, Residence, carried_values
+from trainfit.virtual.user.side import (
+    CPU,
+    LARGEST_REAL_BYTES,
+    device_of,
+    is_device,
+    is_marked,
+    names_cuda,
+    names_host,
+)
+
+FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.scalar_tensor})
+NEW = frozenset(getattr(torch.Tensor, f"new_{name}") for name in ("tensor", "zeros", "ones", "full", "empty"))
+LIKE = frozenset(
+    getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+)
+
+
+class SidedResidence(Residence):
+    """Also whether a device tensor is on its way to the host, as a fake one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_leaving = False
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        self.is_leaving = True
+        try:
+            yield
+        finally:
+            self.is_leaving = False
+
+
+class UserTensors(HostTensors):
+    """Gives every call the side its code means. ``on_engine``: entered around each run of autograd's engine."""
+
+    def __init__(self, says: SidedResidence, on_engine: Callable[[], Any]):
+        super().__init__(says)
+        self._residence, self._on_engine = says, on_engine
+        self._calls: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.to: self._to,
+            torch.Tensor.cuda: self._cuda,
+            torch.Tensor.cpu: lambda t, **_: self._move(t, CPU, {}),
+            torch.Tensor.pin_memory: lambda t, *_, **__: t,
+            torch.Tensor.is_pinned: lambda t, *_, **__: False,
+            torch.Tensor.numpy: self._numpy,
+            torch.Tensor.__array__: lambda t, dtype=None, **_: np.asarray(self._numpy(t), dtype),
+            torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
+            torch.Tensor.__deepcopy__: self._deepcopy,
+            _getter("is_cuda"): is_device,
+            _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
+            _getter("device"): device_of,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._calls:
+            return self._calls[func](*args, **kwargs)
+        if func in FACTORIES or func in FROM_DATA:
+            return self._make(func, args, kwargs)
+        if func in NEW or func in LIKE:
+            return self._make_alike(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _in_the_engine(self) -> Any:
+        return _Both(super()._in_the_engine(), self._on_engine())
+
+    # -- factories ----------------------------------------------------------------------------------------------
+
+    def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        if names_cuda(device):
+            if func in FROM_DATA:
+                made = self._make(func, args, {**kwargs, "device": None})
+                return self._move(made.detach(), device, {}).requires_grad_(made.requires_grad)
+            return func(*args, **{**kwargs, "device": CPU})
+        if not names_host(device):
+            return func(*args, **kwargs)
+        if func in FROM_DATA and args and isinstance(args[0], Tensor):
+            side = device_of(args[0]) if device is None else device
+            return self._move(
+                args[0].detach(), side, {"dtype": kwargs.get("dtype"), "copy": func is torch.tensor}
+            )
+        if is_device(kwargs.get("out")):
+            return func(*args, **kwargs)
+        with self._residence.host():
+            return func(*args, **kwargs)
+
+    def _make_alike(self, func: Any, args: Any, kwargs: Any) -> Any:
+        like, device = args[0], kwargs.get("device")
+        if device is None or names_cuda(device) == is_device(like):
+            return func(
+                *args, **({**kwargs, "device": CPU} if device is not None and names_cuda(device) else kwargs)
+            )
+        if names_cuda(device):
+            with self._residence.moving():
+                return func(*args, **{**kwargs, "device": CPU})
+        if names_host(device):
+            with self._residence.host():
+                shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+            return func(shape, *args[1:], **{**kwargs, "device": CPU})
+        return func(*args, **kwargs)
+
+    # -- moves --------------------------------------------------------------------------------------------------
+
+    def _to(self, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+        other = (
+            kwargs.pop("other", None)
+            if "other" in kwargs
+            else next((a for a in args if isinstance(a, Tensor)), None)
+        )
+        if other is not None:
+            rest = [a for a in args if a is not other]
+            return self._to(t, device_of(other), other.dtype, *rest, **kwargs)
+        device = kwargs.pop("device", None)
+        if args and (names_cuda(args[0]) or isinstance(args[0], str | torch.device) or args[0] is None):
+            device, args = args[0], args[1:]
+        rest = dict(zip(("dtype", "non_blocking", "copy"), args, strict=False)) | kwargs
+        return self._move(t, device_of(t) if device is None else device, rest)
+
+    def _cuda(self, t: Tensor, device: Any = None, *_: Any, **kwargs: Any) -> Tensor:
+        return self._move(t, "cuda", {"memory_format": kwargs.get("memory_format")})
+
+    def _move(self, t: Tensor, device: Any, how: dict[str, Any]) -> Tensor:
+        """``t.to(device, **how)``; the same tensor where nothing changes."""
+        how = {name: value for name, value in how.items() if value is not None}
+        if names_cuda(device) and not is_device(t) and device_of(t).type == "cpu":
+            if isinstance(t, torch.nn.Parameter) and not isinstance(t, FakeTensor):
+                raise InputError(
+                    "a parameter that was made before the trace is moved to the GPU",
+                    "build the model inside the callable that is traced",
+                    field="step",
+                )
+            with self._residence.moving():
+                return t.to(device=CPU, **{**how, "copy": True})
+        if names_host(device) and is_device(t):
+            return self._to_host(t, how)
+        return t.to(device=CPU if names_cuda(device) else device, **how)
+
+    def _to_host(self, t: Tensor, how: dict[str, Any]) -> Tensor:
+        """What the device held, if that is known; else zeros. What autograd must follow stays fake."""
+        traced = t.requires_grad and torch.is_grad_enabled()
+        if traced or t.numel() * t.element_size() > LARGEST_REAL_BYTES:
+            with self._residence.leaving():
+                return t.to(device=CPU, **{**how, "copy": True})
+        return _real(t).to(how.get("dtype", t.dtype))
+
+    def _numpy(self, t: Tensor, **kwargs: Any) -> Any:
+        if is_device(t):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return (_real(t) if is_marked(t) else t).numpy(**kwargs)
+
+    def _deepcopy(self, t: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(t, FakeTensor):
+            return torch.Tensor.__deepcopy__(t, memo) if type(t) is Tensor else type(t).__deepcopy__(t, memo)
+        if id(t) not in memo:
+            with torch.no_grad():
+                copied = t.detach().clone()
+            if isinstance(t, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, t.requires_grad)
+            copied.requires_grad_(t.requires_grad)
+            for name, value in vars(t).items():
+                vars(copied).setdefault(name, value)
+            memo[id(t)] = copied
+        return memo[id(t)]
+
+
+def _real(t: Tensor) -> Tensor:
+    """A real tensor in a fake one's place, with its values if they are known."""
+    known = carried_values(t)
+    if known is not None:
+        return known.clone()
+    # numpy's zeros take no memory before they are written.
+    numel = t.numel() * t.element_size()
+    return torch.from_numpy(np.zeros(numel, dtype=np.uint8)).view(t.dtype).view(t.shape)
+
+
+def _getter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__get__
+
+
+class _Both:
+    """Two contexts as one."""
+
+    def __init__(self, first: Any, second: Any):
+        self._contexts = (first, second)
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)
