@@ -60,7 +60,9 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             nonlocal repeat
             if whole:
                 return
-            found, repeat, removed = shorten(layer_lists(model))
+            # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
+            first_differs = recipe.compile == "block" and recipe.adapter is not None
+            found, repeat, removed = shorten(layer_lists(model), first_differs=first_differs)
             groups.extend(found)
             virtual.tracer.forget(
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())

@@ -17,9 +17,13 @@ POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "laye
 """Settings that number a layer and change nothing else."""
 
 
-def shorten(lists: Iterable[tuple[str, nn.ModuleList]]) -> tuple[list[Groups], int, list[nn.Module]]:
+def shorten(
+    lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False
+) -> tuple[list[Groups], int, list[nn.Module]]:
     """Cut the middle out of the one list of layers, where layers repeat.
 
+    Args:
+        first_differs: the first layer does something else than its equals, for what comes before it.
     Returns:
         groups (empty: nothing was cut), how many groups the middle one stands for, and the layers cut out.
         A model with several lists of layers is left whole.
@@ -28,7 +32,9 @@ def shorten(lists: Iterable[tuple[str, nn.ModuleList]]) -> tuple[list[Groups], i
     if len(found) != 1:
         return [], 1, []
     name, layers = found[0]
-    signatures = [signature(layer) for layer in layers]
+    signatures: list[Any] = [signature(layer) for layer in layers]
+    if first_differs:
+        signatures[0] = ("first", signatures[0])
     plan = find_period(signatures)
     if plan is None:
         return [], 1, []
