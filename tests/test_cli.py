@@ -168,3 +168,16 @@ def test_catalog_lists(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("h200" in line and "989" in line for line in lines)
     assert main(["models", "gpt2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["config"]["n_embd"] == 768
+
+
+def test_text_is_only_text(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name, or torch's "[enforce fail at alloc_cpu.cpp:121]", is not read as a style."""
+    from trainfit.cli.show import console, notes
+
+    monkeypatch.setenv("COLUMNS", "80")
+    out = console()
+    out.print("[/foo] [red]x :smile:", style="bold")
+    notes(out, "Notes", ["[enforce fail at alloc_cpu.cpp:121] no memory"])
+    text = capsys.readouterr().out
+    assert "[/foo] [red]x :smile:" in text
+    assert "[enforce fail at alloc_cpu.cpp:121] no memory" in text

@@ -215,6 +215,9 @@ def test_a_config_json_is_a_recipe_with_every_default(tmp_path: Path, capsys: Ca
     for named in (folder, folder / "config.json"):
         found = as_json(["predict", str(named), "--set", "batch.seq=32"], capsys)
         assert found["params"] == params
+    settings = ["--set", "batch.seq=32", "--set", "model.config.num_hidden_layers=1"]
+    one_layer = as_json(["predict", str(folder / "config.json"), *settings], capsys)
+    assert params - one_layer["params"] == 4 * 4_096 + 3 * 8_192 + 2 * 64
 
 
 @pytest.mark.parametrize(

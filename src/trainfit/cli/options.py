@@ -76,12 +76,11 @@ def read_recipe(text: str, settings: list[str] | None = None) -> "Recipe":
         OSError: the file cannot be read.
     """
     from trainfit.catalog import load as catalog
-    from trainfit.spec.recipe_file import load_recipe, recipe_from
+    from trainfit.spec.recipe_file import load_recipe, recipe_from, recipe_of_model
 
     settings = settings or []
     if _is_model_config(Path(text)):
-        own = text if text.endswith(".json") or "/" in text else f"./{text}"
-        recipe = recipe_from({"model": {"config": own}}, settings, file=text)
+        recipe = recipe_of_model(text, settings)
     elif text.endswith((".yaml", ".yml", ".json")) or "/" in text or Path(text).is_file():
         recipe = load_recipe(text, settings)
     else:

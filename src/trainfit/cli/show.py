@@ -10,8 +10,8 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def console() -> Console:
-    """Standard output, without guessing at numbers' colours."""
-    return Console(highlight=False)
+    """Standard output; text is only text: no colours guessed at, and no styles read out of a name or an error's [...]."""
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def bar(share: float, width: int, *, blocks: bool = True) -> str:

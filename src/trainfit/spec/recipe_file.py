@@ -44,6 +44,14 @@ def recipe_from(data: dict[str, Any], settings: list[str] | None = None, *, file
     return _check(data, [(file, data)], settings or [])
 
 
+def recipe_of_model(config_file: str, settings: list[str] | None = None) -> Recipe:
+    """The recipe of a model's config.json (or the folder that holds it), every other field at its default."""
+    path = Path(config_file)
+    config = str(path / "config.json" if path.is_dir() else path.absolute())
+    data = _with_model_config({"model": {"config": config}}, Path.cwd())
+    return _check(data, [(config_file, data)], settings or [])
+
+
 def read_recipes(path: Path) -> list[Recipe]:
     """The recipes of a JSON Lines file, all checked; blank lines are passed over.
 

@@ -7,11 +7,6 @@ KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 TFLOP = 10**12
 
-DTYPE_BYTES = {
-    "fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "fp4": 0.5, "int4": 0.5,
-}  # fmt: skip
-"""Storage of one element, in bytes."""
-
 
 def format_bytes(num_bytes: float) -> str:
     """A size for people, in binary units: ``57.32 GiB``."""
