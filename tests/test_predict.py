@@ -9,7 +9,14 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu, gpus
 from trainfit.predict.device_overhead import overhead_bytes
 from trainfit.predict.estimate import estimate, ledger_of, predict
-from trainfit.predict.roofline import HOST_S_PER_OP, peak_flops_per_s, roofline
+from trainfit.predict.roofline import (
+    HOST_S_PER_OP,
+    HOST_S_PER_RECOMPUTED_OP,
+    KERNEL_S,
+    SUSTAINED,
+    peak_flops_per_s,
+    roofline,
+)
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
 from trainfit.spec.result import CATEGORIES, Estimate
@@ -211,8 +218,8 @@ def test_roofline_by_hand() -> None:
     )
     assert found is not None
     assert found.lowest_s == pytest.approx(2)
-    assert found.expected.matmul_s == pytest.approx(1 / 0.72)
-    assert found.expected.memory_s == pytest.approx(1 / 0.85)
+    assert found.expected.matmul_s == pytest.approx(1 / SUSTAINED["matmul"] + KERNEL_S)
+    assert found.expected.memory_s == pytest.approx(1 / SUSTAINED["memory"] + KERNEL_S)
     assert found.expected.host_s == 0
     assert found.num_ops == 2
 
@@ -230,3 +237,34 @@ def test_a_tiny_step_waits_for_the_host() -> None:
     )
     assert of_lists is not None
     assert of_lists.num_ops < found.num_ops - 100
+
+
+def test_recomputed_operations_cost_the_host_more() -> None:
+    """A layer of nothing but products: recomputation issues its forward again, each at the dearer rate."""
+    product = Op("aten.mm.default", "layer", 0, -1, 2.0, 2.0, 2.0, 2.0, 8, "bfloat16")
+    forward = [product._replace(segment=0)] * 10
+    again = [product._replace(segment=1, model_flops=0.0)] * 10
+    backward = [product._replace(segment=1)] * 20
+    segments = [Segment("steady", "forward"), Segment("steady", "backward")]
+    plain = roofline(Ledger(segments=segments, ops=forward + backward), gpu("h200"))
+    recomputing = roofline(Ledger(segments=segments, ops=forward + again + backward), gpu("h200"))
+    assert plain is not None
+    assert recomputing is not None
+    assert (plain.num_recomputed_ops, recomputing.num_recomputed_ops) == (0, 10)
+    more_s = recomputing.expected.total - plain.expected.total
+    assert plain.expected.total == pytest.approx(30 * HOST_S_PER_OP)
+    assert more_s == pytest.approx(10 * HOST_S_PER_RECOMPUTED_OP)
+
+
+def test_bounds_of_the_step_time() -> None:
+    """On the GPU that the rates were found on they are closer; never below what the data sheet allows."""
+    recipe = recipe_of(with_layers("gpt2", 4))
+    ledger = ledger_of(recipe)
+    found = {name: estimate(recipe, gpu(name), ledger) for name in ("h200", "a100-sxm4-80gb")}
+    for name, one in found.items():
+        time, bounds = roofline(ledger, gpu(name)), one.bounds["step_s"]
+        assert time is not None
+        assert one.step_s is not None
+        assert time.lowest_s <= bounds.low < one.step_s < bounds.high
+    ratios = {name: one.bounds["step_s"].high / one.step_s for name, one in found.items() if one.step_s}
+    assert ratios["h200"] < ratios["a100-sxm4-80gb"]
