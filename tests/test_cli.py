@@ -151,6 +151,18 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, "trainfit 0.1.0\n")
 
 
+def test_an_ascii_terminal_gets_question_marks(tmp_path: Path) -> None:
+    code = "import sys; from trainfit.cli.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "predict", "tiny-cpu", "--set", "batch.seq=16"],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "TRAINFIT_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "parameters ? recipe" in done.stdout  # a middle dot in UTF-8
+    assert "####" in done.stdout
+
+
 def test_reader_that_leaves(tmp_path: Path) -> None:
     """``trainfit gpus | head -1``: no traceback."""
     done = subprocess.run(

@@ -4,6 +4,7 @@ Enters: the command line. Leaves: an exit code. 0 done; 2 wrong usage; 65 bad re
 ours; 74 I/O; 75 stopped early, can be resumed; 130 interrupted. No torch here: a verb imports what it needs when it runs.
 """
 
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The console script is ``sys.exit(main())``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # A terminal without a letter such as "·" gets a question mark.
+            stream.reconfigure(errors="replace")
     return guarded(lambda: app()(words or ["--help"], standalone_mode=False, prog_name="trainfit"))
 
 

@@ -97,7 +97,7 @@ def _memory(out: "Console", estimate: "Estimate") -> None:
     from trainfit.spec.result import CATEGORIES
     from trainfit.spec.units import format_bytes
 
-    blocks, width = can_draw(out), max(10, min(40, out.width - 40))
+    blocks, width = can_draw(out), max(0, min(40, out.width - 40))
     whole = _full_bar(estimate)
     peak = estimate.peak_allocated_bytes
     heading(out, f"Memory at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
@@ -129,7 +129,7 @@ def _phases(out: "Console", estimate: "Estimate") -> None:
     from trainfit.spec.units import format_bytes
 
     phases = estimate.phases
-    blocks, width = can_draw(out), max(10, min(40, out.width - 44))
+    blocks, width = can_draw(out), max(0, min(40, out.width - 44))
     whole = _full_bar(estimate)
     heading(out, "Highest allocated bytes by phase")
     lines = [
