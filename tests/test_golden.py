@@ -87,9 +87,10 @@ def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
     written_out = {"softmax": "unfused", "hidden_act": "silu_unfused", "norm": "rmsnorm_unfused"}
     for switch, kept in kept_by.items():
         more = forward_bytes(context, **{switch: written_out[switch]}) - fused
-        assert more == pytest.approx(kept, rel=0.04), switch
+        # The allocator hands out blocks up to 1 MiB larger than asked; how many differs by tens of MB.
+        assert more == pytest.approx(kept, abs=0.05 * GB), switch
     everything = forward_bytes(context, **written_out) - fused
-    assert everything == pytest.approx(sum(kept_by.values()), rel=0.01)
+    assert everything == pytest.approx(sum(kept_by.values()), abs=0.05 * GB)
     # transformers' Llama: its norms are written out, its softmax and SiLU are not.
     of_transformers = forward_bytes(context, "hf")
     assert of_transformers == pytest.approx(fused + kept_by["norm"], rel=0.005)
