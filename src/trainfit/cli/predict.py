@@ -88,6 +88,9 @@ def _verdict(out: "Console", recipe: "Recipe", estimate: "Estimate") -> None:
     gpu = recipe.hardware.gpu
     if estimate.fits:
         out.print(f"FITS on {gpu}: {size}, {format_bytes(headroom)} to spare", style="bold green")
+    elif headroom >= 0:
+        spare = f"only {format_bytes(headroom)} to spare, and free memory falls into pieces in later steps"
+        out.print(f"DOES NOT FIT SAFELY on {gpu}: {size}, {spare}", style="bold red")
     else:
         out.print(f"DOES NOT FIT on {gpu}: {size}, {format_bytes(-headroom)} too much", style="bold red")
 

@@ -5,7 +5,7 @@ Imports torch only where no ledger is kept.
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.predict import cache
-from trainfit.predict.device_overhead import overhead_bytes
+from trainfit.predict.device_overhead import capacity_bytes, overhead_bytes
 from trainfit.predict.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -98,7 +98,7 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         tally = replay(ledger, Tally(), settled=True)
         return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
     free = replay(ledger, CachingAllocator(), settled=True)
-    capacity = gpu.usable_bytes - overhead_bytes(gpu, ledger)
+    capacity = capacity_bytes(gpu, ledger)
     most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
     if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
         return free, most_reserved <= capacity

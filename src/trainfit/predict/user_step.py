@@ -220,7 +220,11 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
         said.append("one optimizer step ran: the steady step is taken to be like the first")
     if any("convolution" in op.name for op in ledger.ops):
         said.append(LIBRARY_WORKSPACE)
-    return (*said, *sorted(virtual.said))
+    if any("rnn" in op.name for op in ledger.ops):
+        said.append(
+            "recurrent layers: cuDNN's kernels are not modelled, neither what they save nor their FLOPs"
+        )
+    return (*said, *sorted(virtual.tracer.said))
 
 
 def _lines(t: Traced) -> list[str]:

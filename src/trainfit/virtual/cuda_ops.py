@@ -28,9 +28,19 @@ def cuda_ops(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[None]
             # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
             warnings.simplefilter("ignore", UserWarning)
             _install(library, capability, prefers_cudnn)
+        _forget_kernels(tuple(library._op_impls))
         yield
     finally:
+        replaced = tuple(library._op_impls)
         library._destroy()
+        _forget_kernels(replaced)
+
+
+def _forget_kernels(replaced: tuple[str, ...]) -> None:
+    """Let Python's dispatcher, which compiling uses, look these ops' kernels up anew ("aten/softmax.int/AutogradCPU")."""
+    for key in replaced:
+        name, _, overload = key.split("/")[1].partition(".")
+        getattr(getattr(aten, name), overload or "default")._dispatch_cache.clear()
 
 
 def _install(library: Any, capability: tuple[int, int], prefers_cudnn: bool) -> None:

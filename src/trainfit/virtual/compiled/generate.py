@@ -106,8 +106,13 @@ def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], A
 def _kernel(node: Any, is_backward: bool) -> Kernel:
     origins = [origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()]
     modules = tuple(dict.fromkeys(name for origin in origins if (name := _module_of(origin)) is not None))
-    recomputes = is_backward and bool(origins) and all(o.meta.get("partitioner_tag") == "is_forward" for o in origins)
+    recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
     return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes)
+
+
+def _is_forwards(node: fx.Node) -> bool:
+    """Part of the forward by the partitioner's tag; a random operation run again has lost the tag."""
+    return node.meta.get("partitioner_tag") == "is_forward" or str(node.target) == "run_with_rng_state"
 
 
 def _module_of(node: fx.Node) -> str | None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.compiled.cuda_device import replaced
@@ -19,9 +18,9 @@ from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
-from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark
+from trainfit.virtual.user.side import CUDA, is_device, is_marked
 from trainfit.virtual.user.steps import StepFollower, UserPlaces
-from trainfit.virtual.user.tensors import SidedResidence, UserTensors
+from trainfit.virtual.user.tensors import SidedResidence, UserTensors, real_of
 from trainfit.virtual.user.tracer import UserTracer
 from trainfit.virtual.user.usage import Usage
 from trainfit.virtual.virtual_gpu import transformers_sees_real_tensors
@@ -32,8 +31,6 @@ class UserGpu:
 
     def __init__(self, tracer: UserTracer, steps: StepFollower, usage: Usage):
         self.tracer, self.steps, self.usage = tracer, steps, usage
-        self.said: set[str] = set()
-        """What the code did that is traced otherwise than it would run."""
 
 
 @contextmanager
@@ -56,12 +53,12 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
         enter = stack.enter_context
         enter(_restored_defaults())
         enter(transformers_sees_real_tensors())
-        enter(libraries())
+        enter(libraries(tracer.said))
         enter(cuda_module(gpu, traits, usage))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
-        enter(_fake_parameters(fake, steps))
+        enter(_fake_parameters(fake, tracer, steps))
         enter(_says_cuda(tracer))
         enter(UserTensors(residence, steps.engine_runs))
         enter(places)
@@ -71,28 +68,19 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
 
 
 @contextmanager
-def _fake_parameters(fake: FakeTensorMode, steps: StepFollower) -> Iterator[None]:
+def _fake_parameters(fake: FakeTensorMode, tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
     """Parameters on the host are fake; a module moves between the sides keeping its Parameter objects, as with CUDA."""
     original: Callable[..., Any] = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if type(data) in (Tensor, nn.Parameter) and is_host(data) and data.device.type == "cpu":
-            data = _twin(data.detach(), fake)
+            data = tracer.twin_on_host(data.detach(), fake)
         parameter = original(cls, data, requires_grad)
         steps.parameter_made(parameter)
         return parameter
 
     with replaced(nn.Parameter, "__new__", staticmethod(new)), replaced(nn.Module, "_apply", _apply):
         yield
-
-
-def _twin(data: Tensor, fake: FakeTensorMode) -> Tensor:
-    """A fake tensor on the host, shaped like a real one."""
-    shape, stride, dtype = data.shape, data.stride(), data.dtype
-    with _disable_current_modes(), fake:
-        twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
-    mark(twin)
-    return twin
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -143,6 +131,7 @@ def _says_cuda(tracer: UserTracer) -> Iterator[None]:
     types = (optimizer_types, _foreach_utils._foreach_supported_types)
     with (
         replaced(FakeTensor, "device", property(device, original.fset)),
+        replaced(FakeTensor, "tolist", lambda self: real_of(self).tolist()),
         replaced(torch._C, "_group_tensors_by_device_and_dtype", group),
     ):
         for known in types:
@@ -157,11 +146,16 @@ def _says_cuda(tracer: UserTracer) -> Iterator[None]:
 @contextmanager
 def _restored_defaults() -> Iterator[None]:
     """Default device and dtype, and the host's random numbers, are afterwards what they were."""
-    device, dtype, state = torch.get_default_device(), torch.get_default_dtype(), torch.get_rng_state()
+    context, dtype, state = _default_device(), torch.get_default_dtype(), torch.get_rng_state()
     try:
         yield
     finally:
         torch.set_rng_state(state)
         torch.set_default_dtype(dtype)
-        if torch.get_default_device() != device:
-            torch.set_default_device(device)
+        if _default_device() is not context:
+            torch.set_default_device(None if context is None else context.device)
+
+
+def _default_device() -> Any:
+    """What ``torch.set_default_device`` entered, if it was called."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

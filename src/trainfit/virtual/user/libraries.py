@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -15,14 +16,32 @@ ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 
 
 @contextmanager
-def libraries() -> Iterator[None]:
-    """transformers and accelerate find the virtual GPU; data is loaded in this process."""
+def libraries(said: set[str]) -> Iterator[None]:
+    """transformers and accelerate find the virtual GPU; data is loaded in this process; nothing is compiled or saved.
+
+    Args:
+        said: gets a sentence for each of these that the code asked for.
+    """
+
+    def save(*_: Any, **__: Any) -> None:
+        said.add("torch.save wrote nothing: there are no values to keep")
+
+    def compile_function(model: Any = None, **_: Any) -> Any:
+        said.add("torch.compile: traced as eager code")
+        return model if model is not None else lambda function: function
+
+    def compile_module(module: Any, *_: Any, **__: Any) -> None:
+        said.add("torch.compile: traced as eager code")
+
     _forget_answers()
     kept = _take_states()
     with ExitStack() as stack:
         stack.callback(_forget_answers)
         stack.callback(_put_back, kept)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
+        stack.enter_context(replaced(torch, "save", save))
+        stack.enter_context(replaced(torch, "compile", compile_function))
+        stack.enter_context(replaced(torch.nn.Module, "compile", compile_module))
         yield
 
 

@@ -174,10 +174,10 @@ class StepFollower:
         self._marks.append(Mark(phase, self._num_updates, self._num_turns))
 
     def num_steps(self) -> int:
-        """Whole steps seen: updates; without an optimizer, backwards that a forward followed, and the last."""
+        """Whole steps seen: updates; without an optimizer, backwards."""
         if self._lead is not None:
             return self._num_updates
-        return self._num_turns + (self._marks[-1].phase == "backward") if self.has_trained else 0
+        return sum(mark.phase == "backward" for mark in self._marks)
 
     def segments(self) -> list[Segment]:
         """The ledger's segments by name: ``setup``, then ``first``, ``later`` ones, ``steady``, the last whole one."""

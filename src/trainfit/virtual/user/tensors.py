@@ -24,7 +24,7 @@ from trainfit.virtual.user.side import (
     names_host,
 )
 
-FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.scalar_tensor})
+FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 NEW = frozenset(getattr(torch.Tensor, f"new_{name}") for name in ("tensor", "zeros", "ones", "full", "empty"))
 LIKE = frozenset(
     getattr(torch, f"{name}_like") for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
@@ -61,6 +61,7 @@ class UserTensors(HostTensors):
             torch.Tensor.is_pinned: lambda t, *_, **__: False,
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.__array__: lambda t, dtype=None, **_: np.asarray(self._numpy(t), dtype),
+            torch.Tensor.record_stream: lambda *_: None,
             torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
             torch.Tensor.__deepcopy__: self._deepcopy,
             _getter("is_cuda"): is_device,
@@ -85,20 +86,21 @@ class UserTensors(HostTensors):
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
+        if device is None and func is not torch.from_numpy:
+            device = (
+                torch.utils._device.CURRENT_DEVICE
+            )  # of set_default_device and ``with torch.device(...)``
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        if names_cuda(device):
-            if func in FROM_DATA:
-                made = self._make(func, args, {**kwargs, "device": None})
-                return self._move(made.detach(), device, {}).requires_grad_(made.requires_grad)
-            return func(*args, **{**kwargs, "device": CPU})
-        if not names_host(device):
-            return func(*args, **kwargs)
         if func in FROM_DATA and args and isinstance(args[0], Tensor):
             side = device_of(args[0]) if device is None else device
-            return self._move(
-                args[0].detach(), side, {"dtype": kwargs.get("dtype"), "copy": func is torch.tensor}
-            )
-        if is_device(kwargs.get("out")):
+            how = {"dtype": kwargs.get("dtype"), "copy": func is torch.tensor}
+            return self._move(args[0].detach(), side, how)
+        if names_cuda(device):
+            if func in FROM_DATA:
+                made = self._make(func, args, {**kwargs, "device": CPU})
+                return self._move(made.detach(), device, {}).requires_grad_(made.requires_grad)
+            return func(*args, **{**kwargs, "device": CPU})
+        if not names_host(device) or is_device(kwargs.get("out")):
             return func(*args, **kwargs)
         with self._residence.host():
             return func(*args, **kwargs)
@@ -160,12 +162,12 @@ class UserTensors(HostTensors):
         if traced or t.numel() * t.element_size() > LARGEST_REAL_BYTES:
             with self._residence.leaving():
                 return t.to(device=CPU, **{**how, "copy": True})
-        return _real(t).to(how.get("dtype", t.dtype))
+        return real_of(t).to(how.get("dtype", t.dtype))
 
     def _numpy(self, t: Tensor, **kwargs: Any) -> Any:
         if is_device(t):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
-        return (_real(t) if is_marked(t) else t).numpy(**kwargs)
+        return (real_of(t) if is_marked(t) else t).numpy(**kwargs)
 
     def _deepcopy(self, t: Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(t, FakeTensor):
@@ -182,7 +184,7 @@ class UserTensors(HostTensors):
         return memo[id(t)]
 
 
-def _real(t: Tensor) -> Tensor:
+def real_of(t: Tensor) -> Tensor:
     """A real tensor in a fake one's place, with its values if they are known."""
     known = carried_values(t)
     if known is not None:

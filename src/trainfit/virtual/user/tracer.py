@@ -9,18 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from trainfit.spec.errors import InputError
 from trainfit.virtual.host import carried_values, carry_values, is_host, on_host
 from trainfit.virtual.places import Places
 from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.tracer import READS_VALUE, Tracer
-from trainfit.virtual.user.side import CPU, is_device, is_marked, mark, names_cuda
+from trainfit.virtual.tracer import LIFTS, READS_VALUE, Tracer
+from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark, names_cuda
 from trainfit.virtual.user.tensors import SidedResidence
 
 aten = torch.ops.aten
+INDEXING = (
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::_index_put_impl_",
+    "aten::_unsafe_index",
+)
+ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
+"""Operations whose tensors may be on different devices."""
+ALL_SELECTED = "a mask that only the data can tell is taken to select everything"
 
 
 class UserTracer(Tracer):
@@ -31,6 +42,8 @@ class UserTracer(Tracer):
         self._residence = residence
         self.is_inside = False
         """PyTorch's own code asks: it must see fake CPU tensors as they are."""
+        self.said: set[str] = set()
+        """What is traced otherwise than it would run, in words."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outer, self.is_inside = self.is_inside, True
@@ -47,6 +60,10 @@ class UserTracer(Tracer):
                 return aten.alias.default(args[0])
             return self._on_device(func, types, args, kwargs)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func in LIFTS and is_host(args[0]):
+            return on_host(
+                func, args, kwargs
+            )  # from_numpy, and torch.tensor on its way: it is moved afterwards
         if self._residence.is_leaving:
             return _marked(func(*args, **kwargs))
         if self._residence.is_moving or not any(is_marked(t) for t in tensors):
@@ -62,12 +79,13 @@ class UserTracer(Tracer):
             return self._traced(func, types, args, kwargs)
 
     def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        _check_sides(func, args, kwargs)
         if func is aten.copy_.default and is_host(args[0]) and is_device(args[1]):
             return self._copied_to_host(args[0], args[1])
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DynamicOutputShapeException as error:
-            return self._sized_by_values(func, args, kwargs, error)
+            return self._sized_by_data(func, args, kwargs, error)
 
     def _copied_to_host(self, target: Tensor, source: Tensor) -> Tensor:
         known = carried_values(source)
@@ -75,15 +93,29 @@ class UserTracer(Tracer):
             on_host(target.copy_, (known,), {})
         return target
 
-    def _sized_by_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """An operation whose result's size follows from values (``nonzero``, a mask as an index), if they are known."""
+    def _sized_by_data(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """An operation whose result's size follows from values: those that are known, else a mask that selects all."""
         values = [carried_values(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        if any(value is None for value in values):
-            raise InputError(
-                f"{func} gives a result whose size only the data can tell",
-                "give the traced callable a version of this step whose sizes are fixed",
-                field="step",
-            ) from error
+        if all(value is not None for value in values):
+            return self._sized_by_values(func, args, kwargs)
+        with self:
+            if func is aten.nonzero.default:
+                self.said.add(ALL_SELECTED)
+                mask = args[0]
+                return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=CUDA)
+            if func is aten.masked_select.default:
+                return aten.index.Tensor(args[0], [args[1]])
+            if func._schema.name in INDEXING:
+                return func(
+                    args[0], [part for index in args[1] for part in _as_positions(index)], *args[2:], **kwargs
+                )
+        raise InputError(
+            f"{func} gives a result whose size only the data can tell",
+            "give the traced callable a version of this step whose sizes are fixed",
+            field="step",
+        ) from error
+
+    def _sized_by_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         real_args, real_kwargs = tree_map_only(Tensor, carried_values, (args, kwargs))
         real = on_host(func, real_args, real_kwargs)
 
@@ -97,6 +129,18 @@ class UserTracer(Tracer):
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
+
+    def twin_on_host(self, data: Tensor, fake: FakeTensorMode) -> Tensor:
+        """A fake tensor on the host, shaped like a real one."""
+        shape, stride, dtype = data.shape, data.stride(), data.dtype
+        outer, self.is_inside = self.is_inside, True
+        try:
+            with _disable_current_modes(), fake:
+                twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
+        finally:
+            self.is_inside = outer
+        mark(twin)
+        return twin
 
     def hold_as(self, category: str, indices: Iterable[int]) -> None:
         """What has no category yet among these storages gets this one."""
@@ -112,6 +156,29 @@ def _marked(out: Any) -> Any:
         if isinstance(t, FakeTensor):
             mark(t)
     return out
+
+
+def _as_positions(index: Any) -> tuple[Any, ...]:
+    """A boolean mask as one list of positions a dimension, as CUDA makes of it; anything else as it is."""
+    if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8):
+        return (index,)
+    return torch.nonzero(index).unbind(1)
+
+
+def _check_sides(func: Any, args: Any, kwargs: Any) -> None:
+    """As on a real GPU: tensors of the host and the device do not mix, but for scalars.
+
+    Raises:
+        RuntimeError: they do.
+    """
+    name = func._schema.name
+    if name in ACROSS_SIDES or name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
+        return
+    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    if any(is_device(t) for t in tensors) and any(t.dim() and (is_host(t) or is_marked(t)) for t in tensors):
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})"
+        )
 
 
 def _changes_nothing(t: Tensor, kwargs: dict[str, Any]) -> bool:
