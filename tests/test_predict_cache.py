@@ -184,6 +184,7 @@ def test_the_oldest_make_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_kept_ledger_needs_no_torch() -> None:
     recipe = tiny_recipe()
+    cache.code_version.cache_clear()  # the source may have been edited since this process read it
     predict(recipe)
     program = (
         "import sys; from tiny_recipe import tiny_recipe; from trainfit.predict.estimate import predict;"

@@ -132,6 +132,7 @@ def _says_cuda(tracer: UserTracer) -> Iterator[None]:
     with (
         replaced(FakeTensor, "device", property(device, original.fset)),
         replaced(FakeTensor, "tolist", lambda self: real_of(self).tolist()),
+        replaced(FakeTensor, "record_stream", lambda self, stream: None),
         replaced(torch._C, "_group_tensors_by_device_and_dtype", group),
     ):
         for known in types:

@@ -61,7 +61,6 @@ class UserTensors(HostTensors):
             torch.Tensor.is_pinned: lambda t, *_, **__: False,
             torch.Tensor.numpy: self._numpy,
             torch.Tensor.__array__: lambda t, dtype=None, **_: np.asarray(self._numpy(t), dtype),
-            torch.Tensor.record_stream: lambda *_: None,
             torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
             torch.Tensor.__deepcopy__: self._deepcopy,
             _getter("is_cuda"): is_device,
