@@ -63,6 +63,9 @@ class UserTensors(HostTensors):
             torch.Tensor.__array__: lambda t, dtype=None, **_: np.asarray(self._numpy(t), dtype),
             torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
             torch.Tensor.__deepcopy__: self._deepcopy,
+            torch.Tensor.__format__: lambda t, spec: format(
+                real_of(t) if isinstance(t, FakeTensor) else t, spec
+            ),
             _getter("is_cuda"): is_device,
             _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
             _getter("device"): device_of,
@@ -184,7 +187,7 @@ class UserTensors(HostTensors):
 
 
 def real_of(t: Tensor) -> Tensor:
-    """A real tensor in a fake one's place, with its values if they are known."""
+    """A real tensor in a fake one's place, with its values if they are known, else zeros."""
     known = carried_values(t)
     if known is not None:
         return known.clone()
