@@ -27,6 +27,10 @@ CALIBRATED_BASIS = (
     "among them; a slower host or other clocks can take a run outside (docs/accuracy.md)"
 )
 
+MORE_STEPS = 8
+"""Steady steps replayed beyond the traced one where memory is short. Of 10 recipes within 3 % of an H200's memory that ran
+out of it, four did so in the third step or later."""
+
 
 def predict(recipe: Recipe, *, use_cache: bool = True) -> Estimate:
     """What one step of the recipe costs on its GPU.
@@ -103,7 +107,8 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
     if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
         return free, most_reserved <= capacity
     try:
-        return replay(ledger, CachingAllocator(capacity_bytes=capacity), settled=True), True
+        limited = CachingAllocator(capacity_bytes=capacity)
+        return replay(ledger, limited, settled=True, more_steps=MORE_STEPS), True
     except OutOfMemory:
         return free, False
 

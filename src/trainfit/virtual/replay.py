@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from trainfit.spec.result import CATEGORIES, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.ledger import ALLOCATE, Ledger
+from trainfit.virtual.ledger import ALLOCATE, Ledger, LiveEvent
 
 BLOCK = 512
 """Every allocation is rounded up to a multiple of it."""
@@ -32,7 +32,7 @@ class Tally:
     """Where nothing is cached (a CPU): live bytes, each allocation rounded to 512 as ``measure`` counts them."""
 
     def __init__(self) -> None:
-        self.allocated_bytes = self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.peak_reserved_bytes = self.num_retries = 0
         self._sizes: list[int] = []
 
     def malloc(self, num_bytes: int) -> int:
@@ -51,13 +51,17 @@ class Tally:
         self.peak_reserved_bytes = self.allocated_bytes
 
 
-def replay(ledger: Ledger, allocator: CachingAllocator | Tally, *, settled: bool = False) -> Replay:
+def replay(
+    ledger: Ledger, allocator: CachingAllocator | Tally, *, settled: bool = False, more_steps: int = 0
+) -> Replay:
     """Walk every allocation and free of the ledger through an allocator.
 
     Args:
         settled: give the cache back between building and the first step, and count reserved bytes from there, as
             ``measure`` does (``CudaMeter.settle``). Segments that only building needed would otherwise serve the steps,
             or lie idle: which decides 1 to 10 % of reserved bytes where logits are a large part.
+        more_steps: where the allocator had to give its cache back, run the steady step up to this many times more,
+            until one does without: each such step leaves memory cut up differently, and a later one may find no room.
     Raises:
         OutOfMemory: the allocator's capacity does not hold it.
     """
@@ -86,6 +90,8 @@ def replay(ledger: Ledger, allocator: CachingAllocator | Tally, *, settled: bool
                 peak, peak_index = now, index
         else:
             free(handles.pop(event.key))
+    if more_steps and gpu.num_retries:
+        _go_on(ledger, events, gpu, handles, more_steps)
     phases = _phases(ledger, peaks, after_init)
     alive = _alive_at(events, peak_index)
     return Replay(
@@ -98,6 +104,55 @@ def replay(ledger: Ledger, allocator: CachingAllocator | Tally, *, settled: bool
         num_events=len(events),
         at_peak=alive,
     )
+
+
+def _go_on(
+    ledger: Ledger,
+    events: list[LiveEvent],
+    gpu: CachingAllocator | Tally,
+    handles: dict[tuple[int, int], int],
+    more_steps: int,
+) -> None:
+    """Run the steady step again, at most ``more_steps`` times, until one gives nothing back.
+
+    A step that does not end as it began cannot be run again from its ledger: then no more are.
+
+    Raises:
+        OutOfMemory: one of them finds no room.
+    """
+    steady = [event for event in events if ledger.segments[event.segment].step == "steady"]
+    left = _left_over(ledger, steady)
+    for _ in range(more_steps if left is not None else 0):
+        retries = gpu.num_retries
+        for taken, freed in left or ():
+            handles[freed] = handles.pop(taken)
+        for event in steady:
+            if event.kind == ALLOCATE:
+                handles[event.key] = gpu.malloc(event.num_bytes)
+            else:
+                gpu.free(handles.pop(event.key))
+        if gpu.num_retries == retries:
+            return
+
+
+def _left_over(
+    ledger: Ledger, steady: list[LiveEvent]
+) -> list[tuple[tuple[int, int], tuple[int, int]]] | None:
+    """What a steady step leaves behind (its key), each with what it stands for of the step before (the key it frees).
+
+    Some optimizers replace their state by new tensors; such a pair's names differ in the segment alone. None: the
+    step frees something else than it leaves.
+    """
+
+    def named(keys: set[tuple[int, int]]) -> dict[tuple[str, int], tuple[int, int]]:
+        return {(ledger.storages[key[0]].slot.partition("/")[2], key[1]): key for key in keys}
+
+    allocated = {event.key for event in steady if event.kind == ALLOCATE}
+    freed = {event.key for event in steady if event.kind != ALLOCATE}
+    taken, given = named(allocated - freed), named(freed - allocated)
+    if taken.keys() != given.keys() or not len(taken) == len(allocated - freed) == len(freed - allocated):
+        return None
+    return [(key, given[name]) for name, key in taken.items()]
 
 
 def _phases(ledger: Ledger, peaks: list[int], after_init: int) -> Phases:
