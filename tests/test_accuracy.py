@@ -105,10 +105,15 @@ def test_a_trial_without_a_result_is_listed_with_its_message_and_cause() -> None
 
 
 def test_recipes_with_one_side_only_are_told() -> None:
-    alone, unforeseen = recipe("alone"), recipe("unforeseen")
-    accuracy, _ = judge([*suite(), predicted(alone, 1.0), measured(unforeseen, 1.0)], {})
+    """Also a crash that was never predicted (because predict refuses the recipe) stays on the page."""
+    alone, refused = recipe("alone"), recipe("refused")
+    crash = with_error(measured(refused, 1.0), "crashed", "ended in step 1")
+    accuracy, _ = judge([*suite(), predicted(alone, 1.0), crash], {})
     assert accuracy.num_not_measured == 1
-    assert [text.split(",")[0] for text in accuracy.not_predicted] == ["unforeseen"]
+    assert [text.split(",")[0] for text in accuracy.not_predicted] == ["refused"]
+    assert accuracy.not_predicted[0].endswith("(crashed)")
+    assert sorted(one.recipe.split(",")[0] for one in accuracy.unfinished) == ["crash", "refused"]
+    assert accuracy.groups[0].num_recipes == 5
 
 
 def test_the_same_records_give_the_same_bytes_in_any_order(

@@ -101,7 +101,7 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A trial without a result, or out of memory though predicted to fit."""
+    """A trial without a result, whether the recipe was predicted or refused."""
 
     recipe_id: str
     recipe: str
@@ -123,7 +123,7 @@ class Accuracy:
     unfinished: tuple[Unfinished, ...]
     num_not_measured: int
     not_predicted: tuple[str, ...]
-    """Measured recipes without a prediction."""
+    """Measured recipes without a prediction, and how that ended."""
     sources: tuple[str, ...]
     """Devices, versions and commits of the records."""
 
@@ -150,9 +150,9 @@ def judge(records: Sequence[Record], causes: dict[str, str]) -> tuple[Accuracy, 
         verdicts=_verdicts(both),
         worst={name: _worst(both, f"peak_{name}_bytes", causes) for name in ("allocated", "reserved")},
         families=dict(sorted(Counter(family(one.recipe) for one in both).items())),
-        unfinished=tuple(_unfinished(one, causes) for one in both if one.status in ("crashed", "timeout")),
+        unfinished=tuple(_unfinished(one, causes) for one in found if one.status in ("crashed", "timeout")),
         num_not_measured=sum(one.measured is None for one in found),
-        not_predicted=tuple(describe(one) for one in found if one.predicted is None),
+        not_predicted=tuple(f"{describe(one)} ({one.status})" for one in found if one.predicted is None),
         sources=_sources(records),
     )
     return accuracy, both
