@@ -51,8 +51,9 @@ def page(accuracy: Accuracy) -> str:
         "Made from the records by `python -m trainfit.report.accuracy results/*.jsonl --into docs/accuracy.md`; do not "
         "edit. An error is predicted minus measured, over measured. Median and 95th percentile are of the errors' "
         "sizes; the worst has its sign. *Exact*: equal to the byte.",
-        f"{whole.num_recipes} recipes were predicted without a GPU and then measured ({_statuses(whole)}). A hash of "
-        "the recipe puts each into one of two halves: rules may be learned from the one, the other is only looked at.",
+        f"{whole.num_recipes} recipes have a prediction, which needs no GPU, and a measurement ({_statuses(whole)}). A "
+        "hash of the recipe puts each into one of two halves: rules may be learned from the one, the other is only "
+        "looked at.",
         "## Peak allocated memory",
         _table(accuracy, ("allocated", lambda group: group.allocated), ("after init", lambda group: group.after_init)),
         f"![Predicted against measured peak, both logarithmic](plots/{SCATTER})",

@@ -12,7 +12,7 @@ from trainfit.report.plots import INK, MEASURED, MUTED, PREDICTED, peaks_gib, pl
 
 BAND = 0.01
 """The band drawn in the scatter plot, a share."""
-SMALLEST_BIN, NUM_DECADES = 1e-6, 5
+SMALLEST_BIN, NUM_DECADES = 1e-6, 6
 """The histogram's lowest edge (a share), and how many powers of ten it spans."""
 SCATTER, HISTOGRAM, TIMES = "accuracy-scatter.svg", "accuracy-errors.svg", "accuracy-times.svg"
 """File names."""
