@@ -87,6 +87,25 @@ def gpu(name: str) -> Gpu:
     return _gpus().get(name) or _unknown("hardware.gpu", name, _gpus(), "accelerator")
 
 
+def gpu_of_device(device_name: str) -> Gpu:
+    """The GPU that a driver calls ``device_name``, as ``torch.cuda.get_device_name`` prints it.
+
+    Raises:
+        InputError: no row has that name; the error lists near ones.
+    """
+    names = {name: row for row in _gpus().values() for name in row.device_names}
+    if device_name in names:
+        return names[device_name]
+    near = difflib.get_close_matches(device_name, names, n=4, cutoff=0.5)
+    known = ", ".join(f"{names[name].name} ({name})" for name in near) or ", ".join(_gpus())
+    raise InputError(
+        "no GPU of the catalog is called that by its driver",
+        f"if it is one of these, name it with --gpu: {known}",
+        field="gpu",
+        value=device_name,
+    )
+
+
 def links() -> dict[str, Link]:
     """Every link of the catalog, by name."""
     return dict(_links())

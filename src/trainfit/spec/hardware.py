@@ -37,6 +37,8 @@ class Gpu(Value):
     name: str
     """The catalog's key: lower case, such as ``h100-sxm``."""
     title: str
+    device_names: tuple[str, ...] = ()
+    """What the driver calls it (``torch.cuda.get_device_name``)."""
     vendor: Literal["nvidia", "amd", "google", "intel", "host"]
     architecture: str
     compute_capability: tuple[int, int] | None = None

@@ -44,11 +44,11 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
     """
     traits = GpuTraits.of(gpu)
     places, residence = UserPlaces(), SidedResidence()
-    tracer = UserTracer(traits, places, residence)
-    usage = Usage(tracer, gpu.usable_bytes)
-    steps = StepFollower(tracer, places, max_steps)
     # PyTorch's compiler is imported here, and must see torch.cuda as it is.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracer = UserTracer(traits, places, residence, fake)
+    usage = Usage(tracer, gpu.usable_bytes)
+    steps = StepFollower(tracer, places, max_steps)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_restored_defaults())
@@ -58,9 +58,9 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
-        enter(_fake_parameters(fake, tracer, steps))
+        enter(_fake_parameters(tracer, steps))
         enter(_says_cuda(tracer))
-        enter(UserTensors(residence, steps.engine_runs))
+        enter(UserTensors(residence, steps.engine_runs, tracer.twin_on_host))
         enter(places)
         enter(steps)
         enter(tracer)
@@ -68,18 +68,31 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
 
 
 @contextmanager
-def _fake_parameters(fake: FakeTensorMode, tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
-    """Parameters on the host are fake; a module moves between the sides keeping its Parameter objects, as with CUDA."""
+def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
+    """Parameters on the host are fake; a module moves between the sides keeping its Parameter objects, as with CUDA.
+
+    ``steps`` hears of each parameter and optimizer that is made.
+    """
     original: Callable[..., Any] = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if type(data) in (Tensor, nn.Parameter) and is_host(data) and data.device.type == "cpu":
-            data = tracer.twin_on_host(data.detach(), fake)
+            data = tracer.twin_on_host(data)
         parameter = original(cls, data, requires_grad)
         steps.parameter_made(parameter)
         return parameter
 
-    with replaced(nn.Parameter, "__new__", staticmethod(new)), replaced(nn.Module, "_apply", _apply):
+    make_optimizer: Callable[..., None] = torch.optim.Optimizer.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        steps.has_optimizer = True
+        make_optimizer(self, *args, **kwargs)
+
+    with (
+        replaced(nn.Parameter, "__new__", staticmethod(new)),
+        replaced(nn.Module, "_apply", _apply),
+        replaced(torch.optim.Optimizer, "__init__", init),
+    ):
         yield
 
 

@@ -61,6 +61,8 @@ class StepFollower:
         self._turned = False
         self._handles: list[Any] = []
         self.has_trained = False
+        self.has_optimizer = False
+        """One was made: its updates are the steps, not the backwards."""
         self.num_parameters = self.num_trained = 0
         """Elements of the parameters on the device when a module was last called, and of those that are trained."""
         places.on_outermost = self._forward_begins
@@ -102,7 +104,7 @@ class StepFollower:
             return
         if self._places.phase == "backward":
             self._num_turns += 1
-        if max(self._num_updates, 0 if self._lead else self._num_turns) >= self._max_steps:
+        if (self._num_updates if self.has_optimizer else self._num_turns) >= self._max_steps:
             raise Enough
         self._begin("forward")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils._device as default_device
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -48,11 +49,16 @@ class SidedResidence(Residence):
 
 
 class UserTensors(HostTensors):
-    """Gives every call the side its code means. ``on_engine``: entered around each run of autograd's engine."""
+    """Gives every call the side its code means.
 
-    def __init__(self, says: SidedResidence, on_engine: Callable[[], Any]):
+    Args:
+        on_engine: entered around each run of autograd's engine.
+        twin: makes a fake host tensor of a real one.
+    """
+
+    def __init__(self, says: SidedResidence, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]):
         super().__init__(says)
-        self._residence, self._on_engine = says, on_engine
+        self._residence, self._on_engine, self._twin = says, on_engine, twin
         self._calls: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: self._cuda,
@@ -66,6 +72,7 @@ class UserTensors(HostTensors):
             torch.Tensor.__format__: lambda t, spec: format(
                 real_of(t) if isinstance(t, FakeTensor) else t, spec
             ),
+            _setter("data"): self._set_data,
             _getter("is_cuda"): is_device,
             _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
             _getter("device"): device_of,
@@ -89,9 +96,8 @@ class UserTensors(HostTensors):
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None and func is not torch.from_numpy:
-            device = (
-                torch.utils._device.CURRENT_DEVICE
-            )  # of set_default_device and ``with torch.device(...)``
+            # What torch.set_default_device or ``with torch.device(...)`` says.
+            device = default_device.CURRENT_DEVICE
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if func in FROM_DATA and args and isinstance(args[0], Tensor):
             side = device_of(args[0]) if device is None else device
@@ -166,6 +172,11 @@ class UserTensors(HostTensors):
                 return t.to(device=CPU, **{**how, "copy": True})
         return real_of(t).to(how.get("dtype", t.dtype))
 
+    def _set_data(self, t: Tensor, data: Tensor) -> None:
+        """``t.data = data``: a fake tensor (a parameter) stays one, its storage on the data's side."""
+        fake = isinstance(t, FakeTensor) and not isinstance(data, FakeTensor)
+        t.data = self._twin(data) if fake else data
+
     def _numpy(self, t: Tensor, **kwargs: Any) -> Any:
         if is_device(t):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
@@ -198,6 +209,10 @@ def real_of(t: Tensor) -> Tensor:
 
 def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
+
+
+def _setter(name: str) -> Any:
+    return getattr(torch.Tensor, name).__set__
 
 
 class _Both:

@@ -37,8 +37,9 @@ ALL_SELECTED = "a mask that only the data can tell is taken to select everything
 class UserTracer(Tracer):
     """Records what runs on the virtual GPU, and lets the host's part run for real or as a fake."""
 
-    def __init__(self, gpu: GpuTraits, places: Places, residence: SidedResidence):
+    def __init__(self, gpu: GpuTraits, places: Places, residence: SidedResidence, fake: FakeTensorMode):
         super().__init__(gpu, places, residence)
+        self._fake = fake
         self._residence = residence
         self.is_inside = False
         """PyTorch's own code asks: it must see fake CPU tensors as they are."""
@@ -130,12 +131,12 @@ class UserTracer(Tracer):
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
 
-    def twin_on_host(self, data: Tensor, fake: FakeTensorMode) -> Tensor:
+    def twin_on_host(self, data: Tensor) -> Tensor:
         """A fake tensor on the host, shaped like a real one."""
         shape, stride, dtype = data.shape, data.stride(), data.dtype
         outer, self.is_inside = self.is_inside, True
         try:
-            with _disable_current_modes(), fake:
+            with _disable_current_modes(), self._fake:
                 twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
         finally:
             self.is_inside = outer

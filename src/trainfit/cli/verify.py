@@ -1,0 +1,107 @@
+"""``trainfit verify``: a small suite predicted and measured on this machine's own GPU, and the table of errors."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainfit.cli.options import Json, RecordFile, finite, keep, only_json, print_json
+
+if TYPE_CHECKING:
+    from trainfit.explain.verify import Check, Verification
+
+EXIT_NOT_PASSED = 1
+DEFAULT_COUNT, DEFAULT_COUNT_CPU = 8, 4
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify")(run)
+
+
+def run(
+    count: Annotated[
+        int | None, typer.Option(min=1, max=1000, metavar="N", help="Recipes to check (8; on a CPU 4).")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Which recipes are drawn.")] = 0,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="The catalog's name of the GPU that is here.")
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=1, callback=finite, help="End a measurement after so long."),
+    ] = 300.0,
+    json: Json = False,
+    record: RecordFile = None,
+) -> int:
+    """Predict and measure a small suite on this machine; exit code 1 when the median error is over 2 %.
+
+    Without a GPU the CPU's own predictions are verified, with tiny models.
+    """
+    from trainfit.explain.this_device import gpu_here
+    from trainfit.explain.verify import verify
+
+    with only_json(json):
+        row, device = gpu_here(gpu)
+        on_cpu = row.vendor == "host"
+        if on_cpu:
+            _say("no CUDA GPU in this machine: verifying the CPU path with tiny models")
+        else:
+            _say(f"{device}: {row.name} of the catalog")
+        result = verify(
+            row, device, count=count or (DEFAULT_COUNT_CPU if on_cpu else DEFAULT_COUNT), seed=seed, timeout_s=timeout, say=_say,
+            keep=lambda recipe, estimate, measured: (
+                keep(record, "predict", recipe, estimate=estimate), keep(record, "measure", recipe, measurement=measured),
+            )[0],
+        )  # fmt: skip
+    if json:
+        print_json(result)
+    else:
+        show(result)
+    return 0 if result.passed else EXIT_NOT_PASSED
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(result: "Verification") -> None:
+    """The table of signed errors, their median and worst, and the verdict."""
+    from trainfit.cli.show import console, heading, rows
+
+    out = console()
+    names = list(result.medians) or ["allocated"]
+    heading(out, f"Predicted against measured on {result.device}, seed {result.seed}")
+    lines = [["recipe", "", "measured", *names]]
+    lines += [_line(check, names) for check in result.checks]
+    lines.append(["median", "", "", *(_percent(result.medians.get(name), signed=False) for name in names)])
+    lines.append(["worst", "", "", *(_percent(result.worst.get(name)) for name in names)])
+    rows(out, lines, "left", "wrap", "right", *("right" for _ in names))
+    out.print()
+    compared = sum(bool(check.errors) for check in result.checks)
+    if result.passed:
+        verdict = f"PASSED: {compared} recipes, median error of the allocated peak within {result.limit:.0%}"
+    elif not compared:
+        verdict = "NOT PASSED: nothing could be compared"
+    elif any(check.status == "out-of-memory" for check in result.checks):
+        verdict = "NOT PASSED: a recipe that was predicted to fit ran out of memory"
+    else:
+        verdict = f"NOT PASSED: the median error of the allocated peak is over {result.limit:.0%}"
+    out.print(verdict, style="bold green" if result.passed else "bold red")
+
+
+def _line(check: "Check", names: list[str]) -> list[str]:
+    from trainfit.cli.words import describe
+    from trainfit.spec.recipe_file import recipe_from
+    from trainfit.spec.units import format_bytes
+
+    words = describe(recipe_from(check.recipe)).rpartition(", on ")[0]
+    if not check.errors:
+        return [check.recipe_id, words, check.status, *("" for _ in names)]
+    size = format_bytes(check.measured["allocated"])
+    return [check.recipe_id, words, size, *(_percent(check.errors.get(name)) for name in names)]
+
+
+def _percent(share: float | None, *, signed: bool = True) -> str:
+    if share is None:
+        return ""
+    return f"{share:+.2%}" if signed else f"{share:.2%}"
