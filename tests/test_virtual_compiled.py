@@ -147,7 +147,11 @@ def test_a_fused_chain_allocates_its_output_alone() -> None:
 
 def allocated_in_forward(ledger: Ledger) -> list[int]:
     forward = next(i for i, segment in enumerate(ledger.segments) if segment.phase == "forward")
-    return [ledger.storages[e.storage].num_bytes for e in ledger.events if e.segment == forward and e.kind == ALLOCATE]
+    return [
+        ledger.storages[e.storage].num_bytes
+        for e in ledger.events
+        if e.segment == forward and e.kind == ALLOCATE
+    ]
 
 
 def test_a_product_that_tensor_cores_cannot_take_is_padded() -> None:
@@ -175,7 +179,11 @@ def test_compiling_keeps_no_more_and_computes_the_same(mode: Any, fields: dict[s
     compiled = trace(recipe.model_copy(update={"compile": mode}))
     assert activation_bytes(compiled) <= activation_bytes(eager)
     # transformers gives a whole compiled model a mask: then attention's masked half is computed too.
-    assert flops(eager) == flops(compiled) if mode == "block" else flops(eager) <= flops(compiled) < 1.1 * flops(eager)
+    assert (
+        flops(eager) == flops(compiled)
+        if mode == "block"
+        else flops(eager) <= flops(compiled) < 1.1 * flops(eager)
+    )
     assert compiled.params == eager.params
     assert any("Inductor" in text for text in compiled.assumptions)
     assert any(op.name.startswith("triton_") for op in compiled.ops)
@@ -183,7 +191,11 @@ def test_compiling_keeps_no_more_and_computes_the_same(mode: Any, fields: dict[s
 
 def activation_bytes(ledger: Ledger) -> int:
     """What the steady forward leaves to the backward."""
-    steady = [s for i, s in enumerate(ledger.storages) if s.category == "activations" and phase_of(ledger, i) == ("steady", "forward")]
+    steady = [
+        s
+        for i, s in enumerate(ledger.storages)
+        if s.category == "activations" and phase_of(ledger, i) == ("steady", "forward")
+    ]
     return sum(s.num_bytes for s in steady)
 
 
@@ -199,7 +211,9 @@ def flops(ledger: Ledger) -> float:
 def test_an_update_in_the_backward_frees_gradients() -> None:
     """By block the gradients of one block are alive at a time; nothing is left for the optimizer's phase."""
     recipe = tiny_recipe(layers=4, compile="block")
-    in_backward = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"in_backward": True})})
+    in_backward = recipe.model_copy(
+        update={"optimizer": recipe.optimizer.model_copy(update={"in_backward": True})}
+    )
     ordinary, early = (replay(trace(r), CachingAllocator()).phases.steady for r in (recipe, in_backward))
     assert early.backward <= ordinary.backward
     assert early.optimizer < ordinary.optimizer
@@ -284,17 +298,18 @@ def measured() -> list[Any]:
 
 @pytest.mark.parametrize("row", measured())
 def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
-    """Peak bytes of the steady step's phases, within 0.5 %."""
+    """Peak bytes of the steady step's phases: within 0.1 % by the Inductor that was measured, within 6 % by another."""
     from trainfit.spec.recipe_file import recipe_from
 
+    same_inductor = torch.__version__.startswith("2.11.")
     recipe: Recipe = recipe_from(row["recipe"])
     phases = replay(trace(recipe), CachingAllocator()).phases.steady
     for phase, num_bytes in row["steady"].items():
-        assert getattr(phases, phase) == pytest.approx(num_bytes, rel=0.005), phase
+        assert getattr(phases, phase) == pytest.approx(num_bytes, rel=0.001 if same_inductor else 0.06), phase
 
 
 def test_models_of_several_kinds_compile() -> None:
-    """A model with a graph break (GPT-2's loss), one with eager attention (Bloom), one with two kinds of layers."""
+    """A model with dropout (GPT-2), one with eager attention (Bloom), one with two kinds of layers."""
     for name in ("gpt2", "bloom-560m", "gemma-3-1b"):
         recipe = recipe_of(with_layers(name, 2), compile="block")
         ledger = trace(recipe)

@@ -51,7 +51,11 @@ def as_cuda(gpu: GpuTraits) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(replaced(torch.cuda, name, answer))
         registry = device_interface.device_interfaces
-        stack.enter_context(replaced(device_interface, "device_interfaces", registry | {"cuda": interface, "cuda:0": interface}))
+        stack.enter_context(
+            replaced(
+                device_interface, "device_interfaces", registry | {"cuda": interface, "cuda:0": interface}
+            )
+        )
         stack.enter_context(replaced(scheduler, "has_triton", yes))
         stack.enter_context(replaced(pad_mm, "has_triton", yes))
         stack.enter_context(replaced(triton, "triton_hash_with_backend", lambda *args, **kwargs: "virtual"))
@@ -78,9 +82,13 @@ def _device_guard() -> Iterator[None]:
     folder = Path(torch.__file__).parent / "lib"
     libraries = [path for name in ("libc10.so", "libc10.dylib") if (path := folder / name).exists()]
     if not libraries:
-        raise RuntimeError("a compiled step is predicted with PyTorch for CUDA (no GPU is needed), or for CPU on Linux or macOS")
+        raise RuntimeError(
+            "a compiled step is predicted with PyTorch for CUDA (no GPU is needed), or for CPU on Linux or macOS"
+        )
     # std::array<std::atomic<const DeviceGuardImplInterface*>, COMPILE_TIME_MAX_DEVICE_TYPES>
-    guards = (ctypes.c_void_p * (META_TYPE + 1)).in_dll(ctypes.CDLL(str(libraries[0])), "_ZN3c104impl26device_guard_impl_registryE")
+    guards = (ctypes.c_void_p * (META_TYPE + 1)).in_dll(
+        ctypes.CDLL(str(libraries[0])), "_ZN3c104impl26device_guard_impl_registryE"
+    )
     guards[CUDA_TYPE] = guards[META_TYPE]
     try:
         yield

@@ -104,7 +104,9 @@ def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], A
 
 
 def _kernel(node: Any, is_backward: bool) -> Kernel:
-    origins = [origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()]
+    origins = [
+        origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
+    ]
     modules = tuple(dict.fromkeys(name for origin in origins if (name := _module_of(origin)) is not None))
     recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
     return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes)

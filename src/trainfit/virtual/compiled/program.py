@@ -38,12 +38,17 @@ class Program:
             self._places.override = None
 
     def _load(self, source: Source) -> Callable[[list[Any]], Any]:
-        names: dict[str, Any] = {"__name__": "inductor_program", "__builtins__": {**vars(builtins), "__import__": self._import}}
+        names: dict[str, Any] = {
+            "__name__": "inductor_program",
+            "__builtins__": {**vars(builtins), "__import__": self._import},
+        }
         exec(compile(source.text, "<inductor program>", "exec"), names)
         names.update(source.constants)
         names.update(
             {
-                "torch": _Overlaid(torch, cuda=_Anything(), device=_device, ops=_Overlaid(torch.ops, higher_order=_RandomOps)),
+                "torch": _Overlaid(
+                    torch, cuda=_Anything(), device=_device, ops=_Overlaid(torch.ops, higher_order=_RandomOps)
+                ),
                 "device": _device,
                 "empty_strided_cuda": _empty_strided,
                 "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
@@ -56,7 +61,14 @@ class Program:
         )
         return names["call"]
 
-    def _import(self, name: str, module_globals: Any = None, module_locals: Any = None, wanted: Any = (), level: int = 0) -> Any:
+    def _import(
+        self,
+        name: str,
+        module_globals: Any = None,
+        module_locals: Any = None,
+        wanted: Any = (),
+        level: int = 0,
+    ) -> Any:
         if name.partition(".")[0] == "triton":
             return _Anything()
         if name == "torch._inductor.async_compile":
