@@ -87,6 +87,10 @@ def verify(
         InputError: the virtual GPU does not know this GPU, or too few recipes fit it.
     """
     on_cpu = gpu.vendor == "host"
+    if not on_cpu:
+        from trainfit.virtual.temporaries import GpuTraits
+
+        GpuTraits.of(gpu)
     checks = []
     for recipe, estimate in suite(gpu, count, seed, say):
         number = f"[{len(checks) + 1}/{count}]"
