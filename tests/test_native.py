@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists
 from trainfit.models.native.build import build_native
-from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.decoder import NativeDecoder
+from trainfit.models.native.families import native_config
 from trainfit.models.native.positions import additive_bias, alibi_slopes
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
@@ -123,7 +123,7 @@ def test_alibi_slopes_are_the_papers() -> None:
 
 
 def test_window_counts_the_token_itself() -> None:
-    config = NativeConfig.from_config({**OWN, "sliding_window": 3})
+    config = native_config({**OWN, "sliding_window": 3})
     bias = additive_bias(config, 6, None, torch.float32, torch.device("cpu"))
     assert bias is not None
     assert (bias[0, 0] == 0).sum(dim=1).tolist() == [1, 2, 3, 3, 3, 3]

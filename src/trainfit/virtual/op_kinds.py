@@ -8,401 +8,94 @@ from functools import lru_cache
 from typing import Any
 
 FACTORIES = frozenset(
-    [
-        "arange",
-        "bartlett_window",
-        "bernoulli",
-        "blackman_window",
-        "cauchy",
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "exponential",
-        "eye",
-        "fill",
-        "full",
-        "full_like",
-        "geometric",
-        "hamming_window",
-        "hann_window",
-        "kaiser_window",
-        "linspace",
-        "log_normal",
-        "logspace",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "normal",
-        "normal_functional",
-        "ones",
-        "ones_like",
-        "rand",
-        "rand_like",
-        "randint",
-        "randint_like",
-        "randn",
-        "randn_like",
-        "random",
-        "randperm",
-        "range",
-        "scalar_tensor",
-        "tril_indices",
-        "triu_indices",
-        "uniform",
-        "zero",
-        "zeros",
-        "zeros_like",
-        "_efficientzerotensor",
-    ]
+    """
+    arange bartlett_window bernoulli blackman_window cauchy _efficientzerotensor empty empty_like
+    empty_permuted empty_strided exponential eye fill full full_like geometric hamming_window
+    hann_window kaiser_window linspace log_normal logspace new_empty new_empty_strided new_full new_ones
+    new_zeros normal normal_functional ones ones_like rand rand_like randint randint_like randn
+    randn_like random randperm range scalar_tensor tril_indices triu_indices uniform zero zeros
+    zeros_like
+    """.split()
 )
 """They write their output and read nothing."""
 
 UNWRITTEN = frozenset(
-    ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"]
+    """
+    empty empty_like empty_permuted empty_strided new_empty new_empty_strided
+    """.split()
 )
 """Memory without contents."""
 
 FREE = frozenset(
-    [
-        "_local_scalar_dense",
-        "_unsafe_view",
-        "_reshape_alias",
-        "alias",
-        "as_strided",
-        "as_strided_",
-        "detach",
-        "dim",
-        "equal_size",
-        "is_pinned",
-        "is_same_size",
-        "item",
-        "lift",
-        "lift_fresh",
-        "record_stream",
-        "resize",
-        "resize_as",
-        "set",
-        "set_",
-        "squeeze",
-        "sym_numel",
-        "sym_size",
-        "sym_storage_offset",
-        "sym_stride",
-        "t",
-        "transpose",
-        "unsqueeze",
-        "_assert_async",
-        "_assert_tensor_metadata",
-        "_functional_assert_async",
-        "_resize_output",
-        "_has_same_storage_numel",
-        "_version",
-        "_nnz",
-    ]
+    """
+    alias as_strided_ as_strided _assert_async _assert_tensor_metadata detach dim equal_size
+    _functional_assert_async _has_same_storage_numel is_pinned is_same_size item lift lift_fresh
+    _local_scalar_dense _nnz record_stream _reshape_alias resize resize_as _resize_output set set_
+    squeeze sym_numel sym_size sym_storage_offset sym_stride t transpose _unsafe_view unsqueeze _version
+    """.split()
 )
 """They touch no element of any size."""
 
 GATHERS = frozenset(
-    [
-        "embedding",
-        "index",
-        "index_select",
-        "gather",
-        "take",
-        "masked_select",
-        "_unsafe_index",
-        "_unsafe_masked_index",
-        "index_add",
-        "index_copy",
-        "index_fill",
-        "index_put",
-        "_index_put_impl",
-        "_unsafe_index_put",
-        "scatter",
-        "scatter_add",
-        "scatter_reduce",
-        "index_reduce",
-        "put",
-    ]
+    """
+    embedding gather index index_add index_copy index_fill index_put _index_put_impl index_reduce
+    index_select masked_select put scatter scatter_add scatter_reduce take _unsafe_index
+    _unsafe_index_put _unsafe_masked_index
+    """.split()
 )
 """They touch the places that indices name."""
 
 MOVES = frozenset(
-    [
-        "_chunk_cat",
-        "_conj_copy",
-        "_neg_view_copy",
-        "_pack_padded_sequence",
-        "_pin_memory",
-        "_reshape_copy",
-        "_stack",
-        "_to_copy",
-        "_to_dense",
-        "as_strided_copy",
-        "as_strided_scatter",
-        "block_diag",
-        "cat",
-        "channel_shuffle",
-        "clone",
-        "col2im",
-        "constant_pad_nd",
-        "copy",
-        "detach_copy",
-        "diag_embed",
-        "diagonal_backward",
-        "diagonal_copy",
-        "diagonal_scatter",
-        "expand_copy",
-        "flip",
-        "im2col",
-        "masked_scatter",
-        "masked_scatter_backward",
-        "narrow_copy",
-        "permute_copy",
-        "pixel_shuffle",
-        "pixel_unshuffle",
-        "reflection_pad1d",
-        "reflection_pad2d",
-        "reflection_pad3d",
-        "repeat",
-        "repeat_interleave",
-        "replication_pad1d",
-        "replication_pad2d",
-        "replication_pad3d",
-        "roll",
-        "rot90",
-        "select_backward",
-        "select_copy",
-        "select_scatter",
-        "slice_backward",
-        "slice_copy",
-        "slice_scatter",
-        "split_copy",
-        "split_with_sizes_copy",
-        "squeeze_copy",
-        "stack",
-        "t_copy",
-        "tril",
-        "triu",
-        "transpose_copy",
-        "unbind_copy",
-        "unfold_backward",
-        "unfold_copy",
-        "unsafe_split",
-        "unsafe_split_with_sizes",
-        "unsqueeze_copy",
-        "values_copy",
-        "view_as_complex_copy",
-        "view_as_real_copy",
-        "view_copy",
-        "alias_copy",
-        "lift_fresh_copy",
-        "_fw_primal_copy",
-        "to_padded_tensor",
-    ]
+    """
+    alias_copy as_strided_copy as_strided_scatter block_diag cat channel_shuffle _chunk_cat clone col2im
+    _conj_copy constant_pad_nd copy detach_copy diag_embed diagonal_backward diagonal_copy
+    diagonal_scatter expand_copy flip _fw_primal_copy im2col lift_fresh_copy masked_scatter
+    masked_scatter_backward narrow_copy _neg_view_copy _pack_padded_sequence permute_copy _pin_memory
+    pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
+    repeat_interleave replication_pad1d replication_pad2d replication_pad3d _reshape_copy roll rot90
+    select_backward select_copy select_scatter slice_backward slice_copy slice_scatter split_copy
+    split_with_sizes_copy squeeze_copy _stack stack t_copy _to_copy _to_dense to_padded_tensor
+    transpose_copy tril triu unbind_copy unfold_backward unfold_copy unsafe_split
+    unsafe_split_with_sizes unsqueeze_copy values_copy view_as_complex_copy view_as_real_copy view_copy
+    """.split()
 )
+"""They copy elements and compute nothing."""
 
 VECTOR_WORK = frozenset(
-    [
-        "_adaptive_avg_pool2d",
-        "_adaptive_avg_pool2d_backward",
-        "_adaptive_avg_pool3d",
-        "_adaptive_avg_pool3d_backward",
-        "_aminmax",
-        "_amp_foreach_non_finite_check_and_unscale",
-        "_amp_update_scale",
-        "_batch_norm_no_update",
-        "_batch_norm_with_update",
-        "_batch_norm_with_update_functional",
-        "_conj_physical",
-        "_cummax_helper",
-        "_cummin_helper",
-        "_embedding_bag",
-        "_embedding_bag_backward",
-        "_embedding_bag_dense_backward",
-        "_embedding_bag_forward_only",
-        "_fused_rms_norm",
-        "_fused_rms_norm_backward",
-        "_fused_dropout",
-        "_is_all_true",
-        "_is_any_true",
-        "_log_softmax",
-        "_log_softmax_backward_data",
-        "_logcumsumexp",
-        "_masked_scale",
-        "_masked_softmax",
-        "_masked_softmax_backward",
-        "_native_batch_norm_legit",
-        "_native_batch_norm_legit_functional",
-        "_native_batch_norm_legit_no_training",
-        "_prelu_kernel",
-        "_prelu_kernel_backward",
-        "_safe_softmax",
-        "_softmax",
-        "_softmax_backward_data",
-        "_unique",
-        "_unique2",
-        "_unsafe_masked_index_put_accumulate",
-        "_upsample_bicubic2d_aa",
-        "_upsample_bilinear2d_aa",
-        "_weight_norm_interface",
-        "_weight_norm_interface_backward",
-        "adaptive_avg_pool1d",
-        "adaptive_max_pool2d",
-        "adaptive_max_pool2d_backward",
-        "adaptive_max_pool3d",
-        "affine_grid_generator",
-        "allclose",
-        "avg_pool2d",
-        "avg_pool2d_backward",
-        "avg_pool3d",
-        "avg_pool3d_backward",
-        "batch_norm_backward",
-        "binary_cross_entropy",
-        "binary_cross_entropy_backward",
-        "binary_cross_entropy_with_logits",
-        "bincount",
-        "bucketize",
-        "complex",
-        "count_nonzero",
-        "cudnn_batch_norm",
-        "cudnn_batch_norm_backward",
-        "cummax",
-        "cummin",
-        "cumprod",
-        "cumsum",
-        "diag",
-        "dist",
-        "embedding_dense_backward",
-        "embedding_renorm",
-        "equal",
-        "gelu_backward",
-        "glu",
-        "glu_backward",
-        "grid_sampler_2d",
-        "grid_sampler_2d_backward",
-        "hardtanh_backward",
-        "histc",
-        "histogram",
-        "huber_loss",
-        "huber_loss_backward",
-        "isin",
-        "kthvalue",
-        "logcumsumexp",
-        "log_sigmoid_backward",
-        "log_sigmoid_forward",
-        "log_softmax",
-        "masked_fill",
-        "max_pool2d_with_indices",
-        "max_pool2d_with_indices_backward",
-        "median",
-        "mode",
-        "mse_loss",
-        "mse_loss_backward",
-        "multinomial",
-        "nanmedian",
-        "native_batch_norm",
-        "native_batch_norm_backward",
-        "native_dropout",
-        "native_dropout_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "nll_loss2d_backward",
-        "nll_loss2d_forward",
-        "nll_loss_backward",
-        "nll_loss_forward",
-        "nonzero",
-        "nonzero_static",
-        "norm",
-        "poisson",
-        "polar",
-        "prod",
-        "reflection_pad1d_backward",
-        "reflection_pad2d_backward",
-        "renorm",
-        "replication_pad1d_backward",
-        "replication_pad2d_backward",
-        "rrelu_with_noise",
-        "rrelu_with_noise_backward",
-        "searchsorted",
-        "segment_reduce",
-        "smooth_l1_loss",
-        "smooth_l1_loss_backward",
-        "soft_margin_loss",
-        "soft_margin_loss_backward",
-        "softmax",
-        "sort",
-        "std_mean",
-        "sum",
-        "topk",
-        "trace",
-        "unique_consecutive",
-        "unique_dim",
-        "unique_dim_consecutive",
-        "upsample_bicubic2d",
-        "upsample_bicubic2d_backward",
-        "upsample_bilinear2d",
-        "upsample_bilinear2d_backward",
-        "upsample_linear1d",
-        "upsample_nearest1d",
-        "upsample_nearest1d_backward",
-        "upsample_nearest2d",
-        "upsample_nearest2d_backward",
-        "upsample_nearest3d",
-        "upsample_trilinear3d",
-        "var_mean",
-        "where",
-        "aminmax",
-        "max",
-        "min",
-        "any",
-        "all",
-        "argmax",
-        "argmin",
-        "abs",
-        "add",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "celu",
-        "copysign",
-        "div",
-        "elu",
-        "elu_backward",
-        "eq",
-        "floor_divide",
-        "gelu",
-        "ge",
-        "gt",
-        "hardshrink",
-        "hardsigmoid",
-        "hardswish",
-        "hardtanh",
-        "heaviside",
-        "isinf",
-        "isnan",
-        "le",
-        "leaky_relu",
-        "leaky_relu_backward",
-        "lt",
-        "mish",
-        "mul",
-        "ne",
-        "relu",
-        "remainder",
-        "rsub",
-        "softplus",
-        "softplus_backward",
-        "sub",
-        "threshold",
-        "threshold_backward",
-        "xlogy",
-    ]
+    """
+    abs adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
+    _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d
+    add affine_grid_generator all allclose aminmax _aminmax _amp_foreach_non_finite_check_and_unscale
+    _amp_update_scale any argmax argmin avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
+    batch_norm_backward _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits bincount
+    bitwise_and bitwise_or bitwise_xor bucketize celu complex _conj_physical copysign count_nonzero
+    cudnn_batch_norm cudnn_batch_norm_backward cummax _cummax_helper cummin _cummin_helper cumprod
+    cumsum diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
+    _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward embedding_renorm
+    eq equal floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge gelu gelu_backward
+    glu glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid hardswish
+    hardtanh hardtanh_backward heaviside histc histogram huber_loss huber_loss_backward _is_all_true
+    _is_any_true isin isinf isnan kthvalue le leaky_relu leaky_relu_backward log_sigmoid_backward
+    log_sigmoid_forward log_softmax _log_softmax _log_softmax_backward_data logcumsumexp _logcumsumexp
+    lt masked_fill _masked_scale _masked_softmax _masked_softmax_backward max max_pool2d_with_indices
+    max_pool2d_with_indices_backward median min mish mode mse_loss mse_loss_backward mul multinomial
+    nanmedian native_batch_norm native_batch_norm_backward _native_batch_norm_legit
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_dropout
+    native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm
+    native_layer_norm_backward ne nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+    nll_loss_forward nonzero nonzero_static norm poisson polar _prelu_kernel _prelu_kernel_backward prod
+    reflection_pad1d_backward reflection_pad2d_backward relu remainder renorm replication_pad1d_backward
+    replication_pad2d_backward rrelu_with_noise rrelu_with_noise_backward rsub _safe_softmax
+    searchsorted segment_reduce smooth_l1_loss smooth_l1_loss_backward soft_margin_loss
+    soft_margin_loss_backward softmax _softmax _softmax_backward_data softplus softplus_backward sort
+    std_mean sub sum threshold threshold_backward topk trace _unique _unique2 unique_consecutive
+    unique_dim unique_dim_consecutive _unsafe_masked_index_put_accumulate upsample_bicubic2d
+    _upsample_bicubic2d_aa upsample_bicubic2d_backward upsample_bilinear2d _upsample_bilinear2d_aa
+    upsample_bilinear2d_backward upsample_linear1d upsample_nearest1d upsample_nearest1d_backward
+    upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d upsample_trilinear3d var_mean
+    _weight_norm_interface _weight_norm_interface_backward where xlogy
+    """.split()
 )
 """Elementwise work, reductions, norms, losses, pooling, sorting: FLOPs that the matmul convention does not count."""
 

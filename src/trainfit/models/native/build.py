@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.decoder import NativeDecoder
+from trainfit.models.native.families import native_config
 
 
 def build_native(
@@ -17,5 +17,5 @@ def build_native(
         InputError: a family or a key that native cannot express.
     """
     return NativeDecoder(
-        NativeConfig.from_config(config), eager=attention == "eager", dtype=dtype, device=torch.device(device)
+        native_config(config), eager=attention == "eager", dtype=dtype, device=torch.device(device)
     )

@@ -1,8 +1,7 @@
 """NativeConfig: what the native decoder can be, as one strict value.
 
-Enters: the mapping of a config.json. ``model_type: trainfit`` names our own keys, which are this value's fields;
-``llama``, ``mistral``, ``qwen2`` and ``qwen3`` are read as transformers reads them (families.py). Anything else is
-refused with the way out: ``implementation: hf``.
+Enters: the mapping of a config.json whose ``model_type: trainfit`` names our own keys, which are this value's fields.
+families.py reads those of other model types.
 """
 
 from typing import Annotated, Any, Literal
@@ -124,28 +123,6 @@ class NativeConfig(Value):
     def rotary_dim(self) -> int:
         """How many elements of each head RoPE turns."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "NativeConfig":
-        """The value of a config.json mapping.
-
-        Raises:
-            InputError: a family that native cannot express, an unknown key of ``trainfit``, or a wrong value.
-        """
-        from trainfit.models.native.families import FAMILIES, from_transformers
-
-        model_type = config.get("model_type")
-        if model_type == "trainfit":
-            return from_own_keys(config)
-        if model_type in FAMILIES:
-            return from_transformers(config)
-        known = ", ".join(("trainfit", *FAMILIES))
-        raise InputError(
-            f"native builds {known}",
-            "use implementation: hf",
-            field="model.config.model_type",
-            value=model_type,
-        )
 
 
 def from_own_keys(config: dict[str, Any]) -> NativeConfig:

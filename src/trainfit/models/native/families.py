@@ -1,19 +1,37 @@
-"""Llama, Mistral, Qwen2 and Qwen3 configs as NativeConfig, read the way transformers reads them.
+"""Any config.json as NativeConfig: our own ``model_type: trainfit``, and Llama, Mistral, Qwen2 and Qwen3.
 
-transformers' own config classes fill in defaults and bring old RoPE spellings into one form; what they then hold is
-copied. What the native decoder lacks (dropout, mixed layer types, other RoPE kinds) is refused.
+Those four are read the way transformers reads them: its config classes fill in defaults and bring old RoPE spellings
+into one form; what they then hold is copied. What the native decoder lacks (dropout, mixed layer types, other RoPE
+kinds) is refused.
 """
 
 from typing import Any, NoReturn
 
 from trainfit.models.hf import hf_config_from
-from trainfit.models.native.config import NativeConfig, Rope, activation
+from trainfit.models.native.config import NativeConfig, Rope, activation, from_own_keys
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import parse
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 OWN_KEYS = ("norm_placement", "position_embedding", "norm", "gated_mlp", "qk_norm")
+
+
+def native_config(config: dict[str, Any]) -> NativeConfig:
+    """The native value of a config.json mapping.
+
+    Raises:
+        InputError: a family that native cannot express, an unknown key of ``trainfit``, or a wrong value.
+    """
+    model_type = config.get("model_type")
+    if model_type == "trainfit":
+        return from_own_keys(config)
+    if model_type in FAMILIES:
+        return from_transformers(config)
+    known = ", ".join(("trainfit", *FAMILIES))
+    raise InputError(
+        f"native builds {known}", "use implementation: hf", field="model.config.model_type", value=model_type
+    )
 
 
 def from_transformers(config: dict[str, Any]) -> NativeConfig:
