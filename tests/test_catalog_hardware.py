@@ -96,7 +96,7 @@ def test_an_unknown_accelerator_lists_near_names(name: str, near: str) -> None:
 
 @pytest.mark.parametrize("name", load.recipes())
 def test_a_shipped_recipe_is_valid_and_names_known_things(name: str) -> None:
-    recipe = load_recipe(load.recipe_path(name))
+    recipe = load_recipe(load.recipes()[name])
     assert load.model_config(recipe.model.config)["model_type"]
     assert load.cluster(recipe.hardware).gpu.name == recipe.hardware.gpu
 

@@ -105,6 +105,11 @@ def test_measured_on_this_machine_within_three_percent(
     out = tmp_path / "records.jsonl"
     assert main(["records", "export", file, str(out)]) == 0
     assert [json.loads(line)["kind"] for line in out.read_text().splitlines()] == ["predict", "measure"]
+    again = tmp_path / "again.sqlite"
+    for _ in range(2):  # The second time adds nothing.
+        assert main(["records", "import", str(again), str(out)]) == 0
+        assert main(["records", "list", str(again), "--json"]) == 0
+    assert capsys.readouterr().out.count('"kind": "measure"') == 2
 
 
 LLAMA_405B = ["mfu", "--model", "llama-3.1-405b", "--batch", "16", "--seq", "64", "--step-s", "30",
@@ -151,10 +156,34 @@ def test_gpu_hours_to_money(capsys: Captured) -> None:
     assert as_json(["mfu", "--gpu-hours", "1.46e6", "--price", "2"], capsys)["dollars"] == 2_920_000
 
 
+def test_gpu_hours_of_a_published_run(capsys: Captured) -> None:
+    """Llama 3.1 405B: 15.6e12 tokens in 30.84M H100 hours at 38 to 43 % BF16 MFU (https://arxiv.org/abs/2407.21783, 3.3).
+
+    The published hours include interruptions and longer contexts.
+    """
+    step = ["mfu", "--model", "llama-3.1-405b", "--batch", "2048", "--seq", "8192", "--mfu", "0.4"]
+    data = as_json(
+        [*step, "--tokens", "15.6e12", "--gpu", "h100-sxm", "--count", "16384", "--price", "2"], capsys
+    )
+    assert 0.8 * 30.84e6 < data["gpu_hours"] < 30.84e6
+    assert data["dollars"] == pytest.approx(2 * data["gpu_hours"])
+    assert data["run_s"] * 16384 / 3600 == pytest.approx(data["gpu_hours"])
+    assert data["mfu"] == pytest.approx(0.4)
+
+
+def test_a_batch_needs_so_many_times_one_sequence(capsys: Captured) -> None:
+    one, many = (as_json(["mfu", "--model", "gpt2", "--batch", str(batch), "--seq", "1024", "--step-s", "1"], capsys)
+                 for batch in (1, 4096))  # fmt: skip
+    assert many["model_flops"] == 4096 * one["model_flops"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         (["mfu"], 2),
+        (["mfu", "--model", "gpt2", "--batch", "1", "--seq", "8", "--step-s", "1", "--mfu", "0.4"], 2),
+        (["mfu", "--model", "gpt2", "--batch", "1", "--seq", "8", "--mfu", "0"], 2),
+        (["mfu", "--model", "gpt2", "--batch", "1", "--seq", "8", "--mfu", "40"], 2),
         (["mfu", "--model", "gpt2"], 2),
         (["mfu", "--gpu-hours", "nan"], 2),
         (["mfu", "--model", "gpt2", "--batch", "1", "--seq", "8", "--step-s", "0"], 2),

@@ -10,7 +10,7 @@ import pytest
 from tiny_training import GPT2, LLAMA, Listener, asked, losses_in_log, stop_at, tiny
 from trainfit.spec.errors import InputError
 from trainfit.train.board import TensorBoard
-from trainfit.train.folder import locked, saved_options
+from trainfit.train.folder import locked
 from trainfit.train.log import JsonlLog
 from trainfit.train.loop import train
 from trainfit.train.options import StoriesData
@@ -131,12 +131,6 @@ def test_a_used_folder_is_refused(finished, tmp_path):
         train(tiny(), asked(tmp_path / "empty", 5, resume=True))
     with locked(finished), pytest.raises(InputError, match="another process"):
         train(tiny(), asked(finished, 5, resume=True))
-
-
-def test_options_of_a_run_are_read_back(finished, tmp_path):
-    assert saved_options(str(finished)) == asked(finished, 3, resume=True)
-    with pytest.raises(InputError, match="no run to resume"):
-        saved_options(str(tmp_path / "absent"))
 
 
 def test_a_damaged_checkpoint_is_refused_even_where_an_older_one_is_whole(tmp_path):

@@ -48,16 +48,6 @@ class ModelRow(Value):
         """The published count as a number, rounded as its source rounds it."""
         return published_interval(self.published)[0] if self.published else None
 
-    @property
-    def published_is_exact(self) -> bool:
-        """Whether the source prints every digit."""
-        return bool(self.published) and self.published[-1].isdigit()
-
-    def agrees_with(self, params: int) -> bool:
-        """Whether a parameter count rounds to the published one."""
-        value, half_unit = published_interval(self.published)
-        return abs(params - value) <= half_unit
-
 
 def published_interval(text: str) -> tuple[int, float]:
     """A printed count as (value, half a unit of its last digit): ``6.7B`` is (6_700_000_000, 5e7)."""
@@ -168,11 +158,6 @@ def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
 def recipes() -> dict[str, Path]:
     """The shipped recipes' files, by name."""
     return {path.stem: path for path in sorted((FOLDER / "recipes").glob("*.yaml"))}
-
-
-def recipe_path(name: str) -> Path:
-    """The file of the shipped recipe called ``name``."""
-    return recipes().get(name) or _unknown("recipe", name, recipes(), "shipped recipe")
 
 
 @functools.cache

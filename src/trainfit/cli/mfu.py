@@ -1,5 +1,9 @@
-"""``trainfit mfu``: how well a run uses its GPUs, from model, batch, step time and hardware; and GPU-hours as money."""
+"""``trainfit mfu``: how well a run uses its GPUs, from model, batch, step time and hardware, or the time from the MFU.
 
+And how long a run of so many tokens takes, and what GPU-hours cost.
+"""
+
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -18,6 +22,16 @@ Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens a sequence.")]
 StepSeconds = Annotated[
     float | None, typer.Option("--step-s", metavar="T", callback=finite, help="Seconds a step.")
+]
+Given = Annotated[
+    float | None,
+    typer.Option(
+        "--mfu", metavar="SHARE", max=1, callback=finite, help="Instead of --step-s: the MFU, such as 0.4."
+    ),
+]
+Tokens = Annotated[
+    float | None,
+    typer.Option(metavar="N", min=1, callback=finite, help="Also tell how long a run over N tokens takes."),
 ]
 GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
 NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
@@ -51,6 +65,7 @@ def run(
     batch: Batch = None,
     seq: Seq = None,
     step_s: StepSeconds = None,
+    mfu: Given = None,
     gpu: GpuName = "h200",
     count: NumGpus = 1,
     adapter: Adapter = None,
@@ -59,88 +74,108 @@ def run(
     precision: Precision = "bf16",
     attention: Attention = "causal",
     peak_flops: PeakFlops = None,
+    tokens: Tokens = None,
     gpu_hours: GpuHours = None,
     price: Price = None,
     json: Json = False,
 ) -> None:
-    """MFU and HFU of a run, and GPU-hours as money."""
+    """MFU and HFU of a step, the time of a run at that speed, and GPU-hours as money."""
     from trainfit.catalog.load import gpu as find_gpu
+    from trainfit.spec.errors import InputError
 
     found: dict[str, object] = {}
     row = find_gpu(gpu)
-    if any(value is not None for value in (model, batch, seq, step_s)) or gpu_hours is None:
-        if model is None or batch is None or seq is None or step_s is None:
+    price = row.price_per_hour if price is None else price
+    if any(value is not None for value in (model, batch, seq, step_s, mfu, tokens)) or gpu_hours is None:
+        if model is None or batch is None or seq is None or (step_s is None) == (mfu is None):
             raise typer.BadParameter(
-                "give --model, --batch, --seq and --step-s together, or --gpu-hours alone"
+                "give --model, --batch, --seq and one of --step-s and --mfu together, or --gpu-hours alone"
             )
-        if step_s <= 0:
-            raise typer.BadParameter("--step-s must be above 0")
-        recipe = _recipe(model, batch, seq, precision, adapter, rank)
+        for option, value in (("--step-s", step_s), ("--mfu", mfu)):
+            if value is not None and value <= 0:
+                raise typer.BadParameter(f"{option} must be above 0")
+        if tokens is not None and gpu_hours is not None:
+            raise typer.BadParameter("--tokens tells the GPU-hours: leave --gpu-hours out")
+        recipe = _recipe(model, seq, precision, adapter, rank)
+        speed = _Speed(step_s, mfu, row, count, peak_flops)
         with only_json(json):
-            found |= _utilization(recipe, attention, recompute == "full", step_s, row, count, peak_flops)
+            found |= _utilization(recipe, batch, attention, recompute == "full", speed)
+        if tokens is not None:
+            found |= _run_of(tokens, batch * seq, found, price)
     if gpu_hours is not None:
-        found |= _money(gpu_hours, row.price_per_hour if price is None else price, gpu)
+        if price is None:
+            raise InputError("no price known", "give --price", field="--gpu", value=gpu)
+        found |= _money(gpu_hours, price)
     if json:
         print_json(found)
     else:
         _show(found)
 
 
-def _recipe(model: str, batch: int, seq: int, precision: str, adapter: str | None, rank: int) -> "Recipe":
-    """One step of the whole batch on one GPU.
+@dataclass(frozen=True)
+class _Speed:
+    """How fast a step is (its time, or its MFU, the other None), and on what; ``peak``: the user's own, FLOP/s."""
 
-    How GPUs share it does not change what the mathematics needs, nor does which GPU it is: operations are always
-    counted on ``COUNTED_ON``, so any accelerator will do, CUDA or not.
+    step_s: float | None
+    mfu: float | None
+    gpu: "Gpu"
+    num_gpus: int
+    peak: float | None
+
+
+def _recipe(model: str, seq: int, precision: str, adapter: str | None, rank: int) -> "Recipe":
+    """One step of one sequence on one GPU.
+
+    A batch needs so many times as much, and how GPUs share it does not change what the mathematics needs, nor does
+    which GPU it is: operations are always counted on ``COUNTED_ON``, so any accelerator will do, CUDA or not.
     """
     from trainfit.cli.flops import COUNTED_ON
     from trainfit.spec.recipe_file import recipe_from
 
     return recipe_from({
-        "model": {"config": model}, "batch": {"micro": batch, "seq": seq}, "precision": precision,
+        "model": {"config": model}, "batch": {"micro": 1, "seq": seq}, "precision": precision,
         "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": COUNTED_ON},
     })  # fmt: skip
 
 
 def _utilization(
-    recipe: "Recipe",
-    attention: Literal["causal", "full"],
-    recomputed: bool,
-    step_s: float,
-    gpu: "Gpu",
-    count: int,
-    peak: float | None,
+    recipe: "Recipe", batch: int, attention: Literal["causal", "full"], recomputed: bool, speed: _Speed
 ) -> dict[str, object]:
-    """MFU and HFU by counted operations, and by closed form beside them.
+    """MFU and HFU of a step of ``batch`` times the recipe, by counted operations, and by closed form beside them.
 
     Full recomputation is the whole forward once more, whoever's code ran it. (Transformers' own stops before each
     block's last product, which is not needed again: ``predict`` counts that.)
     """
     from trainfit.cli.flops import counted_flops, dense_peak
-    from trainfit.predict.flops_accounting import utilization
+    from trainfit.predict.flops_accounting import step_seconds, utilization
     from trainfit.spec.errors import InputError
 
-    if peak is None and not gpu.peak_flops_per_s:
+    gpu = speed.gpu
+    if speed.peak is None and not gpu.peak_flops_per_s:
         raise InputError("no dense peak known", "give --peak-flops", field="--gpu", value=gpu.name)
     counted = counted_flops(recipe, attention)
-    peak = dense_peak(gpu, counted.dtype) if peak is None else peak
+    peak = dense_peak(gpu, counted.dtype) if speed.peak is None else speed.peak
     assert peak is not None
-    shares = {"step_s": step_s, "num_gpus": count, "peak_flops_per_s": peak}
-    hardware_flops = counted.hardware_flops + (counted.forward_flops if recomputed else 0.0)
-    used = utilization(counted.model_flops, hardware_flops, **shares)
-    closed = _closed_form(recipe, counted.base_params, attention, recomputed)
-    simple = None if closed is None else utilization(closed.model_flops, closed.hardware_flops, **shares)
+    cluster = {"num_gpus": speed.num_gpus, "peak_flops_per_s": peak}
+    model_flops = batch * counted.model_flops
+    hardware_flops = batch * (counted.hardware_flops + (counted.forward_flops if recomputed else 0.0))
+    step_s = speed.step_s if speed.mfu is None else step_seconds(model_flops, mfu=speed.mfu, **cluster)
+    assert step_s is not None
+    used = utilization(model_flops, hardware_flops, step_s=step_s, **cluster)
+    closed = _closed_form(recipe, batch, counted.base_params, attention, recomputed)
+    simple = closed and utilization(closed.model_flops, closed.hardware_flops, step_s=step_s, **cluster)
     return {
         "model": recipe.model.display_name, "params": counted.params, "trainable_params": counted.trainable_params,
-        "gpu": gpu.name, **shares, "attention": attention,
-        "model_flops": counted.model_flops, "hardware_flops": hardware_flops,
-        "tokens_per_s": recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
+        "gpu": gpu.name, "step_s": step_s, **cluster, "attention": attention,
+        "model_flops": model_flops, "hardware_flops": hardware_flops,
+        "tokens_per_s": batch * recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
         "closed_form": closed and simple and {**closed.model_dump(), **simple.model_dump()},
         "ops_without_flops": list(counted.ops_without_flops),
     }  # fmt: skip
 
 
 def _closed_form(
-    recipe: "Recipe", params: int, attention: Literal["causal", "full"], recomputed: bool
+    recipe: "Recipe", batch: int, params: int, attention: Literal["causal", "full"], recomputed: bool
 ) -> "StepFlops | None":
     """6N or 4N and attention; None for a model whose shape the closed forms do not know."""
     from trainfit.catalog.load import model_config
@@ -149,7 +184,7 @@ def _closed_form(
 
     try:
         return step_flops(
-            model_config(recipe.model.config), params, batch=recipe.batch.micro, seq=recipe.batch.seq,
+            model_config(recipe.model.config), params, batch=batch, seq=recipe.batch.seq,
             attention=attention, trained="all" if recipe.adapter is None else "adapter",
             recomputed="full" if recomputed else "none",
         )  # fmt: skip
@@ -157,17 +192,34 @@ def _closed_form(
         return None
 
 
-def _money(hours: float, price: float | None, gpu: str) -> dict[str, object]:
-    from trainfit.predict.flops_accounting import dollars
-    from trainfit.spec.errors import InputError
+def _run_of(
+    tokens: float, step_tokens: int, step: dict[str, object], price: float | None
+) -> dict[str, object]:
+    """A run over ``tokens`` tokens of steps like ``step``: its time, GPU-hours and, where a price is known, dollars."""
+    from trainfit.predict.flops_accounting import gpu_hours
 
-    if price is None:
-        raise InputError("no price known", "give --price", field="--gpu", value=gpu)
+    step_s, num_gpus = step["step_s"], step["num_gpus"]
+    assert isinstance(step_s, float)
+    assert isinstance(num_gpus, int)
+    run_s = tokens / step_tokens * step_s
+    hours = gpu_hours(num_gpus=num_gpus, seconds=run_s)
+    found: dict[str, object] = {
+        "tokens": tokens,
+        "step_tokens": step_tokens,
+        "run_s": run_s,
+        "gpu_hours": hours,
+    }
+    return found if price is None else {**found, **_money(hours, price)}
+
+
+def _money(hours: float, price: float) -> dict[str, object]:
+    from trainfit.predict.flops_accounting import dollars
+
     return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": dollars(hours, price)}
 
 
 def _show(found: dict[str, object]) -> None:
-    from trainfit.cli.show import console, notes, rows
+    from trainfit.cli.show import console, heading, notes, rows
     from trainfit.spec.units import format_count, format_flops, format_seconds
 
     out = console()
@@ -188,9 +240,27 @@ def _show(found: dict[str, object]) -> None:
         ], "left", "right", "wrap")  # fmt: skip
         if simple:
             out.print(f"  closed form: {simple['convention']}", soft_wrap=True)
+        if number["mfu"] > 1:
+            out.print(
+                "  more than the peak allows: check --step-s, --count and --precision", style="bold red"
+            )
         without = found["ops_without_flops"]
         assert isinstance(without, list)
         notes(out, "Operations without a FLOP rule (counted as 0)", without)
-    if "dollars" in found:
+    if "run_s" in found:
+        heading(out, f"A run over {format_count(number['tokens'])} tokens")
+        lines = [
+            [
+                "time",
+                format_seconds(number["run_s"]),
+                f"{number['tokens'] / number['step_tokens']:,.0f} steps",
+            ],
+            ["GPU-hours", f"{number['gpu_hours']:,.0f}", ""],
+        ]
+        if "dollars" in found:
+            price = f"{number['price_per_gpu_hour']:.2f} $ a GPU-hour"
+            lines.append(["cost", f"{number['dollars']:,.0f} $", price])
+        rows(out, lines, "left", "right", "wrap")
+    elif "dollars" in found:
         hours = f"{number['gpu_hours']:,.0f} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
         out.print(f"{hours}: {number['dollars']:,.0f} $")

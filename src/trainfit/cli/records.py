@@ -1,4 +1,4 @@
-"""``trainfit records list|export``: the evidence in an SQLite file."""
+"""``trainfit records list|export|import``: the evidence in an SQLite file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,9 +15,10 @@ Kind = Annotated[Literal["predict", "measure", "train"] | None, typer.Option(hel
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="List or export the records in an SQLite file.")
+    group = typer.Typer(help="List, export or import the records in an SQLite file.")
     group.command("list")(list_records)
     group.command("export")(export_records)
+    group.command("import")(import_records)
     app.add_typer(group, name="records")
 
 
@@ -59,3 +60,14 @@ def export_records(
 
     written = export(file, out)
     typer.echo(f"{written} records written to {out}", err=True)
+
+
+def import_records(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file of records; made if missing.")],
+    lines: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Records, one JSON object a line.")],
+) -> None:
+    """Add the records of a JSON Lines file that FILE does not hold yet."""
+    from trainfit.records import check_can_append, import_jsonl
+
+    check_can_append(file)
+    typer.echo(f"{import_jsonl(file, lines)} new records in {file}", err=True)

@@ -3,6 +3,7 @@
 Imports torch only where no ledger is kept.
 """
 
+from trainfit.catalog.load import cluster
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.predict import cache
 from trainfit.predict.device_overhead import capacity_bytes, overhead_bytes
@@ -85,8 +86,8 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         tokens_per_s=tokens_per_s,
         mfu=model_flops / step_s / peak if step_s and peak else None,
         hfu=hardware_flops / step_s / peak if step_s and peak else None,
-        cost=_cost(recipe, gpu, tokens_per_s),
-        assumptions=(*ledger.assumptions, *_assumptions(ledger)),
+        cost=_cost(recipe, tokens_per_s),
+        assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger)),
         ops_without_flops=ledger.ops_without_flops,
         bounds=_bounds(time, gpu),
     )
@@ -122,23 +123,33 @@ def matmul_dtype(ledger: Ledger) -> str:
     return PEAK_DTYPE.get(max(totals, key=lambda name: totals[name]), "fp32") if totals else "fp32"
 
 
-def _cost(recipe: Recipe, gpu: Gpu, tokens_per_s: float | None) -> Cost | None:
-    price = recipe.hardware.price_per_hour
-    price = gpu.price_per_hour if price is None else price
+def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
+    rented = cluster(recipe.hardware)
+    price = rented.price_per_hour
     if price is None or not tokens_per_s:
         return None
-    count = recipe.hardware.count
     return Cost(
         price_per_gpu_hour=price,
-        num_gpus=count,
-        per_hour=price * count,
+        num_gpus=rented.count,
+        per_hour=price * rented.count,
         per_million_tokens=price / 3600 / tokens_per_s * 1e6,
     )
 
 
-def _assumptions(ledger: Ledger) -> tuple[str, ...]:
+def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> tuple[str, ...]:
     repeated = (f"{ledger.repeat} equal groups of layers told by one",) if ledger.repeat > 1 else ()
-    return (*repeated, "step time is a roofline, not yet calibrated on your GPU")
+    return (*repeated, *_emulated(recipe, gpu), "step time is a roofline, not yet calibrated on your GPU")
+
+
+def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
+    """Says so where bf16 is asked of an NVIDIA GPU older than Ampere: torch runs it, without bf16 tensor cores."""
+    if gpu.vendor != "nvidia" or "bf16" in gpu.peak_flops_per_s or not recipe.precision.endswith("bf16"):
+        return ()
+    peak = peak_flops_per_s(gpu, "bf16") / 1e12
+    return (
+        f"{gpu.name} has no bf16 tensor cores: bf16 is emulated and slow, its products timed at the fp32 peak, "
+        f"{peak:,.3g} TFLOP/s; precision: amp-fp16 uses the tensor cores it has",
+    )
 
 
 def _bounds(time: Roofline | None, gpu: Gpu) -> dict[str, Interval]:

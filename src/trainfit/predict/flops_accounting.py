@@ -18,7 +18,7 @@ Conventions, all stated with a result:
 from typing import Any, Literal
 
 from trainfit.predict.shape import Shape, shape_of
-from trainfit.spec.value import Count, Flops, Share, Value
+from trainfit.spec.value import Flops, Share, Value
 
 AttentionCount = Literal["causal", "full", "none"]
 Trained = Literal["all", "adapter"]
@@ -47,16 +47,6 @@ def active_params(config: dict[str, Any], params: int) -> int:
         return params
     idle = (shape.layers - shape.dense_layers) * (shape.experts - shape.experts_per_token)
     return params - idle * 3 * shape.hidden * shape.expert_feed_forward
-
-
-def matmul_params(config: dict[str, Any], params: int) -> int:
-    """Active parameters that are multiplied: without tables that are only looked up.
-
-    A tied embedding is also the output matrix, so it stays. Norms and biases, far below 1 %, stay too.
-    """
-    shape = shape_of(config)
-    looked_up = (0 if shape.tied else shape.vocab) + shape.learned_positions
-    return active_params(config, params) - looked_up * shape.hidden
 
 
 def attention_flops_per_token(shape: Shape, seq: int, attention: AttentionCount) -> float:
@@ -115,11 +105,6 @@ def utilization(
     return Utilization(mfu=model_flops / available, hfu=hardware_flops / available)
 
 
-def hfu_of_mfu(mfu: float, *, model_flops: float, hardware_flops: float) -> float:
-    """HFU of a run whose MFU is known: the device also executed what was recomputed."""
-    return mfu * hardware_flops / model_flops
-
-
 def step_seconds(model_flops: float, *, mfu: float, num_gpus: int, peak_flops_per_s: float) -> float:
     """How long a step takes at a given MFU."""
     return model_flops / (mfu * num_gpus * peak_flops_per_s)
@@ -133,8 +118,3 @@ def gpu_hours(*, num_gpus: int, seconds: float) -> float:
 def dollars(hours: float, price_per_gpu_hour: float) -> float:
     """GPU-hours as US dollars."""
     return hours * price_per_gpu_hour
-
-
-def run_gpu_hours(tokens: Count, *, flops_per_token: float, mfu: float, peak_flops_per_s: float) -> float:
-    """GPU-hours of a run over ``tokens`` tokens; the number of GPUs cancels."""
-    return tokens * flops_per_token / (mfu * peak_flops_per_s) / 3600

@@ -5,7 +5,6 @@ GiB is 2**30 bytes, GB is 10**9 bytes.
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
-TFLOP = 10**12
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -33,7 +32,7 @@ def format_flops(flops: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: ``431 ms``, ``2 h 05 min``."""
+    """A duration for people: ``431 ms``, ``2 h 05 min``, ``70 d 06 h``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -42,4 +41,6 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.3g} s"
     if seconds < 7200:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    if seconds < 48 * 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+    return f"{int(seconds // 86400):,} d {int(seconds % 86400 // 3600):02d} h"

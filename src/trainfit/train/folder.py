@@ -14,7 +14,6 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.value import parse
 from trainfit.train import checkpoint, durable
 from trainfit.train.options import MAY_CHANGE, TrainOptions
 
@@ -106,21 +105,6 @@ def read_run(out: Path) -> dict[str, Any]:
         return {"recipe": run["recipe"], "options": run["options"], "environment": run["environment"]}
     except (ValueError, KeyError, TypeError):
         raise InputError("not what trainfit wrote", "restore it from a copy", file=str(path)) from None
-
-
-def saved_options(out: str) -> TrainOptions:
-    """The options a run was started with, to resume it without repeating them.
-
-    Raises:
-        InputError: there is no run in ``out``.
-    """
-    try:
-        options = read_run(Path(out))["options"]
-    except FileNotFoundError:
-        raise InputError(
-            "no run to resume in this folder", "leave --resume out to start one", field="out", value=out
-        ) from None
-    return parse(TrainOptions, {**options, "out": out, "resume": True}, file=str(Path(out) / RUN))
 
 
 def refuse_difference(saved: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -50,11 +50,6 @@ class OutOfMemory(RuntimeError):  # noqa: N818 - named as torch names it
         )
 
 
-def round_size(num_bytes: int) -> int:
-    """Bytes of a request rounded to whole 512-byte blocks, at least one (``round_size``)."""
-    return (num_bytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK if num_bytes > MIN_BLOCK else MIN_BLOCK
-
-
 def segment_size(rounded: int) -> int:
     """Bytes asked of the driver when no cached block fits a rounded request (``get_allocation_size``)."""
     if rounded <= SMALL_SIZE:
