@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from trainfit.virtual.fake_run import READS_VALUE, read, run
 from trainfit.virtual.flops import count
+from trainfit.virtual.gradient_sums import as_the_engine_does, held_by_engine_alone
 from trainfit.virtual.host import Residence, carry_values, is_host, on_host
 from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Op, Segment, Storage
 from trainfit.virtual.places import NOWHERE, Place, Places
@@ -61,6 +62,7 @@ class Tracer(TorchDispatchMode):
         self._unknown: set[str] = set()
         self._recomputed: list[int] = []
         self._sticky = NO_LAYER
+        held_by_engine_alone()
         self.begin("init", "init")
 
     @classmethod
@@ -163,6 +165,7 @@ class Tracer(TorchDispatchMode):
             return out
         if func in READS_VALUE:
             return read(args[0])
+        func = as_the_engine_does(func, args, kwargs)
         out = run(func, args, kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
