@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -146,18 +147,18 @@ def smallest_state_bytes(recipe: Recipe) -> int:
 
 def generate(
     count: int, seed: int, gpu: str, *, near_card: bool = False, compiled_share: float = 0.15, jobs: int = 1
-) -> list[Recipe]:
+) -> Iterator[Recipe]:
     """``count`` different recipes, the same for the same arguments, code and library versions (not jobs)."""
     chance = random.Random(seed)
-    found: dict[str, Recipe] = {}
+    found: set[str] = set()
     with ProcessPoolExecutor(jobs) as pool:
         while len(found) < count:
             drawn = [draw(chance, gpu, 0.0 if near_card else compiled_share) for _ in range(DRAWN_AT_ONCE)]
             for recipe in pool.map(_near_card if near_card else _fitting, drawn):
-                if recipe is not None and len(found) < count:
-                    found[recipe.id] = recipe
-            print(f"{len(found)} of {count} recipes", file=sys.stderr, flush=True)
-    return list(found.values())
+                if recipe is not None and recipe.id not in found and len(found) < count:
+                    found.add(recipe.id)
+                    print(f"{len(found)} of {count} recipes", file=sys.stderr, flush=True)
+                    yield recipe
 
 
 def _fitting(data: dict[str, Any]) -> Recipe | None:
@@ -205,9 +206,13 @@ def main(arguments: list[str] | None = None) -> int:
         options.count, options.seed, options.gpu, near_card=options.near_card,
         compiled_share=options.compiled_share, jobs=options.jobs,
     )  # fmt: skip
-    options.out.write_text("".join(json.dumps(recipe.content()) + "\n" for recipe in recipes))
-    held_out = sum(is_held_out(recipe.id) for recipe in recipes)
-    print(f"{len(recipes)} recipes, {held_out} of them held out")
+    num_recipes = held_out = 0
+    with options.out.open("w") as out:
+        for recipe in recipes:
+            out.write(json.dumps(recipe.content()) + "\n")
+            out.flush()  # What was found is kept if time ends.
+            num_recipes, held_out = num_recipes + 1, held_out + is_held_out(recipe.id)
+    print(f"{num_recipes} recipes, {held_out} of them held out")
     return 0
 
 
