@@ -1,6 +1,9 @@
 """A recipe's step on the virtual GPU: Recipe -> Ledger."""
 
+import contextlib
+import logging
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -8,6 +11,8 @@ from torch import nn
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
 from trainfit.models.layers import layer_lists
+from trainfit.predict.config_failure import refuse_config
+from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
@@ -27,8 +32,32 @@ def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
+    with _unlogged():
+        try:
+            return _shortened(recipe) if not whole else _trace(recipe, whole=True)
+        except InputError:
+            raise
+        except Exception as error:
+            refuse_config(recipe, error)
+            raise
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without torch's log of an exception on fake tensors: it is raised as well, and told once."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _shortened(recipe: Recipe) -> Ledger:
+    """The ledger told by a few of the layers where that can be, else by all."""
     # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
-    if not whole and recipe.compile != "model" and not _names_layers(recipe):
+    if recipe.compile != "model" and not _names_layers(recipe):
         try:
             ledger = _trace(recipe, whole=False)
             for _ in ledger.expand():

@@ -1,0 +1,73 @@
+"""Whose failure it is when a model's forward fails: transformers' with this config, or ours.
+
+A config.json can pass transformers' checks and still describe a model that cannot run (rotary sizes wider than a head,
+more experts asked for than there are). transformers is then run alone: the same model, a plain forward on fake
+tensors, nothing of ours around it. If the same line of transformers fails there too, it is the config.
+"""
+
+import traceback
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from trainfit.models.build import build_model
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.precision import weight_dtype
+
+OF_FAKE_TENSORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+"""Raised where a value is asked of a tensor that has none: says nothing about the config."""
+AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
+
+
+def refuse_config(recipe: Recipe, error: Exception) -> None:
+    """Nothing, unless transformers alone fails in the same place as ``error``.
+
+    Raises:
+        InputError: it does; names the config, the exception and what to do.
+    """
+    if recipe.model.implementation != "hf":
+        return
+    alone = _failure_alone(recipe)
+    if alone is None or isinstance(alone, OF_FAKE_TENSORS):
+        return
+    # Of compiled code the traceback names no line.
+    if not recipe.compile and _line_of_transformers(error) != _line_of_transformers(alone):
+        return
+    cause = f"{alone}".strip().partition("\n")[0]
+    raise InputError(
+        f"transformers' own model fails with this config, without trainfit: {type(alone).__name__}: {cause}",
+        "correct the config (or precision and batch.seq, where the exception is about them)",
+        field="model.config",
+        value=recipe.model.display_name,
+    ) from error
+
+
+def _failure_alone(recipe: Recipe) -> Exception | None:
+    """What transformers raises when it builds the recipe's model and runs a forward with a loss, if anything."""
+    autocast = AUTOCAST.get(recipe.precision)
+    try:
+        with FakeTensorMode(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            model = build_model(
+                recipe.model, dtype=weight_dtype(recipe), device="cpu", attention=recipe.attention
+            )
+            ids_bs = torch.zeros(recipe.batch.micro, recipe.batch.seq, dtype=torch.int64)
+            model(input_ids=ids_bs, labels=ids_bs)
+    except Exception as error:
+        return error
+    return None
+
+
+def _line_of_transformers(error: Exception) -> tuple[str, int | None] | None:
+    """File and line of the innermost frame in transformers, if there is one."""
+    frames = [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/transformers/" in frame.filename.replace("\\", "/")
+    ]
+    return frames[-1] if frames else None
