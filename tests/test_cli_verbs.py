@@ -7,10 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from trainfit.cli.main import main
+from trainfit.cli.measure import EXIT_CODES
 from trainfit.records import read
 from trainfit.spec.result import Estimate, Measurement
 
@@ -110,6 +112,24 @@ def test_measured_on_this_machine_within_three_percent(
         assert main(["records", "import", str(again), str(out)]) == 0
         assert main(["records", "list", str(again), "--json"]) == 0
     assert capsys.readouterr().out.count('"kind": "measure"') == 2
+
+
+def test_a_measurement_that_its_time_limit_ends_says_so_and_exits_75(
+    capsys: Captured, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "records.sqlite")
+    limit = ["--device", "cpu", "--timeout", "0.01", "--record", file]
+    assert main(["measure", "tiny-cpu", *limit, "--json"]) == 75
+    assert json.loads(capsys.readouterr().out)["status"] == "timeout"
+    assert main(["records", "list", file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["measurement"]["status"] == "timeout"
+
+
+def test_every_end_of_a_measurement_has_its_exit_code() -> None:
+    statuses = get_args(Measurement.model_fields["status"].annotation)
+    assert {status: EXIT_CODES[status] for status in statuses} == {
+        "done": 0, "out-of-memory": 65, "timeout": 75, "crashed": 70,
+    }  # fmt: skip
 
 
 LLAMA_405B = ["mfu", "--model", "llama-3.1-405b", "--batch", "16", "--seq", "64", "--step-s", "30",

@@ -16,12 +16,14 @@ from trainfit.cli.options import (
     read_recipe,
     work,
 )
+from trainfit.spec.errors import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
     from trainfit.spec.result import Measurement
 
-EXIT_CRASHED = 70
+EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashed": 70}
+"""By the trial's status, as for ``train``: 65 the recipe does not work here; 75 stopped early; 70 a bug."""
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +44,11 @@ def run(
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
-    """Measure a recipe's memory and time on this machine. Out of memory is a result."""
+    """Measure a recipe's memory and time on this machine.
+
+    Whatever becomes of the trial is printed and recorded; the exit code says it too: 0 done, 65 out of memory, 75 the
+    time limit ended it, 70 it crashed.
+    """
     asked = read_recipe(recipe, settings)
     from trainfit.cli.flops import step_flops
     from trainfit.measure.run import measure
@@ -58,7 +64,7 @@ def run(
         print_json(result)
     else:
         show(asked, result)
-    return EXIT_CRASHED if result.status == "crashed" else 0
+    return EXIT_CODES[result.status]
 
 
 def show(recipe: "Recipe", result: "Measurement") -> None:
