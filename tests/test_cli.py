@@ -193,3 +193,13 @@ def test_text_is_only_text(capsys: Captured, monkeypatch: pytest.MonkeyPatch) ->
     text = capsys.readouterr().out
     assert "[/foo] [red]x :smile:" in text
     assert "[enforce fail at alloc_cpu.cpp:121] no memory" in text
+
+
+def test_a_gpu_without_a_price_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpus"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["h20"]]
+    assert row.split()[-1] == "-"
+    assert main(["gpus", "h20"]) == 0
+    out = capsys.readouterr().out
+    assert "none that could be dated" in out
+    assert "450 GB/s in one direction" in out  # NVLink 4: 900 GB/s in both (the data sheet)

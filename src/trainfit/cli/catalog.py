@@ -9,6 +9,8 @@ from trainfit.cli.options import Json, print_json
 if TYPE_CHECKING:
     from trainfit.spec.hardware import Gpu, PeakDtype
 
+ABSENT = "-"
+"""What the catalog does not have: no such dtype in hardware, or no price that could be dated."""
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
 
 
@@ -30,19 +32,24 @@ def list_gpus(name: Name = None, json: Json = False) -> None:
     head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h"]
     lines = [[gpu.name, f"{gpu.usable_bytes / 2**30:.1f} GiB", _bandwidth(gpu),
               _peak(gpu, "bf16"), _peak(gpu, "fp8"),
-              "" if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"] for gpu in found]  # fmt: skip
+              ABSENT if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"] for gpu in found]  # fmt: skip
     rows(out, [head, *lines], "left", "right", "right", "right", "right", "right")
     if name:
         _details(found[0])
+    else:
+        out.print(
+            f"  {ABSENT}  not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources",
+            soft_wrap=True,
+        )
 
 
 def _bandwidth(gpu: "Gpu") -> str:
-    return "" if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
+    return ABSENT if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
 
 
 def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:
     peak = gpu.peak_flops_per_s.get(dtype)
-    return "" if peak is None else f"{peak / 1e12:,.0f}"
+    return ABSENT if peak is None else f"{peak / 1e12:,.0f}"
 
 
 def _details(gpu: "Gpu") -> None:
@@ -51,15 +58,40 @@ def _details(gpu: "Gpu") -> None:
 
     out = console()
     heading(out, gpu.title)
-    peaks = ", ".join(f"{dtype} {value / 1e12:,.4g}" for dtype, value in gpu.peak_flops_per_s.items())
-    lines = [["architecture", f"{gpu.vendor} {gpu.architecture}"], ["dense peaks, TFLOP/s", peaks],
+    peaks = ", ".join(f"{dtype} {_tera(value)}" for dtype, value in gpu.peak_flops_per_s.items())
+    lines = [["architecture", f"{gpu.vendor} {gpu.architecture}"], ["dense peaks, TFLOP/s", peaks or ABSENT],
              ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
              ["a process may allocate", format_bytes(gpu.usable_bytes)],
-             ["link", f"{gpu.link}, {gpu.gpus_per_host} a host"],
-             ["source", f"{gpu.source.url} ({gpu.source.accessed})"]]  # fmt: skip
-    if gpu.price_source is not None:
-        lines.append(["price", f"{gpu.price_source.url} ({gpu.price_source.accessed})"])
+             ["link", _link(gpu)],
+             ["source", _source(gpu)]]  # fmt: skip
+    lines.append(["price", _price(gpu)])
     rows(out, lines, "left", "wrap")
+
+
+def _tera(flops_per_s: float) -> str:
+    tera = flops_per_s / 1e12
+    return f"{tera:,.0f}" if tera >= 1000 else f"{tera:.4g}"
+
+
+def _source(gpu: "Gpu") -> str:
+    where = gpu.source.url or "read off this machine"
+    return f"{where} ({gpu.source.accessed})"
+
+
+def _link(gpu: "Gpu") -> str:
+    from trainfit.catalog.load import link
+
+    if gpu.link == "none":
+        return "none"
+    speed = link(gpu.link).bytes_per_s / 1e9
+    return f"{gpu.link}, {speed:,.4g} GB/s in one direction; {gpu.gpus_per_host} GPUs a host"
+
+
+def _price(gpu: "Gpu") -> str:
+    source = gpu.price_source
+    if source is None:
+        return "none that could be dated; give your own: --set hardware.price_per_hour=USD"
+    return f"{source.url} ({source.accessed}): {source.note}"
 
 
 def list_models(name: Name = None, json: Json = False) -> None:
