@@ -37,10 +37,8 @@ def list_gpus(name: Name = None, json: Json = False) -> None:
     if name:
         _details(found[0])
     else:
-        out.print(
-            f"  {ABSENT}  not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources",
-            soft_wrap=True,
-        )
+        told = "not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources"
+        rows(out, [[ABSENT, told]], "left", "wrap")
 
 
 def _bandwidth(gpu: "Gpu") -> str:
