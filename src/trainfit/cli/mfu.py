@@ -79,7 +79,10 @@ def run(
     price: Price = None,
     json: Json = False,
 ) -> None:
-    """MFU and HFU of a step, the time of a run at that speed, and GPU-hours as money."""
+    """MFU and HFU of a step; the time and cost of a run.
+
+    Give --step-s for the MFU, or --mfu for the time.
+    """
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.spec.errors import InputError
 

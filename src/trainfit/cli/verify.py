@@ -33,9 +33,9 @@ def run(
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
-    """Predict and measure a small suite on this machine; exit code 1 when the median error is over 2 %.
+    """Predict and measure a small suite on this machine.
 
-    Without a GPU the CPU's own predictions are verified, with tiny models.
+    Prints the table of errors; exit code 1 when the median error is over 2 %. Without a GPU the CPU's own predictions are verified, with tiny models.
     """
     from trainfit.explain.this_device import gpu_here
     from trainfit.explain.verify import verify
