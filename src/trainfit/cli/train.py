@@ -54,6 +54,9 @@ Deterministic = Annotated[
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard/--no-tensorboard", help="Write event files.")]
 
 
+PEAK_IS = {"cuda-allocated": "allocated on the GPU", "live-tensors": "of live tensors"}
+
+
 def register(app: typer.Typer) -> None:
     app.command("train")(run)
 
@@ -153,7 +156,11 @@ def show(recipe: "Recipe", summary: "TrainSummary") -> None:
             lines.append([words, quantity(name, getattr(summary, name)), ""])
     if summary.peak_memory_bytes is not None:
         lines.append(
-            ["peak memory", quantity("_bytes", summary.peak_memory_bytes), summary.peak_memory_is or ""]
+            [
+                "peak memory",
+                quantity("_bytes", summary.peak_memory_bytes),
+                PEAK_IS.get(summary.peak_memory_is or "", ""),
+            ]
         )
     rows(out, lines, "left", "right", "wrap")
     if summary.checkpoint:

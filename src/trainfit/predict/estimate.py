@@ -87,7 +87,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         mfu=model_flops / step_s / peak if step_s and peak else None,
         hfu=hardware_flops / step_s / peak if step_s and peak else None,
         cost=_cost(recipe, tokens_per_s),
-        assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger)),
+        assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
         ops_without_flops=ledger.ops_without_flops,
         bounds=_bounds(time, gpu),
     )
@@ -136,8 +136,10 @@ def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
     )
 
 
-def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> tuple[str, ...]:
+def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
     repeated = (f"{ledger.repeat} equal groups of layers told by one",) if ledger.repeat > 1 else ()
+    if not timed:
+        return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
     return (*repeated, *_emulated(recipe, gpu), "step time is a roofline, not yet calibrated on your GPU")
 
 
