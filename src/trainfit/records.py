@@ -221,6 +221,12 @@ def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
             "name a file that predict, measure or train wrote with --record",
             file=str(path),
         )
+    if path.is_file() and path.stat().st_size and not is_sqlite(path):
+        raise InputError(
+            "not an SQLite file",
+            "name one that --record made; JSON Lines are read by report and records import",
+            file=str(path),
+        )
     try:
         # isolation_level=None: no transaction begins but the ones written here.
         database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)

@@ -75,7 +75,8 @@ def show(recipe: "Recipe", result: "Measurement") -> None:
 
     out = console()
     out.print(describe(recipe), style="bold")
-    out.print(f"{format_count(result.params)} parameters · recipe {result.recipe_id}")
+    built = f"{format_count(result.params)} parameters · " if result.params else ""
+    out.print(f"{built}recipe {result.recipe_id}")
     where = result.environment
     software = ", ".join(f"{name} {version}" for name, version in _software(result) if version)
     out.print(f"{where.device} ({format_bytes(where.device_bytes)}) · {software}")

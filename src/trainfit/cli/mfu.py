@@ -263,6 +263,8 @@ def _show(found: dict[str, object]) -> None:
         if "dollars" in found:
             price = f"{number['price_per_gpu_hour']:.2f} $ a GPU-hour"
             lines.append(["cost", f"{number['dollars']:,.0f} $", price])
+        else:
+            lines.append(["cost", "-", "no price known: give --price"])
         rows(out, lines, "left", "right", "wrap")
     elif "dollars" in found:
         hours = f"{number['gpu_hours']:,.0f} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
