@@ -209,6 +209,11 @@ class CudaMeter(Meter):
         }
 
     def _device_bytes(self) -> int:
+        """The most this process had on the device: what it has now, and what the allocator has given back since."""
+        returned = self._reserved - torch.cuda.memory_reserved(self.device)
+        return self._used_bytes() + max(0, returned)
+
+    def _used_bytes(self) -> int:
         used = self._nvml.used_bytes()
         if used is None or self._used_before is None:
             free, total = torch.cuda.mem_get_info(self.device)

@@ -131,6 +131,9 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
         estimate = predict(recipe)
     except InputError:
         return None
+    except Exception as error:  # A bug of ours must not end the drawing, nor stay unseen.
+        print(f"failed: {json.dumps(data)}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return None
     if estimate.peak_allocated_bytes < SMALLEST or (estimate.step_s or 0) > LARGEST_STEP_S:
         return None
     return recipe, estimate
