@@ -110,7 +110,7 @@ def test_eight_writers_some_killed_lose_nothing(tmp_path: Path):
 def test_foreign_and_damaged_files_are_refused(tmp_path: Path):
     text = tmp_path / "notes.txt"
     text.write_text("not a database at all, only text " * 100)
-    with pytest.raises(InputError, match="damaged or not a record file"):
+    with pytest.raises(InputError, match="not an SQLite file"):
         records.append(text, record())
     assert text.read_text().startswith("not a database")
 
@@ -208,7 +208,7 @@ def test_whether_a_record_can_be_kept_is_known_before_the_work(tmp_path: Path):
     records.append(file, record())
     records.check_can_append(file)
     (tmp_path / "text").write_text("no record file at all")
-    with pytest.raises(InputError, match="not a record file"):
+    with pytest.raises(InputError, match="not an SQLite file"):
         records.check_can_append(tmp_path / "text")
     with pytest.raises(InputError, match="is not a file"):
         records.check_can_append(tmp_path)

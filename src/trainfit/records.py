@@ -239,7 +239,7 @@ def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
         raise OSError(f"{path}: {error}") from None
     except sqlite3.DatabaseError as error:
         raise InputError(
-            f"damaged or not a record file ({error})",
+            f"damaged ({error})",
             "restore it from an export, or name another",
             file=str(path),
         ) from None
