@@ -1,30 +1,30 @@
 """What Inductor decides for CUDA while the graph, forward and backward in one, is still on the CPU.
 
 AOTAutograd differentiates fake CPU tensors (fake CUDA tensors have no backward without a GPU), and Inductor's passes
-over the joint graph look at their device. ``cuda_choices`` makes them choose as on CUDA:
+over the joint graph look at their device. ``cuda_choices`` makes them choose as on CUDA, ``decompositions`` falls apart
+what CUDA's operations fall apart into:
 
-- matrix products whose sizes the tensor cores cannot take are padded (``fx_passes/pad_mm.py``). On a GPU a benchmark
-  decides; here the rule is that of ``is_mm_compute_bound``, for 16-bit products, where an unaligned size costs most.
-- attention in fp32 written out is left so, unless TF32 is on (``fx_passes/fuse_attention.py``).
+- matrix products whose sizes the tensor cores cannot take are padded (padded_products.py);
+- attention in fp32 written out is left so, unless TF32 is on (``fx_passes/fuse_attention.py``);
+- a batch of one product is a product (``fx_passes/joint_graph.py``, ``bmm_to_mm``);
+- LayerNorm keeps its mean and scale in fp32, where the CPU keeps them in the input's dtype.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainfit.virtual.compiled.cuda_device import replaced
-
-MACHINE_BALANCE = 100
-"""Half the multiply-adds a GPU does in 16 bits while it reads one byte: pad_mm's threshold, 78 on A100, 103 on H200,
-148 on H100 by their data sheets."""
+from trainfit.virtual.compiled.padded_products import should_pad
 
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
     """Inductor's passes over a joint graph of CPU tensors choose as for CUDA."""
-    from torch._inductor.fx_passes import fuse_attention, pad_mm
+    from torch._inductor.fx_passes import fuse_attention, joint_graph, pad_mm
 
     params_check = fuse_attention._sfdp_params_check
 
@@ -38,13 +38,30 @@ def cuda_choices() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(pad_mm, "check_device", yes))
         stack.enter_context(replaced(pad_mm, "has_triton", yes))
-        stack.enter_context(replaced(pad_mm, "_should_pad", _should_pad))
+        stack.enter_context(replaced(pad_mm, "_should_pad", should_pad))
         stack.enter_context(replaced(fuse_attention, "_sfdp_params_check", may_fuse))
+        # Only bmm_to_mm asks it.
+        stack.enter_context(replaced(joint_graph, "check_device", yes))
         yield
 
 
-def _should_pad(match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, input: Any = None) -> bool:
-    if mat1.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    m, k, n = mat1.shape[-2], mat1.shape[-1], mat2.shape[-1]
-    return m * k * n > MACHINE_BALANCE * (m * k + k * n + m * n)
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table, as it is for CUDA."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {**select_decomp_table(), torch.ops.aten.native_layer_norm.default: _layer_norm}
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch._refs.native_layer_norm`` without its last lines, which convert mean and scale on a CPU."""
+    from torch._refs import _normalize
+
+    first = input.ndim - len(normalized_shape)
+    out, mean, rstd = _normalize(input.contiguous(), list(range(first, input.ndim)), eps)
+    if weight is not None:
+        out = out * weight.contiguous()
+    if bias is not None:
+        out = out + bias.contiguous()
+    return out.to(input.dtype), mean, rstd
