@@ -77,6 +77,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     model.to(device)
+    if args.compile:
+        model.compile()
     source, target = (32, 16) if args.tiny else (args.source, args.target)
     dataset = Reversal(args.steps * args.batch_size, source, target, config.vocab_size, config.pad_token_id)
     loader = DataLoader(
@@ -118,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="recompute each layer in the backward")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--tiny", action="store_true", help="a toy model")
     parser.add_argument("--predict", action="store_true", help="do not train: say what training will take")
     parser.add_argument("--gpu", default="h200", help="the GPU to predict for")

@@ -64,6 +64,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
             per_device_train_batch_size=args.batch_size,
             gradient_accumulation_steps=args.accumulate,
             bf16=args.bf16 and torch.cuda.is_available(),
+            torch_compile=args.compile,
             max_steps=args.steps,
             learning_rate=1e-4,
             warmup_steps=2,
@@ -89,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="recompute each layer in the backward")
     parser.add_argument("--fp32", dest="bf16", action="store_false", help="no mixed precision")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", action="store_true", help="the Trainer's torch_compile")
     parser.add_argument("--tiny", action="store_true", help="a toy model")
     parser.add_argument("--predict", action="store_true", help="do not train: say what training will take")
     parser.add_argument("--gpu", default="h200", help="the GPU to predict for")

@@ -131,6 +131,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         drop_last=True, num_workers=args.workers, pin_memory=device.type == "cuda",
     )  # fmt: skip
     model = build_model(args).to(device, memory_format=torch.channels_last)
+    if args.compile:
+        model = torch.compile(model)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     if args.model == "vit":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
@@ -168,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--tiny", action="store_true", help="a toy model and toy images")
     parser.add_argument("--predict", action="store_true", help="do not train: say what training will take")
     parser.add_argument("--gpu", default="h200", help="the GPU to predict for")

@@ -29,6 +29,8 @@ FACTORIES = frozenset(
 )
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+NOT_FILLED = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+"""What these make has no values yet."""
 MAX_VALUES = 1 << 20
 """Elements of the largest tensor whose values are carried along."""
 VALUE = "_trainfit_value"
@@ -125,7 +127,7 @@ def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     """Give ``out`` its values if it is small and all of ``func``'s inputs have theirs."""
     if not isinstance(out, FakeTensor) or out.numel() > MAX_VALUES:
         return
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name in NOT_FILLED:
         return
     try:
         real_args, real_kwargs = tree_map_only(Tensor, _value, (args, kwargs))

@@ -129,15 +129,17 @@ class Places:
             handle.remove()
 
     @contextmanager
-    def within_compiled(self, module: nn.Module) -> Iterator[None]:
-        """A compiled module runs: it begins and ends here, and the hooks are out of the compiler's sight meanwhile."""
-        self._begin(module, None)
+    def within_compiled(self, module: nn.Module | None) -> Iterator[None]:
+        """A compiled module (None: a function) runs: it begins and ends here; the compiler does not see the hooks."""
+        if module is not None:
+            self._begin(module, None)
         self.__exit__()
         try:
             yield
         finally:
             self.__enter__()
-            self._end(module, None, None)
+            if module is not None:
+                self._end(module, None, None)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         place = self._of_module.get(id(module), self._stack[-1] if self._stack else NOWHERE)

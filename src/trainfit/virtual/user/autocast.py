@@ -14,11 +14,8 @@ def cuda_autocast() -> Iterator[None]:
     """Autocast for "cuda" is on for the virtual GPU's tensors; autocast for "cpu" is the host's and changes nothing."""
     autocast = torch.amp.autocast_mode.autocast
     original = autocast.__init__
-    is_enabled, dtype_of, set_dtype = (
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-        torch.set_autocast_dtype,
-    )
+    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
     default = [torch.float16]
 
     def init(
@@ -41,15 +38,20 @@ def cuda_autocast() -> Iterator[None]:
         return dtype_of("cpu") if is_enabled("cpu") else default[0]
 
     def set_default(device_type: str, dtype: torch.dtype) -> None:
-        if device_type == "cuda":
+        if device_type == "cuda" and not is_enabled("cpu"):
             default[0] = dtype
-        else:
-            set_dtype(device_type, dtype)
+        else:  # PyTorch's compiler puts back what it found
+            set_dtype("cpu" if device_type == "cuda" else device_type, dtype)
+
+    def switch(device_type: Any, on: bool | None = None) -> None:
+        named, value = ("cuda", device_type) if on is None else (device_type, on)
+        set_enabled("cpu" if named == "cuda" else named, value)
 
     answers = {
         "is_autocast_enabled": enabled,
         "get_autocast_dtype": get_dtype,
         "set_autocast_dtype": set_default,
+        "set_autocast_enabled": switch,
         "get_autocast_gpu_dtype": lambda: get_dtype("cuda"),
         "set_autocast_gpu_dtype": lambda dtype: set_default("cuda", dtype),
     }

@@ -120,8 +120,8 @@ def _streams() -> Answers:
         "Stream": _Stream,
         "ExternalStream": _Stream,
         "Event": _Event,
-        "stream": _context,
-        "StreamContext": _context,
+        "stream": _StreamContext,
+        "StreamContext": _StreamContext,
         "current_stream": lambda device=None: _Stream(),
         "default_stream": lambda device=None: _Stream(),
         "set_stream": _nothing,
@@ -214,6 +214,19 @@ class _Stream:
         return event or _Event()
 
     synchronize = wait_event = wait_stream = _nothing
+
+
+class _StreamContext:
+    """``torch.cuda.stream(s)``; a type, as PyTorch's compiler asks whether an object is one."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
 
 
 class _Event:

@@ -16,6 +16,7 @@ from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.host import is_host
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.autocast import cuda_autocast
+from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
 from trainfit.virtual.user.side import CUDA, is_device, is_marked
@@ -46,6 +47,7 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
     places, residence = UserPlaces(), SidedResidence()
     # PyTorch's compiler is imported here, and must see torch.cuda as it is.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    learn_torch_cuda()
     tracer = UserTracer(traits, places, residence, fake)
     usage = Usage(tracer, gpu.usable_bytes)
     steps = StepFollower(tracer, places, max_steps)
@@ -64,6 +66,7 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
         enter(places)
         enter(steps)
         enter(tracer)
+        enter(compiling(traits, tracer, places))
         yield UserGpu(tracer, steps, usage)
 
 
@@ -144,6 +147,7 @@ def _says_cuda(tracer: UserTracer) -> Iterator[None]:
     types = (optimizer_types, _foreach_utils._foreach_supported_types)
     with (
         replaced(FakeTensor, "device", property(device, original.fset)),
+        replaced(FakeTensor, "is_cuda", property(lambda self: self.device.type == "cuda")),
         replaced(FakeTensor, "tolist", lambda self: real_of(self).tolist()),
         replaced(FakeTensor, "record_stream", lambda self, stream: None),
         replaced(torch._C, "_group_tensors_by_device_and_dtype", group),

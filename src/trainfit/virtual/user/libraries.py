@@ -17,21 +17,14 @@ ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 
 @contextmanager
 def libraries(said: set[str]) -> Iterator[None]:
-    """transformers and accelerate find the virtual GPU; data is loaded in this process; nothing is compiled or saved.
+    """transformers and accelerate find the virtual GPU; data is loaded in this process; nothing is saved.
 
     Args:
-        said: gets a sentence for each of these that the code asked for.
+        said: gets a sentence if the code saves something.
     """
 
     def save(*_: Any, **__: Any) -> None:
         said.add("torch.save wrote nothing: there are no values to keep")
-
-    def compile_function(model: Any = None, **_: Any) -> Any:
-        said.add("torch.compile: traced as eager code")
-        return model if model is not None else lambda function: function
-
-    def compile_module(module: Any, *_: Any, **__: Any) -> None:
-        said.add("torch.compile: traced as eager code")
 
     _forget_answers()
     kept = _take_states()
@@ -40,8 +33,6 @@ def libraries(said: set[str]) -> Iterator[None]:
         stack.callback(_put_back, kept)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
-        stack.enter_context(replaced(torch, "compile", compile_function))
-        stack.enter_context(replaced(torch.nn.Module, "compile", compile_module))
         yield
 
 
