@@ -6,7 +6,7 @@ of frees is what is recorded.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from trainfit.virtual.fake_run import READS_VALUE, read, run
 from trainfit.virtual.flops import count
 from trainfit.virtual.gradient_sums import as_the_engine_does, held_by_engine_alone
 from trainfit.virtual.host import Residence, carry_values, is_host, on_host
-from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Op, Segment, Storage
+from trainfit.virtual.ledger import ALLOCATE, FREE, MIDDLE, NO_LAYER, Event, Ledger, Op, Segment, Storage
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.temporaries import GpuTraits, output_bytes, temporaries
 from trainfit.virtual.traffic import bytes_moved
@@ -152,6 +152,17 @@ class Tracer(TorchDispatchMode):
         self.ledger.ops.append(
             Op(name, place.module, self._segment, place.group, 0, 0, 0, 0, num_bytes, dtype)
         )
+
+    def tuned(self, scratch: Sequence[tuple[int, ...]]) -> None:
+        """The kernel that launches now tried its configurations first: each tuple was allocated and freed together.
+
+        That happens once, not in each layer: it belongs to none.
+        """
+        place = self.places.current()
+        if place.group == MIDDLE:
+            return  # Equal layers are counted as one here; the first and the last one launch the same kernels first.
+        for sizes in scratch:
+            self._add_scratch(sizes, len(self.ledger.ops) - 1, place._replace(group=NO_LAYER), "tuning")
 
     # -- what PyTorch tells -------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from trainfit.virtual.compiled.generate import Source, generate
-from trainfit.virtual.compiled.joint_graph import cuda_choices
+from trainfit.virtual.compiled.joint_graph import cuda_choices, decompositions
 from trainfit.virtual.compiled.program import Program
+from trainfit.virtual.compiled.tuning import Tuning
 from trainfit.virtual.places import Places
 from trainfit.virtual.repeat import signature
 from trainfit.virtual.temporaries import GpuTraits
@@ -27,6 +28,7 @@ class VirtualCompiler:
 
     def __init__(self, gpu: GpuTraits | None, tracer: Tracer, places: Places):
         self._gpu, self._tracer, self._places = gpu, tracer, places
+        self._tuning = Tuning(gpu.l2_cache_bytes) if gpu else None
         self._used = False
         self.num_graphs = 0
         """Graphs captured so far."""
@@ -61,10 +63,11 @@ class VirtualCompiler:
             return ()
         return (
             f"compiled code: the programs that torch {torch.__version__}'s Inductor writes for this GPU; matrix products "
-            "and attention by the same libraries as without compiling; autotuning in the first step is not counted",
+            "and attention by the same libraries as without compiling; in the first step kernels are tuned, as nothing was "
+            "compiled on the machine before",
         )
 
-    def _run(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, module: nn.Module | None, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         num_graphs = self.num_graphs
         try:
             with self._places.within_compiled(module), _no_function_modes():
@@ -83,8 +86,9 @@ class VirtualCompiler:
         # What a real run left in the caches is a program for a real device.
         settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
         choices = cuda_choices() if self._gpu else nullcontext()
+        table = decompositions() if self._gpu else None
         with settings, config.patch(force_disable_caches=True), choices:
-            return compile_fx(gm, list(example_inputs), inner_compile=self._inner)
+            return compile_fx(gm, list(example_inputs), inner_compile=self._inner, decompositions=table)
 
     def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
         graph_kwargs.pop("compile_region_name", None)  # since 2.13, a name for profiles
@@ -92,7 +96,7 @@ class VirtualCompiler:
         return _runnable(compiled.current_callable)
 
     def _program(self, source: Source) -> Program:
-        return Program(source, self._tracer, self._places)
+        return Program(source, self._tracer, self._places, self._tuning)
 
 
 def _runnable(call: Callable[[list[Any]], Any]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainfit.virtual.compiled.generate import AT, Kernel, Source
+from trainfit.virtual.compiled.tuning import Tuning
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.tracer import Tracer
 
@@ -23,9 +24,9 @@ CPU = torch.device("cpu")
 class Program:
     """Call it with a list of inputs, which it empties; it returns the outputs."""
 
-    def __init__(self, source: Source, tracer: Tracer, places: Places):
+    def __init__(self, source: Source, tracer: Tracer, places: Places, tuning: Tuning | None):
         self._kernels = source.kernels
-        self._tracer, self._places = tracer, places
+        self._tracer, self._places, self._tuning = tracer, places, tuning
         self._kernel = Kernel(0, (), False)
         self._base = NOWHERE
         self._call = self._load(source)
@@ -90,10 +91,12 @@ class Program:
             recomputing=self._base.recomputing or kernel.recomputes,
         )
 
-    def _launch(self, name: str, args: tuple[Any, ...]) -> None:
+    def _launch(self, name: str, source: str, args: tuple[Any, ...]) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.int64)
         self._tracer.launched(name, self._kernel.num_bytes, str(dtype).removeprefix("torch."))
+        if self._tuning is not None:
+            self._tracer.tuned(self._tuning.scratch(source, args, self._tracer.ledger))
         # A second kernel of the same scheduled node reads and writes what is counted already.
         self._kernel = self._kernel._replace(num_bytes=0)
 
@@ -101,14 +104,14 @@ class Program:
 class _Kernels:
     """Stands for Inductor's ``AsyncCompile``: nothing is compiled, a launch is told (Triton for CUDA, C++ for CPU)."""
 
-    def __init__(self, launch: Callable[[str, tuple[Any, ...]], None]):
+    def __init__(self, launch: Callable[[str, str, tuple[Any, ...]], None]):
         self._launch = launch
 
     def triton(self, name: str, source: str, **_: Any) -> Any:
-        return SimpleNamespace(run=lambda *args, **kwargs: self._launch(name, args))
+        return SimpleNamespace(run=lambda *args, **kwargs: self._launch(name, source, args))
 
     def cpp_pybinding(self, arguments: list[str], source: str, **_: Any) -> Any:
-        return lambda *args: self._launch("cpp_fused", args)
+        return lambda *args: self._launch("cpp_fused", source, args)
 
     def wait(self, names: dict[str, Any]) -> None:
         """There is nothing to wait for."""

@@ -16,6 +16,15 @@ NUM_SMS = {
 LARGEST_NUM_SMS = {(7, 0): 80, (7, 5): 72, (8, 0): 108, (8, 6): 84, (8, 9): 142, (9, 0): 132, (10, 0): 148, (10, 3): 148,
                    (12, 0): 170}  # fmt: skip
 """For a GPU not listed: the largest part of its capability. It moves only reductions' buffers, under 2 MiB each."""
+L2_CACHE_MIB = {
+    "v100-sxm2-32gb": 6, "t4": 4, "a10": 6, "a30": 24, "a40": 6, "rtx-a6000": 6, "a100-sxm4-40gb": 40,
+    "a100-sxm4-80gb": 40, "a100-pcie-80gb": 40, "l4": 48, "l40": 96, "l40s": 96, "rtx-3090": 6, "rtx-4090": 72,
+    "rtx-5090": 96, "h100-sxm": 50, "h100-pcie": 50, "h100-nvl": 50, "h200": 60, "h200-nvl": 60, "h20": 60,
+    "gh200-96gb": 60, "b200": 126, "gb200": 126, "b300": 126,
+}  # fmt: skip
+"""From the same papers; the H200's as its driver tells it (a buffer of 62914560 bytes on record)."""
+LARGEST_L2_CACHE_MIB = 126
+"""For a GPU not listed. Only compiled kernels' tuning in the first step allocates as much."""
 THREADS_PER_SM = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 """CUDA C programming guide, technical specifications per compute capability; 2048 where not listed."""
 SHARED_MEMORY_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227,
@@ -38,6 +47,7 @@ class GpuTraits:
     threads_per_sm: int = 2048
     shared_memory_bytes: int = 227 * 1024
     """Most shared memory one block may opt in to."""
+    l2_cache_bytes: int = 60 << 20
     torch_version: tuple[int, int] = field(default_factory=installed_torch)
 
     @classmethod
@@ -61,5 +71,6 @@ class GpuTraits:
             num_sms=NUM_SMS.get(gpu.name, LARGEST_NUM_SMS[capability]),
             threads_per_sm=THREADS_PER_SM.get(capability, 2048),
             shared_memory_bytes=SHARED_MEMORY_KIB[capability] * 1024,
+            l2_cache_bytes=L2_CACHE_MIB.get(gpu.name, LARGEST_L2_CACHE_MIB) << 20,
             torch_version=torch_version or installed_torch(),
         )
