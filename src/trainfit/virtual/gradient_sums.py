@@ -2,7 +2,8 @@
 
 Where a tensor was used twice, the engine keeps the first gradient that arrives and adds the next. It does so in place if
 nobody else holds the first one; it never does for tensor subclasses or under a dispatch mode, which is what the virtual
-GPU is. One tensor of the size of the gradient is then too much: 1.2 GB where a word embedding is tied to the output.
+GPU is. One tensor of the size of the gradient is then too much: 1.2 GB where a word embedding is tied to the output. A
+gradient that only Python code keeps (a hook that stores it) is taken for free.
 
 Source: torch/csrc/autograd/input_buffer.cpp (``can_accumulate_inplace``, ``accumulate``).
 """
@@ -44,7 +45,7 @@ def _dispatcher() -> str:
     return frame.f_code.co_name if frame else ""
 
 
-def _counts(t: Tensor) -> tuple[int, int]:
+def _counts(t: Any) -> tuple[int, int]:
     return t._use_count(), torch._C._storage_Use_Count(t.untyped_storage()._cdata)
 
 

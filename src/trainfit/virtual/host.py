@@ -31,7 +31,7 @@ MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 NOT_FILLED = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 """What these make has no values yet."""
-MAX_VALUES = 1 << 20
+MAX_VALUES = 1 << 22
 """Elements of the largest tensor whose values are carried along."""
 VALUE = "_trainfit_value"
 OVERWRITTEN = "_trainfit_overwritten"
