@@ -28,7 +28,8 @@ TOKENS, E, FF = 512, 256, 1024
 CUBLAS_WORKSPACE = 32 << 20
 """Of one handle, on Hopper."""
 MEASURED = Path(__file__).parent / "compiled_on_h200.jsonl"
-"""Recipe and peak bytes of each phase, measured on an H200 with torch 2.11 and transformers 5.17."""
+"""Recipe and peak bytes of the steady step's phases, and of the first step's where no cache was there, measured on an
+H200 with torch 2.11 and transformers 5.17."""
 
 
 class SwiGlu(nn.Module):
@@ -150,7 +151,7 @@ def allocated_in_forward(ledger: Ledger) -> list[int]:
     return [
         ledger.storages[e.storage].num_bytes
         for e in ledger.events
-        if e.segment == forward and e.kind == ALLOCATE
+        if e.segment == forward and e.kind == ALLOCATE and "/tuning/" not in ledger.storages[e.storage].slot
     ]
 
 
@@ -298,14 +299,19 @@ def measured() -> list[Any]:
 
 @pytest.mark.parametrize("row", measured())
 def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
-    """Peak bytes of the steady step's phases: within 0.1 % by the Inductor that was measured, within 6 % by another."""
+    """Peak bytes of the phases: within 0.1 % by the Inductor that was measured, within 6 % by another.
+
+    The first step where nothing was compiled on the machine before: kernels are tuned in it.
+    """
     from trainfit.spec.recipe_file import recipe_from
 
     same_inductor = torch.__version__.startswith("2.11.")
     recipe: Recipe = recipe_from(row["recipe"])
-    phases = replay(trace(recipe), CachingAllocator()).phases.steady
-    for phase, num_bytes in row["steady"].items():
-        assert getattr(phases, phase) == pytest.approx(num_bytes, rel=0.001 if same_inductor else 0.06), phase
+    replayed = replay(trace(recipe), CachingAllocator()).phases
+    for step in ("first", "steady"):
+        for phase, num_bytes in row.get(step, {}).items():
+            found = getattr(getattr(replayed, step), phase)
+            assert found == pytest.approx(num_bytes, rel=0.001 if same_inductor else 0.06), (step, phase)
 
 
 def test_models_of_several_kinds_compile() -> None:

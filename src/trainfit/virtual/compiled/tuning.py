@@ -9,6 +9,8 @@ them. Caches on disk are taken to be empty: a machine that compiled the same ker
 
 import ast
 from collections.abc import Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,9 +93,26 @@ def read(source: str) -> Kernel:
             spares_memory=inductor_meta.get("optimize_mem", True),
         )
 
-    known = {**vars(hints), "triton_heuristics": triton_heuristics, "torch": torch, "__file__": ""}
-    with replaced(triton_heuristics, "cached_autotune", kernel):
+    # Without Triton hints are written as AttrsDescriptor(...), and there is no Config.
+    known = {
+        **vars(hints), "AttrsDescriptor": dict, "triton_heuristics": triton_heuristics, "torch": torch, "__file__": "",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        stack.enter_context(replaced(triton_heuristics, "cached_autotune", kernel))
+        stack.enter_context(replaced(triton_heuristics, "triton", SimpleNamespace(Config=_Config)))
+        for name in ("Config", "InductorConfig"):
+            stack.enter_context(replaced(triton_heuristics, name, _Config))
         return eval(compile(ast.Expression(decorator), "<inductor kernel>", "eval"), known)
+
+
+class _Config:
+    """``triton.Config``, as far as heuristics make and compare them."""
+
+    def __init__(
+        self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **settings: Any
+    ) -> None:
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
+        vars(self).update(settings)
 
 
 def _is_heuristic(decorator: ast.expr) -> bool:
