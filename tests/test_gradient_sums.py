@@ -1,7 +1,7 @@
 """Gradients added up by the autograd engine: in place where the real engine does so, to the byte."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ SQUARE = 4 * N * N
 class Scaled(torch.autograd.Function):
     """y = scale * x, whose gradient is a tensor of its own; ``made`` gets what the backward made."""
 
-    made: list[Any] = []
-    keep: Callable[[Tensor], Any] = Tensor.data_ptr
+    made: ClassVar[list[Any]] = []
+    keep: ClassVar[Callable[[Tensor], Any]] = Tensor.data_ptr
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -39,7 +39,8 @@ def test_the_real_engine_adds_in_place_what_nobody_else_holds(held: bool, monkey
     weight = nn.Parameter(torch.ones(8, 8))
     (Scaled.apply(weight, 2.0).sum() + Scaled.apply(weight, 3.0).sum()).backward()
     first = Scaled.made[0].data_ptr() if held else Scaled.made[0]
-    assert weight.grad is not None and (weight.grad.data_ptr() == first) is not held
+    assert weight.grad is not None
+    assert (weight.grad.data_ptr() == first) is not held
 
 
 class Twice(nn.Module):

@@ -10,8 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tiny_recipe import tiny_recipe
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Optimizer
 from trainfit.step import Step, assemble
+from virtual_runs import recipe_of
 
 CPU = torch.device("cpu")
 
@@ -169,3 +171,13 @@ def test_on_model_sees_the_bare_model_first():
     assert type(seen[0]).__name__ == "LlamaForCausalLM"
     assert step.model.training
     assert type(step.model).__name__.startswith("PeftModel")
+
+
+@pytest.mark.parametrize("compiled", [False, "block", "model"])
+@pytest.mark.parametrize(("name", "positions"), [("gpt2", 1024), ("opt-125m", 2048)])
+def test_more_positions_than_the_model_has_are_refused(name: str, positions: int, compiled: Any):
+    """OPT's table has two rows more than positions."""
+    with torch.device("meta"), pytest.raises(InputError, match=f"{positions} learned positions"):
+        assemble(
+            recipe_of(name, batch=Batch(micro=1, seq=positions + 1), compile=compiled), torch.device("meta")
+        )

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.models.build import build_model
+from trainfit.models.layers import max_positions
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import precision, registry
 from trainfit.techniques.draft import Compiler, ContextFactory, Draft
@@ -53,13 +55,14 @@ def assemble(
         compiler: compiles a module in place; None: ``module.compile()``.
 
     Raises:
-        InputError: a value not there yet, or techniques that exclude each other.
+        InputError: a value not there yet, techniques that exclude each other, or more positions than the model has.
     """
     registry.check(recipe)
     torch.manual_seed(recipe.seed)
     model = build_model(
         recipe.model, dtype=precision.weight_dtype(recipe), device=device, attention=recipe.attention
     ).train()
+    _check_positions(recipe, model)
     if on_model is not None:
         on_model(model)
     draft = Draft(model, device, compiler or (lambda module: module.compile()))
@@ -72,6 +75,18 @@ def assemble(
         )
         draft.optimizers = [draft.make_optimizer(draft.trainable())]
     return Step(recipe, draft)
+
+
+def _check_positions(recipe: Recipe, model: nn.Module) -> None:
+    """A GPU would end in a device assert, which says neither where nor why."""
+    positions = max_positions(model)
+    if positions is not None and recipe.batch.seq > positions:
+        raise InputError(
+            f"the model has {positions} learned positions",
+            f"use a sequence of at most {positions} tokens, or a model with more positions",
+            field="batch.seq",
+            value=recipe.batch.seq,
+        )
 
 
 def in_order() -> list[registry.Technique]:

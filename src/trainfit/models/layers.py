@@ -1,10 +1,23 @@
-"""Where a model's repeated decoder blocks are: found by structure, not by name.
+"""Where a model's repeated decoder blocks are, found by structure, not by name; and how many positions it has.
 
 Works for transformers models, the same wrapped by PEFT, and our native decoder, because every one keeps its blocks in
 a ``nn.ModuleList`` of few classes (one, except in hybrids that alternate attention with state-space blocks).
 """
 
 from torch import nn
+
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_emb")
+"""What transformers' models call an embedding of positions."""
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """Rows of the model's table of learned positions; None where it has none (rotary, ALiBi)."""
+    tables = [
+        module.num_embeddings - getattr(module, "offset", 0)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
+    ]
+    return min(tables, default=None)
 
 
 def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
