@@ -1,7 +1,9 @@
 """CUDA's autocast policy for fake CPU tensors.
 
-CPU autocast keeps layer norms, softmax, pow and sums in the low precision; CUDA runs them in fp32. The lists are
-those of PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE).
+CPU autocast keeps layer norms, softmax, pow and sums in the low precision; CUDA runs them in fp32. CPU autocast runs
+cross-entropy and pooling in fp32, and casts what is concatenated; CUDA leaves them alone. The lists are those of
+PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE); which
+operations have a policy at all PyTorch itself tells, version by version.
 """
 
 from collections.abc import Callable
@@ -15,11 +17,13 @@ FP32 = (
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity "
     "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
     "mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist "
-    "renorm logsumexp"
+    "renorm logsumexp pdist upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
 ).split()
 FP32_OUTPUT = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList".split()
 PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
-LOWER = "addmv addr mv chain_matmul linalg_multi_dot".split()
+LOWER = "addmv addr mv chain_matmul linalg_multi_dot einsum lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
 """On CUDA's low-precision list but not on the CPU's."""
 
 
@@ -32,8 +36,19 @@ def install(library: "torch.library.Library") -> None:
         (LOWER, _lower),
     ):
         for name in names:
-            if (op := _find(name)) is not None:
+            if (op := _find(name)) is not None and has_policy(f"aten::{name}", "AutocastCUDA"):
                 library.impl(name, policy(op), "AutocastCPU", allow_override=True)
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::") and has_policy(name, "AutocastCPU") and not has_policy(name, "AutocastCUDA"):
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+
+
+def has_policy(name: str, key: str) -> bool:
+    """Whether PyTorch registers an autocast kernel for this operation (``aten::name.overload``) and device.
+
+    A build without CUDA has CUDA's, too.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _find(name: str) -> Any:
