@@ -183,7 +183,8 @@ def test_compiling_keeps_no_more_and_computes_the_same(mode: Any, fields: dict[s
     assert (
         flops(eager) == flops(compiled)
         if mode == "block"
-        else flops(eager) <= flops(compiled) < 1.1 * flops(eager)
+        # RoPE's product, 128 FLOP a forward here, may become an elementwise kernel.
+        else 0.999 * flops(eager) <= flops(compiled) < 1.1 * flops(eager)
     )
     assert compiled.params == eager.params
     assert any("Inductor" in text for text in compiled.assumptions)
@@ -301,17 +302,18 @@ def measured() -> list[Any]:
 def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
     """Peak bytes of the phases: within 0.1 % by the Inductor that was measured, within 6 % by another.
 
-    The first step where nothing was compiled on the machine before: kernels are tuned in it.
+    The first step where nothing was compiled on the machine before: kernels are tuned in it. There within 0.2 %: what
+    the benchmark of padded products leaves of free blocks, which later phases take whole, is not followed.
     """
     from trainfit.spec.recipe_file import recipe_from
 
     same_inductor = torch.__version__.startswith("2.11.")
     recipe: Recipe = recipe_from(row["recipe"])
-    replayed = replay(trace(recipe), CachingAllocator()).phases
-    for step in ("first", "steady"):
+    replayed = replay(trace(recipe), CachingAllocator(), settled=True).phases
+    for step, within in {"first": 0.002, "steady": 0.001}.items():
         for phase, num_bytes in row.get(step, {}).items():
             found = getattr(getattr(replayed, step), phase)
-            assert found == pytest.approx(num_bytes, rel=0.001 if same_inductor else 0.06), (step, phase)
+            assert found == pytest.approx(num_bytes, rel=within if same_inductor else 0.06), (step, phase)
 
 
 def test_models_of_several_kinds_compile() -> None:
