@@ -11,20 +11,22 @@ from trainfit.virtual.compiled.cuda_device import replaced
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Autocast for "cuda" is on for the virtual GPU's tensors; autocast for "cpu" is the host's and changes nothing."""
+    """Autocast for "cuda" is on for the virtual GPU's tensors; autocast for "cpu" is the host's and changes nothing.
+
+    PyTorch's ``autocast`` and its compiler, which writes autocast into the code it captures, ask and set the state by
+    device: what they say of "cuda" is done to the CPU's.
+    """
     autocast = torch.amp.autocast_mode.autocast
     original = autocast.__init__
     is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
     set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
-    default = [torch.float16]
+    cuda_dtype, cpu_dtype = [torch.float16], dtype_of("cpu")
 
     def init(
         self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:  # fmt: skip
-        if device_type == "cuda":
-            original(self, "cpu", get_dtype("cuda") if dtype is None else dtype, enabled, cache_enabled)
-        elif device_type == "cpu":
+        if device_type == "cpu":
             original(self, "cpu", dtype_of("cpu"), is_enabled("cpu"), cache_enabled)
         else:
             original(self, device_type, dtype, enabled, cache_enabled)
@@ -33,15 +35,12 @@ def cuda_autocast() -> Iterator[None]:
         return is_enabled("cpu" if device_type == "cuda" else device_type)
 
     def get_dtype(device_type: str) -> torch.dtype:
-        if device_type != "cuda":
-            return dtype_of(device_type)
-        return dtype_of("cpu") if is_enabled("cpu") else default[0]
+        return cuda_dtype[0] if device_type == "cuda" else dtype_of(device_type)
 
-    def set_default(device_type: str, dtype: torch.dtype) -> None:
-        if device_type == "cuda" and not is_enabled("cpu"):
-            default[0] = dtype
-        else:  # PyTorch's compiler puts back what it found
-            set_dtype("cpu" if device_type == "cuda" else device_type, dtype)
+    def choose(device_type: str, dtype: torch.dtype) -> None:
+        if device_type == "cuda":
+            cuda_dtype[0] = dtype
+        set_dtype("cpu" if device_type == "cuda" else device_type, dtype)
 
     def switch(device_type: Any, on: bool | None = None) -> None:
         named, value = ("cuda", device_type) if on is None else (device_type, on)
@@ -50,12 +49,14 @@ def cuda_autocast() -> Iterator[None]:
     answers = {
         "is_autocast_enabled": enabled,
         "get_autocast_dtype": get_dtype,
-        "set_autocast_dtype": set_default,
+        "set_autocast_dtype": choose,
         "set_autocast_enabled": switch,
         "get_autocast_gpu_dtype": lambda: get_dtype("cuda"),
-        "set_autocast_gpu_dtype": lambda dtype: set_default("cuda", dtype),
+        "set_autocast_gpu_dtype": lambda dtype: choose("cuda", dtype),
     }
     with ExitStack() as stack:
+        stack.callback(set_dtype, "cpu", cpu_dtype)
+        set_dtype("cpu", cuda_dtype[0])
         stack.enter_context(replaced(autocast, "__init__", init))
         for name, answer in answers.items():
             stack.enter_context(replaced(torch, name, answer))
