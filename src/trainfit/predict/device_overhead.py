@@ -22,12 +22,12 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
     return CONTEXT_BYTES + (CUDNN_BYTES if uses_cudnn else 0)
 
 
-MARGIN = 1 / 4096
-"""Share of the card that a recipe must leave free to be said to fit: 34 MiB of an H200's 139.8 GiB. Kernels that are
-loaded late took up to 18 MiB more than the above (results/h200-measured.jsonl, tag near-card); a recipe that fits by
-less may run or not."""
+MARGIN = 1 / 2048
+"""Share of the card that a recipe must leave free to be said to fit: 70 MiB of an H200's 139.8 GiB. Kernels that are
+loaded late took up to 18 MiB more than the above (results/h200-measured.jsonl, tag near-card)."""
 
 
-def capacity_bytes(gpu: Gpu, ledger: Ledger) -> int:
-    """What the allocator may reserve on this GPU."""
-    return int(gpu.usable_bytes * (1 - MARGIN)) - overhead_bytes(gpu, ledger)
+def capacities(gpu: Gpu, ledger: Ledger) -> tuple[int, ...]:
+    """What the allocator may reserve on this GPU with the margin, half of it, and none, smallest first."""
+    most = gpu.usable_bytes - overhead_bytes(gpu, ledger)
+    return tuple(most - int(gpu.usable_bytes * share) for share in (MARGIN, MARGIN / 2, 0))

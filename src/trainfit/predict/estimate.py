@@ -6,7 +6,7 @@ Imports torch only where no ledger is kept.
 from trainfit.catalog.load import cluster
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.predict import cache
-from trainfit.predict.device_overhead import capacity_bytes, overhead_bytes
+from trainfit.predict.device_overhead import capacities, overhead_bytes
 from trainfit.predict.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -103,15 +103,20 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         tally = replay(ledger, Tally(), settled=True)
         return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
     free = replay(ledger, CachingAllocator(), settled=True)
-    capacity = capacity_bytes(gpu, ledger)
+    capacity, *larger = capacities(gpu, ledger)
     most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
     if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
         return free, most_reserved <= capacity
     try:
-        limited = CachingAllocator(capacity_bytes=capacity)
-        return replay(ledger, limited, settled=True, more_steps=MORE_STEPS), True
+        # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run may fail
+        # that succeeds with less. It fits only if it always does.
+        within, *_ = [
+            replay(ledger, CachingAllocator(capacity_bytes=size), settled=True, more_steps=MORE_STEPS)
+            for size in (capacity, *larger)
+        ]
     except OutOfMemory:
         return free, False
+    return within, True
 
 
 def matmul_dtype(ledger: Ledger) -> str:
