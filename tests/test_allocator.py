@@ -1,12 +1,16 @@
 """The caching allocator's replay: sequences worked out by hand from the source's rules, and what always holds."""
 
+import gzip
 import itertools
+import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 
 from trainfit.virtual.allocator import CachingAllocator, OutOfMemory, segment_size
+from trainfit.virtual.device_memory import DriverAddresses
 
 MIB = 1 << 20
 
@@ -224,3 +228,48 @@ def test_a_hundred_thousand_events_take_under_half_a_second() -> None:
             allocator.free(handle)
         best = min(best, time.process_time() - started)
     assert best < 0.5
+
+
+@pytest.mark.parametrize("name", ["resnet", "bart"])
+def test_three_steps_on_an_h200(name: str) -> None:
+    """Every allocation of examples/ on an H200 (torch 2.11), replayed: the same bytes, and the same addresses if the
+    driver's are given. allocator_on_h200.json.gz: sizes, or -1 - number of the allocation freed; addresses / 512."""
+    run = json.loads(gzip.decompress((Path(__file__).parent / "allocator_on_h200.json.gz").read_bytes()))[
+        name
+    ]
+    alone = CachingAllocator()
+    told = CachingAllocator()
+    told._addresses = Told(run["segments"])
+    for allocator, addresses in ((alone, None), (told, run["addresses"])):
+        handles: list[int] = []
+        for call in run["calls"]:
+            if call < 0:
+                allocator.free(handles[-1 - call])
+                continue
+            handles.append(allocator.malloc(call))
+            if addresses is not None:
+                assert allocator._blocks[handles[-1]].address == addresses[len(handles) - 1] * 512
+        assert allocator.peak_reserved_bytes == run["reserved"]
+        assert allocator.peak_allocated_bytes == run["allocated"]
+
+
+class Told(DriverAddresses):
+    """Segments where a driver put them."""
+
+    def __init__(self, segments: list[list[int]]):
+        super().__init__(0)
+        self._segments = segments
+
+    def place(self, num_bytes: int) -> int:
+        address, size = self._segments.pop(0)
+        assert size == num_bytes
+        return address * 512
+
+
+def test_where_the_driver_puts_segments() -> None:
+    """Read off an H200: stretches of 32 MiB downwards, within one upwards, the lowest that has room first."""
+    mib = 1 << 20
+    driver = DriverAddresses(1000 * 32 * mib)
+    placed = [driver.place(size * mib) / mib for size in (16, 16, 12, 20, 16, 12, 198, 20)]
+    top = 32000
+    assert placed == [top - 32, top - 16, top - 64, top - 52, top - 96, top - 80, top - 320, top - 122]

@@ -19,6 +19,8 @@ LARGE_SEGMENT = 20 << 20
 """kLargeBuffer; the setting ``large_segment_size_mb`` in newer versions."""
 ROUND_LARGE = 2 << 20
 """Larger requests get a segment of their own size, rounded up to this (kRoundLarge)."""
+STRETCH = 32 << 20
+"""The driver takes address space in multiples of this (measured, see DriverAddresses)."""
 UNLIMITED_DEVICE = 1 << 50
 """Address space of an expandable segment when no capacity is given."""
 
@@ -54,6 +56,40 @@ class Block:
         """Bytes it has, or would have with the unmapped space behind it."""
         after = self.after
         return self.size + (after.size if after is not None and not after.mapped else 0)
+
+
+class DriverAddresses:
+    """Where cudaMalloc puts a segment.
+
+    Address space is taken in stretches of whole 32 MiB, each right below the last; what a segment leaves of its stretch
+    serves later segments that fit, upwards, the lowest stretch first. Read off 5,870 segments of 14 runs on an H200
+    (driver 580): 82 % of them lie so, the others where the host's own mappings or the driver's were in the way.
+    """
+
+    def __init__(self, top: int):
+        self._lowest = top
+        self._gaps: list[tuple[int, int]] = []
+        """(address, bytes) left over, the lowest last."""
+
+    def place(self, num_bytes: int) -> int:
+        """Address of a new segment of so many bytes."""
+        if num_bytes < STRETCH:
+            for index in range(len(self._gaps) - 1, -1, -1):
+                address, left = self._gaps[index]
+                if left >= num_bytes:
+                    self._leave(index, address + num_bytes, left - num_bytes)
+                    return address
+        stretch = -(-num_bytes // STRETCH) * STRETCH
+        self._lowest -= stretch
+        if stretch > num_bytes:
+            self._gaps.append((self._lowest + num_bytes, stretch - num_bytes))
+        return self._lowest
+
+    def _leave(self, index: int, address: int, num_bytes: int) -> None:
+        if num_bytes:
+            self._gaps[index] = (address, num_bytes)
+        else:
+            del self._gaps[index]
 
 
 class ExpandableSegments:

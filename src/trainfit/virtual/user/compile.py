@@ -43,7 +43,9 @@ def compiling(traits: GpuTraits, tracer: UserTracer, places: Places) -> Iterator
     """``torch.compile(...)`` and ``module.compile()`` compile for the virtual GPU."""
     with UserCompiler(traits, tracer, places) as compiler, ExitStack() as stack:
         stack.enter_context(replaced(torch, "compile", compiler.compiled))
-        stack.enter_context(replaced(nn.Module, "compile", lambda *args, **how: compiler.in_place(*args, **how)))
+        stack.enter_context(
+            replaced(nn.Module, "compile", lambda *args, **how: compiler.in_place(*args, **how))
+        )
         stack.enter_context(warnings.catch_warnings())
         # The virtual GPU's own hooks; they are taken out while compiled code runs.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
