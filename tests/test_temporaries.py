@@ -24,7 +24,7 @@ aten = torch.ops.aten
 MIB = 1 << 20
 H200 = GpuTraits((9, 0), 132, 2048, 227 * 1024, (2, 11))
 A100 = GpuTraits((8, 0), 108, 2048, 163 * 1024, (2, 11))
-L40S = GpuTraits((8, 9), 142, 1536, 99 * 1024, (2, 11))
+L40S = GpuTraits((8, 9), 142, 1536, 99 * 1024, (2, 11), l2_cache_bytes=96 << 20)
 
 
 @pytest.fixture(autouse=True)

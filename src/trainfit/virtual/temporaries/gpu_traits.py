@@ -47,8 +47,8 @@ class GpuTraits:
     threads_per_sm: int = 2048
     shared_memory_bytes: int = 227 * 1024
     """Most shared memory one block may opt in to."""
-    l2_cache_bytes: int = 60 << 20
     torch_version: tuple[int, int] = field(default_factory=installed_torch)
+    l2_cache_bytes: int = 60 << 20
 
     @classmethod
     def of(cls, gpu: Gpu, torch_version: tuple[int, int] | None = None) -> "GpuTraits":
@@ -71,6 +71,6 @@ class GpuTraits:
             num_sms=NUM_SMS.get(gpu.name, LARGEST_NUM_SMS[capability]),
             threads_per_sm=THREADS_PER_SM.get(capability, 2048),
             shared_memory_bytes=SHARED_MEMORY_KIB[capability] * 1024,
-            l2_cache_bytes=L2_CACHE_MIB.get(gpu.name, LARGEST_L2_CACHE_MIB) << 20,
             torch_version=torch_version or installed_torch(),
+            l2_cache_bytes=L2_CACHE_MIB.get(gpu.name, LARGEST_L2_CACHE_MIB) << 20,
         )
