@@ -46,6 +46,7 @@ def _forget_kernels(replaced: tuple[str, ...]) -> None:
 def _install(library: Any, capability: tuple[int, int], prefers_cudnn: bool) -> None:
     _override(library, "scaled_dot_product_attention", _attention(capability, prefers_cudnn))
     _override(library, "dropout", _dropout)
+    _override(library, "linear", _linear)
     _override(library, "softmax.int", _softmax(aten._softmax))
     _override(library, "log_softmax.int", _softmax(aten._log_softmax))
     if hasattr(aten, "_fused_rms_norm"):
@@ -74,6 +75,16 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if p == 0 or not train or x.numel() == 0:
         return x
     return aten.native_dropout(x, p, train)[0]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # aten/src/ATen/native/Linear.cpp. For fake tensors, as for any subclass, PyTorch would add the bias out of place.
+    if bias is not None and x.dim() == 2:
+        return aten.addmm(bias, x, weight.t())
+    if bias is not None and x.dim() == 3 and x.is_contiguous():
+        return aten.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], -1)
+    out = aten.matmul(x, weight.t())
+    return out if bias is None else out.add_(bias)
 
 
 def _softmax(op: Any) -> Callable[..., Tensor]:

@@ -20,7 +20,7 @@ from trainfit.virtual.gradient_sums import as_the_engine_does, held_by_engine_al
 from trainfit.virtual.host import Residence, carry_values, is_host, on_host
 from trainfit.virtual.ledger import ALLOCATE, FREE, MIDDLE, NO_LAYER, Event, Ledger, Op, Segment, Storage
 from trainfit.virtual.places import NOWHERE, Place, Places
-from trainfit.virtual.temporaries import GpuTraits, output_bytes, temporaries
+from trainfit.virtual.temporaries import GpuTraits, as_allocated, output_bytes, temporaries
 from trainfit.virtual.traffic import bytes_moved
 from trainfit.virtual.workspaces import Workspaces
 
@@ -200,12 +200,8 @@ class Tracer(TorchDispatchMode):
             place = self._last_owner = owners[0]
         self._sticky = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
-        for num_bytes in (
-            self.workspaces.first_use(func, args, kwargs, place.in_autograd) if self.workspaces else ()
-        ):
-            self._add_storage(num_bytes, -1, "workspace", NO_LAYER, "workspace")
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
-        for n, t in fresh:
+        for n, t in as_allocated(func, fresh) if self.gpu else fresh:
             owner = owners[n] if len(owners) == len(outputs) else place
             index = self._allocate(t, "list" if len(owners) > 1 else str(n), op, owner, sizes.get(n))
             if owners:
@@ -214,6 +210,10 @@ class Tracer(TorchDispatchMode):
                 self._listed.add(index)
             if self.places.phase == "init" and func in CONVERSIONS:
                 self._made_from[index] = self.index_of(args[0])
+        for num_bytes in (
+            self.workspaces.first_use(func, args, kwargs, place.in_autograd) if self.workspaces else ()
+        ):
+            self._add_storage(num_bytes, -1, "workspace", NO_LAYER, "workspace")
         if self.gpu:
             self._add_scratch(temporaries(func, args, kwargs, out, gpu=self.gpu), op, place, str(func))
 

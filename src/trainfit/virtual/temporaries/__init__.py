@@ -13,10 +13,11 @@ from trainfit.virtual.temporaries.libraries import (
     uses_cublas,
     uses_cublaslt,
 )
-from trainfit.virtual.temporaries.rules import output_bytes, temporaries
+from trainfit.virtual.temporaries.rules import as_allocated, output_bytes, temporaries
 
 __all__ = [
     "GpuTraits",
+    "as_allocated",
     "cublas_workspace_bytes",
     "cublaslt_workspace_bytes",
     "output_bytes",

@@ -1,6 +1,10 @@
 """Looks a call up in the rules: scratch bytes and output bytes."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from trainfit.virtual.temporaries import (
     attention,
@@ -28,6 +32,12 @@ def _merged(kind: str) -> dict[str, Any]:
     return merged
 
 
+LATER: dict[str, Callable[[Tensor], bool]] = {
+    "aten::native_dropout": lambda t: t.dtype != torch.bool,
+    "aten::_scaled_dot_product_cudnn_attention": lambda t: t.numel() > 1,
+}
+"""Operations that do not allocate their results in the order they return them: which come later (Dropout.cu: the mask
+first; attention.cu: cuDNN's seed and offset first)."""
 _SCRATCH, _OUTPUTS = _merged("SCRATCH"), _merged("OUTPUTS")
 
 
@@ -44,6 +54,12 @@ def temporaries(
     name = func._schema.name
     rule = _SCRATCH.get(name)
     return () if rule is None else rule(Call(name, args, kwargs, out, gpu))
+
+
+def as_allocated(func: Any, outputs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Results (with their positions) in the order in which the CUDA kernel allocates them."""
+    later = LATER.get(func._schema.name)
+    return outputs if later is None else sorted(outputs, key=lambda output: later(output[1]))
 
 
 def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[int, int]:

@@ -128,6 +128,15 @@ class UserTracer(Tracer):
         self._record(func, args, kwargs, out)
         return out
 
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        super()._record(func, args, kwargs, out)
+        if func is aten._to_copy.default and self._residence.is_moving and not out.is_contiguous():
+            # From the host to another layout: by way of a contiguous copy on the device (Copy.cu, copy_kernel_cuda).
+            if out.stride() != args[0].stride():
+                place = self.places.current()
+                op = len(self.ledger.ops) - 1
+                self._add_scratch((out.numel() * out.element_size(),), op, place, str(func))
+
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
 
