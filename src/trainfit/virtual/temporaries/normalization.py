@@ -1,6 +1,6 @@
-"""Layer norm and RMS norm: copies, partial gradients, and statistics that CUDA keeps in fp32.
+"""Layer norm, RMS norm and batch norm: copies, partial gradients, and statistics that CUDA keeps in fp32.
 
-Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu.
+Sources: aten/src/ATen/native/cuda/layer_norm_kernel.cu, Normalization.cu.
 """
 
 from math import prod
@@ -62,6 +62,14 @@ def layer_norm_statistics(call: Call) -> dict[int, int]:
     """mean and rstd, one per row, in ``toAccumulateType``: fp32 for 16-bit inputs."""
     x, shape = call.args[0], call.args[1]
     size = x.numel() // max(1, prod(shape)) * accumulate_size(x.dtype)
+    return {1: size, 2: size}
+
+
+@OUTPUTS.rule("native_batch_norm", "cudnn_batch_norm")
+def batch_norm_statistics(call: Call) -> dict[int, int]:
+    """mean and 1/std, one per channel, in the accumulation type (Normalization.cu; cuDNN's have the weight's, fp32)."""
+    x = call.args[0]
+    size = x.shape[1] * accumulate_size(x.dtype)
     return {1: size, 2: size}
 
 

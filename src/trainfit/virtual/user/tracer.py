@@ -130,12 +130,12 @@ class UserTracer(Tracer):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         super()._record(func, args, kwargs, out)
-        if func is aten._to_copy.default and self._residence.is_moving and not out.is_contiguous():
+        if func is not aten._to_copy.default or not self._residence.is_moving:
+            return
+        if not out.is_contiguous() and out.stride() != args[0].stride():
             # From the host to another layout: by way of a contiguous copy on the device (Copy.cu, copy_kernel_cuda).
-            if out.stride() != args[0].stride():
-                place = self.places.current()
-                op = len(self.ledger.ops) - 1
-                self._add_scratch((out.numel() * out.element_size(),), op, place, str(func))
+            size = out.numel() * out.element_size()
+            self._add_scratch((size,), len(self.ledger.ops) - 1, self.places.current(), str(func))
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
