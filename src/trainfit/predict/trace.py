@@ -104,7 +104,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         if not whole and virtual.compiler.captures_each_layer():
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
-        ledger.assumptions = virtual.compiler.assumptions()
+        ledger.assumptions = virtual.assumptions()
         ledger.repeat = repeat
         ledger.params, ledger.trainable_params = _count_parameters(step.model, repeat, virtual)
     return ledger

@@ -17,6 +17,7 @@ from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.host import HostTensors, Residence
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.places import Groups, Place, Places
+from trainfit.virtual.real_fallback import fallbacks_told
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.tracer import Tracer
 
@@ -24,9 +25,14 @@ from trainfit.virtual.tracer import Tracer
 class VirtualGpu:
     """What runs inside ``virtual_gpu``: tell it when the model is complete and when a phase begins."""
 
-    def __init__(self, tracer: Tracer, places: Places, compiler: VirtualCompiler):
+    def __init__(self, tracer: Tracer, places: Places, compiler: VirtualCompiler, said: set[str]):
         self.tracer, self._places = tracer, places
         self.compiler = compiler
+        self._said = said
+
+    def assumptions(self) -> tuple[str, ...]:
+        """What the ledger rests on."""
+        return (*self.compiler.assumptions(), *sorted(self._said))
 
     def model_is_complete(self, model: nn.Module, groups: list[Groups]) -> None:
         """Learn the model's modules and parameters; from here on operations have places."""
@@ -80,7 +86,9 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
         prefers_cudnn: whether SDPA tries cuDNN first (see ``attention.choose_backend``).
     """
     places = Places()
+    said: set[str] = set()
     with ExitStack() as stack:
+        stack.enter_context(fallbacks_told(said))
         stack.enter_context(transformers_sees_real_tensors())
         if traits is not None:
             stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
@@ -90,7 +98,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
         stack.enter_context(HostTensors(residence))
         stack.enter_context(places)
         stack.enter_context(tracer)
-        yield VirtualGpu(tracer, places, stack.enter_context(VirtualCompiler(traits, tracer, places)))
+        yield VirtualGpu(tracer, places, stack.enter_context(VirtualCompiler(traits, tracer, places)), said)
 
 
 @contextmanager

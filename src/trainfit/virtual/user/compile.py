@@ -1,8 +1,8 @@
 """``torch.compile`` in a person's code: PyTorch's own compiler, for the virtual GPU (virtual/compiled).
 
-Enters: a module, or a function that a module's forward or an optimizer calls. Leaves: what ``torch.compile`` returns, run as the
-program that Inductor writes. What is compiled otherwise (another backend; a function outside forward and update) runs
-eagerly, and that is said.
+Enters: a module, or a function that a module's forward or an optimizer calls. Leaves: what ``torch.compile`` returns, run
+as the program that Inductor writes. What is compiled otherwise (another backend; a function outside forward and update;
+before the trace) runs eagerly, and that is said.
 """
 
 import functools
@@ -25,6 +25,7 @@ from trainfit.virtual.user.tracer import UserTracer
 
 EAGER_BACKEND = "torch.compile with a backend other than inductor: traced as eager code"
 EAGER_FUNCTION = "torch.compile of a function called outside a forward or an update: traced as eager code"
+EAGER_EARLIER = "what torch.compile compiled before the trace began: traced as eager code"
 OPTIONS = "torch.compile's mode and options: Inductor's defaults were taken (CUDA graphs' memory pools of their own are not modelled)"
 PLAIN_MODES = (None, "default", "max-autotune-no-cudagraphs")
 
@@ -46,6 +47,7 @@ def compiling(traits: GpuTraits, tracer: UserTracer, places: Places) -> Iterator
         stack.enter_context(
             replaced(nn.Module, "compile", lambda *args, **how: compiler.in_place(*args, **how))
         )
+        stack.enter_context(compiler.alone())
         stack.enter_context(warnings.catch_warnings())
         # The virtual GPU's own hooks; they are taken out while compiled code runs.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
@@ -83,6 +85,25 @@ class UserCompiler(VirtualCompiler):
             return
         self._compile_in_place(module, backend=self._backend, **settings)
         module._compiled_call_impl = functools.partial(self._run, module, module._compiled_call_impl)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Other compiled functions, such as those that a module's decorators compiled when it was imported, run eagerly."""
+        from torch._dynamo import eval_frame
+
+        original = eval_frame._callback_from_stance
+
+        def callback(given: Any) -> Any:
+            if given in (None, False) or self._is_ours(eval_frame.innermost_backend(given)):
+                return original(given)
+            self._said.add(EAGER_EARLIER)
+            return None
+
+        with replaced(eval_frame, "_callback_from_stance", callback):
+            yield
+
+    def _is_ours(self, backend: Any) -> bool:
+        return getattr(backend, "compiler_fn", backend) == self._backend
 
     def _settings(self, how: dict[str, Any]) -> dict[str, Any] | None:
         """What ``torch.compile`` is told; None: nothing is compiled."""

@@ -14,6 +14,7 @@ from trainfit.spec.hardware import Gpu
 from trainfit.virtual.compiled.cuda_device import replaced
 from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.host import is_host
+from trainfit.virtual.real_fallback import fallbacks_told
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
@@ -56,6 +57,7 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
         enter(_restored_defaults())
         enter(transformers_sees_real_tensors())
         enter(libraries(tracer.said))
+        enter(fallbacks_told(tracer.said))
         enter(cuda_module(gpu, traits, usage))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
