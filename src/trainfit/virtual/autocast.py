@@ -39,7 +39,11 @@ def install(library: "torch.library.Library") -> None:
             if (op := _find(name)) is not None and has_policy(f"aten::{name}", "AutocastCUDA"):
                 library.impl(name, policy(op), "AutocastCPU", allow_override=True)
     for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and has_policy(name, "AutocastCPU") and not has_policy(name, "AutocastCUDA"):
+        if (
+            name.startswith("aten::")
+            and has_policy(name, "AutocastCPU")
+            and not has_policy(name, "AutocastCUDA")
+        ):
             library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
 
 

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class VirtualCompiler:
         compiled: Any = module._compiled_call_impl
         module._compiled_call_impl = partial(self._run, module, compiled)
 
-    def __enter__(self) -> "VirtualCompiler":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

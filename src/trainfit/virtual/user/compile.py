@@ -84,7 +84,8 @@ class UserCompiler(VirtualCompiler):
         if settings is None:
             return
         self._compile_in_place(module, backend=self._backend, **settings)
-        module._compiled_call_impl = functools.partial(self._run, module, module._compiled_call_impl)
+        compiled: Any = module._compiled_call_impl
+        module._compiled_call_impl = functools.partial(self._run, module, compiled)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -130,10 +131,12 @@ class UserCompiler(VirtualCompiler):
         return call
 
     def _run(self, module: nn.Module | None, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
         try:
             with _as_dynamo_sees(self._user_tracer):
                 return super()._run(module, compiled, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             cause = str(error).strip().splitlines()
             raise InputError(
                 f"torch.compile does not take this code on the virtual GPU: {cause[0] if cause else type(error).__name__}",
