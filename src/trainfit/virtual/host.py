@@ -29,7 +29,13 @@ FACTORIES = frozenset(
 )
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-NOT_FILLED = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
+NOT_FILLED = (
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+)
 """What these make has no values yet."""
 MAX_VALUES = 1 << 22
 """Elements of the largest tensor whose values are carried along."""
