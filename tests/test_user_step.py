@@ -24,7 +24,7 @@ from trainfit.predict.user_step import Traced
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Optimizer
 from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.attention import Query, choose_backend
+from trainfit.virtual.attention import Query, attend, choose_backend
 from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.replay import replay
 from virtual_runs import recipe_of, steady_sum, with_layers
@@ -701,6 +701,18 @@ def test_a_mask_with_its_heads_innermost_goes_to_math() -> None:
     assert chosen == ["math", "efficient"]
 
 
+@pytest.mark.parametrize("scale", [None, 0.3, -0.3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_math_attention_is_pytorchs(scale: float | None, causal: bool) -> None:
+    q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    mask = None if causal else torch.rand(2, 1, 16, 16) > 0.3
+    ours = attend(Query(q, k, v, mask, 0.0, causal, True), "math", scale)
+    theirs = nn.functional.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_the_layout_changes_on_the_way_to_the_device() -> None:
     """From the host, contiguous, to channels_last: by way of a contiguous copy (copy_kernel_cuda)."""
 
@@ -726,13 +738,13 @@ def test_what_runs_for_real_is_small_and_said() -> None:
 
 
 def test_an_example_against_an_h200() -> None:
-    """examples/hf_trainer.py, measured there with torch 2.11 (results/h200-examples.jsonl)."""
+    """examples/hf_trainer.py, measured there with torch 2.11 (results/examples/h200.jsonl)."""
     spec = importlib.util.spec_from_file_location("hf_trainer", ROOT / "examples" / "hf_trainer.py")
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    rows = [json.loads(line) for line in (ROOT / "results" / "h200-examples.jsonl").open()]
+    rows = [json.loads(line) for line in (ROOT / "results" / "examples" / "h200.jsonl").open()]
     measured = next(row["measured"] for row in rows if row["command"] == "examples/hf_trainer.py --steps 7")
     args = argparse.Namespace(
         model="gpt2", tiny=False, checkpointing=False, seq=1024, batch_size=8, accumulate=1, bf16=True, steps=7,

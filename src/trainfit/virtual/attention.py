@@ -153,17 +153,35 @@ def attend(query: Query, backend: str, scale: float | None) -> Tensor:
             q, k, v, mask, query.trains, query.dropout, query.causal, False, scale=scale
         )
         return out[0]
-    return aten._scaled_dot_product_attention_math(
-        q,
-        k,
-        v,
-        _float_mask(query.mask, q.dtype),
-        query.dropout,
-        query.causal,
-        None,
-        scale=scale,
-        enable_gqa=query.gqa,
-    )[0]
+    return _math(query, scale)[0]
+
+
+def _math(query: Query, scale: float | None) -> tuple[Tensor, Tensor]:
+    """``_scaled_dot_product_attention_math`` (attention.cpp), whose mask is added in place but for subclasses, as fakes are.
+
+    What it calls by name lives until it returns, its second result, which nobody takes, a little longer.
+    """
+    query_acc, key_acc, value_acc = query.q, query.k, query.v
+    dtype = query_acc.dtype
+    if dtype in HALVES and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query_acc, key_acc, value_acc = query_acc.float(), key_acc.float(), value_acc.float()
+    factor = (query_acc.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
+    q = query_acc * (factor if scale is None or scale >= 0 else -factor)
+    mask = _float_mask(query.mask, dtype)
+    if query.causal:
+        ones = torch.ones(q.shape[-2], key_acc.shape[-2], dtype=torch.bool, device=q.device)
+        mask = _float_mask(ones.tril(), q.dtype)
+    k, v = key_acc, value_acc
+    if query.gqa:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    weights = q @ (k.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights.add_(mask)
+    weights = aten._safe_softmax(weights, -1)
+    if query.dropout > 0:
+        weights = torch.dropout(weights, query.dropout, True)
+    second = weights.to(dtype)  # A compiler evaluates arguments as it likes; an H200's build this one first.
+    return (weights @ v).to(dtype), second
 
 
 def _flash(query: Query, scale: float | None) -> Tensor:
