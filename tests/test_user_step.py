@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -707,9 +708,10 @@ def test_math_attention_is_pytorchs(scale: float | None, causal: bool) -> None:
     q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64) for heads in (4, 2, 2))
     mask = None if causal else torch.rand(2, 1, 16, 16) > 0.3
     ours = attend(Query(q, k, v, mask, 0.0, causal, True), "math", scale)
-    theirs = nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True
-    )
+    with sdpa_kernel(SDPBackend.MATH):
+        theirs = nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True
+        )
     torch.testing.assert_close(ours, theirs)
 
 
