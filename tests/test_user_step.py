@@ -412,7 +412,9 @@ def test_accumulation_two_optimizers_closures_and_none() -> None:
 
     def in_backward() -> None:
         model = mlp().cuda()
-        optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
+        optimizers: dict[Tensor, torch.optim.Optimizer] = {
+            p: torch.optim.Adam([p]) for p in model.parameters()
+        }
 
         def update(parameter: Tensor) -> None:
             optimizers[parameter].step()
@@ -805,7 +807,7 @@ def test_nothing_stays_behind() -> None:
     def train() -> None:
         torch.set_default_dtype(torch.float64)
         torch.manual_seed(5)
-        inside_model = torch.compile(mlp().cuda())
+        inside_model: Any = torch.compile(mlp().cuda())
         steps(inside_model, torch.optim.SGD(inside_model.parameters(), lr=0.1), 1)
 
     trainfit.trace(train)

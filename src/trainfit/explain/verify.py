@@ -5,6 +5,7 @@ their median and worst. Recipes are drawn as for the truth suite (predict/truth_
 one of each model family before a family comes twice.
 """
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -114,7 +115,7 @@ def suite(gpu: Gpu, count: int, seed: int, say: Say = lambda line: None) -> Iter
     found: set[str] = set()
     families: list[str] = []
     # A process of its own: torch, and whatever a model's code leaves behind, stay out of this one.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_without_gpu) as pool:
         for _ in range(MOST_DRAWS * count):
             if len(found) == count:
                 return
@@ -135,6 +136,11 @@ def suite(gpu: Gpu, count: int, seed: int, say: Say = lambda line: None) -> Iter
             field="count",
             value=count,
         )
+
+
+def _without_gpu() -> None:
+    """Autograd's engine would make a context, half a GiB, on the card that is to be measured."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _draw(chance: random.Random, gpu: str) -> tuple[str, dict[str, Any]]:
