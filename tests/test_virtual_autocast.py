@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.predict.trace import trace
+from trainfit.spec.errors import InputError
 from trainfit.step import assemble
 from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.temporaries import GpuTraits
@@ -186,7 +187,8 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
             patch.setattr("trainfit.virtual.virtual_gpu.Tracer.own", stop)
         else:
             patch.setattr(torch.optim.AdamW, "step", stop)
-        with pytest.raises(StopError):
+        # What fails inside transformers' own model, without trainfit too, is told as its config's failure.
+        with pytest.raises((StopError, InputError)):
             trace(tiny_recipe())
     assert state_of_pytorch() == before
     assert real_loss() == losses
