@@ -111,6 +111,8 @@ class Step:
         self.device = draft.device
         self.optimizers = draft.optimizers
         self.scaler = draft.scaler
+        self._loss = draft.loss
+        self._before_update, self._after_step = draft.before_update, draft.after_step
         self._around_forward = draft.around_forward
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
@@ -143,11 +145,15 @@ class Step:
             del loss
         on_phase("optimizer")
         self._update()
+        for hook in self._after_step:
+            hook()
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def loss(self, batch: Batch) -> Tensor:
         """Forward only: the mean next-token loss, fp32 scalar. The model's output is dropped here."""
         with entered(self._around_forward):
+            if self._loss is not None:
+                return self._loss(self.model, batch)
             return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
     def _backward(self, loss: Tensor) -> None:
@@ -161,6 +167,11 @@ class Step:
     def _update(self) -> None:
         if self._steps_in_backward:
             return
+        if self._before_update and self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        for hook in self._before_update:
+            hook()
         for optimizer in self.optimizers:
             if self.scaler is not None:
                 self.scaler.step(optimizer)

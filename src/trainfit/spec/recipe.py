@@ -74,7 +74,26 @@ class BudgetGib(Value):
     budget_gib: Annotated[float, Field(gt=0)]
 
 
-Recompute = Literal["none", "full", "selective", "offload"] | Every | Budget | BudgetGib
+Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib
+
+
+class Offload(Value):
+    """What waits in pinned host memory until it is needed, copied while the GPU computes.
+
+    ``activations``: what the forward keeps for its backward. ``weights``: the decoder blocks' weights (and what their
+    optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
+    """
+
+    activations: bool = False
+    weights: bool = False
+
+
+class Loader(Value):
+    """How batches reach the GPU: worker processes, batches each prepares ahead, and whether from pinned memory."""
+
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    prefetch: PositiveInt = 2
+    pin_memory: bool = True
 
 
 class Optimizer(Value):
@@ -83,6 +102,9 @@ class Optimizer(Value):
     ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
     Adafactor (torch's own default for it). Filled in here, so that a recipe's id does not depend on writing it.
     ``momentum``: SGD's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
+    ``in_backward``: update each weight as soon as its gradient is there (True), or each decoder block's weights together.
+    ``stochastic_rounding``: round bf16 weights up or down at random, in proportion to what is cut off, so that updates
+    smaller than half their last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
     """
 
     name: OptimizerName = "adamw"
@@ -90,7 +112,9 @@ class Optimizer(Value):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    in_backward: bool = False
+    in_backward: Literal[False, True, "block"] = False
+    stochastic_rounding: bool = False
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -109,6 +133,8 @@ class Adapter(Value):
     targets: str | tuple[str, ...] = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    tokens: PositiveInt = 20
+    """Virtual tokens of prompt tuning, prefix tuning and p-tuning."""
 
 
 class Parallel(Value):
@@ -145,6 +171,10 @@ class Recipe(Value):
     optimizer: Optimizer = Optimizer()
     adapter: Adapter | None = None
     quantize: Quantize | None = None
+    offload: Offload = Offload()
+    loader: Loader = Loader()
+    empty_cache_every: PositiveInt | None = None
+    """Give the allocator's unused memory back to the driver after every so many steps."""
     parallel: Parallel = Parallel()
     hardware: Hardware = Hardware()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -166,5 +196,27 @@ class Recipe(Value):
         return hashlib.sha256(canonical_json(self.content()).encode()).hexdigest()[:16]
 
     def content(self) -> dict[str, Any]:
-        """The recipe as plain data (what JSON holds), without derived values."""
-        return self.model_dump(mode="json")
+        """The recipe as plain data (what JSON holds), without derived values.
+
+        Fields of LATER are left out where they have their default, so a recipe's id is older than they are.
+        """
+        content = self.model_dump(mode="json")
+        for path, default in LATER.items():
+            *outer, name = path.split(".")
+            holder = content
+            for part in outer:
+                holder = holder[part] if holder is not None else None
+            if holder is not None and holder[name] == default:
+                del holder[name]
+        return content
+
+
+LATER: dict[str, Any] = {
+    "optimizer.stochastic_rounding": False,
+    "optimizer.clip_norm": None,
+    "adapter.tokens": 20,
+    "offload": Offload().model_dump(mode="json"),
+    "loader": Loader().model_dump(mode="json"),
+    "empty_cache_every": None,
+}
+"""Fields that recipes got after the first records were made -> their defaults."""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Compiler = Callable[["nn.Module"], None]
 """Compiles a module in place."""
+LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
+"""(model, micro-batch) -> mean next-token loss, fp32 scalar."""
 ContextFactory = Callable[[], AbstractContextManager[object]]
 """Makes a fresh context manager; a step enters one each time."""
 
@@ -32,6 +34,12 @@ class Draft:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     steps_in_backward: bool = False
     """The optimizers run in hooks while backward runs; the step does not call them."""
+    loss: LossFunction | None = None
+    """Takes the model and a micro-batch and gives the loss; None: the model's own."""
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called when all gradients are there (unscaled), before the optimizers."""
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called after each update, gradients gone."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
 
