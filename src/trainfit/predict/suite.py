@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     began, failed = time.monotonic(), 0
     with (
-        ProcessPoolExecutor(options.jobs, initializer=_one_thread) as pool,
+        ProcessPoolExecutor(options.jobs, initializer=_without_device) as pool,
         options.records.open("a") as file,
     ):
         for recipe, outcome in zip(recipes, pool.map(_predict, recipes), strict=True):
@@ -54,8 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 70 if failed else 0
 
 
-def _one_thread() -> None:
+def _without_device() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # Before torch is imported: fakes compute nothing.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Autograd would make a CUDA context, half a GB, in every process.
 
 
 def _predict(recipe: Recipe) -> Estimate | str:
