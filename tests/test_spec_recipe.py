@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Batch, Budget, Every, ModelSpec, Recipe
+from trainfit.spec.recipe import Batch, Budget, Every, Layers, ModelSpec, Recipe
 from trainfit.spec.recipe_file import apply_settings, load_recipe, recipe_from
+from trainfit.spec.value import parse
 
 WHOLE = {
     "model": {
@@ -199,3 +200,16 @@ def test_settings_refused(setting: str, says: str) -> None:
 
 def test_settings_apply_in_order() -> None:
     assert apply_settings({}, ["a.b=1", "a.c=2", "a.b=3"]) == {"a": {"b": 3, "c": 2}}
+
+
+def test_runs_of_blocks_are_joined() -> None:
+    model = {"model": {"config": "gpt2"}}
+    short = recipe_from({**model, "recompute": {"layers": ["full", "full", "none"]}}, [])
+    long = recipe_from(
+        {**model, "recompute": {"layers": [{"recompute": "full", "count": 2}, {"count": 1}]}}, []
+    )
+    assert short == long
+    assert short.id == long.id
+    assert isinstance(short.recompute, Layers)
+    assert [block.recompute for block in short.recompute.blocks()] == ["full", "full", "none"]
+    assert parse(Recipe, short.content()) == short

@@ -54,7 +54,7 @@ REFUSED = {
     "bool for int": (MODEL + "batch: {micro: true}", "batch.micro = true: should be a whole number"),
     "yes": (
         MODEL + "optimizer: {in_backward: yes}",
-        "optimizer.in_backward = 'yes': should be true or false",
+        "optimizer.in_backward = 'yes': should be one of false, True, block",
     ),
     "null part": (MODEL + "batch: null", "batch: should be a mapping with micro, seq, accumulate, not null"),
     "unknown choice": (
@@ -68,7 +68,7 @@ REFUSED = {
     ),
     "union unknown": (
         MODEL + "recompute: {foo: 2}",
-        "recompute.foo = 2: unknown key; known keys here: every, budget, budget_gib",
+        "recompute.foo = 2: unknown key; known keys here: every, budget, budget_gib, layers",
     ),
     "union two": (
         MODEL + "recompute: {every: 2, budget: 1}",
@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "union neither": (
         MODEL + "recompute: 3",
-        "recompute = 3: should be one of none, full, selective, offload, or a mapping with",
+        "recompute = 3: should be one of none, full, selective, or a mapping with",
     ),
     "text for mapping": (
         "model: gpt2",

@@ -7,7 +7,7 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
@@ -69,12 +69,63 @@ class Budget(Value):
 
 
 class BudgetGib(Value):
-    """Keep the step's peak under this many GiB (2**30 bytes)."""
+    """Keep the step's peak of allocated memory at or under this many GiB (2**30 bytes), as fast as can be.
+
+    The planner (``plan/``) turns it into ``Layers``; a step is only built from those.
+    """
 
     budget_gib: Annotated[float, Field(gt=0)]
 
 
-Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib
+BlockRecompute = Literal["none", "elementwise", "full"]
+
+
+class LayerRun(Value):
+    """So many decoder blocks in a row that treat what their forward makes alike.
+
+    ``recompute``: what their backward computes again. ``elementwise``: all but matrix products and attention.
+    ``offload``: share of the bytes they keep that waits in pinned host memory; the model's last block keeps all.
+    """
+
+    recompute: BlockRecompute = "none"
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    count: PositiveInt = 1
+
+
+class Layers(Value):
+    """What each decoder block recomputes and offloads, from the first to the last; a bare name is one block.
+
+    Equal neighbours are joined, so plans that mean the same are the same.
+    """
+
+    layers: Annotated[tuple[LayerRun, ...], Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, data: Any) -> Any:
+        runs = data.get("layers") if isinstance(data, dict) else None
+        if not isinstance(runs, list | tuple):
+            return data
+        # A tuple: what a validator returns counts as Python, where strict kinds take no list for one.
+        return {**data, "layers": tuple({"recompute": run} if isinstance(run, str) else run for run in runs)}
+
+    @field_validator("layers")
+    @classmethod
+    def _joined(cls, runs: tuple[LayerRun, ...]) -> tuple[LayerRun, ...]:
+        joined: list[LayerRun] = []
+        for run in runs:
+            if joined and run.model_copy(update={"count": joined[-1].count}) == joined[-1]:
+                joined[-1] = run.model_copy(update={"count": run.count + joined[-1].count})
+            else:
+                joined.append(run)
+        return tuple(joined)
+
+    def blocks(self) -> list[LayerRun]:
+        """One entry a block, each of count 1."""
+        return [run.model_copy(update={"count": 1}) for run in self.layers for _ in range(run.count)]
+
+
+Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers
 
 
 class Offload(Value):

@@ -120,6 +120,8 @@ def _models_at(kind: type[BaseModel], path: Iterable[Any]) -> list[type[BaseMode
     """The kinds that may stand at ``path``: more than one in a union."""
     models = [kind]
     for part in path:
+        if isinstance(part, int):
+            continue  # An item of a list: its kinds are the list's.
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
         models = [model for field in fields for model in _models_in(field.annotation)]
     return models
