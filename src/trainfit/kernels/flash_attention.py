@@ -1,0 +1,312 @@
+"""FlashAttention with one interface and two bodies: Triton on CUDA, tiled PyTorch everywhere.
+
+Shapes: q [b, h, n, d], k and v [b, k, m, d] with h a multiple of k (grouped heads), or all [b, n, d] (one head). Any n
+and m, any d up to 256, any strides; fp16, bf16, fp32 (and fp64 in the PyTorch body). The result has q's dtype and q's
+layout. Kept for the backward: q, k, v, the output and one fp32 log-sum-exp a row; nothing of size n x m ever exists.
+
+Both bodies are the custom operations ``trainfit::flash_attention`` and ``trainfit::flash_attention_backward``, so fake
+tensors, torch.compile and checkpointing know them. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1, 2.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.spec.errors import InputError
+
+MAX_HEAD_SIZE = 256
+TILE = 128
+"""Rows of a tile of the PyTorch body."""
+
+
+class FlashAttention(torch.autograd.Function):
+    """``FlashAttention.apply(q, k, v, is_causal=False, scale=None)``: the fastest body that the device has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+    ) -> Tensor:
+        return _forward(ctx, q, k, v, is_causal, scale, torch.ops.trainfit.flash_attention)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _backward(ctx, gradients[0], torch.ops.trainfit.flash_attention_backward)
+
+
+class TiledAttention(torch.autograd.Function):
+    """The same in plain PyTorch, tile by tile: the reference, and what runs where Triton does not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+    ) -> Tensor:
+        return _forward(ctx, q, k, v, is_causal, scale, tiled_forward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _backward(ctx, gradients[0], tiled_backward)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """softmax(scale * q k^T) v; ``scale`` None: 1 / sqrt(d). Registers the operations on first use.
+
+    Raises:
+        InputError: shapes, dtypes or a head size that do not fit together.
+    """
+    register()
+    return FlashAttention.apply(q, k, v, is_causal, scale)  # pyright: ignore[reportReturnType]
+
+
+def _forward(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, run: Any
+) -> Tensor:
+    check(q, k, v)
+    ctx.flat = q.dim() == 3
+    if ctx.flat:
+        q, k, v = q[:, None], k[:, None], v[:, None]
+    ctx.is_causal, ctx.scale = is_causal, scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+    out, lse = run(q, k, v, is_causal, ctx.scale)
+    ctx.save_for_backward(q, k, v, out, lse)
+    return out[:, 0] if ctx.flat else out
+
+
+def _backward(ctx: Any, gradient: Tensor, run: Any) -> Any:
+    q, k, v, out, lse = ctx.saved_tensors
+    if ctx.flat:
+        gradient = gradient[:, None]
+    dq, dk, dv = run(gradient, q, k, v, out, lse, ctx.is_causal, ctx.scale)
+    if ctx.flat:
+        dq, dk, dv = dq[:, 0], dk[:, 0], dv[:, 0]
+    return dq, dk, dv, None, None
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Nothing, if attention of these tensors is defined.
+
+    Raises:
+        InputError: what does not fit, and what would.
+    """
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.dim() not in (3, 4) or not q.dim() == k.dim() == v.dim():
+        raise InputError(f"attention takes [b, n, d] or [b, h, n, d], not {shapes}", "reshape them")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise InputError(f"batch and head size differ: {shapes}", "make them equal")
+    if q.dim() == 4 and (not k.shape[1] or q.shape[1] % k.shape[1]):
+        raise InputError(f"the query heads are no multiple of the key heads: {shapes}", "make them one")
+    if not 1 <= q.shape[-1] <= MAX_HEAD_SIZE:
+        raise InputError(
+            f"head size {q.shape[-1]}: the kernels hold a whole head",
+            f"use 1 to {MAX_HEAD_SIZE}, or attention: sdpa",
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise InputError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}", "use one floating dtype for all three")
+
+
+# -- the PyTorch body -------------------------------------------------------------------------------------------------
+
+
+def tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (q's dtype and layout) and log-sum-exp ([b, h, n], fp32; fp64 for fp64), tile by tile.
+
+    Needs b h (TILE^2 + TILE d) elements beside them.
+    """
+    b, h, n, _ = q.shape
+    wide = _wide(q.dtype)
+    out = torch.empty_like(q)
+    lse = torch.empty(b, h, n, dtype=wide, device=q.device)
+    for rows in _tiles(n):
+        q_tile = q[:, :, rows].to(wide) * scale
+        acc = torch.zeros_like(q_tile)
+        total = q_tile.new_zeros(q_tile.shape[:-1])
+        highest = q_tile.new_full(q_tile.shape[:-1], -math.inf)
+        for keys in _tiles(_seen_by(rows, n, k.shape[2], is_causal)):
+            scores = q_tile @ _repeated(k[:, :, keys], h).to(wide).mT
+            _mask(scores, rows, keys, n, k.shape[2], is_causal)
+            new_highest = torch.maximum(highest, scores.amax(-1))
+            safe = new_highest.masked_fill(new_highest == -math.inf, 0.0)
+            p = torch.exp(scores - safe[..., None])
+            shrink = torch.exp(highest - safe)
+            total = total * shrink + p.sum(-1)
+            acc = acc * shrink[..., None] + p @ _repeated(v[:, :, keys], h).to(wide)
+            highest = new_highest
+        none = total == 0
+        out[:, :, rows] = (acc / total.masked_fill(none, 1.0)[..., None]).to(q.dtype)
+        lse[:, :, rows] = (highest + total.log()).masked_fill(none, -math.inf)
+    return out, lse
+
+
+def tiled_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, in their dtypes and layouts, tile by tile (algorithm 2)."""
+    h, n, groups = q.shape[1], q.shape[2], k.shape[1]
+    wide = _wide(q.dtype)
+    dq = torch.zeros_like(q, dtype=wide)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    delta = (gradient.to(wide) * out.to(wide)).sum(-1)
+    lse = lse.masked_fill(lse == -math.inf, 0.0)
+    for keys in _tiles(k.shape[2]):
+        k_tile, v_tile = _repeated(k[:, :, keys], h).to(wide), _repeated(v[:, :, keys], h).to(wide)
+        dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+        for rows in _tiles(n):
+            if is_causal and rows.stop - 1 + k.shape[2] - n < keys.start:
+                continue
+            q_tile, do_tile = q[:, :, rows].to(wide), gradient[:, :, rows].to(wide)
+            scores = q_tile @ k_tile.mT * scale
+            _mask(scores, rows, keys, n, k.shape[2], is_causal)
+            p = torch.exp(scores - lse[:, :, rows, None])
+            dv_tile += p.mT @ do_tile
+            ds = p * (do_tile @ v_tile.mT - delta[:, :, rows, None])
+            dk_tile += ds.mT @ q_tile * scale
+            dq[:, :, rows] += ds @ k_tile * scale
+        dk[:, :, keys] = _summed(dk_tile, groups).to(k.dtype)
+        dv[:, :, keys] = _summed(dv_tile, groups).to(v.dtype)
+    return dq.to(q.dtype), dk, dv
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _tiles(length: int) -> list[slice]:
+    return [slice(first, min(first + TILE, length)) for first in range(0, length, TILE)]
+
+
+def _seen_by(rows: slice, n: int, m: int, is_causal: bool) -> int:
+    """How many keys, from the first on, any of these rows sees."""
+    return max(0, min(m, rows.stop + m - n)) if is_causal else m
+
+
+def _mask(scores: Tensor, rows: slice, keys: slice, n: int, m: int, is_causal: bool) -> None:
+    """Query i sees the keys up to i + m - n."""
+    if is_causal and keys.stop - 1 > rows.start + m - n:
+        last = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + (m - n)
+        scores.masked_fill_(torch.arange(keys.start, keys.stop, device=scores.device) > last, -math.inf)
+
+
+def _repeated(x_bkmd: Tensor, heads: int) -> Tensor:
+    group = heads // x_bkmd.shape[1]
+    return x_bkmd if group == 1 else x_bkmd.repeat_interleave(group, dim=1)
+
+
+def _summed(x_bhmd: Tensor, groups: int) -> Tensor:
+    return x_bhmd if x_bhmd.shape[1] == groups else x_bhmd.unflatten(1, (groups, -1)).sum(2)
+
+
+# -- the Triton body ----------------------------------------------------------------------------------------------------
+
+
+def triton_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """As ``tiled_forward``, one kernel."""
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_triton
+
+    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+
+    b, h, n, d = q.shape
+    out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
+    tile = tiles("forward", d, q.dtype)
+    if out.numel():
+        kernels.forward_kernel[(cdiv(n, tile["BLOCK_M"]), b * h)](
+            q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, h // k.shape[1],
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), **tile, **_constants(d, q.dtype, is_causal),
+        )  # fmt: skip
+    return out, lse
+
+
+def triton_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``tiled_backward``: delta, then dK with dV, then dQ; no atomics, so bit for bit repeatable."""
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_triton
+
+    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+
+    b, h, n, d = q.shape
+    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+    if not q.numel() or not k.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    constants = _constants(d, q.dtype, is_causal)
+    kernels.delta_kernel[(cdiv(n, TILE), b * h)](
+        out, gradient, delta, n, d, h, *out.stride(), *gradient.stride(),
+        BLOCK_M=TILE, BLOCK_D=constants["BLOCK_D"],
+    )  # fmt: skip
+    inputs = (q, k, v, gradient, lse, delta)
+    sizes = (scale, scale * math.log2(math.e), n, k.shape[2], d, h, h // k.shape[1])
+    strides = (*q.stride(), *k.stride(), *v.stride(), *gradient.stride())
+    tile = tiles("keys", d, q.dtype)
+    kernels.key_gradient_kernel[(cdiv(k.shape[2], tile["BLOCK_N"]), b * k.shape[1])](
+        *inputs, dk, dv, *sizes, *strides, *dk.stride(), *dv.stride(), **tile, **constants
+    )
+    tile = tiles("queries", d, q.dtype)
+    kernels.query_gradient_kernel[(cdiv(n, tile["BLOCK_M"]), b * h)](
+        *inputs, dq, *sizes, *strides, *dq.stride(), **tile, **constants
+    )
+    return dq, dk, dv
+
+
+def _constants(d: int, dtype: torch.dtype, is_causal: bool) -> dict[str, Any]:
+    block_d = max(16, 1 << (d - 1).bit_length())
+    # TF32 would round fp32 inputs to 10 bits unless the user allows it, as for every other product.
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = "ieee" if dtype == torch.float32 and not tf32 else "tf32"
+    return {"BLOCK_D": block_d, "CAUSAL": is_causal, "EVEN_D": block_d == d, "PRECISION": precision}
+
+
+def tiles(kernel: str, d: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes, warps and pipeline stages of one of the three kernels (forward, keys, queries)."""
+    if dtype == torch.float32 or d > 128:
+        m, n, warps, stages = (
+            (64, 32, 4, 2) if d <= 128 else (32, 32, 4, 1) if dtype == torch.float32 else (64, 32, 4, 2)
+        )
+    elif kernel == "forward":
+        m, n, warps, stages = (128, 128, 8, 3) if d > 64 else (128, 64, 4, 4)
+    elif kernel == "keys":
+        m, n, warps, stages = (64, 128, 8, 2) if d > 64 else (64, 128, 4, 3)
+    else:
+        m, n, warps, stages = (128, 64, 8, 2) if d > 64 else (128, 64, 4, 3)
+    return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
+
+
+# -- the operations -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def register() -> None:
+    """Make ``torch.ops.trainfit.flash_attention`` and its backward; a second call does nothing."""
+    forward = torch.library.custom_op("trainfit::flash_attention", _run_forward, mutates_args=())
+    forward.register_fake(_fake_forward)
+    backward = torch.library.custom_op("trainfit::flash_attention_backward", _run_backward, mutates_args=())
+    backward.register_fake(_fake_backward)
+
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    run = triton_forward if q.is_cuda and q.dtype != torch.float64 else tiled_forward
+    return run(q, k, v, is_causal, scale)
+
+
+def _run_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    run = triton_backward if q.is_cuda and q.dtype != torch.float64 else tiled_backward
+    return run(gradient, q, k, v, out, lse, is_causal, scale)
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=_wide(q.dtype), device=q.device)
+
+
+def _fake_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -1,0 +1,121 @@
+"""FlashAttention: both bodies against softmax(QK^T)V in fp64, on shapes that break tiles.
+
+Triton runs in its interpreter here (fp32 and fp16: its bf16 products are wrong); on a GPU the marked tests run it.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainfit.kernels import flash_attention as flash
+from trainfit.spec.errors import InputError
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """softmax(QK^T / sqrt d) V written out; rows without keys give zeros."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        n, m = scores.shape[-2:]
+        seen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
+        scores = scores.masked_fill(seen.logical_not(), -math.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+def inputs(b: int, h: int, k: int, n: int, m: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(n * 1000 + d)
+    shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
+    return [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def errors(run, tensors: list[Tensor], is_causal: bool) -> list[float]:
+    """Largest differences of output and gradients from fp64."""
+    *leaves, gradient = tensors
+    exact = [x.double().requires_grad_() for x in leaves]
+    expected = plain(*exact, is_causal)
+    wanted = [expected, *torch.autograd.grad(expected, exact, gradient.double())]
+    asked = [x.requires_grad_() for x in leaves]
+    out = run(*asked, is_causal)
+    found = [out, *torch.autograd.grad(out, asked, gradient)]
+    return [(a.double() - b).abs().max().item() for a, b in zip(found, wanted, strict=True)]
+
+
+SHAPES = [
+    (1, 1, 1, 1, 1, 16),
+    (2, 2, 2, 37, 37, 16),
+    (1, 4, 2, 131, 131, 40),
+    (1, 2, 1, 64, 200, 64),
+    (1, 2, 2, 200, 64, 32),
+    (1, 1, 1, 257, 257, 80),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiled_body_is_attention(shape, is_causal) -> None:
+    assert max(errors(flash.TiledAttention.apply, inputs(*shape, torch.float64), is_causal)) < 1e-12
+    assert max(errors(flash.TiledAttention.apply, inputs(*shape, torch.float32), is_causal)) < 2e-5
+
+
+def test_gradients_of_the_tiled_body() -> None:
+    tensors = [x.requires_grad_() for x in inputs(1, 2, 1, 9, 11, 4, torch.float64)[:3]]
+    for is_causal in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda q, k, v, c=is_causal: flash.TiledAttention.apply(q, k, v, c), tensors
+        )
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in the tests below"
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_in_the_interpreter(shape, is_causal, dtype, monkeypatch) -> None:
+    class Interpreted(flash.TiledAttention):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal=False, scale=None):
+            return flash._forward(ctx, q, k, v, is_causal, scale, flash.triton_forward)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return flash._backward(ctx, gradients[0], flash.triton_backward)
+
+    tensors = inputs(*shape, dtype)
+    assert max(errors(Interpreted.apply, tensors, is_causal)) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_three_dimensions_and_refusals() -> None:
+    q, k, v, _ = (x[:, 0] for x in inputs(2, 1, 1, 20, 20, 8, torch.float32))
+    out = flash.flash_attention(q, k, v, True)
+    assert out.shape == q.shape
+    torch.testing.assert_close(out, plain(q[:, None], k[:, None], v[:, None], True)[:, 0])
+    with pytest.raises(InputError, match="head size 512"):
+        flash.flash_attention(*(torch.zeros(1, 4, 512) for _ in range(3)))
+    with pytest.raises(InputError, match="no multiple"):
+        flash.flash_attention(torch.zeros(1, 3, 4, 8), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
+
+
+def test_nothing_of_size_n_by_n_is_kept() -> None:
+    q, k, v, _ = (x.requires_grad_() for x in inputs(1, 1, 1, 300, 300, 8, torch.float32))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        flash.flash_attention(q, k, v, True)
+    assert sorted(t.numel() for t in kept) == [300, 2400, 2400, 2400, 2400]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 8, 2, 1000, 1000, 128), (1, 2, 2, 513, 513, 256)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernels_on_a_gpu(shape, is_causal, dtype) -> None:
+    """At most twice the error of softmax(QK^T)V written out in the same dtype, against fp64."""
+    tensors = [x.cuda() for x in inputs(*shape, dtype)]
+    found = errors(flash.flash_attention, [x.detach() for x in tensors], is_causal)
+    eager = errors(plain, [x.detach() for x in tensors], is_causal)
+    for ours, theirs in zip(found, eager, strict=True):
+        assert ours <= 2 * theirs + 1e-6
