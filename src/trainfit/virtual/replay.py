@@ -60,8 +60,8 @@ def replay(
         settled: give the cache back between building and the first step, and count reserved bytes from there, as
             ``measure`` does (``CudaMeter.settle``). Segments that only building needed would otherwise serve the steps,
             or lie idle: which decides 1 to 10 % of reserved bytes where logits are a large part.
-        more_steps: where the allocator had to give its cache back, run the steady step up to this many times more,
-            until one does without: each such step leaves memory cut up differently, and a later one may find no room.
+        more_steps: run the steady step up to this many times more, until one neither takes a new segment nor gives the
+            cache back: each that does leaves memory cut up differently, and a later one may find no room.
     Raises:
         OutOfMemory: the allocator's capacity does not hold it.
     """
@@ -90,7 +90,7 @@ def replay(
                 peak, peak_index = now, index
         else:
             free(handles.pop(event.key))
-    if more_steps and gpu.num_retries:
+    if more_steps:
         _go_on(ledger, events, gpu, handles, more_steps)
     phases = _phases(ledger, peaks, after_init)
     alive = _alive_at(events, peak_index)
@@ -113,7 +113,7 @@ def _go_on(
     handles: dict[tuple[int, int], int],
     more_steps: int,
 ) -> None:
-    """Run the steady step again, at most ``more_steps`` times, until one gives nothing back.
+    """Run the steady step again, at most ``more_steps`` times, until one reserves no more and gives nothing back.
 
     A step that does not end as it began cannot be run again from its ledger: then no more are.
 
@@ -123,7 +123,7 @@ def _go_on(
     steady = [event for event in events if ledger.segments[event.segment].step == "steady"]
     left = _left_over(ledger, steady)
     for _ in range(more_steps if left is not None else 0):
-        retries = gpu.num_retries
+        before = gpu.num_retries, gpu.peak_reserved_bytes
         for taken, freed in left or ():
             handles[freed] = handles.pop(taken)
         for event in steady:
@@ -131,7 +131,7 @@ def _go_on(
                 handles[event.key] = gpu.malloc(event.num_bytes)
             else:
                 gpu.free(handles.pop(event.key))
-        if gpu.num_retries == retries:
+        if before == (gpu.num_retries, gpu.peak_reserved_bytes):
             return
 
 
