@@ -34,7 +34,7 @@ BF16 = {"precision": "bf16"}
         ({"offload": {"activations": True}}, "offload.activations = true", "there is now: false"),
         ({"recompute": Every(every=2)}, "recompute = 'every'", "there is now: none, full"),
         ({"recompute": Budget(budget=0.5)}, "recompute = 'budget'", "there is now: none, full"),
-        ({"recompute": BudgetGib(budget_gib=20)}, "recompute = 'budget_gib'", "there is now: none, full"),
+        ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "which plan it"),
         ({"precision": "fp8"}, "precision = 'fp8'", "there is now: fp32, bf16, amp-bf16, amp-fp16"),
         ({"attention": "triton"}, "attention = 'triton'", "sdpa, flash, cudnn, efficient, math, eager"),
         ({"optimizer": Optimizer(name="adamw8bit")}, "optimizer.name = 'adamw8bit'", "adafactor, adamw, sgd"),

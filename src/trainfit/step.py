@@ -26,6 +26,7 @@ Batch = dict[str, Tensor]
 ORDER = (
     "lora",
     "recompute_full",
+    "recompute_layers",
     "compile_block",
     "compile_model",
     "precision",

@@ -26,7 +26,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
-NOT_TECHNIQUES = ("draft", "registry")
+NOT_TECHNIQUES = ("draft", "registry", "rematerialize")
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "loss": ("standard",),
