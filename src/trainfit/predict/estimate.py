@@ -142,7 +142,8 @@ def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
 
 
 def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
-    repeated = (f"{ledger.repeat} equal groups of layers told by one",) if ledger.repeat > 1 else ()
+    told = " and ".join(str(times) for times in ledger.repeats)
+    repeated = (f"{told} equal groups of layers told by one",) if ledger.repeat > 1 else ()
     if not timed:
         return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
     return (*repeated, *_emulated(recipe, gpu), "step time is a roofline, not yet calibrated on your GPU")

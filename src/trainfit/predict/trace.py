@@ -17,7 +17,7 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import recompute_layers, registry
-from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError
+from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.virtual.places import Groups
 from trainfit.virtual.repeat import shorten
 from trainfit.virtual.temporaries import GpuTraits
@@ -83,16 +83,16 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         registry.check_device(recipe, "cpu")
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
         groups: list[Groups] = []
-        repeat = 1
+        repeats: tuple[int, ...] = ()
 
         def on_model(model: nn.Module) -> None:
-            nonlocal repeat
+            nonlocal repeats
             if whole:
                 return
             recompute_layers.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
-            found, repeat, removed = shorten(layer_lists(model), first_differs=first_differs)
+            found, repeats, removed = shorten(layer_lists(model), first_differs=first_differs)
             groups.extend(found)
             virtual.tracer.forget(
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
@@ -106,8 +106,8 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
         ledger.assumptions = virtual.assumptions()
-        ledger.repeat = repeat
-        ledger.params, ledger.trainable_params = _count_parameters(step.model, repeat, virtual)
+        ledger.repeats = repeats
+        ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
     return ledger
 
 
@@ -119,10 +119,11 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
         virtual.own_state(optimizer)
 
 
-def _count_parameters(model: nn.Module, repeat: int, virtual: VirtualGpu) -> tuple[int, int]:
+def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:
     total = trainable = 0
     for parameter in model.parameters():
-        times = repeat if virtual.place_of(parameter).group == MIDDLE else 1
+        group = virtual.place_of(parameter).group
+        times = repeats[run_of(group)] if part_of(group) == MIDDLE else 1
         total += times * parameter.numel()
         trainable += times * parameter.numel() if parameter.requires_grad else 0
     return total, trainable

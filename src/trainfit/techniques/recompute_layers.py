@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 COVERS = {"recompute": ("layers", "budget_gib")}
-MARK = "trainfit_recompute"
-"""Attribute of a block that says what it does; a plain text, so that the virtual GPU tells blocks apart by it."""
 
 
 def applies(recipe: Recipe) -> bool:
@@ -54,6 +52,7 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     if not isinstance(recipe.recompute, Layers):
         return
     from trainfit.models.layers import layer_lists
+    from trainfit.virtual.repeat import TOLD
 
     blocks = [block for _, found in layer_lists(model) for block in found]
     planned = recipe.recompute.blocks()
@@ -65,18 +64,19 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
             value=[run.count for run in recipe.recompute.layers],
         )
     for block, run in zip(blocks, planned, strict=True):
-        setattr(block, MARK, f"{run.recompute} {run.offload}")
+        setattr(block, TOLD, f"{run.recompute} {run.offload}")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give each block the forward that its mark names."""
     from trainfit.models.layers import layer_lists
+    from trainfit.virtual.repeat import TOLD
 
     blocks = [block for _, found in layer_lists(draft.model) for block in found]
-    if not all(hasattr(block, MARK) for block in blocks):
+    if not all(hasattr(block, TOLD) for block in blocks):
         name_blocks(recipe, draft.model)
     for block in blocks:
-        level = getattr(block, MARK).partition(" ")[0]
+        level = getattr(block, TOLD).partition(" ")[0]
         if level != "none":
             block.__class__ = _recomputed(type(block), level)
 

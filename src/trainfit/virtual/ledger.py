@@ -2,9 +2,10 @@
 
 Enters: the tracer's entries. Leaves: events to replay (``expand``) and operations to sum (``Op.times``).
 
-A model of L equal layers is traced with a few: the layers are cut into a first group (FIRST), one middle group
-(MIDDLE) and a last group (LAST), and the middle group's entries stand for ``repeat`` copies of it. ``expand``
-writes the copies out; ``RepeatError`` says that the entries do not allow it, and the whole model must be traced.
+A run of equal layers is traced with a few: the layers are cut into a first group (FIRST), one middle group (MIDDLE)
+and a last group (LAST), and the middle group's entries stand for ``repeats`` copies of it. ``expand`` writes the copies
+out; ``RepeatError`` says that the entries do not allow it, and the whole model must be traced. Most models are one run;
+one whose layers are told to recompute differently has several, and run r's groups are numbered from 3 r.
 """
 
 import gzip
@@ -18,9 +19,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
+GROUPS_PER_RUN = 3
 ALLOCATE, FREE = 1, 0
-FORMAT = 2
+FORMAT = 3
 """Version of the file format; a ledger of another version is not read."""
+
+
+def part_of(group: int) -> int:
+    """FIRST, MIDDLE or LAST of its run; NO_LAYER."""
+    return group if group == NO_LAYER else group % GROUPS_PER_RUN
+
+
+def run_of(group: int) -> int:
+    """Number of the run that a group of layers belongs to; NO_LAYER where it is none."""
+    return group if group == NO_LAYER else group // GROUPS_PER_RUN
 
 
 class RepeatError(RuntimeError):
@@ -40,7 +52,7 @@ class Storage(NamedTuple):
     num_bytes: int
     category: str
     group: int
-    """NO_LAYER, FIRST, MIDDLE or LAST: in which group of layers it was allocated."""
+    """In which group of layers it was allocated (see ``part_of`` and ``run_of``), or NO_LAYER."""
     op: int
     """Index of the operation that allocated it; -1 for what no operation did (a library's workspace)."""
     slot: str
@@ -98,16 +110,21 @@ class Ledger:
     ops: list[Op] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    repeat: int = 1
-    """How many groups of layers the middle one stands for (1: nothing was left out)."""
+    repeats: tuple[int, ...] = ()
+    """For each run, how many groups of layers the middle one stands for. Empty: nothing was left out."""
     params: int = 0
     trainable_params: int = 0
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 
+    @property
+    def repeat(self) -> int:
+        """The most groups that a middle one stands for (1: nothing was left out)."""
+        return max(self.repeats, default=1)
+
     def times(self, op: Op) -> int:
         """How often an operation happens in the whole model."""
-        return self.repeat if op.group == MIDDLE else 1
+        return self.repeats[run_of(op.group)] if part_of(op.group) == MIDDLE else 1
 
     def expand(self) -> Iterator[LiveEvent]:
         """All events of the whole model, the middle group's copies written out.
@@ -115,7 +132,7 @@ class Ledger:
         Raises:
             RepeatError: an allocation would be freed twice, or never although its pattern is freed.
         """
-        if self.repeat == 1:
+        if not self.repeats:
             for event in self.events:
                 s = self.storages[event.storage]
                 yield LiveEvent(
@@ -167,7 +184,7 @@ class Ledger:
             ]
             data["events"] = [Event(*row) for row in data["events"]]
             data["ops_without_flops"] = tuple(data["ops_without_flops"])
-            data["assumptions"] = tuple(data["assumptions"])
+            data["assumptions"], data["repeats"] = tuple(data["assumptions"]), tuple(data["repeats"])
             return cls(**data)
         except (
             OSError,
@@ -188,15 +205,15 @@ def _op(row: list[Any], names: list[str]) -> Op:
 
 
 class _Expansion:
-    """Writes out the copies 1..R of the middle group; the first group is copy 0, the last one R + 1.
+    """Writes out the copies 1..R of each middle group; the first group of its run is copy 0, the last one R + 1.
 
     A free names an allocation relative to where it happens: what group g frees of its neighbour g - 1, each copy
     frees of its own neighbour. ``slot`` finds the same allocation in another group.
     """
 
     def __init__(self, ledger: Ledger):
-        self.ledger, self.repeat = ledger, ledger.repeat
-        self.twins = {s.slot: i for i, s in enumerate(ledger.storages) if s.group == MIDDLE}
+        self.ledger, self.repeats = ledger, ledger.repeats
+        self.twins = {s.slot: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
         self.live: set[tuple[int, int]] = set()
 
     def events(self) -> Iterator[LiveEvent]:
@@ -214,16 +231,21 @@ class _Expansion:
 
     def _run(self, run: list[Event], before: int) -> Iterator[LiveEvent]:
         group = run[0].group if run else NO_LAYER
-        if group == MIDDLE:
-            copies = range(1, self.repeat + 1)
+        if part_of(group) == MIDDLE:
+            copies = range(1, self.repeats[run_of(group)] + 1)
             # Layers are walked up in the forward, down in the backward.
-            for copy in reversed(copies) if before == LAST else copies:
+            for copy in reversed(copies) if before == group + 1 else copies:
                 for event in run:
                     yield from self._at(event, copy)
         else:
-            copy = {NO_LAYER: -1, FIRST: 0, LAST: self.repeat + 1}[group]
             for event in run:
-                yield from self._at(event, copy)
+                yield from self._at(event, self._end(group))
+
+    def _end(self, group: int) -> int:
+        """Number of the copy that a group is which stands for itself."""
+        if group == NO_LAYER:
+            return -1
+        return 0 if part_of(group) == FIRST else self.repeats[run_of(group)] + 1
 
     def _at(self, event: Event, copy: int) -> Iterator[LiveEvent]:
         s = self.ledger.storages[event.storage]
@@ -234,7 +256,7 @@ class _Expansion:
             return
         for key in self._freed(event, s, copy):
             if key not in self.live:
-                if event.group == MIDDLE and s.group == NO_LAYER:
+                if part_of(event.group) == MIDDLE and s.group == NO_LAYER:
                     continue  # What no layer owns is freed once.
                 raise RepeatError(f"{s.slot} is freed twice")
             self.live.remove(key)
@@ -242,18 +264,18 @@ class _Expansion:
             yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
 
     def _freed(self, event: Event, s: Storage, copy: int) -> list[tuple[int, int]]:
-        index, last = event.storage, self.repeat + 1
-        if s.group == NO_LAYER:
-            return [(index, -1)]
-        if event.group == NO_LAYER or s.group == event.group:
-            if s.group == MIDDLE:
-                return [(index, copy)] if event.group == MIDDLE else [(index, c) for c in range(1, last)]
-            return [(index, 0 if s.group == FIRST else last)]
-        target = copy + (s.group - event.group)
-        if event.group != MIDDLE and s.group != MIDDLE:
-            target = 0 if s.group == FIRST else last
-        if 1 <= target <= self.repeat:
-            twin = index if s.group == MIDDLE else self.twins.get(s.slot)
+        index, frees_in, made_in = event.storage, part_of(event.group), part_of(s.group)
+        if made_in != MIDDLE and (frees_in != MIDDLE or made_in == NO_LAYER):
+            return [(index, self._end(s.group))]
+        if event.group == NO_LAYER:
+            return [(index, copy) for copy in range(1, self.repeats[run_of(s.group)] + 1)]
+        if run_of(event.group) != run_of(s.group):
+            raise RepeatError(f"{s.slot} is freed in another run of layers")
+        if event.group == s.group:
+            return [(index, copy)]
+        target, last = copy + (s.group - event.group), self.repeats[run_of(s.group)] + 1
+        if 1 <= target < last:
+            twin = index if made_in == MIDDLE else self.twins.get(s.slot)
             if twin is None:
                 raise RepeatError(f"{s.slot} has no twin in the middle group")
             return [(twin, target)]
@@ -261,9 +283,9 @@ class _Expansion:
         return [(index, target)] if target in (0, last) else []
 
     def _check_forwards(self) -> None:
-        """The groups must allocate the same in the forward: layers may differ by what no signature of them shows."""
+        """A run's groups must allocate the same in the forward: layers may differ by what no signature of them shows."""
         forwards = {i for i, segment in enumerate(self.ledger.segments) if segment.phase == "forward"}
-        sizes: dict[int, dict[str, int]] = {FIRST: {}, MIDDLE: {}, LAST: {}}
+        sizes: dict[int, dict[str, int]] = {group: {} for group in range(GROUPS_PER_RUN * len(self.repeats))}
         for s in self.ledger.storages:
             if (
                 s.group in sizes
@@ -272,9 +294,10 @@ class _Expansion:
                 and not _is_extra(s.slot)
             ):
                 sizes[s.group][s.slot] = s.num_bytes
-        for other in (FIRST, LAST):
-            if sizes[other] != sizes[MIDDLE]:
-                slot = min(slot for slot, _ in sizes[other].items() ^ sizes[MIDDLE].items())
+        for other in sizes:
+            middle = sizes[other - part_of(other) + MIDDLE]
+            if sizes[other] != middle:
+                slot = min(slot for slot, _ in sizes[other].items() ^ middle.items())
                 raise RepeatError(f"{slot} is not the same in every group")
 
     def _check_frees(self) -> None:

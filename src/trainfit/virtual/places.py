@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainfit.virtual.ledger import FIRST, LAST, MIDDLE, NO_LAYER
+from trainfit.virtual.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER
 
 
 class Place(NamedTuple):
@@ -34,15 +34,29 @@ NOWHERE = Place("", "", NO_LAYER)
 
 
 class Groups(NamedTuple):
-    """Which layers of one ModuleList stand for which: (list's dotted name, sizes of the first and middle groups)."""
+    """Which layers of one ModuleList stand for which, in one run of equal ones."""
 
     name: str
+    """The list's dotted name."""
     num_first: int
     num_middle: int
     period: int
+    run: int = 0
+    start: int = 0
+    """Index of the run's first layer in the trimmed list."""
+    stop: int | None = None
+    """Index after its last one; None: the list's end."""
+
+    def has(self, layer: int) -> bool:
+        """Whether the layer at this index of the trimmed list is in the run."""
+        return self.start <= layer and (self.stop is None or layer < self.stop)
 
     def locate(self, layer: int) -> tuple[int, str]:
-        """Group of the layer at this index of the (trimmed) list, and its name within any group."""
+        """Group of the layer at this index of the (trimmed) list, and its name within any group of the run."""
+        part, name = self._part(layer - self.start)
+        return self.run * GROUPS_PER_RUN + part, f"R{self.run}.{name}" if self.run else name
+
+    def _part(self, layer: int) -> tuple[int, str]:
         if layer < self.num_first:
             from_end = layer - self.num_first
             return FIRST, f"L{from_end % self.period}" if from_end >= -self.period else f"lead{layer}"
@@ -86,6 +100,8 @@ class Places:
             head, found, tail = name.partition(f"{group.name}.")
             if found and (not head or head.endswith(".")):
                 index, _, rest = tail.partition(".")
+                if not group.has(int(index)):
+                    continue
                 number, within = group.locate(int(index))
                 return Place(name, f"{head}{group.name}.{within}.{rest}", number)
         return Place(name, name, NO_LAYER)

@@ -4,6 +4,7 @@ Enters: the ModuleLists of a built model. Leaves: the same lists, shortened in p
 one stands for. Layers are equal when their classes, parameter and buffer shapes and plain settings are.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,29 +16,33 @@ MAX_PERIOD = 8
 MAX_LEAD = 4
 POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "layer_number"})
 """Settings that number a layer and change nothing else."""
+TOLD = "trainfit_told"
+"""Setting that a technique writes on a layer: what this one is to do, of several things that equal layers can."""
+NUM_KEPT = 3
+"""Layers of a run that are traced: a first, a middle and a last one."""
 
 
 def shorten(
     lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False
-) -> tuple[list[Groups], int, list[nn.Module]]:
+) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
     """Cut the middle out of the one list of layers, where layers repeat.
 
     Args:
         first_differs: the first layer does something else than its equals, for what comes before it.
     Returns:
-        groups (empty: nothing was cut), how many groups the middle one stands for, and the layers cut out.
-        A model with several lists of layers is left whole.
+        groups, one entry a run of equal layers (empty: nothing was cut), for each how many groups its middle one
+        stands for, and the layers cut out. A model with several lists of layers is left whole.
     """
     found = list(lists)
     if len(found) != 1:
-        return [], 1, []
+        return [], (), []
     name, layers = found[0]
     signatures: list[Any] = [signature(layer) for layer in layers]
     if first_differs:
         signatures[0] = ("first", signatures[0])
     plan = find_period(signatures)
     if plan is None:
-        return [], 1, []
+        return _shorten_runs(name, layers, signatures)
     lead, period = plan
     tail = period + (len(layers) - lead) % period
     num_groups = (len(layers) - lead - period - tail) // period
@@ -45,7 +50,30 @@ def shorten(
     removed = list(layers)[lead + 2 * period : keep_from]
     kept = [*list(layers)[: lead + 2 * period], *list(layers)[keep_from:]]
     _replace(layers, kept)
-    return [Groups(name, lead + period, period, period)], num_groups, removed
+    return [Groups(name, lead + period, period, period)], (num_groups,), removed
+
+
+def _shorten_runs(
+    name: str, layers: nn.ModuleList, signatures: list[Any]
+) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
+    """Each run of equal layers by itself, where the layers differ in what they were told (TOLD) alone."""
+    if len({signature(layer, told=False) for layer in layers}) != 1:
+        return [], (), []  # The model may ask for its layers by number, and cutting would change the numbers.
+    groups: list[Groups] = []
+    repeats: list[int] = []
+    kept: list[nn.Module] = []
+    removed: list[nn.Module] = []
+    for _, run in itertools.groupby(zip(signatures, layers, strict=True), key=lambda pair: pair[0]):
+        run = [layer for _, layer in run]
+        if len(run) > NUM_KEPT:
+            groups.append(Groups(name, 1, 1, 1, len(groups), len(kept), len(kept) + NUM_KEPT))
+            repeats.append(len(run) - NUM_KEPT + 1)
+            removed += run[2:-1]
+            run = [*run[:2], run[-1]]
+        kept += run
+    if removed:
+        _replace(layers, kept)
+    return groups, tuple(repeats), removed
 
 
 def find_period(signatures: list[Any]) -> tuple[int, int] | None:
@@ -61,15 +89,16 @@ def find_period(signatures: list[Any]) -> tuple[int, int] | None:
     return None if best is None else best[1:]
 
 
-def signature(layer: nn.Module) -> tuple[Any, ...]:
-    """What two layers must share to cost the same."""
+def signature(layer: nn.Module, *, told: bool = True) -> tuple[Any, ...]:
+    """What two layers must share to cost the same; without ``told``, to be the same layer told to do something else."""
+    ignored = POSITION_NAMES if told else POSITION_NAMES | {TOLD}
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = tuple(
             sorted(
                 (key, value)
                 for key, value in vars(module).items()
-                if isinstance(value, bool | int | float | str) and key not in POSITION_NAMES
+                if isinstance(value, bool | int | float | str) and key not in ignored
             )
         )
         tensors = tuple(

@@ -18,7 +18,18 @@ from trainfit.virtual.fake_run import READS_VALUE, read, run
 from trainfit.virtual.flops import count
 from trainfit.virtual.gradient_sums import as_the_engine_does, held_by_engine_alone
 from trainfit.virtual.host import Residence, carry_values, is_host, on_host
-from trainfit.virtual.ledger import ALLOCATE, FREE, MIDDLE, NO_LAYER, Event, Ledger, Op, Segment, Storage
+from trainfit.virtual.ledger import (
+    ALLOCATE,
+    FREE,
+    MIDDLE,
+    NO_LAYER,
+    Event,
+    Ledger,
+    Op,
+    Segment,
+    Storage,
+    part_of,
+)
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.temporaries import GpuTraits, as_allocated, output_bytes, temporaries
 from trainfit.virtual.traffic import bytes_moved
@@ -159,7 +170,7 @@ class Tracer(TorchDispatchMode):
         That happens once, not in each layer: it belongs to none.
         """
         place = self.places.current()
-        if place.group == MIDDLE:
+        if part_of(place.group) == MIDDLE:
             return  # Equal layers are counted as one here; the first and the last one launch the same kernels first.
         for sizes in scratch:
             self._add_scratch(sizes, len(self.ledger.ops) - 1, place._replace(group=NO_LAYER), "tuning")
