@@ -57,7 +57,7 @@ def _unlogged() -> Iterator[None]:
 def _shortened(recipe: Recipe) -> Ledger:
     """The ledger told by a few of the layers where that can be, else by all."""
     # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
-    if recipe.compile != "model" and not _names_layers(recipe):
+    if recipe.compile != "model" and not _names_layers(recipe) and not _moves(recipe):
         try:
             ledger = _trace(recipe, whole=False)
             for _ in ledger.expand():
@@ -66,6 +66,11 @@ def _shortened(recipe: Recipe) -> Ledger:
         except RepeatError:
             pass  # The layers share more than the pattern tells: trace them all.
     return _trace(recipe, whole=True)
+
+
+def _moves(recipe: Recipe) -> bool:
+    """Whether what one layer needs is fetched while another computes: no layer stands for itself alone."""
+    return recipe.offload.activations or recipe.offload.weights
 
 
 def _names_layers(recipe: Recipe) -> bool:
@@ -92,7 +97,11 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             recompute_layers.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
-            found, repeats, removed = shorten(layer_lists(model), first_differs=first_differs)
+            found, repeats, removed = shorten(
+                layer_lists(model),
+                first_differs=first_differs,
+                least_period=recompute_layers.least_period(recipe),
+            )
             groups.extend(found)
             virtual.tracer.forget(
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())

@@ -84,12 +84,19 @@ class LayerRun(Value):
     """So many decoder blocks in a row that treat what their forward makes alike.
 
     ``recompute``: what their backward computes again. ``elementwise``: all but matrix products and attention.
-    ``offload``: share of the bytes they keep that waits in pinned host memory; the model's last block keeps all.
+    ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and every
+    ``every``-th after it. The model's last block keeps all.
     """
 
     recompute: BlockRecompute = "none"
     offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    every: PositiveInt = 1
     count: PositiveInt = 1
+
+    def blocks(self) -> list["LayerRun"]:
+        """One entry a block, each of count 1."""
+        shares = (self.offload if index % self.every == 0 else 0.0 for index in range(self.count))
+        return [LayerRun(recompute=self.recompute, offload=share) for share in shares]
 
 
 class Layers(Value):
@@ -114,7 +121,8 @@ class Layers(Value):
     def _joined(cls, runs: tuple[LayerRun, ...]) -> tuple[LayerRun, ...]:
         joined: list[LayerRun] = []
         for run in runs:
-            if joined and run.model_copy(update={"count": joined[-1].count}) == joined[-1]:
+            same = joined and run.model_copy(update={"count": joined[-1].count}) == joined[-1]
+            if same and joined[-1].count % run.every == 0:
                 joined[-1] = run.model_copy(update={"count": run.count + joined[-1].count})
             else:
                 joined.append(run)
@@ -122,7 +130,7 @@ class Layers(Value):
 
     def blocks(self) -> list[LayerRun]:
         """One entry a block, each of count 1."""
-        return [run.model_copy(update={"count": 1}) for run in self.layers for _ in range(run.count)]
+        return [block for run in self.layers for block in run.blocks()]
 
 
 Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers

@@ -5,8 +5,7 @@ What the planner makes of a budget (``recompute: {budget_gib: x}``), and what ca
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import BudgetGib, Layers, Recipe
@@ -63,45 +62,28 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
             field="recompute.layers",
             value=[run.count for run in recipe.recompute.layers],
         )
+    # The last block's backward comes next: there is no time to take anything away.
+    planned[-1] = planned[-1].model_copy(update={"offload": 0.0})
     for block, run in zip(blocks, planned, strict=True):
         setattr(block, TOLD, f"{run.recompute} {run.offload}")
 
 
+def least_period(recipe: Recipe) -> int:
+    """Over how many blocks what one of them saves reaches: a fully recomputed block's input is the one's before it, and
+    leaves while the one after it runs."""
+    if not isinstance(recipe.recompute, Layers):
+        return 1
+    return 2 if any(run.recompute == "full" and run.offload for run in recipe.recompute.layers) else 1
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Give each block the forward that its mark names."""
+    """Give each block the forward that it was told."""
     from trainfit.models.layers import layer_lists
+    from trainfit.techniques.saving_blocks import Blocks
     from trainfit.virtual.repeat import TOLD
 
     blocks = [block for _, found in layer_lists(draft.model) for block in found]
     if not all(hasattr(block, TOLD) for block in blocks):
         name_blocks(recipe, draft.model)
-    for block in blocks:
-        level = getattr(block, TOLD).partition(" ")[0]
-        if level != "none":
-            block.__class__ = _recomputed(type(block), level)
-
-
-@cache
-def _recomputed(block: type[nn.Module], level: str) -> type[nn.Module]:
-    """The block's class with a forward that keeps less.
-
-    One class for all, not a function set on each block: equal blocks stay equal.
-    """
-    import torch
-    from torch.utils._pytree import tree_leaves
-    from torch.utils.checkpoint import checkpoint
-
-    from trainfit.techniques.rematerialize import Saving
-
-    def full(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(block.forward, self, *args, use_reentrant=False, **kwargs)
-
-    def elementwise(self: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return block.forward(self, x, *args, **kwargs)
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        with Saving(x, [*given, *self.parameters(), *self.buffers()], lambda expression, t: None):
-            return block.forward(self, x, *args, **kwargs)
-
-    forward = {"full": full, "elementwise": elementwise}[level]
-    return type(f"Recomputed{level.title()}{block.__name__}", (block,), {"forward": forward})
+    told = [getattr(block, TOLD).split() for block in blocks]
+    Blocks(blocks, draft.device, [(level, float(share)) for level, share in told]).install()

@@ -40,6 +40,8 @@ class Expression:
         """Held: saved for the backward, not only from one use to the next. Stale: something was written into it."""
         self.uses = 0
         """How often it will still be asked for, by the backward and to make others of it."""
+        self.fetch: Callable[[], None] | None = None
+        """Where its value waits elsewhere: brings it back."""
         self.seen = TensorWeakRef(t)
         # While it is referenced, weakly too, no other storage gets the same address.
         self.storage = StorageWeakRef(t.untyped_storage())
@@ -48,12 +50,14 @@ class Expression:
     def reserve(self) -> None:
         """It will be asked for once more."""
         self.uses += 1
-        if self.uses == 1 and self.value is None:
+        if self.uses == 1 and self.value is None and not self.fetch:
             for expression in self._inputs():
                 expression.reserve()
 
     def take(self) -> Tensor:
         """The tensor for one of its uses, made again if it is not here; it stays until the last one."""
+        if self.fetch is not None:
+            self.fetch()
         self.uses -= 1
         if self.value is None:
             assert self.call is not None, "what cannot be made again is held"
@@ -66,7 +70,7 @@ class Expression:
     def drop(self) -> None:
         """One of its uses has no need of it any more."""
         self.uses -= 1
-        if not self.uses and self.value is None:
+        if not self.uses and self.value is None and not self.fetch:
             for expression in self._inputs():
                 expression.drop()
         self._let_go()
@@ -113,13 +117,20 @@ class Saving(TorchDispatchMode):
     Args:
         first: the block's input.
         shared: tensors that live on all the same: parameters, and what every block is given.
+        again: whether what can be made again is; else all that autograd saves is held.
         on_hold: hears of every expression that is held, with its tensor.
     """
 
     def __init__(
-        self, first: Tensor, shared: Iterable[Tensor], on_hold: Callable[[Expression, Tensor], None]
+        self,
+        first: Tensor,
+        shared: Iterable[Tensor],
+        *,
+        again: bool = True,
+        on_hold: Callable[[Expression, Tensor], None] = lambda expression, t: None,
     ):
         super().__init__()
+        self._again = again
         self._known: dict[Any, Expression] = {}
         self._of_storage: dict[int, list[Expression]] = {}
         self._held: set[int] = set()
@@ -130,10 +141,11 @@ class Saving(TorchDispatchMode):
 
     def __enter__(self) -> Saving:
         self._hooks.__enter__()
-        return super().__enter__()
+        return super().__enter__() if self._again else self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        if self._again:
+            super().__exit__(*error)
         self._hooks.__exit__(*error)
         # What is saved holds only itself from here on.
         self._known.clear()
@@ -219,6 +231,7 @@ class Saving(TorchDispatchMode):
 
     def _hold(self, expression: Expression, t: Any) -> None:
         expression.value, expression.is_held = t, True
+        expression.call = None  # What it was made of is no longer needed for it.
         self._held.add(address(t))
         if address(t) not in self._shared:
             self._on_hold(expression, t)

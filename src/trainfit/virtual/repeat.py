@@ -4,7 +4,6 @@ Enters: the ModuleLists of a built model. Leaves: the same lists, shortened in p
 one stands for. Layers are equal when their classes, parameter and buffer shapes and plain settings are.
 """
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,17 +17,16 @@ POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "laye
 """Settings that number a layer and change nothing else."""
 TOLD = "trainfit_told"
 """Setting that a technique writes on a layer: what this one is to do, of several things that equal layers can."""
-NUM_KEPT = 3
-"""Layers of a run that are traced: a first, a middle and a last one."""
 
 
 def shorten(
-    lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False
+    lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False, least_period: int = 1
 ) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
     """Cut the middle out of the one list of layers, where layers repeat.
 
     Args:
         first_differs: the first layer does something else than its equals, for what comes before it.
+        least_period: layers of a group at least, where what one layer makes concerns others than its neighbours.
     Returns:
         groups, one entry a run of equal layers (empty: nothing was cut), for each how many groups its middle one
         stands for, and the layers cut out. A model with several lists of layers is left whole.
@@ -40,9 +38,9 @@ def shorten(
     signatures: list[Any] = [signature(layer) for layer in layers]
     if first_differs:
         signatures[0] = ("first", signatures[0])
-    plan = find_period(signatures)
+    plan = find_period(signatures, least_period)
     if plan is None:
-        return _shorten_runs(name, layers, signatures)
+        return _shorten_runs(name, layers, signatures, least_period)
     lead, period = plan
     tail = period + (len(layers) - lead) % period
     num_groups = (len(layers) - lead - period - tail) // period
@@ -54,33 +52,54 @@ def shorten(
 
 
 def _shorten_runs(
-    name: str, layers: nn.ModuleList, signatures: list[Any]
+    name: str, layers: nn.ModuleList, signatures: list[Any], least_period: int
 ) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
-    """Each run of equal layers by itself, where the layers differ in what they were told (TOLD) alone."""
+    """Each run of equal groups of layers by itself, where the layers differ in what they were told (TOLD) alone."""
     if len({signature(layer, told=False) for layer in layers}) != 1:
         return [], (), []  # The model may ask for its layers by number, and cutting would change the numbers.
     groups: list[Groups] = []
     repeats: list[int] = []
     kept: list[nn.Module] = []
     removed: list[nn.Module] = []
-    for _, run in itertools.groupby(zip(signatures, layers, strict=True), key=lambda pair: pair[0]):
-        run = [layer for _, layer in run]
-        if len(run) > NUM_KEPT:
-            groups.append(Groups(name, 1, 1, 1, len(groups), len(kept), len(kept) + NUM_KEPT))
-            repeats.append(len(run) - NUM_KEPT + 1)
-            removed += run[2:-1]
-            run = [*run[:2], run[-1]]
+    start = 0
+    while start < len(layers):
+        period, length = _run_at(signatures, start, least_period)
+        run = list(layers)[start : start + length]
+        if length > 3 * period:
+            groups.append(
+                Groups(name, period, period, period, len(groups), len(kept), len(kept) + 3 * period)
+            )
+            repeats.append(length // period - 2)
+            removed += run[2 * period : -period]
+            run = [*run[: 2 * period], *run[-period:]]
         kept += run
+        start += length
     if removed:
         _replace(layers, kept)
     return groups, tuple(repeats), removed
 
 
-def find_period(signatures: list[Any]) -> tuple[int, int] | None:
+def _run_at(signatures: list[Any], start: int, least_period: int) -> tuple[int, int]:
+    """(period, number of layers, a multiple of it) of the run that begins here and leaves most layers untraced."""
+    best, most = (1, 1), 0
+    for period in range(least_period, MAX_PERIOD + 1):
+        length = period
+        while (
+            start + length < len(signatures)
+            and signatures[start + length] == signatures[start + length - period]
+        ):
+            length += 1
+        length -= length % period
+        if length - 3 * period > most:
+            best, most = (period, length), length - 3 * period
+    return best
+
+
+def find_period(signatures: list[Any], least: int = 1) -> tuple[int, int] | None:
     """(leading layers that differ, period) with the fewest layers to trace; None if at least one group can't be saved."""
     best: tuple[int, int, int] | None = None
     for lead in range(min(MAX_LEAD, len(signatures)) + 1):
-        for period in range(1, MAX_PERIOD + 1):
+        for period in range(least, MAX_PERIOD + 1):
             num_kept = lead + 3 * period + (len(signatures) - lead) % period
             if num_kept >= len(signatures) or (best is not None and num_kept >= best[0]):
                 continue
