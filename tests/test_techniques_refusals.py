@@ -31,7 +31,6 @@ BF16 = {"precision": "bf16"}
         ({"loss": "chunked"}, "loss = 'chunked'", "there is now: standard"),
         ({"loss": "fused"}, "loss = 'fused'", "there is now: standard"),
         ({"recompute": "selective"}, "recompute = 'selective'", "there is now: none, full"),
-        ({"offload": {"activations": True}}, "offload.activations = true", "there is now: false"),
         ({"recompute": Every(every=2)}, "recompute = 'every'", "there is now: none, full"),
         ({"recompute": Budget(budget=0.5)}, "recompute = 'budget'", "there is now: none, full"),
         ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "which plan it"),

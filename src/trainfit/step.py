@@ -13,22 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainfit.models.build import build_model
+from trainfit.models.build import build_model, build_on_host
+from trainfit.models.host_blocks import HostBlocks
 from trainfit.models.layers import max_positions
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques import precision, registry
+from trainfit.techniques import offload_weights, precision, registry
 from trainfit.techniques.draft import Compiler, ContextFactory, Draft
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
 
 ORDER = (
+    "quantize",
     "lora",
     "recompute_full",
     "recompute_layers",
     "compile_block",
     "compile_model",
+    "offload_weights",
+    "offload_activations",
     "precision",
     "attention",
     "accumulation",
@@ -60,13 +64,11 @@ def assemble(
     """
     registry.check(recipe)
     torch.manual_seed(recipe.seed)
-    model = build_model(
-        recipe.model, dtype=precision.weight_dtype(recipe), device=device, attention=recipe.attention
-    ).train()
+    model, hosted = _build(recipe, device)
     _check_positions(recipe, model)
     if on_model is not None:
         on_model(model)
-    draft = Draft(model, device, compiler or (lambda module: module.compile()))
+    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
     for technique in in_order():
         if technique.applies(recipe):
             technique.apply(recipe, draft)
@@ -76,6 +78,21 @@ def assemble(
         )
         draft.optimizers = [draft.make_optimizer(draft.trainable())]
     return Step(recipe, draft)
+
+
+def _build(recipe: Recipe, device: torch.device) -> tuple[nn.Module, HostBlocks | None]:
+    """The bare model in training mode, and where its blocks' weights are if not on the device."""
+    dtype = precision.weight_dtype(recipe)
+    if recipe.offload.weights:
+        slots = offload_weights.num_slots(recipe)
+        model, hosted = build_on_host(
+            recipe.model, dtype=dtype, device=device, attention=recipe.attention, num_slots=slots
+        )
+        return model.train(), hosted
+    model = build_model(
+        recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
+    )
+    return model.train(), None
 
 
 def _check_positions(recipe: Recipe, model: nn.Module) -> None:

@@ -6,26 +6,45 @@ shifted inside, -100 ignored) and ``.logits`` ([batch, seq, vocabulary]). Works 
 (under FakeTensorMode) and on real devices; nothing is made on the CPU first and moved.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from trainfit.catalog.load import model_config
+from trainfit.models.host_blocks import HostBlocks
+from trainfit.models.layers import layer_lists
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
 
 
 def build_model(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: str = "sdpa",
+    quantize: str | None = None,
 ) -> nn.Module:
     """The model of ``spec``, its parameters created on ``device`` in ``dtype``.
 
     Args:
         attention: the recipe's word. ``eager`` writes softmax(QK^T)V out; everything else goes through
             ``F.scaled_dot_product_attention``, whose backend the caller chooses with ``sdpa_kernel``.
+        quantize: nf4, int8 or fp8: the decoder blocks' linear layers are frozen and stored so (quantized.py).
 
     Raises:
         InputError: unknown catalog name, unknown or unfit ``model_type``, or a key its config refuses.
     """
     config = model_config(spec.config)
+    if quantize is not None:
+        return _build_quantized(spec, config, quantize, dtype, device, attention)
+    return _build(spec, config, dtype, device, attention)
+
+
+def _build(
+    spec: ModelSpec, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, attention: str
+) -> nn.Module:
     if spec.implementation == "native":
         from trainfit.models.native.build import build_native
 
@@ -33,3 +52,74 @@ def build_model(
     from trainfit.models.hf import build_hf
 
     return build_hf(config, dtype=dtype, device=device, attention=attention)
+
+
+def _build_quantized(
+    spec: ModelSpec,
+    config: dict[str, Any],
+    kind: str,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: str,
+) -> nn.Module:
+    from trainfit.models.quantized import fill_quantized, linears_on_meta
+
+    with linears_on_meta():
+        model: Any = _build(spec, config, dtype, device, attention)
+    # Both know how each of their modules starts; transformers by its own name.
+    initialize = model.init_module if spec.implementation == "native" else model._init_weights
+    fill_quantized(model, kind, device, initialize)
+    return model
+
+
+def build_on_host(
+    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", num_slots: int
+) -> tuple[nn.Module, HostBlocks]:
+    """The same model with its decoder blocks' weights on the host, ``num_slots`` blocks at most on ``device``.
+
+    Raises:
+        InputError: as ``build_model``, or the model has no list of repeated blocks.
+    """
+    model = build_model(spec, dtype=dtype, device="meta", attention=attention)
+    blocks = [block for _, found in layer_lists(model) for block in found]
+    if not blocks:
+        raise InputError(
+            "no repeated blocks were found in this model",
+            "set offload.weights: false",
+            field="offload.weights",
+            value=True,
+        )
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    _to_device(outside, device)
+    _initialise(model, outside)
+    hosted = HostBlocks(blocks, device, num_slots)
+    for index, block in enumerate(blocks):
+        _initialise(model, list(block.modules()))
+        hosted.keep(index)
+    return model, hosted
+
+
+def _to_device(modules: list[nn.Module], device: torch.device) -> None:
+    """Parameters and buffers of these modules in uninitialised memory of ``device``; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    memory = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Random weights, and the values of buffers, as the model's own code has them."""
+    for module in modules:
+        if hasattr(model, "init_module"):
+            model.init_module(module)  # pyright: ignore[reportCallIssue]
+        else:
+            model._init_weights(module)  # pyright: ignore[reportCallIssue]

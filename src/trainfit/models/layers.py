@@ -37,9 +37,14 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return [(name, blocks) for name, blocks in found if largest and 2 * _num_parameters(blocks) >= largest]
 
 
+def num_quantized(module: nn.Module) -> int:
+    """Weights of the module that are stored as codes and so are not among its parameters."""
+    return sum(getattr(part, "num_quantized", 0) for part in module.modules())
+
+
 def _is_repeated(blocks: nn.ModuleList) -> bool:
     return len(blocks) > 0 and len({type(block) for block in blocks}) <= max(1, len(blocks) // 2)
 
 
 def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters()) + num_quantized(module)

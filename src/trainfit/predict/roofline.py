@@ -13,6 +13,8 @@ the 59 steps that its work decides, the two of the host on the other 19. Measure
 
 from dataclasses import dataclass
 
+from trainfit.predict.transfers import SUSTAINED as TRANSFERS_SUSTAINED
+from trainfit.predict.transfers import is_transfer, transfer_s
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.ledger import Ledger, Op
@@ -59,6 +61,8 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     for op in ops:
         times = ledger.times(op)
         num_ops += times * op.calls
+        if is_transfer(op):
+            continue
         move_s = op.num_bytes / gpu.memory_bytes_per_s
         compute_s = op.causal_flops / peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "fp32"))
         lowest_s += times * max(compute_s, move_s)
@@ -72,8 +76,11 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     recomputed = _num_recomputed(ledger, ops)
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
     host_s = max(0.0, issue_s - matmul_s - memory_s)
-    expected = StepTime(matmul_s=matmul_s, memory_s=memory_s, host_s=host_s)
-    return Roofline(expected, lowest_s, num_ops, recomputed)
+    # Copies run beside the computation: only what they take longer than it shows.
+    copies_s = transfer_s(ledger, ops, gpu)
+    shown_s = max(0.0, copies_s - matmul_s - memory_s - host_s)
+    expected = StepTime(matmul_s=matmul_s, memory_s=memory_s, host_s=host_s, communication_s=shown_s)
+    return Roofline(expected, max(lowest_s, copies_s * TRANSFERS_SUSTAINED), num_ops, recomputed)
 
 
 def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:

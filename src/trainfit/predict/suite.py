@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _without_device() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # Before torch is imported: fakes compute nothing.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Autograd would make a CUDA context, half a GB, in every process.
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # Autograd would make a CUDA context, half a GB, in every process.
+    )
 
 
 def _predict(recipe: Recipe) -> Estimate | str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
-from trainfit.models.layers import layer_lists
+from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.predict.config_failure import refuse_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
@@ -89,9 +89,11 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
         groups: list[Groups] = []
         repeats: tuple[int, ...] = ()
+        quantized = 0
 
         def on_model(model: nn.Module) -> None:
-            nonlocal repeats
+            nonlocal quantized, repeats
+            quantized = num_quantized(model)
             if whole:
                 return
             recompute_layers.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
@@ -117,6 +119,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         ledger.assumptions = virtual.assumptions()
         ledger.repeats = repeats
         ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
+        ledger.params += quantized  # Codes are no parameters.
     return ledger
 
 

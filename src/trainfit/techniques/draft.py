@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainfit.models.host_blocks import HostBlocks
+
 Compiler = Callable[["nn.Module"], None]
 """Compiles a module in place."""
 LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
@@ -26,6 +28,8 @@ class Draft:
     model: nn.Module
     device: torch.device
     compiler: Compiler
+    hosted: HostBlocks | None = None
+    """Where the decoder blocks' weights are; None: on the device."""
     around_forward: list[ContextFactory] = field(default_factory=list)
     """Entered around every forward, first in the list outermost."""
     around_backward: list[ContextFactory] = field(default_factory=list)

@@ -20,7 +20,7 @@ COVERS = {"optimizer.in_backward": (True,)}
 
 
 def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.in_backward
+    return bool(recipe.optimizer.in_backward)
 
 
 def check(recipe: Recipe) -> None:

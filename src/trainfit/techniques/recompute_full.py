@@ -22,7 +22,8 @@ COVERS = {"recompute": ("full",)}
 
 
 def applies(recipe: Recipe) -> bool:
-    return recipe.recompute == "full"
+    # Blocks that move to the host are recomputed by what moves them (block_runs.py).
+    return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
 
 
 def check(recipe: Recipe) -> None:

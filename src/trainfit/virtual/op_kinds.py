@@ -71,7 +71,7 @@ VECTOR_WORK = frozenset(
     binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits bincount
     bitwise_and bitwise_or bitwise_xor bucketize celu complex _conj_physical copysign count_nonzero
     cudnn_batch_norm cudnn_batch_norm_backward cummax _cummax_helper cummin _cummin_helper cumprod
-    cumsum diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
+    cumsum dequantize_nf4 dequantize_rows diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
     _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward embedding_renorm
     eq equal floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge gelu gelu_backward
     glu glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid hardswish
@@ -85,7 +85,7 @@ VECTOR_WORK = frozenset(
     native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm
     native_layer_norm_backward ne nll_loss2d_backward nll_loss2d_forward nll_loss_backward
     nll_loss_forward nonzero nonzero_static norm poisson polar _prelu_kernel _prelu_kernel_backward prod
-    reflection_pad1d_backward reflection_pad2d_backward relu remainder renorm replication_pad1d_backward
+    quantize_blocks reflection_pad1d_backward reflection_pad2d_backward relu remainder renorm replication_pad1d_backward
     replication_pad2d_backward rrelu_with_noise rrelu_with_noise_backward rsub _safe_softmax
     searchsorted segment_reduce smooth_l1_loss smooth_l1_loss_backward soft_margin_loss
     soft_margin_loss_backward softmax _softmax _softmax_backward_data softplus softplus_backward sort
@@ -98,6 +98,12 @@ VECTOR_WORK = frozenset(
     """.split()
 )
 """Elementwise work, reductions, norms, losses, pooling, sorting: FLOPs that the matmul convention does not count."""
+
+HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
+"""Copies between the GPU and pinned host memory (kernels/host_copies.py)."""
+
+LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
+"""Ours (kernels/) whose first argument only says a dtype."""
 
 LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 ELSEWHERE = (
@@ -130,6 +136,7 @@ def does_no_matrix_work(func: Any) -> bool:
         or name in GATHERS
         or name in MOVES
         or name in VECTOR_WORK
+        or name in HOST_COPIES
     ):
         return True
     if name.startswith(LISTS) or func._schema.name.startswith(ELSEWHERE):

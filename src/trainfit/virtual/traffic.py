@@ -10,7 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from trainfit.virtual.op_kinds import ELSEWHERE, FACTORIES, FREE, GATHERS, UNWRITTEN, base_name
+from trainfit.virtual.op_kinds import (
+    ELSEWHERE,
+    FACTORIES,
+    FREE,
+    GATHERS,
+    HOST_COPIES,
+    LIKE,
+    UNWRITTEN,
+    base_name,
+)
 
 GRADIENTS = 1
 """Position of the gradients in a fused optimizer: its schema calls them written, which only a loss scale does."""
@@ -23,8 +32,12 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return 0
     if kind == "write":
         return _sum(out)
+    if kind == "host copy":
+        return _stored(args[1])
     if kind == "copy":
         return _stored(args[0]) + _stored(args[1])
+    if kind == "like":
+        return _sum(args[1:]) + _sum(out)
     if kind == "gather":
         return _indexed(args, out)
     moved = _sum(args) + _sum(kwargs.values()) if kwargs else _sum(args)
@@ -43,8 +56,12 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
         return "free", ()
     if name in FACTORIES:
         return "write", ()
+    if name in LIKE:
+        return "like", ()
     if name in GATHERS:
         return "gather", ()
+    if name in HOST_COPIES:
+        return "host copy", ()
     arguments = func._schema.arguments
     written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
     if name.startswith("_fused_"):

@@ -239,18 +239,24 @@ class NativeDecoder(nn.Module):
         if self.embed.weight.is_meta:
             return
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(0.0, self.config.initializer_range)
-            elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
-                module.weight.fill_(1.0)
-            bias = getattr(module, "bias", None)
-            if bias is not None:
-                bias.zero_()
-        device = self.embed.weight.device
-        if self.frequencies is not None:
-            self.frequencies = self._frequencies(device)
-        if self.slopes is not None:
-            self.slopes = self._slopes(device)
+            self.init_module(module)
+
+    @torch.no_grad()
+    def init_module(self, module: nn.Module) -> None:
+        """The weights and buffers that are ``module``'s own, not its children's."""
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.normal_(0.0, self.config.initializer_range)
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+            module.weight.fill_(1.0)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias.zero_()
+        if module is self:
+            device = self.embed.weight.device
+            if self.frequencies is not None:
+                self.frequencies = self._frequencies(device)
+            if self.slopes is not None:
+                self.slopes = self._slopes(device)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         return positions.inverse_frequencies(self.config.rope, self.config.rotary_dim, device)

@@ -1,0 +1,81 @@
+"""Copies between the GPU and pinned host memory, beside the computation, and what they are on a virtual GPU.
+
+On CUDA a ``Lane`` is a stream of its own: it waits for the computation where it must, never the other way round unless
+asked. On a CPU, real or virtual, copies run at once. On the virtual GPU the host's side is a fake tensor on ``meta``,
+which costs nothing and counts as no device memory, and a copy is the operation ``trainfit::copy_to_host_`` or
+``trainfit::copy_to_device_``, so that the ledger knows its bytes and their direction.
+
+Nothing here records streams with the allocator: who frees a device tensor has first made the computation wait for its
+copies (``wait``). So which memory is free when never depends on how fast a copy was.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Event = Any
+"""A ``torch.cuda.Event``; None where nothing need be waited for (a CPU)."""
+
+
+def host_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, like: Tensor) -> Tensor:
+    """Uninitialised memory on the host: pinned where ``like`` is on CUDA, ``meta`` where it is fake."""
+    if isinstance(like, FakeTensor):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """``target`` takes ``source``'s values, one of them on the host; asynchronous between CUDA and pinned memory."""
+    with torch.no_grad():
+        if isinstance(target, FakeTensor) or isinstance(source, FakeTensor):
+            _virtual_copy("copy_to_host_" if target.is_meta else "copy_to_device_")(target, source)
+        else:
+            target.copy_(source, non_blocking=True)
+
+
+@cache
+def _virtual_copy(name: str) -> Any:
+    """The virtual GPU's copy in one direction: it has a name and bytes, and computes nothing."""
+
+    def run(target: Tensor, source: Tensor) -> None:
+        raise NotImplementedError(f"trainfit::{name} is for fake tensors")
+
+    torch.library.custom_op(f"trainfit::{name}", run, mutates_args=("target",)).register_fake(
+        lambda target, source: None
+    )
+    return getattr(torch.ops.trainfit, name).default
+
+
+class Lane:
+    """One direction of copying."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: Tensor, source: Tensor, *after: Event) -> Event:
+        """Copy once all of ``after`` has happened; the event of its end."""
+        if self._stream is None:
+            copy(target, source)
+            return None
+        for event in after:
+            if event is not None:
+                self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            copy(target, source)
+            return self._stream.record_event()
+
+
+def now(device: torch.device) -> Event:
+    """The event that everything the computation has issued so far is done."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait(event: Event) -> None:
+    """What the computation issues from now on comes after ``event``."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)

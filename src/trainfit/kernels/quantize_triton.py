@@ -1,0 +1,69 @@
+"""Weights from 4-bit and 8-bit codes and back, in Triton. Launch with ``enable_fp_fusion=False``: a fused multiply-add
+would round once where the references beside them (nf4.py, rows.py) round twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantize_nf4_kernel(
+    WEIGHT, LEVELS, CODES, MAGNITUDES, num_weights, num_blocks, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Each program: BLOCKS blocks of 64 weights to 32 bytes and one fp32 magnitude each."""
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    pairs = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    first = tl.load(WEIGHT + 2 * pairs, mask=2 * pairs < num_weights, other=0.0).to(tl.float32)
+    second = tl.load(WEIGHT + 2 * pairs + 1, mask=2 * pairs + 1 < num_weights, other=0.0).to(tl.float32)
+    magnitudes = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
+    divisor = tl.where(magnitudes == 0.0, 1.0, magnitudes)[:, None]
+    first, second = tl.div_rn(first, divisor + tl.zeros_like(first)), tl.div_rn(second, divisor + tl.zeros_like(second))
+    upper = tl.zeros_like(pairs).to(tl.int32)
+    lower = tl.zeros_like(pairs).to(tl.int32)
+    for level in range(15):
+        border = (tl.load(LEVELS + level) + tl.load(LEVELS + level + 1)) / 2
+        upper += (first > border).to(tl.int32)
+        lower += (second > border).to(tl.int32)
+    there = blocks < num_blocks
+    tl.store(CODES + pairs, (upper * 16 + lower).to(tl.uint8), mask=there[:, None])
+    tl.store(MAGNITUDES + blocks, magnitudes, mask=there)
+
+
+@triton.jit
+def dequantize_nf4_kernel(
+    CODES, BLOCK_CODES, GROUP_SCALES, OFFSET, LEVELS, WEIGHT, num_weights, num_blocks, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Each program: BLOCKS blocks of 32 bytes to 64 weights each."""
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    there = blocks < num_blocks
+    block_codes = tl.load(BLOCK_CODES + blocks, mask=there, other=0).to(tl.int32)
+    scales = tl.load(GROUP_SCALES + blocks // 256, mask=there, other=0.0)
+    magnitudes = (tl.load(LEVELS + 16 + block_codes) * scales + tl.load(OFFSET))[:, None]
+    pairs = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
+    codes = tl.load(CODES + pairs, mask=there[:, None], other=0).to(tl.int32)
+    upper = tl.load(LEVELS + (codes >> 4)) * magnitudes
+    lower = tl.load(LEVELS + (codes & 15)) * magnitudes
+    weights = tl.reshape(tl.join(upper, lower), (BLOCKS, 64))
+    places = blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(WEIGHT + places, weights.to(WEIGHT.dtype.element_ty), mask=places < num_weights)
+
+
+@triton.jit
+def dequantize_rows_kernel(CODES, SCALES, WEIGHT, columns, FP8: tl.constexpr, BLOCK: tl.constexpr):
+    """Each program: BLOCK columns of one row. FP8: e4m3 codes come as bytes, so that any GPU can read them."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places = row * columns + column
+    there = column < columns
+    codes = tl.load(CODES + places, mask=there, other=0)
+    if FP8:
+        # The 7 bits of exponent and mantissa at fp32's place, its exponent off by 127 - 7.
+        bits = codes.to(tl.int32)
+        value = ((bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = tl.where(bits > 127, -value, value)
+    else:
+        value = codes.to(tl.float32)
+    weights = value * tl.load(SCALES + row)
+    tl.store(WEIGHT + places, weights.to(WEIGHT.dtype.element_ty), mask=there)

@@ -1,0 +1,59 @@
+"""Activations on the host: what the blocks keep for their backward waits in pinned host memory.
+
+With full recomputation that is each block's input: one [batch, seq, hidden] tensor a block, which on a deep model is the
+largest part of what recomputation leaves. It is copied out while the next block computes and back while the block
+after it runs backward, so it costs no time where a block computes longer than its input needs over PCIe. Changes no
+result. The idea: https://pytorch.org/blog/activation-checkpointing-techniques/ and Unsloth's offloaded checkpointing.
+"""
+
+from __future__ import annotations
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+COVERS = {"offload.activations": (True,)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.offload.activations
+
+
+def check(recipe: Recipe) -> None:
+    """Blocks are followed one by one, each keeping its input."""
+    if recipe.recompute != "full":
+        raise InputError(
+            "only the inputs of recomputed blocks are moved",
+            "set recompute: full",
+            field="offload.activations",
+            value=True,
+        )
+    if recipe.compile == "model":
+        raise InputError(
+            "a whole compiled model shows no blocks",
+            "use compile: block or false",
+            field="offload.activations",
+            value=True,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Every block's input goes to the host and comes back one block ahead.
+
+    Raises:
+        InputError: the model has no list of repeated blocks.
+    """
+    from trainfit.models.layers import layer_lists
+    from trainfit.techniques.block_runs import BlockRuns
+
+    if recipe.offload.weights:
+        return  # offload_weights.py has the same runs move both.
+    blocks = [block for _, found in layer_lists(draft.model) for block in found]
+    if not blocks:
+        raise InputError(
+            "no repeated blocks were found in this model",
+            "set offload.activations: false",
+            field="offload.activations",
+            value=True,
+        )
+    BlockRuns(blocks, draft.device, weights=None, offload=True).install()

@@ -1,0 +1,48 @@
+"""Quantised frozen base: the decoder blocks' linear weights in 4 or 8 bits, an adapter trains beside them.
+
+``nf4`` is QLoRA's storage (Dettmers et al., https://arxiv.org/abs/2305.14314): 4.127 bits a weight. ``int8`` and
+``fp8`` (e4m3) have one fp32 scale an output row. Each product makes its weight anew in the precision of the recipe,
+forward and backward, so one layer's 16-bit weight is there at a time. The layers are made so where the model is built
+(models/quantized.py); embeddings, head, norms and biases stay whole.
+"""
+
+from __future__ import annotations
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+COVERS = {"quantize": ("nf4", "int8", "fp8")}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.quantize is not None
+
+
+def check(recipe: Recipe) -> None:
+    """The spec asks for an adapter; what else computes with the weights' own values cannot."""
+    if recipe.precision == "fp8":
+        raise InputError(
+            "fp8 products quantise whole weights at each step, and these are stored quantised",
+            "use precision: bf16 with quantize: fp8",
+            field="quantize",
+            value=recipe.quantize,
+        )
+    if recipe.offload.weights:
+        raise InputError(
+            "blocks that wait on the host are moved as whole weights",
+            "set offload.weights: false, or quantize: null",
+            field="quantize",
+            value=recipe.quantize,
+        )
+    if recipe.parallel.world_size > 1:
+        raise InputError(
+            "codes are not shared out over GPUs yet",
+            "use one GPU, or quantize: null",
+            field="quantize",
+            value=recipe.quantize,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Nothing: the model was built so."""
