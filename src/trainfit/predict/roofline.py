@@ -63,16 +63,12 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
         num_ops += times * op.calls
         if is_transfer(op):
             continue
-        move_s = op.num_bytes / gpu.memory_bytes_per_s
-        compute_s = op.causal_flops / peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "fp32"))
+        compute_s, move_s = _least_s(op, gpu)
         lowest_s += times * max(compute_s, move_s)
-        kind = "attention" if "attention" in op.name else "matmul"
-        rate = SUSTAINED[kind] if compute_s > move_s else SUSTAINED["memory"]
-        expected_s = times * (max(compute_s, move_s) / rate + op.calls * KERNEL_S)
         if op.causal_flops:
-            matmul_s += expected_s
+            matmul_s += times * op_s(op, gpu)
         else:
-            memory_s += expected_s
+            memory_s += times * op_s(op, gpu)
     recomputed = _num_recomputed(ledger, ops)
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
     host_s = max(0.0, issue_s - matmul_s - memory_s)
@@ -81,6 +77,22 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     shown_s = max(0.0, copies_s - matmul_s - memory_s - host_s)
     expected = StepTime(matmul_s=matmul_s, memory_s=memory_s, host_s=host_s, communication_s=shown_s)
     return Roofline(expected, max(lowest_s, copies_s * TRANSFERS_SUSTAINED), num_ops, recomputed)
+
+
+def op_s(op: Op, gpu: Gpu) -> float:
+    """Seconds that the GPU is expected to need for one operation, in one layer; its rates must be known."""
+    compute_s, move_s = _least_s(op, gpu)
+    kind = "attention" if "attention" in op.name else "matmul"
+    rate = SUSTAINED[kind] if compute_s > move_s else SUSTAINED["memory"]
+    return max(compute_s, move_s) / rate + op.calls * KERNEL_S
+
+
+def _least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
+    """Seconds at the data sheet's rates: to compute, and to move its bytes."""
+    assert gpu.memory_bytes_per_s is not None
+    return op.causal_flops / peak_flops_per_s(
+        gpu, PEAK_DTYPE.get(op.dtype, "fp32")
+    ), op.num_bytes / gpu.memory_bytes_per_s
 
 
 def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:

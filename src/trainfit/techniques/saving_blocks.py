@@ -58,7 +58,7 @@ class Run:
             self._parcels[storage] = self._leaves(t)
         parcel = self._parcels[storage]
         if parcel is not None and parcel.device is not None and t.dtype == parcel.device.dtype:
-            parcel.shown.append((expression, (t.shape, t.stride(), t.storage_offset())))
+            parcel.shown.append((expression, (t.shape, t.stride(), int(t.storage_offset()))))
 
     def _leaves(self, t: Tensor) -> Parcel | None:
         num_bytes = t.untyped_storage().nbytes()
