@@ -42,7 +42,6 @@ BF16 = {"precision": "bf16"}
         ({"adapter": Adapter(kind="prompt")}, "adapter.kind = 'prompt'", "there is now: null, lora"),
         ({"adapter": Adapter(kind="prefix")}, "adapter.kind = 'prefix'", "there is now: null, lora"),
         ({"adapter": Adapter(kind="p-tuning")}, "adapter.kind = 'p-tuning'", "there is now: null, lora"),
-        ({"adapter": LORA, "quantize": "nf4"}, "quantize = 'nf4'", "there is now: null"),
         (
             {"parallel": Parallel(shard=2), "hardware": Hardware(count=2)},
             "parallel.shard = 2",

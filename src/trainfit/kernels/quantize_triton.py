@@ -19,7 +19,10 @@ def quantize_nf4_kernel(
     second = tl.load(WEIGHT + 2 * pairs + 1, mask=2 * pairs + 1 < num_weights, other=0.0).to(tl.float32)
     magnitudes = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
     divisor = tl.where(magnitudes == 0.0, 1.0, magnitudes)[:, None]
-    first, second = tl.div_rn(first, divisor + tl.zeros_like(first)), tl.div_rn(second, divisor + tl.zeros_like(second))
+    first, second = (
+        tl.div_rn(first, divisor + tl.zeros_like(first)),
+        tl.div_rn(second, divisor + tl.zeros_like(second)),
+    )
     upper = tl.zeros_like(pairs).to(tl.int32)
     lower = tl.zeros_like(pairs).to(tl.int32)
     for level in range(15):

@@ -131,6 +131,7 @@ def _meter(request: TrialRequest) -> Any:
 
 
 def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
+    from trainfit.models.layers import num_quantized
     from trainfit.step import assemble
     from trainfit.techniques import registry
 
@@ -143,7 +144,7 @@ def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
         after_init = meter.settle(step)
         parameters = list(step.model.parameters())
         notebook.note(
-            params=sum(p.numel() for p in parameters),
+            params=sum(p.numel() for p in parameters) + num_quantized(step.model),
             trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
             peak_allocated_bytes=after_init,
         )

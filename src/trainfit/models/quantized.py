@@ -117,7 +117,9 @@ class _Product(torch.autograd.Function):
     """x W^T + b whose backward makes W from its codes again. Only x gets a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, shape: tuple[int, int], *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+        # (bias, shape, *parts), not spelt out: Dynamo tells whether a function takes ctx by counting its parameters.
+        bias, shape, *parts = others
         ctx.shape = shape
         ctx.save_for_backward(*parts)
         return F.linear(x, _dequantize(x, parts, shape), bias)

@@ -28,13 +28,6 @@ def check(recipe: Recipe) -> None:
             field="quantize",
             value=recipe.quantize,
         )
-    if recipe.offload.weights:
-        raise InputError(
-            "blocks that wait on the host are moved as whole weights",
-            "set offload.weights: false, or quantize: null",
-            field="quantize",
-            value=recipe.quantize,
-        )
     if recipe.parallel.world_size > 1:
         raise InputError(
             "codes are not shared out over GPUs yet",
