@@ -53,7 +53,7 @@ BF16 = {"precision": "bf16"}
             "there is now: 1",
         ),
         (
-            {"optimizer": Optimizer(name="adafactor", implementation="fused")},
+            {"optimizer": Optimizer(name="adafactor", implementation="fused", momentum=0.9)},
             "optimizer.implementation = 'fused'",
             "use forloop",
         ),

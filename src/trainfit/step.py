@@ -39,6 +39,7 @@ ORDER = (
     "adamw",
     "sgd",
     "adafactor",
+    "stochastic_rounding",
     "optimizer_in_backward",
 )
 """Every technique, in the order in which it is applied."""

@@ -159,7 +159,7 @@ class Optimizer(Value):
     """The optimizer and how its update is run.
 
     ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
-    Adafactor (torch's own default for it). Filled in here, so that a recipe's id does not depend on writing it.
+    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id does not depend on writing it.
     ``momentum``: SGD's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
     ``in_backward``: update each weight as soon as its gradient is there (True), or each decoder block's weights together.
     ``stochastic_rounding``: round bf16 weights up or down at random, in proportion to what is cut off, so that updates
@@ -179,7 +179,8 @@ class Optimizer(Value):
     @classmethod
     def _best_implementation(cls, data: Any) -> Any:
         if isinstance(data, dict) and "implementation" not in data and data.get("name") == "adafactor":
-            return {**data, "implementation": "forloop"}
+            rounded = data.get("stochastic_rounding") is True  # which torch's own has not
+            return {**data, "implementation": "fused" if rounded else "forloop"}
         return data
 
 

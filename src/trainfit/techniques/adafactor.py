@@ -4,13 +4,24 @@ Without momentum it is ``torch.optim.Adafactor``; with momentum (the paper's bet
 bf16 weights) it is ``transformers.optimization.Adafactor``, because torch's has none. Both scale the learning rate by
 the weight's root mean square and clip the update at 1, so momentum is the only large difference between them; their
 epsilons differ (the weights' machine epsilon against 1e-30) and so does decay (lr against scaled lr, times the weight).
+
+``implementation: fused`` is ours (kernels/adafactor.py): torch's function in fp32 whatever the weights' dtype, nothing of
+a weight's size allocated, and no wait for the host, which torch's loop makes twice a weight.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 COVERS = {"optimizer.name": ("adafactor",)}
 
@@ -20,25 +31,23 @@ def applies(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """There is no fused Adafactor, and the one with momentum is a plain loop."""
+    """The one with momentum is a plain loop."""
     asked = recipe.optimizer
-    field, value = "optimizer.implementation", asked.implementation
-    if value == "fused":
-        raise InputError(
-            "Adafactor has no fused kernel", "use forloop or leave it out", field=field, value=value
-        )
-    if value == "foreach" and asked.momentum:
+    if asked.momentum and asked.implementation != "forloop":
         raise InputError(
             "Adafactor with momentum runs as a plain loop",
             "use forloop or leave it out, or set optimizer.momentum: 0",
-            field=field,
-            value=value,
+            field="optimizer.implementation",
+            value=asked.implementation,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """torch's Adafactor, or with momentum transformers'."""
+    """torch's Adafactor; fused: ours; with momentum: transformers'."""
     asked = recipe.optimizer
+    if asked.implementation == "fused":
+        draft.make_optimizer = _fused(recipe)
+        return
     if asked.momentum:
         from transformers.optimization import Adafactor
 
@@ -55,3 +64,22 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.make_optimizer = lambda parameters: torch.optim.Adafactor(
         parameters, lr=asked.lr, weight_decay=asked.weight_decay, foreach=asked.implementation == "foreach"
     )
+
+
+def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """Each optimizer that is made rounds by a seed of its own (one a parameter, when they run in backward)."""
+    from trainfit.kernels.adafactor import FusedAdafactor
+
+    asked, made = recipe.optimizer, itertools.count(1)
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        seed = recipe.seed + 104_729 * next(made)
+        return FusedAdafactor(
+            parameters,
+            lr=asked.lr,
+            weight_decay=asked.weight_decay,
+            stochastic=asked.stochastic_rounding,
+            seed=seed,
+        )
+
+    return make

@@ -105,6 +105,9 @@ HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
 """Ours (kernels/) whose first argument only says a dtype."""
 
+OWN_VECTOR_WORK = frozenset({"adafactor_squares", "adafactor_update_squares", "adafactor_apply"})
+"""Kernels of ours that do no products."""
+
 LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 ELSEWHERE = (
     "prim::",
@@ -137,6 +140,7 @@ def does_no_matrix_work(func: Any) -> bool:
         or name in MOVES
         or name in VECTOR_WORK
         or name in HOST_COPIES
+        or name in OWN_VECTOR_WORK
     ):
         return True
     if name.startswith(LISTS) or func._schema.name.startswith(ELSEWHERE):

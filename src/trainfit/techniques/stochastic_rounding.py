@@ -1,0 +1,44 @@
+"""Stochastic rounding: bf16 weights are rounded up or down at random, so that small updates are kept on average.
+
+bf16 has 8 bits of precision: an update below 2^-9 of its weight is lost when rounded to nearest, and late in training
+most are. Rounded at random, in proportion to what is cut off, the weight moves by the update on average. It costs no
+memory, where an fp32 master copy costs 4 bytes a weight. The bits follow from the recipe's seed, the weight and the step, so
+a resumed run repeats itself. Source: Zamirai et al., arXiv:2010.06192.
+"""
+
+from __future__ import annotations
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+COVERS = {"optimizer.stochastic_rounding": (True,)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.optimizer.stochastic_rounding
+
+
+def check(recipe: Recipe) -> None:
+    """The optimizer writes bf16 weights itself, and knows how."""
+    field, asked = "optimizer.stochastic_rounding", recipe.optimizer
+    if recipe.precision != "bf16":
+        raise InputError(
+            f"precision {recipe.precision} has fp32 weights, which lose nothing"
+            if recipe.precision != "fp8"
+            else "fp8 leaves the weights in bf16, not tried together",
+            "use precision: bf16",
+            field=field,
+            value=True,
+        )
+    if asked.name != "adafactor" or asked.implementation != "fused":
+        raise InputError(
+            f"optimizer {asked.name} {asked.implementation} rounds to nearest",
+            "use optimizer: {name: adafactor, implementation: fused, stochastic_rounding: true}",
+            field=field,
+            value=True,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Nothing is left to do: the optimizer was made with it."""

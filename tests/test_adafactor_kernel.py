@@ -1,0 +1,127 @@
+"""The fused Adafactor: torch's own results in fp32, kernels equal to plain PyTorch, and rounding that keeps small updates."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from trainfit.kernels import adafactor
+from trainfit.kernels.stochastic_rounding import round_stochastically
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in the tests below"
+)
+SHAPES = [(1, 7, 5), (1, 600, 130), (3, 33, 257)]
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(3)
+    shapes = ((40, 24), (24,), (3, 10, 12), (700, 3))
+    return [nn.Parameter((torch.randn(shape) / 5).to(dtype)) for shape in shapes]
+
+
+def trained(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: int = 6) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        for weight in weights:
+            weight.grad = (torch.randn(weight.shape) / 10**step).to(weight.dtype)
+        optimizer.step()
+
+
+def test_it_is_torchs_adafactor_in_fp32() -> None:
+    ours, theirs = parameters(), parameters()
+    trained(adafactor.FusedAdafactor(ours, lr=0.02, weight_decay=0.1, stochastic=False, seed=0), ours)
+    trained(torch.optim.Adafactor(theirs, lr=0.02, weight_decay=0.1, foreach=False), theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@interpreted
+def test_kernels_in_the_interpreter(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    compare(shape, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (1, 10800, 2048)], ids=str)
+def test_kernels_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    compare(shape, dtype, "cuda")
+
+
+def compare(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(1)
+    p, g = ((torch.randn(shape) / 50).to(dtype).to(device) for _ in range(2))
+    for a, b in zip(adafactor.triton_squares(p, g), adafactor.plain_squares(p, g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+    row, col, _ = adafactor.plain_squares(p, g)
+    col = col.sum(1) / shape[1]
+    mean = row.mean(1)
+    torch.testing.assert_close(
+        adafactor.triton_update_squares(g, row, col, mean),
+        adafactor.plain_update_squares(g, row, col, mean),
+        rtol=1e-5, atol=1e-9,
+    )  # fmt: skip
+    size = torch.tensor(0.01, device=device)
+    ours, theirs = p.clone(), p.clone()
+    adafactor.triton_apply(ours, g, row, col, mean, size, 0.999, False, 0)
+    adafactor.plain_apply(theirs, g, row, col, mean, size, 0.999, False, 0)
+    torch.testing.assert_close(ours, theirs)
+    if dtype == torch.bfloat16:
+        adafactor.triton_apply(ours := p.clone(), g, row, col, mean, size, 0.999, True, 5)
+        wide = p.float()
+        adafactor.plain_apply(wide, g, row, col, mean, size, 0.999, False, 0)
+        between(ours, wide)
+
+
+def between(rounded: torch.Tensor, wide: torch.Tensor) -> None:
+    """Each is one of the two bf16 neighbours of the fp32 value, and neither always the nearer."""
+    assert ((rounded.float() - wide).abs() <= wide.abs() * 2**-7).all()
+    changed = wide != wide.bfloat16().float()
+    share = (rounded != wide.bfloat16())[changed].float().mean().item()
+    assert 0.15 < share < 0.35  # The farther neighbour has probability 1/4 on average.
+
+
+@pytest.mark.parametrize("value", [1.0 + 2**-10, -3.3, 2.7e-20, 1e30])
+def test_rounding_keeps_the_mean(value: float) -> None:
+    wide = torch.full((200_000,), value)
+    target = torch.empty_like(wide, dtype=torch.bfloat16)
+    round_stochastically(target, wide.clone(), seed=1)
+    kinds = target.unique()
+    assert len(kinds) == 2
+    gap = (kinds[1] - kinds[0]).double().abs()
+    # Standard deviation of the mean: at most gap / 2 / sqrt(n).
+    assert (target.double().mean() - wide[0].double()).abs() < 5 * gap / 2 / 200_000**0.5
+    exact = torch.tensor([1.5, -0.0, float("inf"), float("nan")])
+    out = torch.empty(4, dtype=torch.bfloat16)
+    round_stochastically(out, exact.clone(), seed=2)
+    assert torch.equal(out.float(), exact) or (out[:3].tolist() == exact[:3].tolist() and out[3].isnan())
+
+
+def test_updates_below_the_last_bit_are_not_lost() -> None:
+    """A weight of 1 that moves by 2^-12 a step: rounded to nearest it stays, at random it gets where fp32 does."""
+
+    def moved(stochastic: bool) -> float:
+        weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        optimizer = adafactor.FusedAdafactor([weight], lr=2**-12, stochastic=stochastic, seed=1)
+        for _ in range(200):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        return 1 - weight.double().mean().item()
+
+    # Adafactor's update is lr times the weights' root mean square, here falling from 1.
+    expected = 1 - (1 - 2**-12) ** 200
+    assert moved(False) == 0
+    assert moved(True) == pytest.approx(expected, rel=0.03)
+
+
+def test_equal_seeds_round_equally() -> None:
+    runs = []
+    for seed in (1, 1, 2):
+        weights = parameters(torch.bfloat16)
+        trained(adafactor.FusedAdafactor(weights, lr=0.02, stochastic=True, seed=seed), weights)
+        runs.append(torch.cat([w.detach().flatten() for w in weights]))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
