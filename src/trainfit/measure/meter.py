@@ -5,7 +5,6 @@ that count on the host as it hands out blocks, so reading it at a phase's bounda
 LiveBytes follows the real storages.
 """
 
-import ctypes
 import gc
 import itertools
 import resource
@@ -281,9 +280,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     said = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
-
-
-def die_with_parent() -> None:
-    """A trial must not outlive the one who reads its result, holding the GPU (Linux's PR_SET_PDEATHSIG, SIGKILL)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, 9)

@@ -4,6 +4,7 @@ The result goes through a file and the output through another, so a grandchild t
 A trial starts as a new interpreter (``spawned``) or as a copy of this process (``forked``: no import to wait for).
 """
 
+import importlib
 import json
 import os
 import signal
@@ -15,12 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainfit.measure.lifeline import die_with_parent
 from trainfit.measure.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Measurement
 from trainfit.spec.value import parse
 
 LOG = "output.txt"
+TRIAL = "trainfit.measure.trial"
+"""The module whose ``main(folder)`` is a measurement's trial; it is run as ``python -m`` where a trial is spawned."""
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that somebody sends; the others are what a process's own mistake brings on it."""
 POLL_S = 0.05
 NUM_LAST_LINES = 8
 
@@ -37,20 +43,29 @@ class Ending:
     timed_out: bool
     system_out_of_memory: bool
 
+    @property
+    def killed(self) -> bool:
+        """Somebody else ended it, not its time limit and not the system for want of memory."""
+        return self.signal in FROM_OUTSIDE and not self.timed_out and not self.system_out_of_memory
 
-def spawned(folder: Path) -> int:
-    """Start the trial of ``folder`` as a new interpreter."""
+    @property
+    def words(self) -> str:
+        return f"exit code {self.exit_code}" if self.signal is None else f"signal {self.signal}"
+
+
+def spawned(folder: Path, module: str = TRIAL) -> int:
+    """Start the trial of ``folder``, which ``module`` runs, as a new interpreter."""
     with open(folder / LOG, "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "trainfit.measure.trial", str(folder)],
+            [sys.executable, "-m", module, str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     process.returncode = 0  # run_in reaps it by its id; Popen need not warn that it did not
     return process.pid
 
 
-def forked(folder: Path) -> int:
-    """Start the trial of ``folder`` as a copy of this process, which must not have used CUDA."""
+def forked(folder: Path, module: str = TRIAL) -> int:
+    """Start the trial of ``folder``, which ``module`` runs, as a copy of this process, which must not have used CUDA."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -63,11 +78,9 @@ def forked(folder: Path) -> int:
         for stream in (1, 2):
             os.dup2(log, stream)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        from trainfit.measure.meter import die_with_parent
-        from trainfit.measure.trial import main
-
         die_with_parent()
-        code = main(folder)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # What the maker does at a signal is not the trial's.
+        code = importlib.import_module(module).main(folder)
     except (
         BaseException
     ):  # The copy must never return into its maker's code; the reason goes into its output.
@@ -84,14 +97,25 @@ def run_in(folder: Path, request: TrialRequest, start: Start, timeout_s: float |
     Raises:
         InputError: what the trial refused.
     """
+    return run_and_tell(folder, request, start, timeout_s)[0]
+
+
+def run_and_tell(
+    folder: Path, request: TrialRequest, start: Start, timeout_s: float | None
+) -> tuple[Measurement, Ending]:
+    """``run_in``, and how the process ended."""
     (folder / REQUEST).write_text(request.model_dump_json())
-    kills_before = _num_system_kills()
-    pid = start(folder)
-    exit_code, by_signal, timed_out = _wait(pid, timeout_s)
-    ending = Ending(exit_code, by_signal, timed_out, _num_system_kills() > kills_before)
+    ending = run_to_end(folder, start, timeout_s)
     if (folder / ERROR).is_file():
         raise InputError(**json.loads((folder / ERROR).read_text()))
-    return _read(folder, request, ending, timeout_s)
+    return _read(folder, request, ending, timeout_s), ending
+
+
+def run_to_end(folder: Path, start: Start, timeout_s: float | None) -> Ending:
+    """Start the trial of ``folder`` and wait until it and its whole group are gone."""
+    kills_before = _num_system_kills()
+    exit_code, by_signal, timed_out = _wait(start(folder), timeout_s)
+    return Ending(exit_code, by_signal, timed_out, _num_system_kills() > kills_before)
 
 
 def _wait(pid: int, timeout_s: float | None) -> tuple[int | None, int | None, bool]:
@@ -130,7 +154,7 @@ def _end_group(pid: int) -> None:
 
 
 def _read(folder: Path, request: TrialRequest, ending: Ending, timeout_s: float | None) -> Measurement:
-    last_lines = _last_lines(folder / LOG)
+    said = last_lines(folder)
     if not (folder / RESULT).is_file():
         assert request.environment is not None, "the asker gives the host's environment"
         nothing = Measurement(
@@ -150,11 +174,12 @@ def _read(folder: Path, request: TrialRequest, ending: Ending, timeout_s: float 
     if ending.signal is not None and ending.system_out_of_memory:
         message = f"{noted.message}: killed by signal {ending.signal} as the system ran out of memory"
         return noted.model_copy(update={"status": "out-of-memory", "message": message})
-    how = f"exit code {ending.exit_code}" if ending.signal is None else f"signal {ending.signal}"
-    return noted.model_copy(update={"message": f"{noted.message} ({how}): {last_lines}".rstrip(": ")})
+    return noted.model_copy(update={"message": f"{noted.message} ({ending.words}): {said}".rstrip(": ")})
 
 
-def _last_lines(log: Path) -> str:
+def last_lines(folder: Path) -> str:
+    """The last lines that the trial of ``folder`` printed."""
+    log = folder / LOG
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     return "\n".join(lines[-NUM_LAST_LINES:]).strip()
 

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault(
         "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
     )  # so that importing libraries leaves CUDA untouched
-    start = spawned if options.spawn or not wanted else _ready_to_fork(options.device)
+    start = spawned if options.spawn or not wanted else ready_to_fork(options.device)
     lines = _measure_all(list(wanted.values()), start, options)
     print(table(lines), flush=True)
     return 0 if len(lines) == len(wanted) else 75
@@ -85,7 +85,7 @@ def read_done(path: Path) -> set[str]:
     }
 
 
-def _ready_to_fork(device: str) -> Start:
+def ready_to_fork(device: str) -> Start:
     """Import what the trials need, then see whether a copy of this process can use CUDA."""
     start_s = time.monotonic()
     import torch

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trainfit.measure.environment import host_environment
+from trainfit.measure.lifeline import die_with_parent
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
@@ -245,7 +246,5 @@ def _note_breakdown(recipe: Recipe, meter: Any, notebook: Notebook, step: Any, b
 
 
 if __name__ == "__main__":
-    from trainfit.measure.meter import die_with_parent
-
     die_with_parent()
     sys.exit(main(Path(sys.argv[1])))

@@ -33,10 +33,7 @@ def load_recipe(path: str | Path, settings: list[str] | None = None) -> Recipe:
         OSError: the file cannot be read.
     """
     layers = _chain(Path(path))
-    data: dict[str, Any] = {}
-    for _, said in layers:
-        data = merge(data, said)
-    return _check(data, layers, settings or [])
+    return _check(_together(layers), layers, settings or [])
 
 
 def recipe_from(data: dict[str, Any], settings: list[str] | None = None, *, file: str = "") -> Recipe:
@@ -44,11 +41,26 @@ def recipe_from(data: dict[str, Any], settings: list[str] | None = None, *, file
     return _check(data, [(file, data)], settings or [])
 
 
+def read_data(path: Path) -> dict[str, Any]:
+    """What a recipe file and the files it extends say together, not checked yet: data to lay more on.
+
+    Raises:
+        InputError: not YAML, or a broken chain.
+        OSError: the file cannot be read.
+    """
+    return _together(_chain(path))
+
+
+def set_field(data: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    """``data`` with the dotted ``field`` set, as ``--set`` does."""
+    return _set(data, field.split("."), value, f"{field}: {value}")
+
+
 def recipe_of_model(config_file: str, settings: list[str] | None = None) -> Recipe:
     """The recipe of a model's config.json (or the folder that holds it), every other field at its default."""
     path = Path(config_file)
     config = str(path / "config.json" if path.is_dir() else path.absolute())
-    data = _with_model_config({"model": {"config": config}}, Path.cwd())
+    data = with_model_config({"model": {"config": config}}, Path.cwd())
     return _check(data, [(config_file, data)], settings or [])
 
 
@@ -90,9 +102,16 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _together(layers: list[Layer]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for _, said in layers:
+        data = merge(data, said)
+    return data
+
+
 def _check(data: dict[str, Any], layers: list[Layer], settings: list[str]) -> Recipe:
     said_last = [(SETTINGS, _set({}, *_setting(setting), setting)) for setting in settings]
-    data = _with_model_config(apply_settings(data, settings), Path.cwd())
+    data = with_model_config(apply_settings(data, settings), Path.cwd())
     try:
         return parse(Recipe, data)
     except InputError as error:
@@ -171,13 +190,13 @@ def _layer(path: Path) -> tuple[dict[str, Any], str | None]:
     if base is not None and (not isinstance(base, str) or not base.strip() or "\0" in base):
         raise InputError("not a path", "name one recipe file", field="extends", value=base, file=file)
     try:
-        return _with_model_config(data, path.parent), base
+        return with_model_config(data, path.parent), base
     except InputError as error:
         raise error.in_file(file) from None
 
 
-def _with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``data`` with a model.config that is a path replaced by that file's mapping; a catalog name stays."""
+def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``data`` with a model.config that is a path, relative to ``folder``, replaced by that file's mapping."""
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("config"), str):
         return data

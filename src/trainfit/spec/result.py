@@ -211,6 +211,18 @@ class Measurement(Value):
     environment: Environment
 
 
+class Outcome(Value):
+    """How one part of a sweep's trial ended (docs/sweep.md)."""
+
+    status: Literal["done", "refused", "out-of-memory", "timeout", "killed", "crashed", "diverged", "lost"]
+    """refused: the recipe asks for what cannot be; killed: a signal from outside; lost: its worker or node is gone."""
+    message: str = ""
+    seconds: Seconds = 0.0
+    """Of the whole part, its process's start included."""
+    request_id: str
+    """Sixteen hex digits of a hash of what was asked; a part that has a result is not asked again."""
+
+
 class Record(Value):
     """One line of evidence: what was asked, what came out, with which code."""
 
@@ -226,3 +238,5 @@ class Record(Value):
     train: dict[str, Any] | None = None
     """Summary of a training run: steps, losses, evaluation perplexity, checkpoints."""
     tags: tuple[str, ...] = ()
+    outcome: Outcome | None = None
+    """Only of a sweep's trials: also one that came to nothing leaves a record."""

@@ -72,6 +72,8 @@ class TrainOptions(Value):
     """At most so many sequences an evaluation."""
     save_every: PositiveInt | None = None
     """Save every so many steps; None: at the end, and when the run is told to stop."""
+    save_last: bool = True
+    """Save after the last step; off where only the numbers of a run are wanted."""
     keep: PositiveInt = 2
     """Checkpoints kept, newest first."""
     schedule: Literal["constant", "cosine"] = "constant"
@@ -94,7 +96,8 @@ class TrainOptions(Value):
 
 
 MAY_CHANGE = (
-    "out", "steps", "resume", "device", "eval_every", "eval_sequences", "save_every", "keep", "tensorboard",
+    "out", "steps", "resume", "device", "eval_every", "eval_sequences", "save_every", "save_last", "keep",
+    "tensorboard",
 )  # fmt: skip
 """Fields of TrainOptions that a resumed run may change."""
 

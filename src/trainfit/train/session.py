@@ -86,7 +86,8 @@ class Session:
             last = self.progress.step == self.options.steps
             if (last or self._due(self.options.eval_every)) and stop.name is None:
                 self._evaluate()
-            if last or stop.name is not None or self._due(self.options.save_every):
+            at_end = (last and self.options.save_last) or stop.name is not None
+            if at_end or self._due(self.options.save_every):
                 self._save()
         if not self.evaluations and stop.name is None:
             self._evaluate()  # A run that was already at its end still says how good it is.
