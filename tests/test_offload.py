@@ -53,6 +53,14 @@ def test_adapters_accumulation_and_dropout(implementation: str) -> None:
     assert trained(moved) == expected
 
 
+@pytest.mark.parametrize("implementation", ["hf", "native"])
+def test_equal_seeds_start_from_equal_weights(implementation: str) -> None:
+    fields = {"implementation": implementation, "optimizer": IN_BACKWARD}
+    plain, moved = assemble(recipe(**fields), CPU), assemble(recipe(BOTH, **fields), CPU)
+    ours, theirs = moved.state_dict()["model"], plain.state_dict()["model"]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_random_weights_are_the_models_own_kind() -> None:
     """Norms are ones, matrices have the config's spread, in every block and not in the slots' guests alone."""
     step = assemble(recipe(BOTH, optimizer=IN_BACKWARD), CPU)

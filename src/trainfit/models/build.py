@@ -89,15 +89,25 @@ def build_on_host(
             field="offload.weights",
             value=True,
         )
-    inside = {id(module) for block in blocks for module in block.modules()}
-    outside = [module for module in model.modules() if id(module) not in inside]
-    _to_device(outside, device)
-    _initialise(model, outside)
+    block_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
+    _to_device([module for module in model.modules() if id(module) not in block_of], device)
     hosted = HostBlocks(blocks, device, num_slots)
-    for index, block in enumerate(blocks):
-        _initialise(model, list(block.modules()))
-        hosted.keep(index)
+    visited = _as_initialised(model)
+    for module, following in zip(visited, [*visited[1:], None], strict=True):
+        _initialise(model, module)
+        index = block_of.get(id(module))
+        if index is not None and index != block_of.get(id(following)):
+            hosted.keep(index)
     return model, hosted
+
+
+def _as_initialised(model: nn.Module) -> list[nn.Module]:
+    """The modules in the order in which ``build_model`` initialises them, so that equal seeds give equal weights."""
+    if hasattr(model, "init_module"):
+        return list(model.modules())
+    visited: list[nn.Module] = []
+    model.apply(visited.append)  # pyright: ignore[reportArgumentType] - transformers: children first
+    return visited
 
 
 def _to_device(modules: list[nn.Module], device: torch.device) -> None:
@@ -116,10 +126,9 @@ def _to_device(modules: list[nn.Module], device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _initialise(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Random weights, and the values of buffers, as the model's own code has them."""
-    for module in modules:
-        if hasattr(model, "init_module"):
-            model.init_module(module)  # pyright: ignore[reportCallIssue]
-        else:
-            model._init_weights(module)  # pyright: ignore[reportCallIssue]
+def _initialise(model: nn.Module, module: nn.Module) -> None:
+    """The module's own random weights, and the values of its buffers, as the model's own code has them."""
+    if hasattr(model, "init_module"):
+        model.init_module(module)  # pyright: ignore[reportCallIssue]
+    else:
+        model._init_weights(module)  # pyright: ignore[reportCallIssue]
