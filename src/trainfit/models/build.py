@@ -102,7 +102,10 @@ def build_on_host(
 
 
 def _as_initialised(model: nn.Module) -> list[nn.Module]:
-    """The modules in the order in which ``build_model`` initialises them, so that equal seeds give equal weights."""
+    """The modules in the order in which ``build_model`` initialises them.
+
+    Equal seeds give native models equal weights. transformers' constructors draw random numbers before, unless on meta.
+    """
     if hasattr(model, "init_module"):
         return list(model.modules())
     visited: list[nn.Module] = []
