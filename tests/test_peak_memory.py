@@ -1,0 +1,110 @@
+"""The peak-memory experiment: its recipes describe one model, batch and optimizer, and stand beside published figures."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainfit.catalog.load import model_config, recipes
+from trainfit.models.build import build_model
+from trainfit.models.native.config import from_own_keys
+from trainfit.spec.recipe import ModelSpec, Recipe
+from trainfit.spec.recipe_file import load_recipe
+
+FOLDER = Path(__file__).parents[1] / "recipes" / "peak-memory"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "sweep")
+PUBLISHED = tomllib.loads((FOLDER / "published.toml").read_text(encoding="utf-8"))["rows"]
+COMPUTED_OTHERWISE = {"norm": {"rmsnorm", "rmsnorm_unfused"}, "alibi_bias": {"shared", "per_layer"}}
+"""Keys of the model's config that say how the same function is computed -> their values of one function."""
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4}  # fmt: skip
+
+
+def read(name: str) -> Recipe:
+    return load_recipe(FOLDER / f"{name}.yaml")
+
+
+def config_of(recipe: Recipe) -> dict[str, Any]:
+    return from_own_keys(model_config(recipe.model.config)).model_dump()
+
+
+def test_the_published_figures_are_those_of_the_issue() -> None:
+    """In the order of the published table."""
+    order = ["control", "bf16", "checkpoint", "compile", "fused", "fused_checkpoint", "bf16_fused_checkpoint",
+             "memory_budget_05", "memory_budget_60", "fused_memory_budget_05", "bf16_memory_budget_60"]  # fmt: skip
+    assert list(PUBLISHED) == order
+    assert [row["peak_gib"] for row in PUBLISHED.values()] == [
+        21.165, 12.418, 12.529, 19.712, 21.164, 7.425, 3.975, 13.561, 15.636, 13.562, 6.709,
+    ]  # fmt: skip
+    assert [row["samples_per_s"] for row in PUBLISHED.values()] == [
+        2.518, 6.79, 2.03, 2.307, 2.535, 2.049, 5.834, 1.574, 1.760, 1.938, 2.76,
+    ]  # fmt: skip
+    best = PUBLISHED["bf16_fused_checkpoint"]
+    assert 1 - best["peak_gib"] / PUBLISHED["control"]["peak_gib"] == pytest.approx(0.812, abs=0.0005)
+    assert best["perplexity"] / PUBLISHED["control"]["perplexity"] == pytest.approx(1.20, abs=0.005)
+
+
+def test_every_published_configuration_and_the_twelfth_is_a_recipe() -> None:
+    assert {*PUBLISHED, "bf16_fused_offload_checkpoint"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "control"])
+def test_a_row_extends_the_control_and_changes_only_what_its_name_says(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    base = re.search(r"^extends: (\S+)$", text, re.MULTILINE)
+    assert base is not None
+    assert base[1] == "control.yaml" or base[1].startswith("best_") or base[1] == "fused_norms.yaml"
+    control, recipe = read("control"), read(name)
+    assert recipe.id != control.id
+    assert recipe.batch.tokens == control.batch.tokens
+    assert (recipe.batch.seq, recipe.seed, recipe.hardware) == (
+        control.batch.seq,
+        control.seed,
+        control.hardware,
+    )
+    kept = ("name", "lr", "weight_decay", "momentum")
+    assert [getattr(recipe.optimizer, field) for field in kept] == [
+        getattr(control.optimizer, field) for field in kept
+    ]
+    asked, found = config_of(control), config_of(recipe)
+    for key in asked:
+        if key not in COMPUTED_OTHERWISE:
+            assert found[key] == asked[key], key
+        assert found[key] == asked[key] or {found[key], asked[key]} == COMPUTED_OTHERWISE[key]
+    # The name tells the techniques, so that a table can be read without opening the files.
+    if not name.startswith(("best_", "least_")):
+        assert ("bf16" in name) == (recipe.precision == "bf16")
+        assert ("checkpoint" in name) == (recipe.recompute == "full")
+        assert ("offload" in name) == recipe.offload.activations
+        assert (name in {"bf16"} or bool(re.search(r"\bfused(?!_norms)", name.replace("bf16_", "")))) == bool(
+            recipe.optimizer.in_backward
+        )
+
+
+def test_the_control_is_the_shipped_recipe_of_the_published_program() -> None:
+    shipped, control = load_recipe(recipes()["deep-one-1.6b"]), read("control")
+    assert config_of(control) == config_of(shipped)
+    same = ("batch", "precision", "attention", "recompute", "compile", "loss")
+    assert [getattr(control, field) for field in same] == [getattr(shipped, field) for field in same]
+
+
+def test_fused_norms_and_a_shared_bias_compute_the_same_function() -> None:
+    """So a row may choose them: the logits are equal to fp32's rounding."""
+
+    def logits(name: str) -> torch.Tensor:
+        config = {**model_config(read(name).model.config), **SMALL}
+        config.pop("head_dim", None)
+        config.pop("num_key_value_heads", None)
+        torch.manual_seed(0)
+        model = build_model(
+            ModelSpec(config=config, implementation="native"),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            attention="sdpa",
+        )
+        return model(torch.arange(24).reshape(2, 12)).logits
+
+    torch.testing.assert_close(logits("control"), logits("fused_norms"), rtol=1e-5, atol=1e-5)
