@@ -41,6 +41,7 @@ ORDER = (
     "adafactor",
     "stochastic_rounding",
     "optimizer_in_backward",
+    "gradient_clipping",
 )
 """Every technique, in the order in which it is applied."""
 
@@ -74,10 +75,7 @@ def assemble(
         if technique.applies(recipe):
             technique.apply(recipe, draft)
     if not draft.optimizers:
-        assert draft.make_optimizer is not None, (
-            "every optimizer name that COVERS lists must set make_optimizer"
-        )
-        draft.optimizers = [draft.make_optimizer(draft.trainable())]
+        draft.optimizers = draft.optimizers_for(draft.trainable())
     return Step(recipe, draft)
 
 
@@ -130,6 +128,8 @@ class Step:
         self.device = draft.device
         self.optimizers = draft.optimizers
         self.scaler = draft.scaler
+        self.readings = draft.readings
+        """What techniques measured in the last update, by name ([] fp32, on the device)."""
         self._loss = draft.loss
         self._before_update, self._after_step = draft.before_update, draft.after_step
         self._around_forward = draft.around_forward

@@ -46,7 +46,7 @@ Warmup = Annotated[
     int, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps of rising learning rate.")
 ]
 ClipNorm = Annotated[
-    float | None, typer.Option(metavar="NORM", help="Largest norm of all gradients together.")
+    float | None, typer.Option(metavar="NORM", help="Sets the recipe's optimizer.clip_norm.")
 ]
 Deterministic = Annotated[
     bool, typer.Option(help="On CUDA: kernels that repeat bit by bit, as resume needs.")
@@ -84,11 +84,13 @@ def run(
     record: RecordFile = None,
 ) -> int:
     """Train a recipe on data; stop it any time and --resume."""
+    if clip_norm is not None:
+        settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
     asked = read_recipe(recipe, settings)
     options = _options(
         data, out=str(out), steps=steps, resume=resume, device=device, tokenizer=tokenizer and str(tokenizer),
         eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last, schedule=schedule,
-        warmup_steps=warmup_steps, clip_norm=clip_norm, deterministic=deterministic, tensorboard=tensorboard,
+        warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
     with work(recipe, settings, json=json, record=record):
         summary = _train(asked, options, peak_flops)

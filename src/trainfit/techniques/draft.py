@@ -35,6 +35,8 @@ class Draft:
     around_backward: list[ContextFactory] = field(default_factory=list)
     """Entered around every backward, where recomputation runs forward code again."""
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    kinds: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda parameters: [parameters]
+    """Parts of a list of parameters that ``make_optimizer`` is called with one by one, where it makes several kinds."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     steps_in_backward: bool = False
     """The optimizers run in hooks while backward runs; the step does not call them."""
@@ -44,9 +46,25 @@ class Draft:
     """Called when all gradients are there (unscaled), before the optimizers."""
     after_step: list[Callable[[], None]] = field(default_factory=list)
     """Called after each update, gradients gone."""
+    readings: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What techniques measured in the last update, by name ([] fp32, on the device)."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that train, each once (tied ones too), in the model's order."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def trainable_by_block(self) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+        """The trainable parameters of each decoder block that has some, first to last, and all others."""
+        from trainfit.models.layers import layer_lists
+
+        blocks = [block for _, found in layer_lists(self.model) for block in found]
+        groups = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+        inside = {id(parameter) for group in groups for parameter in group}
+        return [group for group in groups if group], [p for p in self.trainable() if id(p) not in inside]
+
+    def optimizers_for(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        """New optimizers that update these parameters, each once."""
+        assert self.make_optimizer is not None, "every optimizer that COVERS lists must set make_optimizer"
+        return [self.make_optimizer(part) for part in self.kinds(parameters) if part]

@@ -1,11 +1,15 @@
-"""Optimizer in backward: each weight is updated as soon as its gradient is there, and the gradient is freed.
+"""Optimizer in backward: weights are updated as soon as their gradients are there, and the gradients are freed.
 
-One optimizer a parameter, stepped by a hook, so backward never holds more than a few gradients at once. The update
-is the ordinary one. Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+``true``: one optimizer a weight, so backward never holds more than a few gradients at once. ``block``: one a decoder
+block, run when the block's last gradient is there: a block's gradients are held together, and one launch updates them
+all. What is outside the blocks (embedding, head, last norm) is updated weight by weight in both. The update is the
+ordinary one. Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {"optimizer.in_backward": (True,)}
+COVERS = {"optimizer.in_backward": (True, "block")}
 
 
 def applies(recipe: Recipe) -> bool:
@@ -25,36 +29,76 @@ def applies(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe) -> None:
     """The update must be able to run after every backward, on each gradient alone."""
-    field = "optimizer.in_backward"
+    field, value = "optimizer.in_backward", recipe.optimizer.in_backward
     if recipe.batch.accumulate > 1:
         raise InputError(
-            "gradients are used up in each backward, so none accumulate",
+            "gradients are used up in each backward; were they kept for the last one, nothing would be saved",
             "set batch.accumulate: 1 or optimizer.in_backward: false",
             field=field,
-            value=True,
+            value=value,
         )
     if recipe.precision == "amp-fp16":
         raise InputError(
             "amp-fp16's scaler must see every gradient before any update",
             "use precision: amp-bf16 or optimizer.in_backward: false",
             field=field,
-            value=True,
+            value=value,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """A hook on every trainable weight that steps its optimizer and drops its gradient."""
-    assert draft.make_optimizer is not None, "step.ORDER has the optimizers before optimizer_in_backward"
-    for parameter in draft.trainable():
-        optimizer = draft.make_optimizer([parameter])
-        parameter.register_post_accumulate_grad_hook(_updating(optimizer))
-        draft.optimizers.append(optimizer)
+    """Hooks that update a weight, or a block's, when the last of their gradients has come, and drop the gradients."""
+    if recipe.optimizer.in_backward == "block":
+        blocks, others = draft.trainable_by_block()
+        groups = [*blocks, *([parameter] for parameter in others)]
+    else:
+        groups = [[parameter] for parameter in draft.trainable()]
+    updates = [_Update(group, draft.optimizers_for(group)) for group in groups]
+    draft.optimizers = [optimizer for update in updates for optimizer in update.optimizers]
     draft.steps_in_backward = True
 
+    @contextmanager
+    def none_left_over() -> Iterator[None]:
+        yield
+        for update in updates:
+            if update.is_waiting and draft.hosted is not None:
+                raise InputError(
+                    "backward did not reach every weight of a block, whose weights are on the host again by now",
+                    "use optimizer.in_backward: true",
+                    field="optimizer.in_backward",
+                    value="block",
+                )
+            update.finish()
 
-def _updating(optimizer: torch.optim.Optimizer):
-    def update(parameter: nn.Parameter) -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    draft.around_backward.append(none_left_over)
 
-    return update
+
+class _Update:
+    """Some parameters that are updated together."""
+
+    def __init__(self, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+        self._num_parameters, self._num_arrived = len(parameters), 0
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        self._num_arrived += 1
+        if self._num_arrived == self._num_parameters:
+            self._run()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Some gradients have come, others have not."""
+        return self._num_arrived > 0
+
+    def finish(self) -> None:
+        """After a backward that did not reach every parameter (an expert that no token chose): update the others."""
+        if self.is_waiting:
+            self._run()
+
+    def _run(self) -> None:
+        self._num_arrived = 0
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)

@@ -36,7 +36,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "quantize": (None,),
     "optimizer.in_backward": (False,),
     "optimizer.stochastic_rounding": (False,),
-    "optimizer.clip_norm": (None,),
     "offload.activations": (False,),
     "offload.weights": (False,),
     "loader.workers": (0,),

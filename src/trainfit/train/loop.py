@@ -46,7 +46,6 @@ def train(
         OSError: the disk does not take a file.
     """
     device = _device(options)
-    _check(recipe, options)
     registry.check(recipe)
     registry.check_device(recipe, device.type)
     with ExitStack() as stack:
@@ -114,16 +113,6 @@ def _run_start(
         resumed_from=resumed,
         notes=notes,
     )
-
-
-def _check(recipe: Recipe, options: TrainOptions) -> None:
-    if options.clip_norm is not None and recipe.optimizer.in_backward:
-        raise InputError(
-            "an optimizer in the backward frees each gradient before the norm of all is known",
-            "leave clip_norm out, or set optimizer.in_backward=false",
-            field="clip_norm",
-            value=options.clip_norm,
-        )
 
 
 def _device(options: TrainOptions) -> torch.device:

@@ -78,8 +78,6 @@ class TrainOptions(Value):
     """Checkpoints kept, newest first."""
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: Count = 0
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """Largest norm of all gradients together; None: gradients stay as they are."""
     deterministic: bool = True
     """On CUDA, only kernels that give the same bits every time: what a bit-identical resume needs."""
     tensorboard: bool = True

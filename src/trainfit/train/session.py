@@ -55,7 +55,6 @@ class Session:
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._busy = Busy(self.step.device)
-        self._gradient_norm: torch.Tensor | None = None
 
     def go(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or memory runs out."""
@@ -99,7 +98,7 @@ class Session:
         live = self._peak.following(batches) if self._peak.follows(index) else None
         start_s = time.perf_counter()
         with live or nullcontext():
-            loss_tensor = self.step(batches, on_phase=self._on_phase)
+            loss_tensor = self.step(batches)
         following = self._batches(done + 1)
         loss = loss_tensor.item()
         step_s = time.perf_counter() - start_s
@@ -126,15 +125,6 @@ class Session:
                 group["lr"] = rate
         return rate
 
-    def _on_phase(self, phase: str) -> None:
-        if phase != "optimizer" or self.options.clip_norm is None:
-            return
-        if self.step.scaler is not None:
-            for optimizer in self.step.optimizers:
-                self.step.scaler.unscale_(optimizer)
-        trained = [parameter for parameter in self.step.model.parameters() if parameter.requires_grad]
-        self._gradient_norm = torch.nn.utils.clip_grad_norm_(trained, self.options.clip_norm)
-
     def _batches(self, done: int) -> list[Batch]:
         """The micro-batches of the step after ``done`` steps: int64 [b, s] on the device."""
         batch, corpus = self.step.recipe.batch, self.corpora.train
@@ -146,7 +136,7 @@ class Session:
 
     def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
         per_step = self.step.recipe.batch.micro * self.step.recipe.batch.accumulate
-        norm = None if self._gradient_norm is None else self._gradient_norm.item()
+        norm = self.step.readings["gradient_norm"].item() if "gradient_norm" in self.step.readings else None
         mfu, hfu = self._utilisation(step_s)
         return StepMetrics(
             step=self.progress.step,

@@ -207,7 +207,7 @@ class Tracer(TorchDispatchMode):
             return
         place = self.places.current()
         owners = self._owners_of(args) if place.owned else []
-        if len(set(owners)) == 1:
+        if len({owner.group for owner in owners}) == 1:
             place = self._last_owner = owners[0]
         self._sticky = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
