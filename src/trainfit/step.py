@@ -136,6 +136,8 @@ class Step:
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
         self._steps_in_backward = draft.steps_in_backward
+        self.hosted = draft.hosted
+        """Where the decoder blocks' weights are; None: on the device."""
 
     def random_batches(self, seed: int = 0) -> list[Batch]:
         """``accumulate`` micro-batches of uniform token ids, the same for a seed on every device."""
@@ -200,6 +202,18 @@ class Step:
             self.scaler.update()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def settle(self) -> None:
+        """Wait until what is copied to the host in the background is there."""
+        if self.hosted is not None:
+            self.hosted.lanes.settle()
+
+    def parameters_on_host(self) -> set[int]:
+        """``id`` of each parameter whose value is on the host, the device's a passing copy."""
+        if self.hosted is None:
+            return set()
+        indices = range(len(self.hosted.blocks))
+        return {id(parameter) for index in indices for parameter in self.hosted.parameters(index)}
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizers and scaler, by reference. Random generators and data are the training loop's."""

@@ -69,6 +69,32 @@ class Lane:
             copy(target, source)
             return self._stream.record_event()
 
+    def settle(self) -> None:
+        """Wait, on the host, until all copies asked for so far are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class Lanes:
+    """Both directions between one device and its host. All that moves shares them: what is asked for first comes first."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.to_device, self.to_host = Lane(device), Lane(device)
+        self._like = torch.empty(0, device=device)
+
+    def host_empty(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that this device copies from and to."""
+        return host_empty(shape, dtype, like=self._like)
+
+    def now(self) -> Event:
+        """The event that everything the computation has issued so far is done."""
+        return now(self.device)
+
+    def settle(self) -> None:
+        """Wait, on the host, until what was sent there so far has arrived."""
+        self.to_host.settle()
+
 
 def now(device: torch.device) -> Event:
     """The event that everything the computation has issued so far is done."""

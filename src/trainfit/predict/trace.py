@@ -18,7 +18,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import recompute_layers, registry
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
-from trainfit.virtual.places import Groups
+from trainfit.virtual.places import NOWHERE, Groups
 from trainfit.virtual.repeat import shorten
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
@@ -129,6 +129,8 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     step(batches, on_phase=lambda phase: virtual.begin(name, phase))
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
+    for memory in step.hosted.moments.slots() if step.hosted is not None else ():
+        virtual.tracer.own(memory, "optimizer", NOWHERE)
 
 
 def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from trainfit.kernels.host_copies import Lane, host_empty, now, wait
+from trainfit.kernels.host_copies import Lanes, wait
 from trainfit.models.host_blocks import HostBlocks
 from trainfit.spec.errors import InputError
+from trainfit.techniques.host_moments import HostMoments
 
 
 @dataclass
@@ -31,6 +32,8 @@ class _Kept:
     """A block's input: on the device, on the host, or on its way."""
 
     device: Tensor | None
+    before: _Kept | None
+    """The input of the block before it in the same forward, whose backward comes next."""
     host: Tensor | None = None
     event: Any = None
 
@@ -40,20 +43,26 @@ class BlockRuns:
 
     Args:
         weights: where the blocks' weights are kept; None: on the device.
+        moments: where what their optimizers keep is kept; None: on the device.
         offload: whether the blocks' inputs wait on the host.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], device: torch.device, *, weights: HostBlocks | None, offload: bool
+        self,
+        blocks: Sequence[nn.Module],
+        lanes: Lanes,
+        *,
+        weights: HostBlocks | None = None,
+        moments: HostMoments | None = None,
+        offload: bool,
     ):
-        self.blocks, self.device, self._weights, self._offload = blocks, device, weights, offload
-        self._in, self._out = Lane(device), Lane(device)
-        self._kept: list[_Kept] = []
-        """Of the blocks that wait for their backward, in the order of the forward."""
-        self._leaving: _Kept | None = None
+        self.blocks, self.device = blocks, lanes.device
+        self._lanes, self._weights, self._moments, self._offload = lanes, weights, moments, offload
+        self._last: _Kept | None = None
+        """Of the block that ran last."""
         self._free: dict[tuple[Any, Any], list[Tensor]] = {}
         # A block whose input has no gradient (frozen embeddings) would be left out of the backward without it.
-        self._trigger = torch.empty(0, device=device, requires_grad=True)
+        self._trigger = torch.empty(0, device=self.device, requires_grad=True)
 
     def install(self) -> None:
         """Each block's call goes through here: outside what compiles it, inside what the model does around it."""
@@ -66,64 +75,91 @@ class BlockRuns:
         call = partial(_with_input, inner, args, kwargs)
         if torch.is_grad_enabled():
             return _Run.apply(self, index, call, self._trigger, x)
-        self.arrive(index, index + 1)
-        out = call(x)
+        self.arrive(index)
+        with self.uncached():
+            out = call(x)
         self.leave(index)
         return out
 
-    def arrive(self, index: int, then: int) -> None:
-        """Block ``index`` may compute; what block ``then`` needs is on its way."""
+    def arrive(self, index: int) -> None:
+        """Block ``index`` may run forward; what the block after it needs is on its way."""
         if self._weights is not None:
-            self._weights.arrive(index, then if 0 <= then < len(self.blocks) else None)
+            self._weights.ring.arrive(index, self._at(index + 1))
 
-    def leave(self, index: int, *, updated: bool = False) -> None:
-        """Block ``index`` is done with its weights; ``updated``: its optimizer may have run."""
+    def leave(self, index: int) -> None:
+        """Block ``index`` has run forward."""
         if self._weights is not None:
-            self._weights.leave(index, changed=updated and self._trained())
+            self._weights.ring.leave(index, changed=False)
 
-    def _trained(self) -> bool:
-        assert self._weights is not None
-        return any(parameter.requires_grad for parameter in self._weights.parameters())
+    def arrive_for_backward(self, index: int) -> None:
+        """Block ``index`` may run forward and backward; what the block before it needs is on its way."""
+        if self._weights is not None:
+            self._weights.ring.arrive(index, self._at(index - 1), to_change=True)
+        if self._moments is not None:
+            self._moments.arrive(index, self._at(index - 1))
+
+    def leave_after_backward(self, index: int) -> None:
+        """Block ``index``'s gradients are there, and its optimizer has run if it trains."""
+        if self._weights is not None:
+            trained = any(parameter.requires_grad for parameter in self._weights.parameters(index))
+            self._weights.ring.leave(index, changed=trained)
+        if self._moments is not None:
+            self._moments.leave(index)
+
+    def _at(self, index: int) -> int | None:
+        return index if 0 <= index < len(self.blocks) else None
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Autocast keeps its copies of weights until the whole forward ends; of weights that leave it must not."""
+        if self._weights is None or not torch.is_autocast_enabled(self.device.type):
+            yield
+            return
+        kind = self.device.type
+        with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
+            yield
 
     # -- inputs -----------------------------------------------------------------------------------------------
 
-    def keep(self, index: int, x: Tensor) -> None:
-        """Hold block ``index``'s input for its backward; the copy out of the one before is over, its memory free."""
-        kept = _Kept(x)
-        self._let_go()
-        if self._offload and index < len(self.blocks) - 1:  # The last block's is needed at once.
+    def keep(self, index: int, x: Tensor) -> _Kept:
+        """Hold block ``index``'s input for its backward; its copy to the host begins."""
+        kept = self._last = _Kept(x, self._last if index else None)
+        # The last block's is needed at once.
+        if self._offload and index < len(self.blocks) - 1 and x.is_contiguous():
             kept.host = self._host_memory(x)
-            kept.event = self._out.copy(kept.host, x, now(self.device))
-            self._leaving = kept
-        self._kept.append(kept)
+            kept.event = self._lanes.to_host.copy(kept.host, x, self._lanes.now())
+        return kept
 
-    def take(self) -> Tensor:
-        """The input of the last block whose backward has not run; that of the one before it is on its way."""
-        kept = self._kept.pop()
+    def let_go(self, kept: _Kept) -> None:
+        """The block has run: what is on the host by now is given up on the device."""
+        if kept.host is not None:
+            wait(kept.event)
+            kept.device = kept.event = None
+        if kept is self._last and kept.device is not None:
+            self._last = None  # The last block's: nothing comes after it.
+
+    def take(self, kept: _Kept) -> Tensor:
+        """A block's input for its backward; that of the block before it is on its way."""
         self._fetch(kept)
         wait(kept.event)
-        if self._kept:
-            self._fetch(self._kept[-1])
-        assert kept.device is not None
-        if kept.host is not None:
-            self._free.setdefault((kept.host.shape, kept.host.dtype), []).append(kept.host)
-        return kept.device
-
-    def _let_go(self) -> None:
-        if self._leaving is not None:
-            wait(self._leaving.event)
-            self._leaving.device = self._leaving.event = None
-            self._leaving = None
+        if kept.before is not None:
+            self._fetch(kept.before)
+        x, host = kept.device, kept.host
+        assert x is not None
+        kept.device = kept.before = kept.host = None
+        if host is not None:
+            self._free.setdefault((host.shape, host.dtype), []).append(host)
+        return x
 
     def _fetch(self, kept: _Kept) -> None:
         if kept.device is None and kept.host is not None:
             # Allocated by the computation, which may still be reading what was there: hence `now`.
             kept.device = torch.empty_like(kept.host, device=self.device)
-            kept.event = self._in.copy(kept.device, kept.host, now(self.device))
+            kept.event = self._lanes.to_device.copy(kept.device, kept.host, self._lanes.now(), kept.event)
 
     def _host_memory(self, x: Tensor) -> Tensor:
         free = self._free.get((x.shape, x.dtype))
-        return free.pop() if free else host_empty(x.shape, x.dtype, like=x)
+        return free.pop() if free else self._lanes.host_empty(x.shape, x.dtype)
 
 
 class _Run(torch.autograd.Function):
@@ -136,18 +172,20 @@ class _Run(torch.autograd.Function):
         ctx.runs, ctx.index, ctx.call = runs, index, call
         ctx.conditions = Conditions(runs.device)
         ctx.needs_gradient = x.requires_grad
-        runs.arrive(index, index + 1)
-        out = call(x)
+        runs.arrive(index)
+        ctx.kept = runs.keep(index, x)
+        with runs.uncached():
+            out = call(x)
         runs.leave(index)
-        runs.keep(index, x)
+        runs.let_go(ctx.kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         runs: BlockRuns = ctx.runs
-        runs.arrive(ctx.index, ctx.index - 1)
-        x = runs.take().detach().requires_grad_(ctx.needs_gradient)
-        with ctx.conditions.restored(), torch.enable_grad():
+        runs.arrive_for_backward(ctx.index)
+        x = runs.take(ctx.kept).detach().requires_grad_(ctx.needs_gradient)
+        with ctx.conditions.restored(), runs.uncached(), torch.enable_grad():
             out = ctx.call(x)
         outputs = (out,) if isinstance(out, Tensor) else out
         owed = [
@@ -157,7 +195,7 @@ class _Run(torch.autograd.Function):
         ]
         del out, outputs
         torch.autograd.backward([o for o, _ in owed], [g for _, g in owed])
-        runs.leave(ctx.index, updated=True)
+        runs.leave_after_backward(ctx.index)
         return None, None, None, None, x.grad
 
 

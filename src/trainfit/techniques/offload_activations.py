@@ -43,6 +43,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model has no list of repeated blocks.
     """
+    from trainfit.kernels.host_copies import Lanes
     from trainfit.models.layers import layer_lists
     from trainfit.techniques.block_runs import BlockRuns
 
@@ -56,4 +57,4 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             field="offload.activations",
             value=True,
         )
-    BlockRuns(blocks, draft.device, weights=None, offload=True).install()
+    BlockRuns(blocks, Lanes(draft.device), offload=True).install()

@@ -60,7 +60,12 @@ def num_slots(recipe: Recipe) -> int:
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Each block fetches its weights; with ``offload.activations`` its input waits on the host as well."""
     from trainfit.techniques.block_runs import BlockRuns
+    from trainfit.techniques.host_moments import HostMoments
 
-    assert draft.hosted is not None, "step.assemble builds the model on the host"
-    blocks = draft.hosted.blocks
-    BlockRuns(blocks, draft.device, weights=draft.hosted, offload=recipe.offload.activations).install()
+    hosted = draft.hosted
+    assert hosted is not None, "step.assemble builds the model on the host"
+    moments = None if recipe.adapter else HostMoments(hosted, lambda: draft.optimizers)
+    runs = BlockRuns(
+        hosted.blocks, hosted.lanes, weights=hosted, moments=moments, offload=recipe.offload.activations
+    )
+    runs.install()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainfit.models.host_blocks import is_moment
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
 
@@ -57,6 +58,7 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
 
 def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The optimizers' tensors by ``PARAMETER/KEY``; their other values and their groups as plain data."""
+    step.settle()
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
@@ -85,6 +87,7 @@ def load_optimizer(step: Step, tensors: Tensors, plain: Mapping[str, Any]) -> No
             for key, value in saved.items():
                 if key != "params":
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+    waiting = step.parameters_on_host()
     owners = {
         names[id(parameter)]: (optimizer, group, parameter)
         for optimizer in step.optimizers
@@ -96,7 +99,9 @@ def load_optimizer(step: Step, tensors: Tensors, plain: Mapping[str, Any]) -> No
         if name not in owners:
             raise _unlike(place, "state of a parameter that does not train here")
         optimizer, group, parameter = owners[name]
-        optimizer.state[parameter][key] = _placed(value, key, group, parameter)
+        # A moment of weights that wait on the host is fetched from there (techniques/host_moments.py).
+        stays = id(parameter) in waiting and is_moment(value, parameter)
+        optimizer.state[parameter][key] = value if stays else _placed(value, key, group, parameter)
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -121,8 +126,10 @@ def load_random_state(device: torch.device, tensors: Tensors, plain: Mapping[str
 
 def first_not_finite(step: Step) -> str | None:
     """Name of a parameter that holds NaN or infinity."""
+    values = step.model.state_dict()  # Of blocks that wait on the host, the values are there.
     for name, parameter in step.model.named_parameters():
-        if parameter.is_floating_point() and not torch.isfinite(parameter).all():
+        value = values.get(name, parameter)
+        if value.is_floating_point() and not torch.isfinite(value).all():
             return name
     return None
 
