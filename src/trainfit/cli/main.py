@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 import trainfit
-from trainfit.cli import catalog, measure, mfu, predict, records, report, train, verify
+from trainfit.cli import catalog, measure, mfu, predict, records, report, sweep, train, verify
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 
 EXIT_USAGE, EXIT_BUG, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
@@ -37,7 +37,7 @@ def app() -> typer.Typer:
     ) -> None:
         pass
 
-    for verb in (predict, measure, verify, train, report, records, mfu, catalog):
+    for verb in (predict, measure, verify, train, sweep, report, records, mfu, catalog):
         verb.register(verbs)
     return verbs
 

@@ -85,3 +85,18 @@ def visible_device(index: int) -> int | str:
     if index >= len(listed):
         return index
     return int(listed[index]) if listed[index].isdigit() else listed[index]
+
+
+def visible_gpus() -> list[str]:
+    """What to write into CUDA_VISIBLE_DEVICES to see one GPU each; empty where there is none, or no NVML to tell."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [item.strip() for item in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if item.strip()]
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except pynvml.NVMLError:  # No driver, or a container that hides it.
+        return []

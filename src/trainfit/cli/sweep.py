@@ -1,0 +1,221 @@
+"""``trainfit sweep``: variants of a recipe predicted, measured and trained, each in a process of its own."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainfit.cli.options import Json, PeakFlops, Settings, only_json, print_json
+
+if TYPE_CHECKING:
+    from trainfit.spec.result import Record
+    from trainfit.sweep.parts import PartRequest
+    from trainfit.sweep.read import Sweep
+    from trainfit.sweep.run import Executor, Run
+
+EXIT_STOPPED = 75
+REFRESH_PER_S = 4
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep's YAML file (docs/sweep.md).")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FOLDER", help="Records, logs and report (runs/NAME); run again, it goes on."
+    ),
+]
+ExecutorOption = Annotated[
+    Literal["local", "ray"], typer.Option("--executor", help="This machine, or a Ray cluster.")
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option("--ray-address", metavar="ADDRESS", help="Of a running cluster; else one is started here."),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs", min=1, max=1024, metavar="N", help="Measured trials side by side (one a GPU; a CPU: 1)."
+    ),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Instead of the file's device.")
+]
+Retry = Annotated[
+    bool, typer.Option("--retry", help="Try again what crashed, was killed or lost, or ran out of time.")
+]
+Again = Annotated[bool, typer.Option("--again", help="Run everything again, also what has a result.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("sweep")(run)
+
+
+def run(
+    file: File,
+    out: Out = None,
+    settings: Settings = None,
+    executor: ExecutorOption = "local",
+    ray_address: RayAddress = None,
+    jobs: Jobs = None,
+    device: Device = None,
+    retry: Retry = False,
+    again: Again = False,
+    peak_flops: PeakFlops = None,
+    markdown: Markdown = False,
+    json: Json = False,
+) -> int:
+    """Predict, measure and train variants of a recipe; compare them.
+
+    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others go on. Stopped (exit
+    75) or killed, the same command goes on where it stopped.
+    """
+    if ray_address is not None and executor != "ray":
+        raise typer.BadParameter("--ray-address needs --executor ray")
+    from trainfit.sweep.book import Book
+    from trainfit.sweep.read import read_sweep
+    from trainfit.sweep.run import Run
+
+    sweep = read_sweep(file, settings)
+    folder = out or Path("runs") / sweep.name
+    with only_json(json), Book(folder, sweep.name) as book:
+        view = View(sweep)
+        state = Run(
+            sweep, book, device=device, peak_flops=peak_flops, retry=retry, again=again, changed=view.changed
+        )
+        for note in sweep.notes:
+            view.say(f"note: {note}")
+        with executing(executor, device or sweep.file.device, jobs, ray_address) as place:
+            _go(state, place, view)
+        page = _report(state, folder)
+    if json:
+        print_json(_content(state, folder, page))
+    elif markdown:
+        from trainfit.report.sweep_table import markdown_table
+
+        print(markdown_table(state.rows()), end="")
+    else:
+        _print(state, folder, page)
+    return EXIT_STOPPED if state.stopped else 0
+
+
+@contextmanager
+def executing(
+    kind: str, device: Literal["auto", "cpu", "cuda"], jobs: int | None, address: str | None
+) -> "Iterator[Executor]":
+    """Where the trials run."""
+    if kind == "ray":
+        from trainfit.sweep.ray_cluster import RayExecutor
+
+        with RayExecutor(device, jobs, address) as cluster:
+            yield cluster
+    else:
+        from trainfit.sweep.local import LocalExecutor
+
+        yield LocalExecutor(device, jobs)
+
+
+def _go(state: "Run", place: "Executor", view: "View") -> None:
+    from trainfit.train.stop import StopSignal
+
+    with view.showing(state), StopSignal() as stop:
+        state.go(place, lambda: stop.name is not None)
+    if state.num_kept:
+        view.say(f"{state.num_kept} results were there already")
+    if state.stopped:
+        view.say(f"{stop.name}: stopped; run the same command again for the rest")
+
+
+class View:
+    """What a person sees while it goes, on standard error: a live table on a terminal, elsewhere a line a result."""
+
+    def __init__(self, sweep: "Sweep"):
+        from rich.console import Console
+
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._since: dict[str, float] = {}
+        self._num_variants = len(sweep.variants)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, soft_wrap=True)
+
+    def changed(self, run: "Run", request: "PartRequest", record: "Record | None") -> None:
+        """A part began (no record yet) or ended."""
+        from trainfit.report.sweep_table import line
+
+        self._since[request.variant] = time.monotonic()
+        if record is None or record.outcome is None or self._console.is_terminal:
+            return
+        row = next(row for row in run.rows() if row.variant == request.variant)
+        self.say(line(row, request.part, record.outcome))
+
+    @contextmanager
+    def showing(self, state: "Run") -> Iterator[None]:
+        """While entered, the table is live."""
+        if not self._console.is_terminal:
+            yield
+            return
+        from rich.live import Live
+
+        with Live(
+            console=self._console, get_renderable=lambda: self._table(state), refresh_per_second=REFRESH_PER_S,
+            transient=True, redirect_stdout=False,
+        ):  # fmt: skip
+            yield
+
+    def _table(self, state: "Run") -> Any:
+        from trainfit.report.sweep_table import text_table
+
+        now = time.monotonic()
+        seconds = {name: now - since for name, since in tuple(self._since.items())}
+        return text_table(state.rows(), self._console.width, seconds=seconds)
+
+
+def _report(state: "Run", folder: Path) -> Path:
+    from trainfit.report.sweep_page import write_page
+    from trainfit.sweep.book import REPORT
+
+    write_page(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
+    return folder / REPORT
+
+
+def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
+    """One object: the rows with both sides as nouns, and the numbers that the table shows."""
+    from trainfit.spec.sweep import front
+    from trainfit.sweep.book import RECORDS
+
+    rows = state.rows()
+    return {
+        "name": state.sweep.name,
+        "stopped": state.stopped,
+        "rows": [row.model_dump(mode="json") | row.numbers() for row in rows],
+        "front": list(front(rows)),
+        "notes": list(state.sweep.notes),
+        "records": str(folder / RECORDS),
+        "report": str(page),
+    }
+
+
+def _print(state: "Run", folder: Path, page: Path) -> None:
+    from trainfit.cli.show import console, heading, rows
+    from trainfit.report.sweep_table import first_line, text_table
+    from trainfit.sweep.book import RECORDS
+
+    out, found = console(), state.rows()
+    heading(out, f"Sweep {state.sweep.name}: {len(found)} variants")
+    out.print(text_table(found, out.width))
+    told = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in found if _is_told(row)]
+    if told:
+        rows(out, told, "left", "wrap")
+        out.print()
+    print(f"records {folder / RECORDS}\nreport  {page}", file=sys.stdout)
+
+
+def _is_told(row: Any) -> bool:
+    from trainfit.spec.sweep import RUNNING, WAITING
+
+    return bool(row.message) and row.status not in (RUNNING, WAITING)

@@ -1,0 +1,194 @@
+"""Sweep: variants of a recipe, what is done with each, and a row of the table that comes out."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate, Measurement, Outcome
+from trainfit.spec.value import Count, PositiveInt, Value, disagreement
+
+Part = Literal["predict", "measure", "train"]
+PARTS: tuple[Part, ...] = ("predict", "measure", "train")
+"""What a trial does, in this order."""
+RESULTS = ("done", "out-of-memory", "refused", "diverged")
+"""Outcomes that another try would not change; the others are tried again when asked (``--retry``)."""
+WAITING, RUNNING = "waiting", "running"
+LATE_FROM_STEP = 10
+"""Speed is told of the whole run, and without its first steps, in which code is compiled and kernels are chosen."""
+
+
+class MeasurePart(Value):
+    """What ``measure`` does with each variant: the options of the verb."""
+
+    steps: Count = 10
+    warmup: Count = 3
+
+
+class TrainPart(Value):
+    """What ``train`` does with each variant, from the first weights on: loss, speed and perplexity on real text."""
+
+    steps: PositiveInt = 100
+    data: str = "stories"
+    """As ``train --data``: stories, stories:N, hub:NAME, or a path relative to the sweep's file."""
+    eval_fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.05
+    eval_sequences: PositiveInt = 64
+    eval_every: PositiveInt | None = None
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    deterministic: bool = False
+    """On CUDA, kernels that repeat bit by bit: slower and larger than what is predicted, so off unless asked for."""
+
+
+class Limits(Value):
+    """What ends a trial: ``seconds`` for each of its parts; ``memory_gib``: what its steps may allocate."""
+
+    seconds: Annotated[float, Field(gt=0)] = 600.0
+    memory_gib: Annotated[float, Field(gt=0)] | None = None
+
+
+class SweepFile(Value):
+    """A sweep's file. See docs/sweep.md.
+
+    ``base`` (or each of its ``list`` of changes) and ``recipes`` are the starting points; ``product`` varies each of them.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")] | None = None
+    base: str | dict[str, JsonValue] | None = None
+    list: tuple[dict[str, JsonValue], ...] = ()
+    recipes: tuple[str, ...] = ()
+    product: dict[str, tuple[JsonValue, ...]] = {}
+    measure: MeasurePart | None = None
+    train: TrainPart | None = None
+    limits: Limits = Limits()
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _starts_somewhere(self) -> "SweepFile":
+        if self.base is None and not self.recipes:
+            raise disagreement("no recipe to vary", "write base, or recipes", field="base")
+        if self.list and self.base is None:
+            raise disagreement("a list of changes, and nothing to change", "write base", field="list")
+        for field, values in self.product.items():
+            if not values:
+                raise disagreement("no values", "write at least one", field=f"product.{field}")
+        return self
+
+    def parts(self) -> tuple[Part, ...]:
+        """What each trial does; predicting is always there."""
+        asked: dict[Part, bool] = {"predict": True, "measure": self.measure is not None}
+        return tuple(part for part in PARTS if asked.get(part, self.train is not None))
+
+
+class Variant(Value):
+    """One trial's recipe and what the sweep calls it."""
+
+    name: str
+    recipe: Recipe
+
+
+class Row(Value):
+    """One variant, predicted and measured side by side. Sizes in bytes; errors and utilisation are shares."""
+
+    variant: str
+    recipe: dict[str, Any]
+    recipe_id: str
+    status: str
+    """``done``; ``waiting``, ``running``; else how the first part ended that did not come to its end."""
+    message: str = ""
+    outcomes: dict[str, Outcome] = {}
+    """By part."""
+    estimate: Estimate | None = None
+    measurement: Measurement | None = None
+    train: dict[str, Any] | None = None
+    """Summary of the training run, and its ``speed``."""
+
+    @property
+    def samples(self) -> int:
+        """Sequences of one step."""
+        batch = self.recipe["batch"]
+        return batch["micro"] * batch["accumulate"]
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Peak allocated."""
+        return self.estimate.peak_allocated_bytes if self.estimate else None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Peak allocated of a trial that came to its end: the measurement's, else the training run's."""
+        if self._measured is not None:
+            return self._measured.peak_allocated_bytes
+        return self._trained.get("peak_memory_bytes")
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured."""
+        predicted, measured = self.predicted_bytes, self.measured_bytes
+        return (predicted - measured) / measured if predicted is not None and measured else None
+
+    @property
+    def predicted_samples_per_s(self) -> float | None:
+        step_s = self.estimate.step_s if self.estimate else None
+        return self.samples / step_s if step_s else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Measured: of the median step; where it was only trained, of the steps after the first ten."""
+        if self._measured is not None and self._measured.step_s:
+            return self.samples / self._measured.step_s
+        speed = self._trained.get("speed", {})
+        return speed.get("late_samples_per_s") or speed.get("samples_per_s")
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        speed = self.samples_per_s
+        return None if speed is None else speed * self.recipe["batch"]["seq"]
+
+    @property
+    def mfu(self) -> float | None:
+        return self._measured.mfu if self._measured and self._measured.mfu else self._trained.get("mfu")
+
+    @property
+    def hfu(self) -> float | None:
+        return self._measured.hfu if self._measured and self._measured.hfu else self._trained.get("hfu")
+
+    @property
+    def perplexity(self) -> float | None:
+        return self._trained.get("eval_perplexity")
+
+    @property
+    def _measured(self) -> Measurement | None:
+        done = self.measurement is not None and self.measurement.status == "done"
+        return self.measurement if done else None
+
+    @property
+    def _trained(self) -> dict[str, Any]:
+        return self.train if self.train is not None and self.train.get("status") == "done" else {}
+
+    def numbers(self) -> dict[str, float | None]:
+        """What the tables show, by name."""
+        names = (
+            "predicted_bytes", "measured_bytes", "error", "predicted_samples_per_s", "samples_per_s",
+            "tokens_per_s", "mfu", "hfu", "perplexity",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+
+def front(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Variants that no other beats in both memory and speed (tokens a second), the smallest first.
+
+    Only rows whose memory and speed are measured take part.
+    """
+    points = [
+        (size, -speed, row.variant)
+        for row in rows
+        if (size := row.measured_bytes) is not None and (speed := row.tokens_per_s) is not None
+    ]
+    best, kept = 0.0, []
+    for _, slowness, variant in sorted(points):
+        if slowness < best:
+            best = slowness
+            kept.append(variant)
+    return tuple(kept)

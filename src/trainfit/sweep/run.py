@@ -1,0 +1,176 @@
+"""A sweep run: every variant predicted, then measured, then trained, as far as its file asks, and as far as is not done.
+
+Enters: a Sweep, its open Book and an executor. Leaves: a Row a variant, and the book fuller. Stages follow one another,
+so that predictions on the CPU do not slow down what is being measured.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.result import Estimate, Outcome, Record
+from trainfit.spec.sweep import RESULTS, RUNNING, WAITING, Part, Row, Variant
+from trainfit.sweep.book import Book
+from trainfit.sweep.parts import PartRequest, PartResult, ended, limit_bytes
+from trainfit.sweep.read import Sweep
+from trainfit.techniques import registry
+
+NEEDED_BEFORE: dict[Part, Part] = {"train": "measure"}
+"""A variant is not trained whose measurement (if one was asked for) did not come to its end: it would end alike."""
+
+
+class Executor(Protocol):
+    """Where trials run: this machine (local.py), or a Ray cluster (ray_cluster.py)."""
+
+    def run(
+        self,
+        requests: Sequence[PartRequest],
+        *,
+        stop: Callable[[], bool],
+        on_start: Callable[[PartRequest], None],
+    ) -> Iterator[tuple[PartRequest, PartResult]]: ...
+
+
+class Run:
+    """The state of a sweep while it goes. ``rows`` is true at every moment; ``changed`` is told when it changes."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        book: Book,
+        *,
+        device: str | None = None,
+        peak_flops: float | None = None,
+        retry: bool = False,
+        again: bool = False,
+        changed: Callable[["Run", PartRequest, Record | None], None] = lambda run, request, record: None,
+    ):
+        self.sweep = sweep
+        self._book, self._retry, self._again, self._changed = book, retry, again, changed
+        self._device = device or sweep.file.device
+        self._peak_flops = peak_flops
+        self._records: dict[tuple[str, Part], Record] = {}
+        self._running: set[tuple[str, Part]] = set()
+        self._refused: set[str] = set()
+        self.num_kept = 0
+        """Parts that were done before."""
+        self.stopped = False
+
+    def go(self, executor: Executor, stop: Callable[[], bool]) -> None:
+        """Run what is not done yet; ``stop`` ends it early, with nothing noted of the trials that were running.
+
+        Raises:
+            OSError: a record could not be written.
+        """
+        for variant in self.sweep.variants:
+            self._refuse(variant)
+        for part in self.sweep.file.parts():
+            asked = [
+                self._request(variant, part)
+                for variant in self.sweep.variants
+                if variant.name not in self._refused and not self._pointless(variant, part)
+            ]
+            requests = [request for request in asked if not self._kept(request)]
+            for request, result in executor.run(requests, stop=stop, on_start=self._start):
+                self._note(request, result)
+            self._running.clear()
+            if stop():
+                self.stopped = any(row.status == WAITING for row in self.rows())
+                return
+
+    def rows(self) -> tuple[Row, ...]:
+        """One a variant, in the file's order."""
+        return tuple(self._row(variant) for variant in self.sweep.variants)
+
+    def _refuse(self, variant: Variant) -> None:
+        """Note a recipe that no step can be made of anywhere; no process is started for it."""
+        try:
+            registry.check(variant.recipe)
+        except InputError as error:
+            self._refused.add(variant.name)
+            request = self._request(variant, "predict")
+            if not self._kept(request):
+                self._note(request, ended(request, "refused", str(error)))
+
+    def _request(self, variant: Variant, part: Part) -> PartRequest:
+        file = self.sweep.file
+        predicted = self._records.get((variant.name, "predict"))
+        estimate = predicted.estimate if predicted else None
+        return PartRequest(
+            part=part, variant=variant.name, recipe=variant.recipe, device=self._device,
+            timeout_s=file.limits.seconds, memory_limit_bytes=limit_bytes(file.limits.memory_gib),
+            measure=file.measure if part == "measure" else None, train=file.train if part == "train" else None,
+            model_flops=estimate and estimate.model_flops, hardware_flops=estimate and estimate.hardware_flops,
+            peak_flops_per_s=self._peak_flops or (estimate and dense_peak(estimate)),
+        )  # fmt: skip
+
+    def _kept(self, request: PartRequest) -> bool:
+        """Whether the book has what is asked; then that is the row's."""
+        record = None if self._again else self._book.found(request)
+        if record is None or record.outcome is None:
+            return False
+        if self._retry and record.outcome.status not in RESULTS:
+            return False
+        refused_before_it_ran = record.outcome.status == "refused" and not record.outcome.seconds
+        if refused_before_it_ran and request.variant not in self._refused:
+            return False  # What was missing then is there now.
+        self._records[request.variant, request.part] = record
+        self.num_kept += 1
+        return True
+
+    def _pointless(self, variant: Variant, part: Part) -> bool:
+        needed = NEEDED_BEFORE.get(part)
+        before = self._records.get((variant.name, needed)) if needed else None
+        return before is not None and before.outcome is not None and before.outcome.status != "done"
+
+    def _start(self, request: PartRequest) -> None:
+        self._running.add((request.variant, request.part))
+        self._changed(self, request, None)
+
+    def _note(self, request: PartRequest, result: PartResult) -> None:
+        key = (request.variant, request.part)
+        self._records[key] = record = self._book.append(request, result)
+        self._running.discard(key)
+        self._changed(self, request, record)
+
+    def _row(self, variant: Variant) -> Row:
+        records: dict[Part, Record] = {}
+        outcomes: dict[Part, Outcome] = {}
+        for part in self.sweep.file.parts():
+            record = self._records.get((variant.name, part))
+            if record is not None and record.outcome is not None:
+                records[part], outcomes[part] = record, record.outcome
+        status, message = self._status(variant, outcomes)
+        found: dict[str, Any] = {
+            name: getattr(records[part], name)
+            for part, name in (("predict", "estimate"), ("measure", "measurement"), ("train", "train"))
+            if part in records
+        }
+        return Row(
+            variant=variant.name, recipe=variant.recipe.content(), recipe_id=variant.recipe.id, status=status, message=message,
+            outcomes={str(part): outcome for part, outcome in outcomes.items()}, **found,
+        )  # fmt: skip
+
+    def _status(self, variant: Variant, outcomes: dict[Part, Outcome]) -> tuple[str, str]:
+        """A recipe that cannot be predicted may still be measured, so the first part decides only where it is alone."""
+        parts = self.sweep.file.parts()
+        for part in parts:
+            if (variant.name, part) in self._running:
+                return RUNNING, part
+        for part in parts[:1] if len(parts) == 1 or variant.name in self._refused else parts[1:]:
+            outcome = outcomes.get(part)
+            if outcome is None:
+                return WAITING, part
+            if outcome.status != "done":
+                return outcome.status, outcome.message
+        predicted = outcomes.get("predict")
+        if predicted is None or predicted.status == "done":
+            return "done", ""
+        return "done", f"prediction {predicted.status}: {predicted.message}"
+
+
+def dense_peak(estimate: Estimate) -> float | None:
+    """The GPU's dense peak in the recipe's dtype, FLOP/s: what the estimate's MFU is a share of; None: not known."""
+    if not estimate.mfu or not estimate.step_s:
+        return None
+    return estimate.model_flops / (estimate.mfu * estimate.step_s)

@@ -1,0 +1,134 @@
+"""What runs inside the process of a sweep that predicts or trains. ``python -m trainfit.sweep.trial FOLDER``.
+
+Enters: FOLDER/request.json. Leaves: FOLDER/result.json, a Finding, whole or not at all; bad input in FOLDER/error.json.
+(A measurement's process is ``trainfit.measure.trial``.)
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainfit.measure.lifeline import die_with_parent
+from trainfit.measure.trial import ERROR, REQUEST, RESULT
+from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.sweep import LATE_FROM_STEP
+from trainfit.spec.value import parse
+from trainfit.sweep.parts import Finding, PartRequest
+from trainfit.sweep.read import train_options
+from trainfit.train.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
+
+
+def main(folder: Path) -> int:
+    """Run the part of ``folder``; the process's exit code."""
+    request = parse(PartRequest, json.loads((folder / REQUEST).read_text()))
+    try:
+        found = _predict(request) if request.part == "predict" else _train(request, folder)
+    except InputError as error:
+        if _is_out_of_memory(error.__cause__):
+            found = Finding(status="out-of-memory", message=error.problem)
+        else:
+            fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
+            (folder / ERROR).write_text(json.dumps(fields | {"value": error.value}, default=repr))
+            return EXIT_BAD_INPUT
+    draft = folder / f"{RESULT}.tmp"
+    draft.write_text(found.model_dump_json())
+    os.replace(draft, folder / RESULT)
+    return 0
+
+
+def _predict(request: PartRequest) -> Finding:
+    # Autograd's engine would make a CUDA context, half a GiB, on the card that is being measured.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from trainfit.predict.estimate import predict
+
+    return Finding(status="done", estimate=predict(request.recipe))
+
+
+def _train(request: PartRequest, folder: Path) -> Finding:
+    from trainfit.train.loop import train
+    from trainfit.train.observer import StepFlops
+
+    assert request.train is not None, "a training part says how many steps"
+    _limit(request)
+    flops = None
+    if request.model_flops is not None and request.hardware_flops is not None:
+        peak = request.peak_flops_per_s if _on_cuda(request) else None
+        flops = StepFlops(
+            model_flops=request.model_flops, hardware_flops=request.hardware_flops, peak_flops_per_s=peak
+        )
+    options = train_options(request.train, out=str(folder / "run"), device=request.device)
+    speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)
+    summary = train(request.recipe, options, flops=flops, observers=[speed])
+    status = "killed" if summary.status == "stopped" else summary.status
+    return Finding(status=status, message=summary.message, train=summary.content() | {"speed": speed.told()})
+
+
+def _limit(request: PartRequest) -> None:
+    if request.memory_limit_bytes is None:
+        return
+    import torch
+
+    from trainfit.measure.meter import CpuMeter, CudaMeter
+
+    meter = CudaMeter(torch.device("cuda", 0)) if _on_cuda(request) else CpuMeter(torch.device("cpu"), False)
+    meter.limit(request.memory_limit_bytes)
+
+
+def _on_cuda(request: PartRequest) -> bool:
+    import torch
+
+    return request.device != "cpu" and torch.cuda.is_available()
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    if error is None:
+        return False
+    from trainfit.measure.meter import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+class Speed:
+    """Listens to a run: samples a second over all of it, and after its first steps. Reading data counts, evaluation not."""
+
+    def __init__(self, samples_per_step: int):
+        self._samples = samples_per_step
+        self._seconds: list[float] = []
+
+    def told(self) -> dict[str, Any]:
+        """``samples_per_s``, ``late_samples_per_s`` (None where the run is no longer than its first steps), ``step_s``."""
+        late = self._seconds[LATE_FROM_STEP:]
+        return {
+            "samples_per_s": self._per_s(self._seconds),
+            "late_samples_per_s": self._per_s(late),
+            "late_from_step": LATE_FROM_STEP,
+            "step_s": self._seconds,
+        }
+
+    def _per_s(self, seconds: list[float]) -> float | None:
+        return self._samples * len(seconds) / sum(seconds) if seconds else None
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._seconds.append(metrics.step_s)
+
+    def on_start(self, run: RunStart) -> None:
+        """Nothing is known yet."""
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        """Not part of a step."""
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        """Not part of a step."""
+
+    def on_end(self, summary: TrainSummary) -> None:
+        """The steps said it all."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    sys.exit(main(Path(sys.argv[1])))
