@@ -28,7 +28,6 @@ BF16 = {"precision": "bf16"}
 @pytest.mark.parametrize(
     ("fields", "field", "remedy"),
     [
-        ({"loss": "chunked"}, "loss = 'chunked'", "there is now: standard"),
         ({"loss": "fused"}, "loss = 'fused'", "there is now: standard"),
         ({"recompute": "selective"}, "recompute = 'selective'", "there is now: none, full"),
         ({"recompute": Every(every=2)}, "recompute = 'every'", "there is now: none, full"),

@@ -29,6 +29,7 @@ ORDER = (
     "lora",
     "recompute_full",
     "recompute_layers",
+    "chunked_loss",
     "compile_block",
     "compile_model",
     "offload_weights",

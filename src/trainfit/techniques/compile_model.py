@@ -17,5 +17,5 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Hand the model to the compiler."""
-    draft.compiler(draft.model)
+    """Hand the model to the compiler, or what a loss of its own calls of it."""
+    draft.compiler(draft.model if draft.body is None else draft.body)

@@ -42,6 +42,8 @@ class Draft:
     """The optimizers run in hooks while backward runs; the step does not call them."""
     loss: LossFunction | None = None
     """Takes the model and a micro-batch and gives the loss; None: the model's own."""
+    body: nn.Module | None = None
+    """What ``loss`` calls of the model, where that is not all of it."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called when all gradients are there (unscaled), before the optimizers."""
     after_step: list[Callable[[], None]] = field(default_factory=list)
