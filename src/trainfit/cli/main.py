@@ -5,6 +5,7 @@ ours; 74 I/O; 75 stopped early, can be resumed; 130 interrupted. No torch here: 
 """
 
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 import trainfit
-from trainfit.cli import catalog, measure, mfu, predict, records, report, sweep, train, verify
+from trainfit.cli import catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 
 EXIT_USAGE, EXIT_BUG, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
@@ -37,9 +38,13 @@ def app() -> typer.Typer:
     ) -> None:
         pass
 
-    for verb in (predict, measure, verify, train, sweep, report, records, mfu, catalog):
+    for verb in (predict, explain, measure, verify, train, sweep, report, records, mfu, catalog):
         verb.register(verbs)
     return verbs
+
+
+NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
+"""Who warns when transformers imports torchao, which it does wherever that is installed; nothing a user could change."""
 
 
 def _version(wanted: bool) -> None:
@@ -54,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The console script is ``sys.exit(main())``.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    for name in NOISY_IMPORTS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
             stream, io.TextIOWrapper
