@@ -25,6 +25,7 @@ from trainfit.measure.live import LiveBytes
 from trainfit.measure.nvml import Nvml
 from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
+from trainfit.virtual.first_hook import hear_first
 
 Peak = tuple[int, MemoryBreakdown | None]
 """Bytes, and what held them where that is known."""
@@ -249,10 +250,7 @@ def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
     handles = []
     for parameter in step.model.parameters():
         if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(is_gradient))
-            # Before a technique's own hook, which may use the gradient up (an optimizer in the backward).
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            hooks.move_to_end(handles[-1].id, last=False)
+            handles.append(hear_first(parameter, is_gradient))
     return handles
 
 

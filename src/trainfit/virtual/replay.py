@@ -24,6 +24,8 @@ class Replay:
     init_reserved_bytes: int
     """The most that was reserved while the model and optimizer were built."""
     num_events: int
+    peak_event: int
+    """Index, among the ledger's expanded events, of the allocation that made the peak."""
     at_peak: list[tuple[int, int]] = field(default_factory=list)
     """Alive at the peak: (index of the storage, bytes), one entry an allocation."""
 
@@ -102,6 +104,7 @@ def replay(
         peak_reserved_bytes=gpu.peak_reserved_bytes,
         init_reserved_bytes=init_reserved,
         num_events=len(events),
+        peak_event=peak_index,
         at_peak=alive,
     )
 

@@ -6,7 +6,6 @@ writes down what each operation would do on the GPU. No GPU is needed, and no me
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.virtual.compiled import VirtualCompiler
 from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.first_hook import hear_first
 from trainfit.virtual.host import HostTensors, Residence
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.places import Groups, Place, Places
@@ -71,10 +71,7 @@ class VirtualGpu:
             if owner.grad is not None:
                 self.tracer.own(owner.grad, "gradients", place)
 
-        handle = parameter.register_post_accumulate_grad_hook(arrived)
-        # Before a technique's own hook, which may use the gradient up (an optimizer in the backward).
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        hooks.move_to_end(handle.id, last=False)
+        hear_first(parameter, arrived)
 
 
 @contextmanager

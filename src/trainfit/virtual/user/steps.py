@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trainfit.virtual.first_hook import hear_first
 from trainfit.virtual.ledger import Segment
 from trainfit.virtual.places import NOWHERE, Places
 from trainfit.virtual.user.side import is_device
@@ -163,9 +164,7 @@ class StepFollower:
             if owner.grad is not None:
                 self._tracer.own(owner.grad, "gradients", NOWHERE)
 
-        handle = parameter.register_post_accumulate_grad_hook(arrived)
-        hooks: Any = parameter._post_accumulate_grad_hooks
-        hooks.move_to_end(handle.id, last=False)  # before an optimizer in the backward uses the gradient up
+        hear_first(parameter, arrived)
 
     # -- segments -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,209 @@
+"""``trainfit explain``: where a recipe's peak stands, what is alive there, and how another recipe differs.
+
+Torch is imported only where a ledger is not cached yet.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainfit.cli.options import (
+    GpuOption,
+    Json,
+    RecipeArgument,
+    Settings,
+    print_json,
+    read_recipe,
+    with_hardware,
+    work,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trainfit.spec.explanation import Explanation
+    from trainfit.spec.recipe import Recipe
+
+CHART_ROWS = 8
+
+Other = Annotated[
+    str | None, typer.Argument(metavar="[OTHER]", help="A second recipe, to tell what is different.")
+]
+Top = Annotated[int, typer.Option("--top", min=1, metavar="N", help="Holders told, the largest first.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("explain")(run)
+
+
+def run(
+    recipe: RecipeArgument,
+    other: Other = None,
+    settings: Settings = None,
+    gpu: GpuOption = None,
+    top: Top = 15,
+    json: Json = False,
+) -> None:
+    """Who holds memory at a recipe's peak. Needs no GPU. --set and --gpu change both recipes."""
+    settings = with_hardware(settings, gpu, None)
+    names = [recipe] if other is None else [recipe, other]
+    asked = [read_recipe(name, settings) for name in names]
+    from trainfit.explain.peak import explain
+
+    found: list[Explanation] = []
+    for name, one in zip(names, asked, strict=True):
+        with work(name, settings, json=json, record=None):
+            found.append(explain(one))
+    if json:
+        print_json(
+            found[0] if other is None else {"explanations": [one.model_dump(mode="json") for one in found]}
+        )
+        return
+    for one, told in zip(asked, found, strict=True):
+        show(one, told, top)
+    if other is not None:
+        show_difference(found[0], found[1], top)
+
+
+def show(recipe: "Recipe", told: "Explanation", top: int) -> None:
+    """The peak for people: where it stands, the step's memory as a chart, what is alive by category and by holder."""
+    from trainfit.cli.show import console
+    from trainfit.cli.words import describe
+    from trainfit.spec.units import format_bytes
+
+    out = console()
+    out.print(describe(recipe), style="bold")
+    at = told.moment
+    where = f" of {at.module}" if at.module else ""
+    out.print(
+        f"Peak {format_bytes(told.peak_allocated_bytes)}: {at.step} step, {at.phase}, at {at.op}{where}"
+    )
+    _chart(out, told)
+    _categories(out, told)
+    _holders(out, told, top)
+    out.print()
+
+
+def _chart(out: "Console", told: "Explanation") -> None:
+    """Allocated bytes through the peak's step: a column a stretch, one row an eighth of the peak."""
+    from trainfit.cli.show import can_draw, heading
+    from trainfit.spec.units import format_bytes
+
+    heading(out, f"Allocated through the {told.moment.step} step (not to scale of time)")
+    highest = max((point.alive.total for point in told.curve), default=0)
+    if not highest:
+        return
+    label = len(format_bytes(highest))
+    points = told.curve[: max(1, out.width - label - 4)] if len(told.curve) > out.width else told.curve
+    heights = [point.alive.total / highest * CHART_ROWS for point in points]
+    for row in range(CHART_ROWS, 0, -1):
+        named = format_bytes(highest * row / CHART_ROWS) if row in (CHART_ROWS, CHART_ROWS // 2) else ""
+        line = "".join(_cell(height - row + 1, blocks=can_draw(out)) for height in heights)
+        out.file.write(f"  {named:>{label}} {line.rstrip()}\n")
+    out.file.write(f"  {'':>{label}} {_phase_line([point.phase for point in points])}\n")
+
+
+def _cell(filled: float, *, blocks: bool) -> str:
+    """One character of a column: ``filled`` is how much of it is under the curve."""
+    if not blocks:
+        return "#" if filled >= 0.5 else " "
+    return " ▁▂▃▄▅▆▇█"[max(0, min(8, round(filled * 8)))]
+
+
+def _phase_line(phases: Sequence[str]) -> str:
+    """Under the chart: each phase's name where it begins, as far as it has room."""
+    line = ""
+    for index, phase in enumerate(phases):
+        begins = index == 0 or phases[index - 1] != phase
+        if begins:
+            end = next((at for at in range(index, len(phases)) if phases[at] != phase), len(phases))
+            line += ("|" + phase)[: end - index].ljust(end - index)
+    return line.rstrip()
+
+
+def _categories(out: "Console", told: "Explanation") -> None:
+    from trainfit.cli.show import bar, can_draw, heading, rows
+    from trainfit.spec.result import CATEGORIES
+    from trainfit.spec.units import format_bytes
+
+    heading(out, "Alive at the peak")
+    width, blocks = max(0, min(40, out.width - 40)), can_draw(out)
+    lines = []
+    for name in CATEGORIES:
+        size = getattr(told.breakdown, name)
+        share = size / told.peak_allocated_bytes if told.peak_allocated_bytes else 0.0
+        if size:
+            lines.append([name, format_bytes(size), f"{share:.1%}", bar(share, width, blocks=blocks)])
+    rows(out, lines, "left", "right", "right", "left")
+
+
+def _holders(out: "Console", told: "Explanation", top: int) -> None:
+    from trainfit.cli.show import heading, rows
+    from trainfit.spec.units import format_bytes
+
+    heading(out, "Who holds it (equal layers together)")
+    lines = [
+        [format_bytes(one.num_bytes), f"{one.count} x {format_bytes(one.each_bytes)}", one.category, _what(one.path, one.op), _made_in(one.made_in)]
+        for one in told.holders[:top]
+    ]  # fmt: skip
+    rest = told.holders[top:]
+    if rest:
+        lines.append([format_bytes(sum(one.num_bytes for one in rest)), "", "", f"{len(rest)} more", ""])
+    if told.unsplit_bytes:
+        lines.append([format_bytes(told.unsplit_bytes), "", "", "ends of blocks that are not split", ""])
+    rows(
+        out,
+        [["all", "each", "category", "what", "made in"], *lines],
+        "right",
+        "right",
+        "left",
+        "wrap",
+        "left",
+    )
+
+
+def _made_in(step_and_phase: str) -> str:
+    """The steady step is what a reader thinks of, so only the others are named."""
+    return step_and_phase.removeprefix("steady.").replace(".", " ")
+
+
+def _what(path: str, op: str) -> str:
+    return f"{path} {op}".strip() or "-"
+
+
+def show_difference(first: "Explanation", second: "Explanation", top: int) -> None:
+    """What the second recipe holds more and less of than the first, each at its own peak."""
+    from trainfit.cli.show import console, heading, rows
+    from trainfit.explain.difference import difference
+    from trainfit.spec.result import CATEGORIES
+
+    out = console()
+    heading(out, "The second recipe's peak minus the first's")
+    lines = [["peak", _signed(second.peak_allocated_bytes - first.peak_allocated_bytes)]]
+    for name in CATEGORIES:
+        more = getattr(second.breakdown, name) - getattr(first.breakdown, name)
+        if more:
+            lines.append([name, _signed(more)])
+    rows(out, lines, "left", "right")
+    changes = difference(first, second)[:top]
+    if not changes:
+        return
+    heading(out, "By holder, the largest changes")
+    rows(
+        out,
+        [
+            [_signed(one.num_bytes), one.category, _what(one.path, one.op), _made_in(one.made_in)]
+            for one in changes
+        ],
+        "right",
+        "left",
+        "wrap",
+        "left",
+    )
+
+
+def _signed(num_bytes: int) -> str:
+    from trainfit.spec.units import format_bytes
+
+    return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"

@@ -1,0 +1,152 @@
+"""Who holds memory at the peak: equal to the prediction to the byte, and to what can be counted by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_recipe import tiny_recipe
+from trainfit.cli.main import main
+from trainfit.explain import peak
+from trainfit.explain.difference import difference
+from trainfit.explain.peak import explain, merged_path
+from trainfit.predict.estimate import predict
+from trainfit.predict.trace import trace
+from trainfit.spec.explanation import Explanation
+from trainfit.spec.recipe import Batch, Optimizer, Recipe
+from trainfit.spec.result import CATEGORIES
+
+LAYERS = 6
+ROUNDING = 512
+
+
+def adafactor(implementation: Any = "native", *, in_backward: Any = False, **fields: Any) -> Recipe:
+    """Activations of 4 x 32 tokens are the largest part of the peak, as in the experiment."""
+    optimizer = Optimizer(name="adafactor", in_backward=in_backward)
+    return tiny_recipe(
+        implementation, LAYERS, **{"optimizer": optimizer, "batch": Batch(micro=4, seq=32), **fields}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path_factory.getbasetemp() / "explained"))
+
+
+@pytest.mark.parametrize("implementation", ["native", "hf"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_peak_is_the_predictions_and_its_holders_add_up_to_it(
+    implementation: str, recompute: Any
+) -> None:
+    recipe = adafactor(implementation, recompute=recompute)
+    told, predicted = explain(recipe), predict(recipe)
+    assert told.peak_allocated_bytes == predicted.peak_allocated_bytes
+    assert told.breakdown == predicted.breakdown
+    assert f"{told.moment.step}.{told.moment.phase}" == predicted.peak_phase
+    by_category = dict.fromkeys(CATEGORIES, 0)
+    for holder in told.holders:
+        by_category[holder.category] += holder.num_bytes
+    by_category["temporary"] += told.unsplit_bytes
+    assert by_category == told.breakdown.model_dump()
+    assert list(told.holders) == sorted(told.holders, key=lambda one: -one.num_bytes)
+
+
+def test_equal_layers_are_told_together_with_their_number() -> None:
+    told = explain(adafactor())
+    weights = {one.path: one for one in told.holders if one.category == "weights"}
+    # TINY_LLAMA: hidden 32, intermediate 64, fp32; gate and up are one weight.
+    assert (weights["layers.*.mlp.up.weight"].count, weights["layers.*.mlp.up.weight"].num_bytes) == (
+        LAYERS,
+        LAYERS * 2 * 64 * 32 * 4,
+    )
+    assert weights["lm_head.weight"].count == 1
+    kept = {one.path for one in told.holders if one.category == "activations"}
+    assert {"layers.*.attention", "layers.*.mlp"} <= kept
+
+
+def test_told_by_three_layers_or_by_all_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = adafactor()
+    short = explain(recipe)
+    monkeypatch.setattr(peak, "ledger_of", lambda recipe, use_cache: trace(recipe, whole=True))
+    whole = explain(recipe)
+    assert short.holders == whole.holders
+    assert (short.breakdown, short.ends, short.most) == (whole.breakdown, whole.ends, whole.most)
+    assert (short.moment.op, short.moment.phase) == (whole.moment.op, whole.moment.phase)
+
+
+@pytest.mark.parametrize("path", ["layers.L0.mlp.up", "layers.17.mlp.up", "layers.lead1.mlp.up",
+                                  "layers.R2.tail0.mlp.up", "layers.3..mlp.up"])  # fmt: skip
+def test_a_layers_number_is_a_star(path: str) -> None:
+    assert merged_path(path) == "layers.*.mlp.up"
+    assert merged_path("fc1.L2norm.x") == "fc1.L2norm.x"
+
+
+def test_why_fusing_alone_saves_nothing_and_with_recomputation_all_gradients() -> None:
+    """The answer of docs/optimizer-in-backward.md, on a model small enough to count."""
+    plain, fused = explain(adafactor()), explain(adafactor(in_backward=True))
+    trained = sum(
+        one.num_bytes for one in plain.holders if one.category == "weights" and one.path != "frequencies"
+    )
+    # Without fusing every gradient is alive when the backward ends; with it none is, and few ever are together.
+    assert plain.ends["backward"].gradients == plain.most.gradients == pytest.approx(trained, rel=0.01)
+    assert fused.ends["backward"].gradients == 0
+    assert 0 < fused.most.gradients < plain.most.gradients / 2
+    # Alone it saves nothing: the peak stands where the backward begins, before there are gradients.
+    assert plain.moment == fused.moment
+    assert plain.moment.phase == "backward"
+    assert plain.breakdown.gradients == fused.breakdown.gradients == 0
+    assert plain.peak_allocated_bytes == fused.peak_allocated_bytes
+    # With recomputation the peak is where the gradients are, and fusing takes them away.
+    full, both = explain(adafactor(recompute="full")), explain(adafactor(recompute="full", in_backward=True))
+    assert full.peak_allocated_bytes - both.peak_allocated_bytes > 0.5 * full.breakdown.gradients > 0
+
+
+def test_the_curve_reaches_the_peak_and_the_ends_lie_on_it() -> None:
+    told = explain(adafactor(recompute="full"))
+    highest = max(point.alive.total for point in told.curve)
+    assert highest == told.peak_allocated_bytes - told.unsplit_bytes
+    assert [point.phase for point in told.curve] == sorted(
+        (point.phase for point in told.curve), key=["data", "forward", "backward", "optimizer"].index
+    )
+    assert told.ends["optimizer"].activations == 0
+    assert told.ends["forward"].total <= highest
+
+
+def test_the_difference_adds_up() -> None:
+    first, second = explain(adafactor()), explain(adafactor(recompute="full"))
+    changes = difference(first, second)
+    held = [told.peak_allocated_bytes - told.unsplit_bytes for told in (first, second)]
+    assert sum(change.num_bytes for change in changes) == held[1] - held[0]
+    assert abs(changes[0].num_bytes) == max(abs(change.num_bytes) for change in changes)
+    assert difference(first, first) == []
+
+
+def written(path: Path, recompute: str) -> str:
+    recipe = adafactor(recompute=recompute).content()
+    path.write_text(json.dumps(recipe), encoding="utf-8")
+    return str(path)
+
+
+def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (written(tmp_path / f"{word}.json", word) for word in ("none", "full"))
+    assert main(["explain", first, "--json"]) == 0
+    told = Explanation.model_validate_json(capsys.readouterr().out)
+    assert told == explain(adafactor(recompute="none"))
+    assert main(["explain", first, second, "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["explanations"]
+    assert [one["recipe"]["recompute"] for one in both] == ["none", "full"]
+
+
+def test_the_command_tells_people_where_the_peak_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (written(tmp_path / f"{word}.json", word) for word in ("none", "full"))
+    assert main(["explain", first, second, "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    told = explain(adafactor())
+    assert f"steady step, backward, at {told.moment.op}" in text
+    assert "|forward" in text
+    assert f"{len(told.holders) - 3} more" in text
+    assert "The second recipe's peak minus the first's" in text
+    assert main(["explain", str(tmp_path / "missing.yaml")]) == 74
