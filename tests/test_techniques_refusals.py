@@ -38,9 +38,6 @@ BF16 = {"precision": "bf16"}
         ({"optimizer": Optimizer(name="adamw8bit")}, "optimizer.name = 'adamw8bit'", "adafactor, adamw, sgd"),
         ({"optimizer": Optimizer(name="adamw4bit")}, "optimizer.name = 'adamw4bit'", "adafactor, adamw, sgd"),
         ({"optimizer": Optimizer(name="muon")}, "optimizer.name = 'muon'", "adafactor, adamw, sgd"),
-        ({"adapter": Adapter(kind="prompt")}, "adapter.kind = 'prompt'", "there is now: null, lora"),
-        ({"adapter": Adapter(kind="prefix")}, "adapter.kind = 'prefix'", "there is now: null, lora"),
-        ({"adapter": Adapter(kind="p-tuning")}, "adapter.kind = 'p-tuning'", "there is now: null, lora"),
         (
             {"parallel": Parallel(shard=2), "hardware": Hardware(count=2)},
             "parallel.shard = 2",

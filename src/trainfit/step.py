@@ -27,6 +27,8 @@ Batch = dict[str, Tensor]
 ORDER = (
     "quantize",
     "lora",
+    "soft_prompts",
+    "prefix_tuning",
     "recompute_full",
     "recompute_layers",
     "chunked_loss",

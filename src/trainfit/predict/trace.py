@@ -74,7 +74,9 @@ def _moves(recipe: Recipe) -> bool:
 
 
 def _names_layers(recipe: Recipe) -> bool:
-    """Whether an adapter is asked for in some layers by their numbers, which cutting layers out would change."""
+    """Whether an adapter is asked for in some layers by their numbers, or is one tensor for all: not to be cut."""
+    if recipe.adapter is not None and recipe.adapter.kind == "prefix" and recipe.model.implementation == "hf":
+        return True
     targets = recipe.adapter.targets if recipe.adapter is not None else ()
     named = (targets,) if isinstance(targets, str) else targets
     # A number of its own or a pattern of numbers, not one within a name such as fc1 or dense_4h_to_h.

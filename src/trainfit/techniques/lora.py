@@ -8,9 +8,6 @@ cast up for them, which costs memory; ``base`` gives them the base's dtype.
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
@@ -29,12 +26,18 @@ def applies(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe) -> None:
     """LoRA needs PEFT."""
+    needs_peft(recipe)
+
+
+def needs_peft(recipe: Recipe) -> None:
+    """Refuse any adapter where PEFT is not installed."""
+    assert recipe.adapter is not None
     if importlib.util.find_spec("peft") is None:
         raise InputError(
-            "LoRA needs the package peft, which is not installed",
+            "adapters need the package peft, which is not installed",
             "install it: pip install 'trainfit[peft]'",
             field="adapter.kind",
-            value="lora",
+            value=recipe.adapter.kind,
         )
 
 
@@ -44,7 +47,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: a target that the model does not have.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
+
+    from trainfit.models.adapted import wrap
 
     adapter = recipe.adapter
     assert adapter is not None
@@ -63,10 +68,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         task_type="CAUSAL_LM" if is_hf else None,
     )
     try:
-        with _fake_parameters_convert(), warnings.catch_warnings():
-            # PEFT asks transformers by a name that 5.23 deprecates; nothing a user could change.
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            draft.model = get_peft_model(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
+        draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
     except ValueError as error:
         raise InputError(
             f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
@@ -92,33 +94,3 @@ def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]
         for name, module in blocks.named_modules()
         if isinstance(module, nn.Linear)
     ]
-
-
-@contextmanager
-def _fake_parameters_convert() -> Iterator[None]:
-    """``module.to(...)`` works on fake parameters too, by new parameters in their place.
-
-    PEFT makes each adapter in fp32 and moves it to its base's dtype. torch (2.11 to 2.13) converts fake parameters
-    with ``swap_tensors`` only, which refuses every one of them: FakeTensorMode's memo holds a weak reference.
-    """
-    import torch
-    from torch import nn
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    ordinary = nn.Module._apply
-
-    def convert(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        own = self._parameters
-        if not any(isinstance(parameter, FakeTensor) for parameter in own.values()):
-            return ordinary(self, fn, recurse)
-        for name, parameter in own.items():
-            if parameter is not None:
-                with torch.no_grad():
-                    own[name] = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
-        return self
-
-    nn.Module._apply = convert
-    try:
-        yield
-    finally:
-        nn.Module._apply = ordinary

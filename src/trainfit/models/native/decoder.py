@@ -75,6 +75,8 @@ class Attention(nn.Module):
         self.out = Linear(heads * d, config.hidden_size, config.attention_output_bias, device, dtype)
         self.q_norm = norm(config, d, dtype, device) if config.qk_norm else None
         self.k_norm = norm(config, d, dtype, device) if config.qk_norm else None
+        self.prefix: nn.Parameter | None = None
+        """Keys and values that every query sees besides ([2, tokens, k, d]; prefixed.py)."""
 
     def forward(self, x_bse: Tensor, place: Place) -> Tensor:
         b, s, _ = x_bse.shape
@@ -84,7 +86,10 @@ class Attention(nn.Module):
         if place.cos is not None and place.sin is not None:
             q, k = positions.rotate(q, place.cos, place.sin), positions.rotate(k, place.cos, place.sin)
             # A copy of v alone: kept as a view it would hold the unrotated q and k until the backward pass.
-            v = v.contiguous()
+            v = v.contiguous() if self.prefix is None else v
+        if self.prefix is not None:
+            prefix_k, prefix_v = self.prefix.to(k.dtype).unsqueeze(1).expand(-1, b, -1, -1, -1)
+            k, v = torch.cat((prefix_k, k), dim=1), torch.cat((prefix_v, v), dim=1)
         bias = place.bias
         if place.slopes is not None:
             bias = positions.additive_bias(self.config, s, place.slopes, q.dtype, q.device)
@@ -198,6 +203,8 @@ class NativeDecoder(nn.Module):
     def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.config = config
+        self.num_prefix = 0
+        """Tokens of the blocks' prefixes; the sequence's own positions begin after them."""
         e, v = config.hidden_size, config.vocab_size
         self.embed = Embedding(v, e, dtype=dtype, device=device)
         learned = config.position_embedding == "learned"
@@ -218,17 +225,26 @@ class NativeDecoder(nn.Module):
         self.register_buffer("slopes", self._slopes(device) if alibi else None, persistent=False)
         self.init_weights()
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """Logits of ``input_ids`` ([b, s] int64) and, with ``labels`` ([b, s], -100 ignored), the mean next-token loss."""
-        logits = self.lm_head(self.hidden(input_ids))
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Output:
+        """Logits of ``input_ids`` ([b, s] int64) and, with ``labels`` ([b, s], -100 ignored), the mean next-token loss.
+
+        ``inputs_embeds`` ([b, s, e]) in place of ``input_ids``: what the embedding would give.
+        """
+        logits = self.lm_head(self.hidden(input_ids, inputs_embeds))
         return Output(None if labels is None else next_token_loss(logits, labels), logits)
 
-    def hidden(self, input_ids: Tensor) -> Tensor:
+    def hidden(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
         """What ``lm_head`` reads, [b, s, e]: a loss that never holds all logits starts here."""
-        x_bse = self.embed(input_ids)
+        x_bse = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        seq = x_bse.shape[1]
         if self.embed_positions is not None:
-            x_bse = x_bse + self.embed_positions(self._learned_places(input_ids))
-        place = self._place(input_ids.shape[1], x_bse)
+            x_bse = x_bse + self.embed_positions(self._learned_places(seq, x_bse.device))
+        place = self._place(seq, x_bse)
         for block in self.layers:
             x_bse = block(x_bse, place)
         return self.norm(x_bse)
@@ -264,8 +280,8 @@ class NativeDecoder(nn.Module):
     def _slopes(self, device: torch.device) -> Tensor:
         return torch.tensor(positions.alibi_slopes(self.config.num_attention_heads), device=device)
 
-    def _learned_places(self, input_ids: Tensor) -> Tensor:
-        seq, most = input_ids.shape[1], self.config.max_position_embeddings
+    def _learned_places(self, seq: int, device: torch.device) -> Tensor:
+        most = self.config.max_position_embeddings - self.num_prefix
         if seq > most:
             raise InputError(
                 f"the model has {most} learned positions",
@@ -273,7 +289,7 @@ class NativeDecoder(nn.Module):
                 field="batch.seq",
                 value=seq,
             )
-        return torch.arange(seq, device=input_ids.device)
+        return torch.arange(self.num_prefix, self.num_prefix + seq, device=device)
 
     def _place(self, seq: int, x_bse: Tensor) -> Place:
         """What all blocks share, made once a forward pass in the dtype that attention runs in."""
@@ -282,10 +298,16 @@ class NativeDecoder(nn.Module):
         dtype = torch.get_autocast_dtype(device.type) if amp else x_bse.dtype
         if self.slopes is not None and self.config.alibi_bias == "per_layer":
             return Place(slopes=self.slopes)
-        bias = positions.additive_bias(self.config, seq, self.slopes, dtype, device)
+        first = self.num_prefix
+        bias = (
+            positions.prefix_bias(seq, first, dtype, device)
+            if first
+            else positions.additive_bias(self.config, seq, self.slopes, dtype, device)
+        )
         if self.frequencies is None:
             return Place(bias=bias)
-        angles = torch.arange(seq, dtype=torch.float32, device=device)[:, None] * self.frequencies.float()
+        places = torch.arange(first, first + seq, dtype=torch.float32, device=device)
+        angles = places[:, None] * self.frequencies.float()
         factor = positions.attention_factor(self.config.rope)
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return Place(cos[:, None], sin[:, None], bias)

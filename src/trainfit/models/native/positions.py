@@ -101,3 +101,9 @@ def additive_bias(
         else torch.zeros(1, 1, 1, device=device)
     )
     return bias.masked_fill(hidden, float("-inf")).to(dtype)[None]
+
+
+def prefix_bias(seq: int, num_prefix: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores of plain causal attention behind a prefix that all see: [1, 1, s, num_prefix + s]."""
+    bias = torch.full((seq, num_prefix + seq), float("-inf"), dtype=dtype, device=device)
+    return bias.triu_(num_prefix + 1)[None, None]

@@ -1,0 +1,59 @@
+"""PEFT laid over a model, on real and on fake parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
+    """PEFT's model of ``config`` around this one, whose own parameters are frozen.
+
+    Raises:
+        ValueError: what PEFT refuses.
+    """
+    from peft import get_peft_model
+
+    with fake_parameters_convert(), warnings.catch_warnings():
+        # PEFT asks transformers by a name that 5.23 deprecates; nothing a user could change.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        base: Any = model
+        return get_peft_model(base, config, **options)
+
+
+@contextmanager
+def fake_parameters_convert() -> Iterator[None]:
+    """``module.to(...)`` works on fake parameters too, by new parameters in their place.
+
+    PEFT makes each adapter in fp32 and moves it to its base's dtype. torch (2.11 to 2.13) converts fake parameters
+    with ``swap_tensors`` only, which refuses every one of them: FakeTensorMode's memo holds a weak reference.
+    """
+    ordinary = nn.Module._apply
+
+    def convert(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        own = self._parameters
+        if not any(isinstance(parameter, FakeTensor) for parameter in own.values()):
+            return ordinary(self, fn, recurse)
+        for name, parameter in own.items():
+            if parameter is not None:
+                with torch.no_grad():
+                    own[name] = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
+        return self
+
+    nn.Module._apply = convert
+    try:
+        yield
+    finally:
+        nn.Module._apply = ordinary
+
+
+def convert(module: nn.Module, dtype: torch.dtype) -> None:
+    """The module's parameters in this dtype."""
+    with fake_parameters_convert():
+        module.to(dtype)

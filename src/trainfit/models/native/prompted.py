@@ -1,0 +1,34 @@
+"""A native decoder that reads virtual tokens before every sequence.
+
+Shapes: b batch, s sequence, t virtual tokens, e hidden_size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainfit.models.native.decoder import IGNORED_LABEL, NativeDecoder, Output
+
+
+class Prompted(nn.Module):
+    """``encoder`` maps the numbers 0 to t - 1 ([1, t] int64) to embeddings ([1, t, e]); only it trains.
+
+    As in PEFT, the logits are those of all t + s tokens, and the last virtual token predicts the first real one.
+    """
+
+    def __init__(self, base: NativeDecoder, encoder: nn.Module, num_tokens: int):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.config = base.config
+        self.prompt_encoder = encoder
+        numbers_1t = torch.arange(num_tokens, device=base.embed.weight.device)[None]
+        self.register_buffer("numbers", numbers_1t, persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+        """As the decoder's own."""
+        x_bse = self.base.embed(input_ids)
+        prompt_1te = self.prompt_encoder(self.numbers).to(x_bse.dtype)
+        x_bse = torch.cat((prompt_1te.expand(len(x_bse), -1, -1), x_bse), dim=1)
+        if labels is not None:
+            labels = F.pad(labels, (prompt_1te.shape[1], 0), value=IGNORED_LABEL)
+        return self.base(inputs_embeds=x_bse, labels=labels)
