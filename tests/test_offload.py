@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tiny_recipe import tiny_recipe
+from trainfit.catalog.load import gpu
 from trainfit.kernels.host_ring import ALIGN
 from trainfit.models.host_blocks import is_moment
-from trainfit.predict.estimate import predict
+from trainfit.predict.estimate import ledger_of, predict
+from trainfit.predict.roofline import roofline
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Offload, Optimizer, Recipe
 from trainfit.step import Step, assemble
@@ -22,7 +24,7 @@ CONFIG = {
 WAYS = [Offload(activations=True), Offload(weights=True), BOTH]
 
 
-def recipe(offload: Offload = Offload(), **fields) -> Recipe:  # noqa: B008 - frozen
+def variant(offload: Offload = Offload(), **fields) -> Recipe:  # noqa: B008 - frozen
     return tiny_recipe(layers=5, **{"recompute": "full", "offload": offload, **fields})
 
 
@@ -35,8 +37,8 @@ def trained(step: Step, steps: int = 3) -> list[float]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
 def test_training_is_the_same_to_the_bit(implementation: str, offload: Offload, precision: str) -> None:
     fields = {"implementation": implementation, "precision": precision, "optimizer": IN_BACKWARD}
-    plain = assemble(recipe(**fields), CPU)
-    moved = assemble(recipe(offload, **fields), CPU)
+    plain = assemble(variant(**fields), CPU)
+    moved = assemble(variant(offload, **fields), CPU)
     moved.load_state_dict(plain.state_dict())
     assert trained(moved) == trained(plain)
     ours, theirs = moved.state_dict()["model"], plain.state_dict()["model"]
@@ -51,7 +53,7 @@ def test_adapters_accumulation_and_dropout(implementation: str) -> None:
         "adapter": Adapter(kind="lora", rank=2, dropout=0.2),
         "batch": Batch(micro=2, seq=16, accumulate=3),
     }
-    plain, moved = assemble(recipe(**fields), CPU), assemble(recipe(BOTH, **fields), CPU)
+    plain, moved = assemble(variant(**fields), CPU), assemble(variant(BOTH, **fields), CPU)
     moved.load_state_dict(plain.state_dict())
     torch.manual_seed(5)
     expected = trained(plain)
@@ -62,7 +64,7 @@ def test_adapters_accumulation_and_dropout(implementation: str) -> None:
 def test_equal_seeds_start_from_equal_weights() -> None:
     """Of native models; transformers' constructors draw random numbers that a model built on meta does not."""
     fields = {"implementation": "native", "optimizer": IN_BACKWARD}
-    plain, moved = assemble(recipe(**fields), CPU), assemble(recipe(BOTH, **fields), CPU)
+    plain, moved = assemble(variant(**fields), CPU), assemble(variant(BOTH, **fields), CPU)
     ours, theirs = moved.state_dict()["model"], plain.state_dict()["model"]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -80,7 +82,7 @@ def test_equal_seeds_start_from_equal_weights() -> None:
 )
 def test_moments_wait_with_the_weights(way, optimizer: dict) -> None:
     fields = {"optimizer": Optimizer(**optimizer, lr=0.01, in_backward=way), "precision": "bf16"}
-    plain, moved = assemble(recipe(**fields), CPU), assemble(recipe(BOTH, **fields), CPU)
+    plain, moved = assemble(variant(**fields), CPU), assemble(variant(BOTH, **fields), CPU)
     moved.load_state_dict(plain.state_dict())
     assert trained(moved) == trained(plain)
     ours, _ = optimizer_state(moved)
@@ -100,8 +102,8 @@ def test_moments_wait_with_the_weights(way, optimizer: dict) -> None:
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path) -> None:
     """Weights and moments are saved from the host and loaded to it, between steps of the same run and of a new one."""
     fields = {"optimizer": Optimizer(lr=0.01, in_backward=True), "precision": "bf16"}
-    expected = trained(assemble(recipe(BOTH, **fields), CPU), 6)
-    first, second = (assemble(recipe(BOTH, seed=0, **fields), CPU) for _ in range(2))
+    expected = trained(assemble(variant(BOTH, **fields), CPU), 6)
+    first, second = (assemble(variant(BOTH, seed=0, **fields), CPU) for _ in range(2))
     trained(first)
     path = checkpoint.save(tmp_path, first, checkpoint.Progress(3, None), {}, keep=1)
     assert [first(first.random_batches(seed)).item() for seed in (3, 4, 5)] == expected[3:]
@@ -117,7 +119,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path) -> None:
 
 def test_random_weights_are_the_models_own_kind() -> None:
     """Norms are ones, matrices have the config's spread, in every block and not in the slots' guests alone."""
-    step = assemble(recipe(BOTH, optimizer=IN_BACKWARD), CPU)
+    step = assemble(variant(BOTH, optimizer=IN_BACKWARD), CPU)
     state = step.state_dict()["model"]
     assert all((value == 1).all() for name, value in state.items() if "norm" in name)
     matrices = [value for name, value in state.items() if "proj" in name]
@@ -127,7 +129,7 @@ def test_random_weights_are_the_models_own_kind() -> None:
 
 
 def test_only_some_blocks_are_on_the_device() -> None:
-    step = assemble(recipe(Offload(weights=True), optimizer=IN_BACKWARD), CPU)
+    step = assemble(variant(Offload(weights=True), optimizer=IN_BACKWARD), CPU)
     blocks = step.model.model.layers
     storages = {p.untyped_storage().data_ptr() for block in blocks for p in block.parameters()}
     assert len(storages) == 3
@@ -137,7 +139,7 @@ def test_only_some_blocks_are_on_the_device() -> None:
 
 def test_evaluation_reads_every_block() -> None:
     plain, moved = (
-        assemble(recipe(way, optimizer=IN_BACKWARD), CPU) for way in (Offload(), Offload(weights=True))
+        assemble(variant(way, optimizer=IN_BACKWARD), CPU) for way in (Offload(), Offload(weights=True))
     )
     moved.load_state_dict(plain.state_dict())
     with torch.no_grad():
@@ -163,9 +165,37 @@ def test_predicted_memory() -> None:
     assert plain.phases.after_init - weights.phases.after_init == 5 * block_bytes
     moments = plain.breakdown.optimizer - weights.breakdown.optimizer
     assert moments == pytest.approx(5 * 2 * block_bytes, rel=0.01)
+    assert weights.host_bytes == 3 * 8 * block_bytes - 8 * 2 * 2 * (2 * 256)  # Vectors' moments stay.
+    assert plain.host_bytes == 0
     input_bytes = 4 * 256 * 256 * 2
+    assert inputs.host_bytes == 7 * input_bytes  # The last block's is needed at once.
     saved = plain.phases.steady.forward - inputs.phases.steady.forward
     assert 5 * input_bytes <= saved <= 7 * input_bytes
+
+
+def test_copies_take_time_beside_the_computation() -> None:
+    """Weights of 8 blocks come in twice and go out once, less those that are still in their slots."""
+    base = {
+        "model": {"config": {**CONFIG, "num_hidden_layers": 8}, "implementation": "native"},
+        "batch": {"micro": 1, "seq": 8},
+        "recompute": "full",
+        "optimizer": {"name": "sgd", "in_backward": True},
+        "offload": {"weights": True},
+    }
+    ledger = ledger_of(Recipe.model_validate(base), use_cache=False)
+    steady = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
+    block_bytes = 2 * (4 * 256 * 256 + 3 * 256 * 512 + 2 * 256)
+    moved = {
+        way: sum(op.num_bytes for op in steady if f"copy_to_{way}_" in op.name) for way in ("device", "host")
+    }
+    # Three blocks are still there when the forward begins, and the last three when the backward does.
+    assert moved == {"device": (5 + 5) * block_bytes, "host": 8 * block_bytes}
+    slow = gpu("h200").model_copy(update={"compute_capability": (7, 5)})  # PCI Express 3.0
+    fast, slow_time = roofline(ledger, gpu("h200")), roofline(ledger, slow)
+    assert fast is not None
+    assert slow_time is not None
+    assert slow_time.lowest_s == pytest.approx((10 * block_bytes) / 1.575e10, rel=1e-6)
+    assert slow_time.expected.communication_s >= fast.expected.communication_s
 
 
 @pytest.mark.parametrize(
@@ -179,7 +209,7 @@ def test_predicted_memory() -> None:
 )
 def test_refusals(fields: dict, remedy: str) -> None:
     with pytest.raises(InputError, match=remedy):
-        assemble(recipe(Offload(weights=True), **{"optimizer": IN_BACKWARD, **fields}), CPU)
+        assemble(variant(Offload(weights=True), **{"optimizer": IN_BACKWARD, **fields}), CPU)
 
 
 @pytest.mark.gpu
@@ -187,7 +217,7 @@ def test_refusals(fields: dict, remedy: str) -> None:
 @pytest.mark.parametrize("compiled", [False, "block"])
 def test_on_a_gpu_it_is_the_same_to_the_bit(offload: Offload, compiled) -> None:
     """Where copies really run beside the computation: a missed wait would change a loss."""
-    gpu = torch.device("cuda")
+    card = torch.device("cuda")
     fields = {
         "implementation": "native",
         "precision": "bf16",
@@ -195,7 +225,7 @@ def test_on_a_gpu_it_is_the_same_to_the_bit(offload: Offload, compiled) -> None:
         "batch": Batch(micro=4, seq=64),
         "compile": compiled,
     }
-    plain, moved = assemble(recipe(**fields), gpu), assemble(recipe(offload, **fields), gpu)
+    plain, moved = assemble(variant(**fields), card), assemble(variant(offload, **fields), card)
     moved.load_state_dict(plain.state_dict())
     expected = trained(plain, 6)
     # Compiled, the two run different programs: one recomputes inside its graph.

@@ -117,6 +117,8 @@ def _memory(out: "Console", estimate: "Estimate") -> None:
     lines.append(line("on the device", estimate.peak_device_bytes))
     if whole >= estimate.device_bytes:
         lines.append(line("the device", estimate.device_bytes))
+    if estimate.host_bytes:
+        lines.append(["pinned on the host", format_bytes(estimate.host_bytes), "", ""])
     rows(out, lines, "left", "right", "right", "left")
 
 

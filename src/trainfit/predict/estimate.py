@@ -75,6 +75,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         peak_reserved_bytes=replayed.peak_reserved_bytes,
         peak_device_bytes=replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger),
         device_bytes=gpu.usable_bytes,
+        host_bytes=ledger.host_bytes,
         fits=fits,
         params=ledger.params,
         trainable_params=ledger.trainable_params,

@@ -14,7 +14,7 @@ the 59 steps that its work decides, the two of the host on the other 19. Measure
 from dataclasses import dataclass
 
 from trainfit.predict.transfers import SUSTAINED as TRANSFERS_SUSTAINED
-from trainfit.predict.transfers import is_transfer, transfer_s
+from trainfit.predict.transfers import is_transfer, transfers_s
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.ledger import Ledger, Op
@@ -55,7 +55,8 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     """Time of the steady step; None where the GPU's rates are not known."""
     if gpu.memory_bytes_per_s is None or not gpu.peak_flops_per_s:
         return None
-    matmul_s = memory_s = lowest_s = 0.0
+    matmul_s = memory_s = least_s = 0.0
+    busy_s: dict[int, float] = {}
     num_ops = 0
     ops = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
     for op in ops:
@@ -63,20 +64,23 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
         num_ops += times * op.calls
         if is_transfer(op):
             continue
-        compute_s, move_s = _least_s(op, gpu)
-        lowest_s += times * max(compute_s, move_s)
+        least_s += times * max(_least_s(op, gpu))
+        op_time_s = times * op_s(op, gpu)
+        busy_s[op.segment] = busy_s.get(op.segment, 0.0) + op_time_s
         if op.causal_flops:
-            matmul_s += times * op_s(op, gpu)
+            matmul_s += op_time_s
         else:
-            memory_s += times * op_s(op, gpu)
+            memory_s += op_time_s
     recomputed = _num_recomputed(ledger, ops)
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
-    host_s = max(0.0, issue_s - matmul_s - memory_s)
-    # Copies run beside the computation: only what they take longer than it shows.
-    copies_s = transfer_s(ledger, ops, gpu)
-    shown_s = max(0.0, copies_s - matmul_s - memory_s - host_s)
+    # Copies run beside a forward's or a backward's computation: only what they take longer than it shows.
+    copies_s = transfers_s(ledger, ops, gpu)
+    shown_s = sum(max(0.0, max(both.values()) - busy_s.get(at, 0.0)) for at, both in copies_s.items())
+    host_s = max(0.0, issue_s - matmul_s - memory_s - shown_s)
+    one_way_s = [sum(both[way] for both in copies_s.values()) for way in ("in", "out")]
+    lowest_s = max(least_s, max(one_way_s) * TRANSFERS_SUSTAINED)
     expected = StepTime(matmul_s=matmul_s, memory_s=memory_s, host_s=host_s, communication_s=shown_s)
-    return Roofline(expected, max(lowest_s, copies_s * TRANSFERS_SUSTAINED), num_ops, recomputed)
+    return Roofline(expected, lowest_s, num_ops, recomputed)
 
 
 def op_s(op: Op, gpu: Gpu) -> float:

@@ -3,16 +3,15 @@
 from trainfit.catalog.load import link
 from trainfit.spec.hardware import Gpu, Link
 from trainfit.virtual.ledger import Ledger, Op
+from trainfit.virtual.op_kinds import COPY_DIRECTIONS
 
-DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
-"""Name of the operation -> which way it copies; the two ways do not share their bytes per second."""
 SUSTAINED = 0.87
 """Share of the link's rate that pinned copies reach: 55 of 63 GB/s on one H200 (facts of the project, docs/log.md)."""
 
 
 def is_transfer(op: Op) -> bool:
     """Whether the operation copies between GPU and host."""
-    return op.name in DIRECTIONS
+    return op.name in COPY_DIRECTIONS
 
 
 def host_link(gpu: Gpu) -> Link:
@@ -21,10 +20,12 @@ def host_link(gpu: Gpu) -> Link:
     return link("pcie3-x16" if major < 8 else "pcie4-x16" if major < 9 else "pcie5-x16")
 
 
-def transfer_s(ledger: Ledger, ops: list[Op], gpu: Gpu) -> float:
-    """Seconds that the copies of one step need if nothing holds them up: the longer of the two directions."""
-    totals = {"in": 0.0, "out": 0.0}
+def transfers_s(ledger: Ledger, ops: list[Op], gpu: Gpu) -> dict[int, dict[str, float]]:
+    """For each segment, seconds that its copies ``in`` and ``out`` need if nothing holds them up."""
+    rate = host_link(gpu).bytes_per_s * SUSTAINED
+    found: dict[int, dict[str, float]] = {}
     for op in ops:
-        if op.name in DIRECTIONS:
-            totals[DIRECTIONS[op.name]] += ledger.times(op) * op.num_bytes
-    return max(totals.values()) / (host_link(gpu).bytes_per_s * SUSTAINED) if any(totals.values()) else 0.0
+        if op.name in COPY_DIRECTIONS:
+            both = found.setdefault(op.segment, {"in": 0.0, "out": 0.0})
+            both[COPY_DIRECTIONS[op.name]] += ledger.times(op) * op.num_bytes / rate
+    return found

@@ -113,6 +113,8 @@ class Estimate(Value):
     """What nvidia-smi shows: reserved, the CUDA context and the libraries' own memory."""
     device_bytes: Bytes
     """What the GPU offers a process."""
+    host_bytes: Bytes = 0
+    """Pinned host memory of what offload keeps there."""
     fits: bool
     params: Count
     trainable_params: Count

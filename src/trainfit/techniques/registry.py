@@ -26,7 +26,15 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
-NOT_TECHNIQUES = ("block_runs", "blocks", "draft", "host_moments", "registry", "rematerialize", "saving_blocks")
+NOT_TECHNIQUES = (
+    "block_runs",
+    "blocks",
+    "draft",
+    "host_moments",
+    "registry",
+    "rematerialize",
+    "saving_blocks",
+)
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "loss": ("standard",),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
 GROUPS_PER_RUN = 3
 ALLOCATE, FREE = 1, 0
-FORMAT = 3
+FORMAT = 4
 """Version of the file format; a ledger of another version is not read."""
 
 
@@ -114,6 +114,8 @@ class Ledger:
     """For each run, how many groups of layers the middle one stands for. Empty: nothing was left out."""
     params: int = 0
     trainable_params: int = 0
+    host_bytes: int = 0
+    """Pinned host memory of what waits there (``kernels/host_copies.py``)."""
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 

@@ -102,6 +102,9 @@ VECTOR_WORK = frozenset(
 HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 """Copies between the GPU and pinned host memory (kernels/host_copies.py)."""
 
+COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
+"""Their names in a ledger -> which way they copy; the two ways do not share their bytes per second."""
+
 LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
 """Ours (kernels/) whose first argument only says a dtype."""
 

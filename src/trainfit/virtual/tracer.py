@@ -30,6 +30,7 @@ from trainfit.virtual.ledger import (
     Storage,
     part_of,
 )
+from trainfit.virtual.op_kinds import COPY_DIRECTIONS
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.temporaries import GpuTraits, as_allocated, output_bytes, temporaries
 from trainfit.virtual.traffic import bytes_moved
@@ -71,6 +72,8 @@ class Tracer(TorchDispatchMode):
         """Index of a storage -> the segment it was allocated in."""
         self._seen: dict[tuple[int, int, str], int] = {}
         self._unknown: set[str] = set()
+        self._host: dict[int, Any] = {}
+        """Host memory that is copied from or to, by address: storages on ``meta``."""
         self._recomputed: list[int] = []
         self._sticky = NO_LAYER
         held_by_engine_alone()
@@ -143,6 +146,7 @@ class Tracer(TorchDispatchMode):
             for e in self.ledger.events
         ]
         self.ledger.ops_without_flops = tuple(sorted(self._unknown))
+        self.ledger.host_bytes = sum(storage.nbytes() for storage in self._host.values())
         finished, self.ledger = self.ledger, Ledger()
         self._live.clear()  # What is freed from here on is the end of the trace, not of the run.
         return finished
@@ -211,6 +215,8 @@ class Tracer(TorchDispatchMode):
             place = self._last_owner = owners[0]
         self._sticky = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
+        if self.ledger.ops[op].name in COPY_DIRECTIONS:
+            self._host.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in args if t.is_meta)
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
         for n, t in as_allocated(func, fresh) if self.gpu else fresh:
             owner = owners[n] if len(owners) == len(outputs) else place
