@@ -1,5 +1,6 @@
 """Prompt tuning, p-tuning and prefix tuning: ours on native against PEFT on transformers, and what they exclude."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +31,15 @@ def adapted(kind: Any, code: Any = "hf", **fields: Any) -> Recipe:
     """A tiny recipe with five virtual tokens that learns fast."""
     adapter = Adapter(kind=kind, tokens=5, **fields.pop("asked", {}))
     return tiny_recipe(code, adapter=adapter, **{"optimizer": Optimizer(lr=3e-2), **fields})
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before, and nothing left for the tests after."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
 
 
 def learned(recipe: Recipe, num_steps: int = 6) -> tuple[Step, list[float]]:
@@ -166,10 +176,8 @@ def test_recomputation_changes_nothing(code: Any, kind: Any, quantize: Any):
     ("kind", "code", "compiled"),
     [("prompt", "hf", "block"), ("p-tuning", "native", "model"), ("prefix", "hf", "model"), ("prefix", "native", "block")],
 )  # fmt: skip
-def test_compiled_equals_eager_in_one_graph(kind: Any, code: Any, compiled: Any):
+def test_compiled_equals_eager_in_one_graph(fresh_compiler: None, kind: Any, code: Any, compiled: Any):
     """But prefixes of native blocks: the first block's input needs no gradient, so it has a graph of its own."""
-    torch._dynamo.reset()
-    counters.clear()
     recipe = adapted(kind, code, layers=10 if compiled == "block" else 2)
     expected = trajectory(recipe, 2)[1]
     found = trajectory(recipe.model_copy(update={"compile": compiled}), 2, compiler=aot_eager)[1]

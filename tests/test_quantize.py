@@ -4,6 +4,7 @@ against F.linear with the weight that its codes stand for, the model's bytes aga
 
 import os
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -218,6 +219,15 @@ def test_another_shape_is_refused():
 # -- the model
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before, and nothing left for the tests after."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 def learned(recipe: Recipe, num_steps: int = 6) -> tuple[Step, list[float]]:
     """A step of the recipe and its losses on one batch."""
     step = assemble(recipe, torch.device("cpu"))
@@ -304,10 +314,8 @@ def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
-def test_compiled_equals_eager_and_keeps_no_weights(kind: Any):
+def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None, kind: Any):
     """Ten equal blocks, two graphs (the first block's input needs no gradient); no kept tensor has a weight's size."""
-    torch._dynamo.reset()
-    counters.clear()
     # 3 x 16 tokens: no activation has a weight's shape.
     recipe = tiny_recipe("native", 10, adapter=LORA, quantize=kind, batch=Batch(micro=3, seq=16))
     expected = trajectory(recipe, 2)[1]
