@@ -39,6 +39,8 @@ ORDER = (
     "precision",
     "attention",
     "accumulation",
+    "loader",
+    "empty_cache",
     "adamw",
     "sgd",
     "adafactor",

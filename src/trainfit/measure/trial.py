@@ -11,6 +11,7 @@ that nothing looks at; on CUDA one more step that tells what the peak holds.
 import json
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -132,6 +133,7 @@ def _meter(request: TrialRequest) -> Any:
 
 
 def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
+    from trainfit.measure.feeding import feeding
     from trainfit.models.layers import num_quantized
     from trainfit.step import assemble
     from trainfit.techniques import registry
@@ -140,26 +142,26 @@ def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
     registry.check(recipe)
     registry.check_device(recipe, meter.device.type)
     notebook.note(message="ended while the model and optimizer were built")
-    with meter.watching():
-        step = assemble(recipe, meter.device)
-        after_init = meter.settle(step)
-        parameters = list(step.model.parameters())
-        notebook.note(
-            params=sum(p.numel() for p in parameters) + num_quantized(step.model),
-            trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
-            peak_allocated_bytes=after_init,
-        )
-        batches = step.random_batches(recipe.seed)
-        watched = [
-            _watched_step(step, batches, meter, notebook, index) for index in range(_num_untimed(request))
-        ]
-    if after_init is not None:
-        notebook.note(**_memory(after_init, watched))
-    losses = [loss for _, _, loss in watched]
-    notebook.note(losses=tuple(losses), message="ended while steps were timed")
-    seconds, more_losses = meter.times(lambda: step(batches), request.steps)
-    _note_end(recipe, meter, notebook, seconds, losses + more_losses)
-    _note_breakdown(recipe, meter, notebook, step, batches)
+    with ExitStack() as stack:
+        with meter.watching():
+            step = assemble(recipe, meter.device)
+            after_init = meter.settle(step)
+            parameters = list(step.model.parameters())
+            notebook.note(
+                params=sum(p.numel() for p in parameters) + num_quantized(step.model),
+                trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
+                peak_allocated_bytes=after_init,
+            )
+            untimed = _num_untimed(request)
+            following = stack.enter_context(feeding(step, untimed + request.steps + 1))
+            watched = [_watched_step(step, following(), meter, notebook, index) for index in range(untimed)]
+        if after_init is not None:
+            notebook.note(**_memory(after_init, watched))
+        losses = [loss for _, _, loss in watched]
+        notebook.note(losses=tuple(losses), message="ended while steps were timed")
+        seconds, more_losses = meter.times(lambda: step(following()), request.steps)
+        _note_end(recipe, meter, notebook, seconds, losses + more_losses)
+        _note_breakdown(recipe, meter, notebook, step, following())
 
 
 def _num_untimed(request: TrialRequest) -> int:

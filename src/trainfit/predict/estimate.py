@@ -3,6 +3,8 @@
 Imports torch only where no ledger is kept.
 """
 
+import os
+
 from trainfit.catalog.load import cluster
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.predict import cache
@@ -12,6 +14,7 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Cost, Estimate, Interval
 from trainfit.virtual.allocator import CachingAllocator, OutOfMemory
+from trainfit.virtual.allocator_settings import allocator_settings
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.replay import Replay, Tally, replay
 
@@ -97,13 +100,18 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
 def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
     """Replay without a limit, then, if that is too much, within the GPU's memory: the allocator may still fit it in.
 
+    The allocator is set as this environment's PYTORCH_ALLOC_CONF says.
+
     Returns:
         the replay within the limit if that succeeds, else the unlimited one; and whether it fits.
     """
     if gpu.vendor == "host":
         tally = replay(ledger, Tally(), settled=True)
         return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
-    free = replay(ledger, CachingAllocator(), settled=True, more_steps=MORE_STEPS)
+    expandable = allocator_settings(os.environ).expandable_segments
+    free = replay(
+        ledger, CachingAllocator(expandable_segments=expandable), settled=True, more_steps=MORE_STEPS
+    )
     capacity, *larger = capacities(gpu, ledger)
     most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
     if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
@@ -112,7 +120,7 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run may fail
         # that succeeds with less. It fits only if it always does.
         within, *_ = [
-            replay(ledger, CachingAllocator(capacity_bytes=size), settled=True, more_steps=MORE_STEPS)
+            replay(ledger, CachingAllocator(size, expandable), settled=True, more_steps=MORE_STEPS)
             for size in (capacity, *larger)
         ]
     except OutOfMemory:
@@ -145,8 +153,12 @@ def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
 def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
     told = " and ".join(str(times) for times in ledger.repeats)
     repeated = (f"{told} equal groups of layers told by one",) if ledger.repeat > 1 else ()
+    if gpu.vendor != "host":
+        repeated += allocator_settings(os.environ).assumptions
     if not timed:
         return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
+    if recipe.empty_cache_every is not None:
+        repeated += ("the time that the driver takes to get memory back and give it again is not counted",)
     return (*repeated, *_emulated(recipe, gpu), "step time is a roofline, not yet calibrated on your GPU")
 
 

@@ -119,6 +119,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
         ledger.assumptions = virtual.assumptions()
+        ledger.empty_cache_every = recipe.empty_cache_every
         ledger.repeats = repeats
         ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
         ledger.params += quantized  # Codes are no parameters.

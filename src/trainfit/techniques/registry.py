@@ -46,8 +46,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "optimizer.stochastic_rounding": (False,),
     "offload.activations": (False,),
     "offload.weights": (False,),
-    "loader.workers": (0,),
-    "empty_cache_every": (None,),
     "parallel.replicate": (1,),
     "parallel.shard": (1,),
     "parallel.tensor": (1,),

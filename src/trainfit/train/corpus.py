@@ -42,6 +42,12 @@ class Corpus:
         rows = indices[:, None] * self.seq + np.arange(self.seq)
         return self.tokens[rows].astype(np.int64)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A file's tokens go to another process by the file's name."""
+        if isinstance(self.tokens, np.memmap):
+            return _mapped, (str(self.tokens.filename), self.tokens.dtype.str, self.seq)
+        return Corpus, (self.tokens, self.seq)
+
 
 @dataclass(frozen=True)
 class Corpora:
@@ -79,6 +85,10 @@ def _open(folder: Path, seq: int) -> Corpora:
     index = durable.read_json(folder / INDEX)
     train, held_out = (Corpus(_tokens(folder, side, index), seq) for side in SIDES)
     return Corpora(train, held_out, index)
+
+
+def _mapped(file: str, dtype: str, seq: int) -> Corpus:
+    return Corpus(np.memmap(file, dtype=dtype, mode="r"), seq)
 
 
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:

@@ -5,10 +5,34 @@ walked until it lands inside the range: Black and Rogaway, "Ciphers with Arbitra
 a billion sequences cost no memory.
 """
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+from trainfit.train.corpus import Corpus
+
+if TYPE_CHECKING:
+    import torch
 
 ROUNDS = 6
 UINT = np.uint64
+
+
+@dataclass(frozen=True)
+class StepSequences:
+    """Which sequences each step trains on, read: a source of the loader (techniques/loader.py)."""
+
+    corpus: Corpus
+    seed: int
+    per_step: int
+
+    def __call__(self, step: int) -> "torch.Tensor":
+        """Those of the step with this number (from 0), int64 [per_step, s]."""
+        import torch
+
+        numbers = sequence_numbers(self.seed, step, self.per_step, len(self.corpus))
+        return torch.from_numpy(self.corpus.sequences(numbers))
 
 
 def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndarray:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainfit.measure.meter import is_out_of_memory
 from trainfit.step import Batch, Step
+from trainfit.techniques.loader import Feed
 from trainfit.train import checkpoint, state
 from trainfit.train.checkpoint import Progress
 from trainfit.train.corpus import Corpora
@@ -24,7 +23,7 @@ from trainfit.train.folder import CHECKPOINTS
 from trainfit.train.gauges import Busy, PeakMemory
 from trainfit.train.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.train.options import TrainOptions
-from trainfit.train.order import sequence_numbers
+from trainfit.train.order import StepSequences
 from trainfit.train.schedule import learning_rate
 from trainfit.train.stop import StopSignal
 
@@ -79,19 +78,25 @@ class Session:
         return summary
 
     def _steps(self, stop: StopSignal) -> None:
-        batches = self._batches(self.progress.step)
-        while self.progress.step < self.options.steps and stop.name is None:
-            batches = self._one_step(batches)
-            last = self.progress.step == self.options.steps
-            if (last or self._due(self.options.eval_every)) and stop.name is None:
-                self._evaluate()
-            at_end = (last and self.options.save_last) or stop.name is not None
-            if at_end or self._due(self.options.save_every):
-                self._save()
+        numbers = range(self.progress.step, self.options.steps)
+        with Feed(self.step.recipe, self._source(), self.step.device, numbers) as feed:
+            batches = next(feed, None)
+            while batches is not None and stop.name is None:
+                batches = self._one_step(batches, feed)
+                self._after_step(stop)
         if not self.evaluations and stop.name is None:
             self._evaluate()  # A run that was already at its end still says how good it is.
 
-    def _one_step(self, batches: list[Batch]) -> list[Batch]:
+    def _after_step(self, stop: StopSignal) -> None:
+        """Evaluate and save where it is time to."""
+        last = self.progress.step == self.options.steps
+        if (last or self._due(self.options.eval_every)) and stop.name is None:
+            self._evaluate()
+        at_end = (last and self.options.save_last) or stop.name is not None
+        if at_end or self._due(self.options.save_every):
+            self._save()
+
+    def _one_step(self, batches: list[Batch], feed: Feed) -> list[Batch] | None:
         """Train on ``batches``; the next step's, read while the device works on these."""
         done, index = self.progress.step, len(self.losses)
         rate = self._set_learning_rate(done)
@@ -99,7 +104,7 @@ class Session:
         start_s = time.perf_counter()
         with live or nullcontext():
             loss_tensor = self.step(batches)
-        following = self._batches(done + 1)
+        following = next(feed, None)
         loss = loss_tensor.item()
         step_s = time.perf_counter() - start_s
         if live is not None:
@@ -125,14 +130,9 @@ class Session:
                 group["lr"] = rate
         return rate
 
-    def _batches(self, done: int) -> list[Batch]:
-        """The micro-batches of the step after ``done`` steps: int64 [b, s] on the device."""
-        batch, corpus = self.step.recipe.batch, self.corpora.train
-        numbers = sequence_numbers(self.step.recipe.seed, done, batch.micro * batch.accumulate, len(corpus))
-        ids = torch.from_numpy(corpus.sequences(numbers))
-        if self.step.device.type == "cuda":
-            ids = ids.pin_memory().to(self.step.device, non_blocking=True)
-        return [{"input_ids": part, "labels": part.clone()} for part in ids.split(batch.micro)]
+    def _source(self) -> StepSequences:
+        batch = self.step.recipe.batch
+        return StepSequences(self.corpora.train, self.step.recipe.seed, batch.micro * batch.accumulate)
 
     def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
         per_step = self.step.recipe.batch.micro * self.step.recipe.batch.accumulate

@@ -118,6 +118,8 @@ class Ledger:
     """Pinned host memory of what waits there (``kernels/host_copies.py``)."""
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    empty_cache_every: int | None = None
+    """After every so many steps the allocator's cache is given back."""
 
     @property
     def repeat(self) -> int:

@@ -75,7 +75,10 @@ def replay(
     malloc, free = gpu.malloc, gpu.free
     for index, event in enumerate(events):
         if event.segment != segment:
-            if segment >= 0 and ledger.segments[segment].step == "init":
+            left, begun = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event.segment))
+            if left == "first" != begun and ledger.empty_cache_every == 1:
+                gpu.empty_cache()
+            if left == "init":
                 after_init, init_reserved = gpu.allocated_bytes, gpu.peak_reserved_bytes
                 if settled:
                     gpu.empty_cache()
@@ -118,14 +121,20 @@ def _go_on(
 ) -> None:
     """Run the steady step again, at most ``more_steps`` times, until one reserves no more and gives nothing back.
 
-    A step that does not end as it began cannot be run again from its ledger: then no more are.
+    A step that does not end as it began cannot be run again from its ledger: then no more are. Where the cache is
+    emptied every so many steps, those between that change nothing are passed over, up to a step after it was emptied.
 
     Raises:
         OutOfMemory: one of them finds no room.
     """
     steady = [event for event in events if ledger.segments[event.segment].step == "steady"]
     left = _left_over(ledger, steady)
+    number, emptied, every = 2, ledger.empty_cache_every == 1, ledger.empty_cache_every
     for _ in range(more_steps if left is not None else 0):
+        if every is not None and number % every == 0:
+            gpu.empty_cache()
+            emptied = True
+        number += 1
         before = gpu.num_retries, gpu.peak_reserved_bytes
         for taken, freed in left or ():
             handles[freed] = handles.pop(taken)
@@ -135,7 +144,9 @@ def _go_on(
             else:
                 gpu.free(handles.pop(event.key))
         if before == (gpu.num_retries, gpu.peak_reserved_bytes):
-            return
+            if every is None or emptied:
+                return
+            number = -(-number // every) * every
 
 
 def _left_over(

@@ -1,0 +1,147 @@
+"""Reserved memory: the cache given back every so many steps, and expandable segments where the environment asks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tiny_recipe import tiny_recipe
+from trainfit.predict.estimate import predict
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Batch, Hardware
+from trainfit.techniques import empty_cache, registry
+from trainfit.techniques.draft import Draft
+from trainfit.virtual.allocator import CachingAllocator
+from trainfit.virtual.allocator_settings import allocator_settings
+from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
+from trainfit.virtual.replay import replay
+from virtual_runs import recipe_of
+
+MIB = 1 << 20
+INIT, FIRST, STEADY = Segment("init", "init"), Segment("first", "forward"), Segment("steady", "forward")
+
+
+def changing(every: int | None) -> Ledger:
+    """The first step needs 100 MiB at once, a steady one 60 and 60."""
+    sizes = {"weights": 30, "a": 100, "b": 60, "c": 60}
+    order = [
+        (ALLOCATE, "weights", 0), (ALLOCATE, "a", 1), (FREE, "a", 1),
+        (ALLOCATE, "b", 2), (ALLOCATE, "c", 2), (FREE, "b", 2), (FREE, "c", 2),
+    ]  # fmt: skip
+    names = list(sizes)
+    return Ledger(
+        segments=[INIT, FIRST, STEADY],
+        storages=[Storage(size * MIB, "temporary", NO_LAYER, -1, name) for name, size in sizes.items()],
+        events=[Event(kind, names.index(name), NO_LAYER, segment) for kind, name, segment in order],
+        empty_cache_every=every,
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "reserved"), [(None, 30 + 100 + 60), (2, 30 + 100 + 60), (1, 30 + 60 + 60)]
+)
+def test_the_next_step_takes_new_segments(every: int | None, reserved: int):
+    """Kept, 60 MiB are cut out of the 100 MiB that the first step left, and the other 60 are new."""
+    replayed = replay(changing(every), CachingAllocator(), settled=True)
+    assert replayed.peak_reserved_bytes == reserved * MIB
+    assert replayed.peak_allocated_bytes == 150 * MIB
+
+
+class Noting(CachingAllocator):
+    """Notes after how many steps (two allocations each, but one in the first) the cache is given back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mallocs, self.emptied = 0, []
+
+    def malloc(self, num_bytes: int, stream: int = 0) -> int:
+        self.mallocs += 1
+        return super().malloc(num_bytes, stream)
+
+    def empty_cache(self) -> None:
+        self.emptied.append(self.mallocs // 2)
+        super().empty_cache()
+
+
+@pytest.mark.parametrize(
+    ("every", "emptied", "steps"),
+    [(None, [0], 3), (1, [0, 1, 2], 3), (2, [0, 2], 3), (3, [0, 3], 4), (100, [0, 3], 4)],
+)
+def test_steps_are_replayed_until_one_after_it_was_emptied(every: int | None, emptied: list[int], steps: int):
+    """At 100 the 96 steps that change nothing are passed over."""
+    allocator = Noting()
+    replay(changing(every), allocator, settled=True, more_steps=8)
+    assert (allocator.emptied, allocator.mallocs // 2) == (emptied, steps)
+
+
+def test_a_predicted_recipe_allocates_as_much_and_says_what_is_not_counted():
+    plain = recipe_of("gpt2", batch=Batch(micro=2, seq=256))
+    emptied = plain.model_copy(update={"empty_cache_every": 1})
+    before, after = predict(plain), predict(emptied)
+    # Blocks are cut out of other segments, some of them larger than asked.
+    assert after.peak_allocated_bytes == pytest.approx(before.peak_allocated_bytes, rel=0.005)
+    assert before.peak_reserved_bytes != after.peak_reserved_bytes
+    assert any("get memory back" in line for line in after.assumptions)
+    assert not any("get memory back" in line for line in before.assumptions)
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cuda", 3), ("cpu", 0)])
+def test_a_cuda_device_is_asked_each_nth_time(device: str, calls: int, monkeypatch: pytest.MonkeyPatch):
+    called: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(1))
+    recipe = tiny_recipe(empty_cache_every=3)
+    registry.check(recipe)
+    draft = Draft(nn.Linear(1, 1), torch.device(device), lambda module: None)
+    empty_cache.apply(recipe, draft)
+    for _ in range(10):
+        for hook in draft.after_step:
+            hook()
+    assert len(called) == calls
+
+
+# -- settings of the allocator
+
+
+@pytest.mark.parametrize(
+    ("environment", "expandable", "words"),
+    [
+        ({}, False, ()),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, True, ("expandable",)),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,backend:native"}, True, ("expandable",)),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False, pinned_num_register_threads:8"}, False, ()),
+        # torch reads the older name first.
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+         False, ()),
+        ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"}, False,
+         ("roundup_power2_divisions, max_split_size_mb, which is not followed",)),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False, ("backend, which is not followed",)),
+    ],
+)  # fmt: skip
+def test_what_the_environment_says(environment: dict[str, str], expandable: bool, words: tuple[str, ...]):
+    found = allocator_settings(environment)
+    assert found.expandable_segments == expandable
+    assert len(found.assumptions) == len(words)
+    assert all(word in line for word, line in zip(words, found.assumptions, strict=True))
+
+
+def test_what_torch_refuses_is_refused():
+    with pytest.raises(InputError, match=r"PYTORCH_ALLOC_CONF.*True or False"):
+        allocator_settings({"PYTORCH_ALLOC_CONF": "expandable_segments:true"})
+
+
+def test_a_prediction_follows_expandable_segments(monkeypatch: pytest.MonkeyPatch):
+    recipe: Any = recipe_of("gpt2", batch=Batch(micro=2, seq=256))
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    before = predict(recipe)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    after = predict(recipe)
+    # Every block is cut to its size, where otherwise up to 1 MiB stays with it.
+    assert 0.98 * before.peak_allocated_bytes < after.peak_allocated_bytes < before.peak_allocated_bytes
+    assert after.peak_allocated_bytes <= after.peak_reserved_bytes < before.peak_reserved_bytes
+    # Whole pages: 2 MiB of small blocks, 20 MiB of large ones.
+    assert after.peak_reserved_bytes % (2 * MIB) == 0
+    assert any("expandable segments" in line for line in after.assumptions)
+    on_cpu = predict(recipe.model_copy(update={"hardware": Hardware(gpu="cpu")}))
+    assert not any("expandable" in line for line in on_cpu.assumptions)
