@@ -57,7 +57,7 @@ def _unlogged() -> Iterator[None]:
 def _shortened(recipe: Recipe) -> Ledger:
     """The ledger told by a few of the layers where that can be, else by all."""
     # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
-    if recipe.compile != "model" and not _names_layers(recipe) and not _moves(recipe):
+    if recipe.compile != "model" and not names_layers(recipe) and not _moves(recipe):
         try:
             ledger = _trace(recipe, whole=False)
             for _ in ledger.expand():
@@ -73,7 +73,7 @@ def _moves(recipe: Recipe) -> bool:
     return recipe.offload.activations or recipe.offload.weights
 
 
-def _names_layers(recipe: Recipe) -> bool:
+def names_layers(recipe: Recipe) -> bool:
     """Whether an adapter is asked for in some layers by their numbers, or is one tensor for all: not to be cut."""
     if recipe.adapter is not None and recipe.adapter.kind == "prefix" and recipe.model.implementation == "hf":
         return True

@@ -19,19 +19,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from trainfit.spec.errors import InputError
 from trainfit.virtual.op_kinds import ELSEWHERE, FACTORIES, base_name, does_no_matrix_work
 
+PLAIN_VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
 SMALL = 1 / 16
 """Of the block's input: what is smaller is saved as it is."""
 
 
 class Expression:
     """A tensor of the forward: held, or to be had by running its operation again on other expressions."""
+
+    __slots__ = (
+        "__weakref__", "address", "call", "fetch", "index", "is_held", "is_stale", "num_bytes", "seen", "storage", "uses",
+        "value",
+    )  # fmt: skip
 
     def __init__(self, t: Tensor, call: Call | None, index: int | None):
         self.call, self.index = call, index
@@ -43,9 +48,10 @@ class Expression:
         self.fetch: Callable[[], None] | None = None
         """Where its value waits elsewhere: brings it back."""
         self.seen = TensorWeakRef(t)
-        # While it is referenced, weakly too, no other storage gets the same address.
-        self.storage = StorageWeakRef(t.untyped_storage())
-        self.num_bytes = t.untyped_storage().nbytes()
+        storage = t.untyped_storage()
+        self.storage = weakref.ref(storage)
+        """Gone with its memory, whose address another storage may get."""
+        self.address, self.num_bytes = storage._cdata, storage.nbytes()
 
     def reserve(self) -> None:
         """It will be asked for once more."""
@@ -85,6 +91,8 @@ class Expression:
 
 class Call:
     """An operation that ran in the forward; its tensors are expressions."""
+
+    __slots__ = ("args", "func", "kwargs", "results")
 
     def __init__(self, func: Any, args: Any, kwargs: Any):
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -139,6 +147,11 @@ class Saving(TorchDispatchMode):
         self._on_hold = on_hold
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, Expression.take)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here; the guard that torch would put around each operation costs as much as it."""
+        return False
+
     def __enter__(self) -> Saving:
         self._hooks.__enter__()
         return super().__enter__() if self._again else self
@@ -169,30 +182,34 @@ class Saving(TorchDispatchMode):
         return out
 
     def _note(self, t: Tensor, call: Call | None, index: int | None) -> Expression:
-        if not is_plain(t):
-            return Expression(torch.empty(0), None, None)
-        expression = Expression(t, call, index)
+        expression = Expression(t if is_plain(t) else torch.empty(0), call, index)
         if call is not None:
             call.results.append(weakref.ref(expression))
-        self._known[key(t)] = expression
-        self._of_storage.setdefault(address(t), []).append(expression)
+        if is_plain(t):
+            self._known[key(t)] = expression
+            self._of_storage.setdefault(expression.address, []).append(expression)
         return expression
 
     def _find(self, t: Tensor) -> Expression:
-        known = self._known.get(key(t))
-        if known is not None:
+        known = self._known.get(key(t)) if is_plain(t) else None
+        if known is not None and known.storage() is not None:
             return known
-        expression = self._note(t, None, None)  # It comes from outside the block.
-        if address(t) in self._shared:
+        expression = self._note(
+            t, None, None
+        )  # It comes from outside the block, or is made of other tensors.
+        if expression.address in self._shared:
             expression.value, expression.is_held = t, True
         return expression
 
     def _save(self, t: Tensor) -> Expression:
         """What autograd keeps in place of a tensor."""
         expression = self._find(t)
+        if not is_plain(t):
+            expression.value, expression.is_held = t, True
         if expression.value is None and not expression.uses:
             needed = None
-            if address(t) not in self._held and expression.num_bytes > self._small and expression.call:
+            is_large = expression.num_bytes > self._small
+            if is_large and expression.address not in self._held and expression.call is not None:
                 needed = self._inputs_to_hold(expression.call, {})
             if needed is None or self._cost(needed) >= expression.num_bytes:
                 self._hold(expression, t)
@@ -226,14 +243,14 @@ class Saving(TorchDispatchMode):
 
     def _cost(self, expressions: set[Expression]) -> int:
         """Bytes that holding them adds."""
-        sizes = {e.storage.cdata: e.num_bytes for e in expressions}
+        sizes = {e.address: e.num_bytes for e in expressions}
         return sum(size for storage, size in sizes.items() if storage not in self._held)
 
     def _hold(self, expression: Expression, t: Any) -> None:
         expression.value, expression.is_held = t, True
         expression.call = None  # What it was made of is no longer needed for it.
-        self._held.add(address(t))
-        if address(t) not in self._shared:
+        self._held.add(expression.address)
+        if expression.address not in self._shared:
             self._on_hold(expression, t)
 
     def _changed(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -249,7 +266,8 @@ class Saving(TorchDispatchMode):
                         value="elementwise",
                     )
                 for expression in self._of_storage.get(address(t), ()):
-                    expression.is_stale = True
+                    if expression.storage() is not None:
+                        expression.is_stale = True
                 self._note(t, None, None)
 
 
@@ -258,7 +276,10 @@ def mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):
-        return [mapped(item, kind, function) for item in value]
+        return [
+            item if item is None or type(item) in PLAIN_VALUES else mapped(item, kind, function)
+            for item in value
+        ]
     if isinstance(value, dict):
         return {name: mapped(item, kind, function) for name, item in value.items()}
     return value
@@ -282,7 +303,12 @@ def can_run_again(func: Any) -> bool:
 
 def is_plain(t: Tensor) -> bool:
     """Whether a tensor is its own storage and not made of others, as quantised weights are."""
-    return not is_traceable_wrapper_subclass(t)
+    return _is_plain(type(t))
+
+
+@lru_cache
+def _is_plain(kind: type) -> bool:
+    return not hasattr(kind, "__tensor_flatten__")
 
 
 def address(t: Tensor) -> int:

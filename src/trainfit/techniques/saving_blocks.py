@@ -17,10 +17,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from trainfit.kernels.host_copies import Lane, host_empty, now, wait
-from trainfit.techniques.rematerialize import Expression, Saving, address
+from trainfit.techniques.rematerialize import SMALL, Expression, Saving, address
 
 OWN = "_trainfit_saving"
 """Attribute of a block that tells its number and its siblings."""
+
+
+def goes(num_bytes: int, gone_bytes: int, held_bytes: int, share: float) -> bool:
+    """Whether a storage leaves: if no more than the share of what is held so far, itself included, has left with it."""
+    return gone_bytes + num_bytes <= share * held_bytes
 
 
 class Parcel:
@@ -40,19 +45,24 @@ class Run:
 
     Args:
         share: how much of the bytes it holds is to wait on the host.
-        stays: address of a storage that does not leave: the block's input, which the block before it made.
+        x: the block's input. Its own storage, which the block before it made, stays unless ``with_input``, and so does
+            what is small against it.
     """
 
-    def __init__(self, blocks: Blocks, share: float, stays: int | None):
-        self._blocks, self.share, self._stays = blocks, share, stays
-        self._held_bytes = self._gone_bytes = 0
+    def __init__(self, blocks: Blocks, share: float, x: Tensor, *, with_input: bool):
+        self._blocks, self.share = blocks, share
+        self._stays = None if with_input else address(x)
+        self._small = SMALL * x.untyped_storage().nbytes()
+        self._gone_bytes = 0
+        self.held_bytes: list[int] = []
+        """Of each storage that it holds, in the order in which they were saved."""
         self._parcels: dict[int, Parcel | None] = {}
         """By storage; None: it stays."""
 
     def hold(self, expression: Expression, t: Tensor) -> None:
         """A tensor was saved: its storage leaves, if with it no more than the share has left."""
         storage = address(t)
-        if storage == self._stays:
+        if storage == self._stays or t.untyped_storage().nbytes() < self._small:
             return
         if storage not in self._parcels:
             self._parcels[storage] = self._leaves(t)
@@ -62,8 +72,8 @@ class Run:
 
     def _leaves(self, t: Tensor) -> Parcel | None:
         num_bytes = t.untyped_storage().nbytes()
-        self._held_bytes += num_bytes
-        if self._gone_bytes + num_bytes > self.share * self._held_bytes:
+        self.held_bytes.append(num_bytes)
+        if not goes(num_bytes, self._gone_bytes, sum(self.held_bytes), self.share):
             return None
         self._gone_bytes += num_bytes
         parcel = Parcel(t)
@@ -110,6 +120,8 @@ class Blocks:
         self._before: Run | None = None
         """Of the block before the one that runs."""
         self._leaving: Run | None = None
+        self.held_bytes: dict[int, list[int]] = {}
+        """By block: what its last forward held (see ``Run``); only of blocks that are asked to offload."""
         self._free: dict[Any, list[Tensor]] = {}
 
     def install(self) -> None:
@@ -125,7 +137,7 @@ class Blocks:
     def forward(self, index: int, forward: Callable[..., Any], x: Tensor, args: Any, kwargs: Any) -> Any:
         """Block ``index``'s forward, with autograd."""
         level, share = self._told[index]
-        run = Run(self, share, None if level == "full" else address(x))
+        run = Run(self, share, x, with_input=level == "full")
         if level == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         block = self._blocks[index]
@@ -143,6 +155,7 @@ class Blocks:
 
     def _follow(self, index: int, run: Run, out: Any) -> None:
         """Block ``index`` has run: what left before it is given up, and is to come back when its gradient arrives."""
+        self.held_bytes[index] = run.held_bytes
         before = self._before if index else None
         if before is not None and before.share:
             first = next(t for t in tree_leaves(out) if isinstance(t, Tensor))

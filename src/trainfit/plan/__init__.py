@@ -1,0 +1,1 @@
+"""From a goal to a recipe: what to choose so that it fits and is fast."""

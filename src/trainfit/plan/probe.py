@@ -1,0 +1,341 @@
+"""What each way to save a decoder block's forward costs: one short trace on the virtual GPU, cut at the blocks' borders.
+
+Enters: a recipe. Leaves: for each kind of block and each level of recomputation, how far its forward and its backward rise
+above where they begin, what they leave, and how long they take; and the same of what lies before, between and after.
+
+Where all blocks are equal, the model is cut to one a level and one more at either end, because the first and the last
+block share with what is outside them. Else every block is traced, the levels dealt round, as often as it takes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.this_cpu import CPU
+from trainfit.models.layers import layer_lists
+from trainfit.predict.roofline import op_s
+from trainfit.predict.trace import prefers_cudnn
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import LayerRun, Layers, Recipe
+from trainfit.step import assemble
+from trainfit.techniques.saving_blocks import OWN
+from trainfit.virtual.ledger import ALLOCATE, Ledger, Op
+from trainfit.virtual.repeat import TOLD, signature
+from trainfit.virtual.replay import BLOCK
+from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.virtual_gpu import virtual_gpu
+
+WATCHED = 1e-9
+"""A share to offload that nothing fits into: what a block holds is told, and all of it stays."""
+UNKNOWN_GPU = {"flops_per_s": 1e12, "bytes_per_s": 1e11}
+"""Rates of a device whose own are not known (a CPU): they only rank plans."""
+
+
+@dataclass
+class Piece:
+    """A stretch of one step's memory, in bytes against its beginning."""
+
+    peak_bytes: int = 0
+    net_bytes: int = 0
+
+
+@dataclass
+class Work:
+    """What a stretch has the GPU and its host do in one step, all micro-batches."""
+
+    gpu_s: float = 0.0
+    num_ops: int = 0
+    num_products: int = 0
+    num_again: int = 0
+    """Products that are recomputed."""
+
+
+@dataclass
+class Cost:
+    """One block saved in one way."""
+
+    forward: Piece = field(default_factory=Piece)
+    backward: Piece = field(default_factory=Piece)
+    forward_work: Work = field(default_factory=Work)
+    backward_work: Work = field(default_factory=Work)
+    late_bytes: int = 0
+    """Of what its forward leaves: what goes when the whole forward ends (autocast's copies of weights)."""
+    held_bytes: tuple[int, ...] = ()
+    """Storages that may wait on the host, in the order in which they are saved."""
+
+
+@dataclass
+class Probe:
+    """What a plan is put together from."""
+
+    kinds: list[int]
+    """Of each block of the model: which kind it is."""
+    costs: dict[tuple[int, str], Cost]
+    start_bytes: int
+    """Allocated when the last micro-batch's forward begins."""
+    before: Piece
+    head: Piece
+    """From the last block's forward to the end of the forward."""
+    loss: Piece
+    """From there to the first block's backward."""
+    after: Piece
+    rest: Work
+    """Of all that is in no block."""
+
+
+def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
+    """Trace a few blocks of the recipe, each level at least once for each kind of block.
+
+    Args:
+        levels: of recomputation; the last one saves a block's input.
+    Raises:
+        InputError: the model has no single list of decoder blocks, or what assembling the recipe refuses.
+    """
+    found: Probe | None = None
+    round_ = 0
+    while found is None or any(
+        (kind, level) not in found.costs for kind in set(found.kinds) for level in levels
+    ):
+        more = _Traced(recipe, levels, round_).probe()
+        if found is not None:
+            more.costs = found.costs | more.costs
+        found, round_ = more, round_ + 1
+    return found
+
+
+class _Traced:
+    """One trace, its levels dealt out from the ``first``-th on."""
+
+    def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
+        self.levels, self.first = levels, first
+        self.gpu = find_gpu(recipe.hardware.gpu)
+        traits = None if self.gpu.name == CPU else GpuTraits.of(self.gpu)
+        self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
+        with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(self.gpu)) as virtual:
+            self.virtual = virtual
+            step = assemble(
+                self.recipe, torch.device("cpu"), on_model=self._choose, compiler=virtual.compiler
+            )
+            virtual.model_is_complete(step.model, [])
+            for name in ("first", "steady"):
+                virtual.begin(name, "data")
+                batches = step.random_batches()
+                step(batches, on_phase=lambda phase, name=name: virtual.begin(name, phase))
+                for optimizer in step.optimizers:
+                    virtual.own_state(optimizer)
+            self.held = self._held(step.model)
+            self.ledger = virtual.finish()
+
+    def _choose(self, model: nn.Module) -> None:
+        lists = layer_lists(model)
+        if len(lists) != 1:
+            raise InputError(
+                "this model has no single list of decoder blocks to plan",
+                "use recompute: none or full",
+                field="recompute.budget_gib",
+            )
+        self.name, blocks = lists[0]
+        known: dict[Any, int] = {}
+        self.kinds = [known.setdefault(signature(block), len(known)) for block in blocks]
+        trained = _num_trained(model)
+        if len(known) == 1 and len(blocks) > len(self.levels) + 2:
+            removed = list(blocks)[len(self.levels) + 2 :]
+            del blocks[len(self.levels) + 2 :]
+            self.virtual.tracer.forget(
+                t for block in removed for t in (*block.parameters(), *block.buffers())
+            )
+        self.times_update = trained / max(1, _num_trained(model))
+        self.traced = self.kinds[: len(blocks)]
+        self.chosen = self._deal()
+        for block, level in zip(blocks, self.chosen, strict=True):
+            setattr(block, TOLD, f"{level} {0.0 if self.recipe.compile else WATCHED}")
+
+    def _telling(self) -> list[int]:
+        """Blocks whose cost counts: those of the middle, and the outer ones of a kind that has no other."""
+        middle = range(1, len(self.traced) - 1)
+        inside = {self.traced[index] for index in middle}
+        outer = (index for index in {0, len(self.traced) - 1} if self.traced[index] not in inside)
+        return sorted({*middle, *outer})
+
+    def _deal(self) -> list[str]:
+        chosen = [self.levels[0]] * len(self.traced)
+        # Some models hold the first block's input until the forward ends. Where the block saves it, that changes nothing.
+        chosen[0] = self.levels[-1]
+        dealt = dict.fromkeys(self.traced, self.first)
+        for index in self._telling():
+            kind = self.traced[index]
+            chosen[index] = self.levels[dealt[kind] % len(self.levels)]
+            dealt[kind] += 1
+        return chosen
+
+    def _held(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        _, blocks = layer_lists(model)[0]
+        own = getattr(blocks[0], OWN, None)
+        return {index: tuple(sizes) for index, sizes in own[0].held_bytes.items()} if own else {}
+
+    def probe(self) -> Probe:
+        """Cut the ledger at the borders of the blocks."""
+        label = _Labels(self.ledger, self.name)
+        last = {
+            phase: max(
+                i for i, s in enumerate(self.ledger.segments) if (s.step, s.phase) == ("steady", phase)
+            )
+            for phase in ("forward", "backward")
+        }
+        start_bytes, static = _static(self.ledger, label, last["forward"])
+        for kind in self.kinds:
+            start_bytes += static.get(self.traced.index(kind), 0)
+        for index in range(len(self.traced)):
+            start_bytes -= static.get(index, 0)
+        order = range(len(self.traced))
+        forward = _cut(self.ledger, label, last["forward"], order)
+        backward = _cut(self.ledger, label, last["backward"], order[::-1])
+        late = _late(self.ledger, label, last["forward"])
+        work = _works(self.ledger, label, self.gpu)
+        costs: dict[tuple[int, str], Cost] = {}
+        for index in self._telling():
+            costs[self.traced[index], self.chosen[index]] = Cost(
+                forward[index],
+                backward[index],
+                work.get((index, "forward"), Work()),
+                work.get((index, "backward"), Work()),
+                late.get(index, 0),
+                self.held.get(index, ()),
+            )
+        # What the outer blocks' forwards leave until the end is counted with each block, not with the head.
+        for index in order:
+            told = costs.get((self.traced[index], self.chosen[index]))
+            forward[AFTER].net_bytes += told.late_bytes if told else late.get(index, 0)
+        rest, update = work.get((None, ""), Work()), work.get((None, "optimizer"), Work())
+        rest.gpu_s += update.gpu_s * self.times_update
+        rest.num_ops += round(update.num_ops * self.times_update)
+        return Probe(
+            self.kinds,
+            costs,
+            start_bytes,
+            forward[BEFORE],
+            forward[AFTER],
+            backward[BEFORE],
+            backward[AFTER],
+            rest,
+        )
+
+
+BEFORE, AFTER = -1, -2
+
+
+class _Labels:
+    """Which block an operation or a storage belongs to; None: none."""
+
+    def __init__(self, ledger: Ledger, name: str):
+        self._ledger = ledger
+        self._pattern = re.compile(rf"(?:^|[./]){re.escape(name)}\.(\d+)\.")
+
+    def of_op(self, op: Op) -> int | None:
+        return self._in(op.module + ".")
+
+    def of_storage(self, index: int) -> int | None:
+        storage = self._ledger.storages[index]
+        found = self._in(storage.slot)
+        if found is None and storage.op >= 0:
+            found = self.of_op(self._ledger.ops[storage.op])
+        return found
+
+    def _in(self, text: str) -> int | None:
+        match = self._pattern.search(text)
+        return int(match.group(1)) if match else None
+
+
+def _size(ledger: Ledger, index: int) -> int:
+    return -(-ledger.storages[index].num_bytes // BLOCK) * BLOCK
+
+
+def _static(ledger: Ledger, label: _Labels, segment: int) -> tuple[int, dict[int, int]]:
+    """What is alive when a segment begins: all of it, and by block."""
+    alive: set[int] = set()
+    for event in ledger.events:
+        if event.segment >= segment:
+            break
+        (alive.add if event.kind == ALLOCATE else alive.discard)(event.storage)
+    by_block: dict[int, int] = {}
+    for index in alive:
+        block = label.of_storage(index)
+        if block is not None:
+            by_block[block] = by_block.get(block, 0) + _size(ledger, index)
+    return sum(_size(ledger, index) for index in alive), by_block
+
+
+def _cut(ledger: Ledger, label: _Labels, segment: int, order: range) -> dict[int, Piece]:
+    """Pieces of one forward or backward: before the first block, of each block in ``order``, after the last one.
+
+    A block's piece begins with the first allocation in it. Frees go with the allocations before them.
+    """
+    events = [event for event in ledger.events if event.segment == segment]
+    blocks = [label.of_storage(event.storage) if event.kind == ALLOCATE else None for event in events]
+    ends = max((i for i, block in enumerate(blocks) if block is not None), default=-1)
+    ranks = {block: rank for rank, block in enumerate(order)}
+    pieces = {BEFORE: Piece(), AFTER: Piece(), **{block: Piece() for block in order}}
+    current = BEFORE
+    for i, event in enumerate(events):
+        block = blocks[i]
+        if block is not None and (current == BEFORE or ranks[block] > ranks[current]):
+            current = block
+        elif event.kind == ALLOCATE and i > ends and current != BEFORE:
+            current = AFTER
+        piece, size = pieces[current], _size(ledger, event.storage)
+        piece.net_bytes += size if event.kind == ALLOCATE else -size
+        piece.peak_bytes = max(piece.peak_bytes, piece.net_bytes)
+    return pieces
+
+
+def _num_trained(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _late(ledger: Ledger, label: _Labels, segment: int) -> dict[int, int]:
+    """Bytes by block that a forward frees after its last block's last allocation."""
+    events = [event for event in ledger.events if event.segment == segment]
+    ends = max(
+        (i for i, e in enumerate(events) if e.kind == ALLOCATE and label.of_storage(e.storage) is not None),
+        default=0,
+    )
+    begins = next((i for i in range(ends + 1, len(events)) if events[i].kind == ALLOCATE), len(events))
+    late: dict[int, int] = {}
+    for event in events[begins:]:
+        block = label.of_storage(event.storage)
+        if event.kind != ALLOCATE and block is not None:
+            late[block] = late.get(block, 0) + _size(ledger, event.storage)
+    return late
+
+
+def _works(ledger: Ledger, label: _Labels, gpu: Gpu) -> dict[tuple[int | None, str], Work]:
+    """Work of a steady step by block and phase; (None, "optimizer") is the update, (None, "") what else is in no block."""
+    works: dict[tuple[int | None, str], Work] = {}
+    for op in ledger.ops:
+        segment = ledger.segments[op.segment]
+        if segment.step != "steady":
+            continue
+        block = label.of_op(op)
+        key = (block, segment.phase)
+        if segment.phase == "optimizer" or block is None:
+            key = (None, "optimizer" if segment.phase == "optimizer" else "")
+        work = works.setdefault(key, Work())
+        work.gpu_s += _seconds(op, gpu)
+        work.num_ops += op.calls
+        if op.causal_flops and segment.phase == "forward":
+            work.num_products += 1
+        if op.causal_flops and segment.phase == "backward" and not op.model_flops:
+            work.num_again += 1
+    return works
+
+
+def _seconds(op: Op, gpu: Gpu) -> float:
+    if gpu.memory_bytes_per_s is not None and gpu.peak_flops_per_s:
+        return op_s(op, gpu)
+    return max(op.causal_flops / UNKNOWN_GPU["flops_per_s"], op.num_bytes / UNKNOWN_GPU["bytes_per_s"])
