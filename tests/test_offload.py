@@ -69,6 +69,23 @@ def test_equal_seeds_start_from_equal_weights() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("implementation", ["hf", "native"])
+@pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
+def test_quantised_blocks_wait_as_codes(implementation: str, quantize: str) -> None:
+    fields = {
+        "implementation": implementation,
+        "quantize": quantize,
+        "precision": "bf16",
+        "adapter": Adapter(kind="lora", rank=2),
+    }
+    plain, moved = assemble(variant(**fields), CPU), assemble(variant(BOTH, **fields), CPU)
+    codes = {name: value for name, value in moved.state_dict()["model"].items() if name.endswith(".codes")}
+    assert len(codes) == 5 * (7 if implementation == "hf" else 4)
+    assert len({value.view(torch.uint8).numpy().tobytes() for value in codes.values()}) == len(codes)
+    moved.load_state_dict(plain.state_dict())
+    assert trained(moved) == trained(plain)
+
+
 @pytest.mark.parametrize("way", [True])
 @pytest.mark.parametrize(
     "optimizer",

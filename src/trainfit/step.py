@@ -90,7 +90,12 @@ def _build(recipe: Recipe, device: torch.device) -> tuple[nn.Module, HostBlocks 
     if recipe.offload.weights:
         slots = offload_weights.num_slots(recipe)
         model, hosted = build_on_host(
-            recipe.model, dtype=dtype, device=device, attention=recipe.attention, num_slots=slots
+            recipe.model,
+            dtype=dtype,
+            device=device,
+            attention=recipe.attention,
+            quantize=recipe.quantize,
+            num_slots=slots,
         )
         return model.train(), hosted
     model = build_model(

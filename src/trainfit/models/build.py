@@ -6,6 +6,7 @@ shifted inside, -100 ignored) and ``.logits`` ([batch, seq, vocabulary]). Works 
 (under FakeTensorMode) and on real devices; nothing is made on the CPU first and moved.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,13 +74,21 @@ def _build_quantized(
 
 
 def build_on_host(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, attention: str = "sdpa", num_slots: int
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "sdpa",
+    quantize: str | None = None,
+    num_slots: int,
 ) -> tuple[nn.Module, HostBlocks]:
     """The same model with its decoder blocks' weights on the host, ``num_slots`` blocks at most on ``device``.
 
     Raises:
         InputError: as ``build_model``, or the model has no list of repeated blocks.
     """
+    from trainfit.models.quantized import load_random, replace_linears
+
     model = build_model(spec, dtype=dtype, device="meta", attention=attention)
     blocks = [block for _, found in layer_lists(model) for block in found]
     if not blocks:
@@ -90,11 +99,15 @@ def build_on_host(
             value=True,
         )
     block_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
-    _to_device([module for module in model.modules() if id(module) not in block_of], device)
-    hosted = HostBlocks(blocks, device, num_slots)
     visited = _as_initialised(model)
+    quantized = replace_linears(blocks, quantize) if quantize is not None else {}
+    _to_device([module for module in visited if id(module) not in block_of], device)
+    hosted = HostBlocks(blocks, device, num_slots)
     for module, following in zip(visited, [*visited[1:], None], strict=True):
-        _initialise(model, module)
+        if module in quantized:
+            load_random(quantized[module], module, device, partial(_initialise, model))
+        else:
+            _initialise(model, module)
         index = block_of.get(id(module))
         if index is not None and index != block_of.get(id(following)):
             hosted.keep(index)

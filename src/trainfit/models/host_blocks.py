@@ -39,13 +39,16 @@ class HostBlocks:
     def _bind(self, index: int, block: nn.Module) -> None:
         places, num_bytes = self._places[index]
         self.ring.invite(index, num_bytes)
-        for owner, name, parameter, start in places:
-            value = view(self.ring.room(index), start, parameter)
-            owner._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         for module in block.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device=self.lanes.device)
+        for owner, name, tensor, start in places:
+            value = view(self.ring.room(index), start, tensor)
+            if isinstance(tensor, nn.Parameter):
+                owner._parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
+            else:
+                owner._buffers[name] = value
         block.register_state_dict_post_hook(self._saving(index))
         block.register_load_state_dict_pre_hook(self._loading(index))
 
@@ -54,20 +57,18 @@ class HostBlocks:
         self.ring.keep(index)
 
     def values(self, index: int) -> Iterator[tuple[str, Tensor]]:
-        """Dotted names within the block, as they are now, and the host's views of its parameters, to read or to write."""
+        """Dotted names within the block, as they are now, and the host's views of its weights, to read or to write."""
         self.lanes.settle()
         self.ring.overwritten(index)
         # Adapters may have put the modules deeper since.
         paths = {id(module): path for path, module in self.blocks[index].named_modules()}
-        for owner, name, parameter, start in self._places[index][0]:
-            yield (
-                f"{paths[id(owner)]}.{name}".removeprefix("."),
-                view(self.ring.host(index), start, parameter),
-            )
+        for owner, name, tensor, start in self._places[index][0]:
+            value = view(self.ring.host(index), start, tensor)
+            yield f"{paths[id(owner)]}.{name}".removeprefix("."), value
 
     def parameters(self, index: int) -> list[nn.Parameter]:
         """Block ``index``'s parameters that share a slot with other blocks'."""
-        found = [owner._parameters[name] for owner, name, _, _ in self._places[index][0]]
+        found = [owner._parameters.get(name) for owner, name, _, _ in self._places[index][0]]
         return [parameter for parameter in found if parameter is not None]
 
     def _saving(self, index: int) -> Any:
@@ -101,16 +102,18 @@ def is_moment(value: Any, parameter: Tensor) -> bool:
     )
 
 
-Places = list[tuple[nn.Module, str, nn.Parameter, int]]
-"""A submodule, the name in it, the parameter as built on meta, where it begins (bytes)."""
+Places = list[tuple[nn.Module, str, Tensor, int]]
+"""A submodule, the name in it, the parameter (or a quantised weight's codes, a buffer) as built on meta, where it begins
+(bytes)."""
 
 
 def _places(block: nn.Module) -> tuple[Places, int]:
     places: Places = []
     end = 0
     for module in block.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.append((module, name, parameter, end))
-                end += padded(parameter.numel() * parameter.element_size())
+        codes = module._buffers if getattr(module, "num_quantized", 0) else {}
+        for name, tensor in (*module._parameters.items(), *codes.items()):
+            if tensor is not None:
+                places.append((module, name, tensor, end))
+                end += padded(tensor.numel() * tensor.element_size())
     return places, end

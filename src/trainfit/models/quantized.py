@@ -210,6 +210,34 @@ def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, init
     _materialize(model, device, initialize)
 
 
+def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, QuantizedLinear]:
+    """Put quantised layers without memory in the place of the blocks' linear layers; those that were there -> these.
+
+    Raises:
+        InputError: blocks that hold their weights in something else than linear layers.
+    """
+    _refuse_other_weights(blocks, kind)
+    replaced: dict[nn.Module, QuantizedLinear] = {}
+    for block in blocks:
+        for parent in list(block.modules()):
+            for name, child in parent.named_children():
+                if _is_linear(child):
+                    replaced[child] = _quantized(child, kind, "meta")
+                    setattr(parent, name, replaced[child])
+    return replaced
+
+
+@torch.no_grad()
+def load_random(
+    quantized: QuantizedLinear, linear: nn.Module, device: torch.device, initialize: Initialize
+) -> None:
+    """Give a quantised layer the random start of the layer on ``meta`` that it replaced, which is on the device meanwhile."""
+    on_meta = dict(linear._parameters)
+    _materialize(linear, device, initialize)
+    quantized.load(_weight(linear), linear.bias)  # pyright: ignore[reportArgumentType]
+    linear._parameters.update(on_meta)
+
+
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)

@@ -29,13 +29,6 @@ def check(recipe: Recipe) -> None:
             field="offload.weights",
             value=True,
         )
-    if recipe.quantize is not None:
-        raise InputError(
-            "a quantised base's codes do not move",
-            "set offload.weights: false (nf4 takes a quarter of bf16's memory) or quantize: null",
-            field="offload.weights",
-            value=True,
-        )
     if recipe.compile == "model":
         raise InputError(
             "a whole compiled model shows no blocks",
