@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainfit.kernels.stochastic_rounding import round_stochastically
+from trainfit.kernels.stochastic_rounding import round_stochastically, seed_of
 
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
 """The paper's decay of beta2, its clipping threshold d, its epsilon2: torch's defaults."""
@@ -70,7 +70,7 @@ class FusedAdafactor(torch.optim.Optimizer):
         rate = min(group["lr"], 1 / math.sqrt(step))
         keep = 1 - group["lr"] * group["weight_decay"]
         stochastic = self._stochastic and parameter.dtype == torch.bfloat16
-        seed = (self._seed + 1_000_003 * number + 7_919 * int(step)) % 2**31
+        seed = seed_of(self._seed, number, int(step))
         update = _vector if parameter.dim() < 2 else _matrix
         update(parameter, gradient, state, one_minus_beta2, rate, keep, stochastic, seed)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trainfit.kernels.stochastic_rounding_triton import rounded_at_random
+
 
 @triton.jit
 def row_squares_kernel(G, P, ROW, PARTS, num_columns, BLOCK: tl.constexpr):
@@ -70,7 +72,7 @@ def update_squares_kernel(
     tl.store(PARTS + row, tl.sum(squares, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def apply_kernel(
     P, G, ROW, COLUMN, MEAN, SIZE, keep, eps_squared, seed, num_rows, num_columns,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
@@ -90,15 +92,3 @@ def apply_kernel(
         if STOCHASTIC:
             p = rounded_at_random(p, seed, at)
         tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def rounded_at_random(x, seed, at):
-    """fp32 values that are bf16 values, up or down with probabilities that keep the mean: 16 random bits are added
-    below the last bit that stays, then cut off. What is not finite stays as it is.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    noise = (tl.randint(seed, at) & 0xFFFF).to(tl.int32)
-    cut = ((bits + noise) & -65536).to(tl.float32, bitcast=True)
-    finite = (bits & 0x7F800000) != 0x7F800000
-    return tl.where(finite, cut, x)

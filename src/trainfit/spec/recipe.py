@@ -159,8 +159,9 @@ class Optimizer(Value):
     """The optimizer and how its update is run.
 
     ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
-    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id does not depend on writing it.
-    ``momentum``: SGD's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
+    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id does not
+    depend on writing it; so is Muon's momentum of 0.95.
+    ``momentum``: SGD's and Muon's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
     ``in_backward``: update each weight as soon as its gradient is there (True), or each decoder block's weights together.
     ``stochastic_rounding``: round bf16 weights up or down at random, in proportion to what is cut off, so that updates
     smaller than half their last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
@@ -177,10 +178,12 @@ class Optimizer(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _best_implementation(cls, data: Any) -> Any:
+    def _best_for_this_one(cls, data: Any) -> Any:
         if isinstance(data, dict) and "implementation" not in data and data.get("name") == "adafactor":
             rounded = data.get("stochastic_rounding") is True  # which torch's own has not
             return {**data, "implementation": "fused" if rounded else "forloop"}
+        if isinstance(data, dict) and "momentum" not in data and data.get("name") == "muon":
+            return {**data, "momentum": 0.95}
         return data
 
 

@@ -11,13 +11,13 @@ a weight's size allocated, and no wait for the host, which torch's loop makes tw
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
@@ -67,19 +67,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Each optimizer that is made rounds by a seed of its own (one a parameter, when they run in backward)."""
     from trainfit.kernels.adafactor import FusedAdafactor
 
-    asked, made = recipe.optimizer, itertools.count(1)
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        seed = recipe.seed + 104_729 * next(made)
-        return FusedAdafactor(
-            parameters,
-            lr=asked.lr,
-            weight_decay=asked.weight_decay,
-            stochastic=asked.stochastic_rounding,
-            seed=seed,
-        )
-
-    return make
+    asked, numbers = recipe.optimizer, seeds(recipe)
+    return lambda parameters: FusedAdafactor(
+        parameters,
+        lr=asked.lr,
+        weight_decay=asked.weight_decay,
+        stochastic=asked.stochastic_rounding,
+        seed=next(numbers),
+    )

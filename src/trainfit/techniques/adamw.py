@@ -1,13 +1,23 @@
 """AdamW: ``torch.optim.AdamW`` in its three implementations, two moments of each weight's own dtype.
 
+With stochastic rounding it is ours (kernels/adamw.py): weights and moments in bf16, all rounded at random. A second moment
+that moves by a thousandth each step stands still in bf16 where it is rounded to nearest.
 Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.stochastic_rounding import seeds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 COVERS = {"optimizer.name": ("adamw",)}
 
@@ -18,6 +28,15 @@ def applies(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe) -> None:
     """AdamW's first moment is always kept, so the recipe's momentum has no meaning here."""
+    refuse_momentum(recipe)
+
+
+def refuse_momentum(recipe: Recipe) -> None:
+    """For every AdamW.
+
+    Raises:
+        InputError: the recipe sets a momentum.
+    """
     if recipe.optimizer.momentum:
         raise InputError(
             "AdamW always keeps a first moment (beta 0.9)",
@@ -29,13 +48,25 @@ def check(recipe: Recipe) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """One AdamW, its implementation said outright: torch's default depends on the device."""
+    draft.make_optimizer = adamw(recipe)
+
+
+def adamw(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the recipe's AdamW for some parameters."""
     import torch
 
     asked = recipe.optimizer
-    draft.make_optimizer = lambda parameters: torch.optim.AdamW(
-        parameters,
-        lr=asked.lr,
-        weight_decay=asked.weight_decay,
-        foreach=asked.implementation == "foreach",
-        fused=asked.implementation == "fused",
+    if not asked.stochastic_rounding:
+        return lambda parameters: torch.optim.AdamW(
+            parameters,
+            lr=asked.lr,
+            weight_decay=asked.weight_decay,
+            foreach=asked.implementation == "foreach",
+            fused=asked.implementation == "fused",
+        )
+    from trainfit.kernels.adamw import FusedAdamW
+
+    numbers = seeds(recipe)
+    return lambda parameters: FusedAdamW(
+        parameters, asked.lr, asked.weight_decay, stochastic=True, seed=next(numbers)
     )

@@ -1,9 +1,13 @@
-"""SGD: ``torch.optim.SGD``, with momentum where the recipe gives one (one buffer of each weight's own dtype)."""
+"""SGD: ``torch.optim.SGD``, with momentum where the recipe gives one (one buffer of each weight's own dtype).
+
+With stochastic rounding it is ours (kernels/sgd.py): bf16 weights and momentum, rounded at random.
+"""
 
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.stochastic_rounding import seeds
 
 COVERS = {"optimizer.name": ("sgd",)}
 
@@ -21,6 +25,14 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     import torch
 
     asked = recipe.optimizer
+    if asked.stochastic_rounding:
+        from trainfit.kernels.sgd import StochasticSGD
+
+        numbers = seeds(recipe)
+        draft.make_optimizer = lambda parameters: StochasticSGD(
+            parameters, asked.lr, asked.weight_decay, asked.momentum, seed=next(numbers)
+        )
+        return
     draft.make_optimizer = lambda parameters: torch.optim.SGD(
         parameters,
         lr=asked.lr,

@@ -2,11 +2,14 @@
 
 bf16 has 8 bits of precision: an update below 2^-9 of its weight is lost when rounded to nearest, and late in training
 most are. Rounded at random, in proportion to what is cut off, the weight moves by the update on average. It costs no
-memory, where an fp32 master copy costs 4 bytes a weight. The bits follow from the recipe's seed, the weight and the step, so
-a resumed run repeats itself. Source: Zamirai et al., arXiv:2010.06192.
+memory, where an fp32 master copy costs 4 bytes a weight. Moments that are kept in bf16 (AdamW's, SGD's momentum) are
+rounded so too; Muon's, which moves by a twentieth each step, to nearest. The bits follow from the recipe's seed, the
+weight and the step, so a resumed run repeats itself. Source: Zamirai et al., arXiv:2010.06192.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -20,7 +23,7 @@ def applies(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """The optimizer writes bf16 weights itself, and knows how."""
+    """The optimizer writes bf16 weights itself, in a kernel of ours."""
     field, asked = "optimizer.stochastic_rounding", recipe.optimizer
     if recipe.precision != "bf16":
         raise InputError(
@@ -31,10 +34,17 @@ def check(recipe: Recipe) -> None:
             field=field,
             value=True,
         )
-    if asked.name != "adafactor" or asked.implementation != "fused":
+    if asked.implementation != "fused":
         raise InputError(
-            f"optimizer {asked.name} {asked.implementation} rounds to nearest",
-            "use optimizer: {name: adafactor, implementation: fused, stochastic_rounding: true}",
+            f"{asked.name}'s {asked.implementation} implementation rounds to nearest",
+            "use optimizer.implementation: fused",
+            field=field,
+            value=True,
+        )
+    if recipe.adapter is not None and recipe.adapter.dtype == "fp32":
+        raise InputError(
+            "only the adapter trains, and its weights are fp32, which lose nothing",
+            "use adapter.dtype: base, or set stochastic_rounding: false",
             field=field,
             value=True,
         )
@@ -42,3 +52,11 @@ def check(recipe: Recipe) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Nothing is left to do: the optimizer was made with it."""
+
+
+def seeds(recipe: Recipe) -> Iterator[int]:
+    """One for each optimizer that a step has (one a parameter, when they run in backward), never equal."""
+    seed = recipe.seed
+    while True:
+        seed += 104_729
+        yield seed % 2**63

@@ -108,7 +108,11 @@ COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_de
 LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
 """Ours (kernels/) whose first argument only says a dtype."""
 
-OWN_VECTOR_WORK = frozenset({"adafactor_squares", "adafactor_update_squares", "adafactor_apply"})
+OWN_VECTOR_WORK = frozenset(
+    """
+    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded add_rounded
+    """.split()
+)
 """Kernels of ours that do no products."""
 
 LISTS = ("_foreach_", "_fused_", "_amp_foreach_")

@@ -28,6 +28,8 @@ class Place(NamedTuple):
     recomputing: bool = False
     in_autograd: bool = False
     """On CUDA, autograd runs in a thread of its own, with library handles of its own."""
+    updating: bool = False
+    """A gradient has just arrived: what runs now is a hook's, such as an optimizer in the backward."""
 
 
 NOWHERE = Place("", "", NO_LAYER)
@@ -128,7 +130,7 @@ class Places:
             return NOWHERE
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self.of_parameter(variable)._replace(in_autograd=True)
+            return self.of_parameter(variable)._replace(in_autograd=True, updating=True)
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
         return (self._marks[at] if at >= 0 else NOWHERE)._replace(in_autograd=True)
 

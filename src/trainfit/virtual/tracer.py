@@ -256,7 +256,9 @@ class Tracer(TorchDispatchMode):
             self._unknown.add(str(func))
         num_bytes = bytes_moved(func, args, kwargs, out)
         full, causal = (counted.full, counted.causal) if counted else (0, 0)
-        needed = counted is not None and phase in ("forward", "backward") and not place.recomputing
+        # Neither recomputation nor an update (Muon makes products of its own) is what the model's mathematics needs.
+        extra = place.recomputing or place.updating
+        needed = counted is not None and phase in ("forward", "backward") and not extra
         model, model_full = (counted.model_causal, counted.model_full) if counted and needed else (0, 0)
         dtype = _dtype(args, out)
         groups = {owner.group for owner in owners}
