@@ -11,11 +11,13 @@ import torch
 from trainfit.catalog.load import model_config, recipes
 from trainfit.models.build import build_model
 from trainfit.models.native.config import from_own_keys
-from trainfit.spec.recipe import ModelSpec, Recipe
+from trainfit.spec.recipe import Budget, BudgetGib, ModelSpec, Recipe
 from trainfit.spec.recipe_file import load_recipe
+from trainfit.sweep.read import read_sweep
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "peak-memory"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "sweep")
+SWEEPS = ("sweep", "pareto")
+NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in SWEEPS)
 PUBLISHED = tomllib.loads((FOLDER / "published.toml").read_text(encoding="utf-8"))["rows"]
 COMPUTED_OTHERWISE = {"norm": {"rmsnorm", "rmsnorm_unfused"}, "alibi_bias": {"shared", "per_layer"}}
 """Keys of the model's config that say how the same function is computed -> their values of one function."""
@@ -108,3 +110,38 @@ def test_fused_norms_and_a_shared_bias_compute_the_same_function() -> None:
         return model(torch.arange(24).reshape(2, 12)).logits
 
     torch.testing.assert_close(logits("control"), logits("fused_norms"), rtol=1e-5, atol=1e-5)
+
+
+def test_the_sweep_has_every_row_once_and_trains_all_alike() -> None:
+    sweep = read_sweep(FOLDER / "sweep.yaml")
+    assert sorted(variant.name for variant in sweep.variants) == NAMES
+    assert sweep.notes == ()  # no two rows are one recipe
+    assert sweep.file.train is not None
+    assert sweep.file.train.steps == 100
+    assert {variant.name: variant.recipe.id for variant in sweep.variants} == {
+        name: read(name).id for name in NAMES
+    }
+
+
+def test_the_pareto_sweep_varies_recomputation_alone() -> None:
+    control = read("control")
+    variants = read_sweep(FOLDER / "pareto.yaml").variants
+    for variant in variants:
+        plain = {"recompute": control.recompute, "compile": control.compile}
+        assert variant.recipe.model_copy(update=plain) == control
+        assert variant.name.startswith("compiler" if variant.recipe.compile else "ours")
+    budgets = [variant.recipe.recompute for variant in variants]
+    assert sum(isinstance(budget, Budget) for budget in budgets) >= 5
+    assert sum(isinstance(budget, BudgetGib) for budget in budgets) >= 5
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-4b"])
+def test_the_ladder_stands_at_the_issues_sizes(model: str) -> None:
+    sweep = read_sweep(FOLDER.parent / "ladder" / f"{model}.yaml")
+    for variant in sweep.variants:
+        batch = variant.recipe.batch
+        assert (batch.micro, batch.seq, batch.accumulate) == (4, 2048, 1)
+        assert variant.recipe.model.config == model
+        assert variant.recipe.optimizer.name in {"adamw", "adamw8bit"}
+    names = {variant.name for variant in sweep.variants}
+    assert {*PUBLISHED, "bf16_fused_offload_checkpoint"} <= names
