@@ -14,7 +14,6 @@ from trainfit.records import replace_text
 from trainfit.report import html, sweep_plots
 from trainfit.report.compare import technique
 from trainfit.report.sweep_table import Column, columns, first_line
-from trainfit.report.table import NOTHING
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.sweep import RUNNING, WAITING, Row, front
 
@@ -28,7 +27,6 @@ CSS = (
 body, .wide td:first-child, .wide th:first-child { background: var(--paper); }
 th, pre, .wide th:first-child { background: var(--soft); }
 tr.best td, .wide tr.best td:first-child { background: var(--mark); }
-td.words { white-space: normal; min-width: 16rem; }
 """
 )
 
@@ -60,6 +58,7 @@ def page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
         "<h2>All variants</h2>",
         _note(rows, notes),
         _table(rows),
+        _endings(rows),
         "<h2>Each recipe</h2>",
         *(_details(row) for row in rows),
     ]
@@ -115,20 +114,25 @@ def _note(rows: Sequence[Row], notes: Sequence[str]) -> str:
 def _table(rows: Sequence[Row]) -> str:
     shown = columns(rows)
     what = Column("what it does", _technique, is_number=False)
-    shown = [shown[0], what, *shown[1:]]
-    told = any(row.message for row in rows)
+    size = [Column("batch", _batch, is_number=False)] if len({_batch(row) for row in rows}) > 1 else []
+    shown = [shown[0], what, *size, *shown[1:]]
     head = "".join(f'<th class="{_kind(one)}" scope="col">{escape(one.title)}</th>' for one in shown)
     best = set(front(rows))
     lines = []
     for row in rows:
         cells = [f'<td class="{_kind(one)}">{escape(one.cell(row))}</td>' for one in shown]
-        if told:
-            words = "" if row.status in (WAITING, RUNNING) else first_line(row.message)
-            cells.append(f'<td class="words">{escape(words or NOTHING)}</td>')
         mark = ' class="best"' if row.variant in best else ""
         lines.append(f"<tr{mark}>{''.join(cells)}</tr>")
-    head += '<th scope="col">why</th>' if told else ""
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _endings(rows: Sequence[Row]) -> str:
+    """Why a variant did not come to its end, in the trial's own words."""
+    told = [row for row in rows if row.message and row.status not in (WAITING, RUNNING)]
+    items = (
+        f"<li><b>{escape(row.variant)}</b>, {escape(row.status)}: {escape(first_line(row.message))}</li>" for row in told
+    )  # fmt: skip
+    return f"<ul>{''.join(items)}</ul>" if told else ""
 
 
 def _kind(column: Column) -> str:
@@ -137,6 +141,13 @@ def _kind(column: Column) -> str:
 
 def _technique(row: Row) -> str:
     return technique(recipe_from(row.recipe))
+
+
+def _batch(row: Row) -> str:
+    batch = row.recipe["batch"]
+    return f"{batch['micro']} x {batch['seq']}" + (
+        f" x {batch['accumulate']}" if batch["accumulate"] > 1 else ""
+    )
 
 
 def _details(row: Row) -> str:

@@ -17,9 +17,12 @@ MAX_ROWS = plots.MAX_ROWS
 LONGEST_NAME = 34
 PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "line"}
 """Colours that the page's style replaces, by the names of its variables."""
+CUT = 1.5
+"""Bars are cut at so many times the longest one of a variant that was measured: a recipe that did not fit by far would
+flatten all others."""
 SPREAD = 6.0
 """A larger quotient of the largest and the smallest value is drawn on a logarithmic axis."""
-LABEL_PLACES = ((6, 0, "left"), (-6, 0, "right"), (0, 9, "center"), (0, -10, "center"), (6, 11, "left"))
+LABEL_PLACES = ((5, 8, "left"), (-5, 8, "right"), (5, -9, "left"), (-5, -9, "right"), (8, 0, "left"))
 """Where a point's name may stand: points to the right, points up, alignment."""
 
 Values = list[float | None]
@@ -41,7 +44,7 @@ def memory_bars(rows: Sequence[Row]) -> str | None:
         Side("predicted", PREDICTED, [_over(row.predicted_bytes, size) for row in rows]),
         Side("measured", MEASURED, [_over(row.measured_bytes, size) for row in rows]),
     ]
-    return _bars(rows, sides, f"peak allocated, {name}", "memory", "{:.2f}" if name == "GiB" else "{:.1f}")
+    return _bars(rows, sides, f"peak allocated, {name}", "memory", "{:,.2f}" if name == "GiB" else "{:,.1f}")
 
 
 def speed_bars(rows: Sequence[Row]) -> str | None:
@@ -105,13 +108,13 @@ def _bars(rows: Sequence[Row], sides: list[Side], axis: str, name: str, number: 
     if not sides:
         return None
     rows = rows[:MAX_ROWS]
-    height = 0.72 / len(sides)
+    height, most = 0.72 / len(sides), _most(sides)
 
     def draw(plt: Any) -> Any:
         figure, axes = plt.subplots(figsize=(9.2, 0.9 + (0.2 + 0.2 * len(sides)) * len(rows)))
         for index, side in enumerate(sides):
             offset = (index - (len(sides) - 1) / 2) * height
-            _side(axes, rows, side, offset, height * 0.88, number)
+            _side(axes, rows, side, offset, height * 0.88, number, most)
         axes.set(xlabel=axis)
         axes.margins(x=0.1)
         axes.set_xlim(left=0)
@@ -128,13 +131,28 @@ def _bars(rows: Sequence[Row], sides: list[Side], axis: str, name: str, number: 
     return themed(plots.svg(draw, name), f"Bars: {axis}, {words}, a row a variant")
 
 
-def _side(axes: Any, rows: Sequence[Row], side: Side, offset: float, height: float, number: str) -> None:
+def _most(sides: list[Side]) -> float:
+    """The longest bar that is drawn whole."""
+    measured = [max(pair) for pair in zip(*(side.values for side in sides), strict=True) if None not in pair]
+    return CUT * max(measured) if len(sides) > 1 and measured else float("inf")
+
+
+def _side(
+    axes: Any, rows: Sequence[Row], side: Side, offset: float, height: float, number: str, most: float
+) -> None:
     for place, (row, value) in enumerate(zip(rows, side.values, strict=False)):
+        length = min(value or 0.0, most)
         if value is not None:
-            axes.barh(place + offset, value, height=height, color=side.colour, label=_label(axes, side.name))
+            # A bar that goes on is pale.
+            axes.barh(
+                place + offset, length, height=height, color=side.colour, alpha=0.45 if value > most else 1.0,
+                label=_label(axes, side.name),
+            )  # fmt: skip
         text = number.format(value) if value is not None else _why_not(row, side)
+        if value is not None and value > most:
+            text += " (cut)"
         axes.annotate(
-            text, (value or 0.0, place + offset), xytext=(4, 0), textcoords="offset points",
+            text, (length, place + offset), xytext=(4, 0), textcoords="offset points",
             va="center", fontsize=8, color=MUTED,
         )  # fmt: skip
 

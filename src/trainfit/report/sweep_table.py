@@ -19,6 +19,8 @@ STYLES = {"done": "green", WAITING: "dim", RUNNING: "cyan", "refused": "yellow",
 WIDE_FROM = 100
 """Terminal columns from which every column is shown."""
 LONGEST_MESSAGE = 160
+"""In a line of progress; at the end the whole line is told."""
+SHORT = {"out-of-memory": "OOM"}
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,9 @@ class Column:
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, int]:
-    """The unit of memory that suits all rows: GiB, or MiB where the largest is below one GiB."""
-    sizes = [size for row in rows for size in (row.predicted_bytes, row.measured_bytes) if size is not None]
+    """The unit of memory that suits the rows: GiB, or MiB where the largest measured (else predicted) is below one GiB."""
+    measured = [size for row in rows if (size := row.measured_bytes) is not None]
+    sizes = measured or [size for row in rows if (size := row.predicted_bytes) is not None]
     return ("GiB", GIB) if not sizes or max(sizes) >= GIB else ("MiB", MIB)
 
 
@@ -42,7 +45,7 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     name, size = unit(rows)
 
     def memory(read: Callable[[Row], int | None]) -> Callable[[Row], str]:
-        return lambda row: NOTHING if (found := read(row)) is None else f"{found / size:.3f}"
+        return lambda row: NOTHING if (found := read(row)) is None else f"{found / size:,.3f}"
 
     every = [
         Column(f"predicted {name}", memory(lambda row: row.predicted_bytes)),
@@ -74,7 +77,7 @@ def text_table(rows: Sequence[Row], width: int, *, seconds: dict[str, float] | N
 
     shown = [column for column in columns(rows) if column.narrow or width >= WIDE_FROM]
     best = set(front(rows)) if len(front(rows)) > 1 else set()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for column in shown:
         # A unit, or "predicted", stands under the quantity, so that columns are no wider than their numbers.
         title = column.title.replace(" ", "\n", 1)
@@ -95,13 +98,13 @@ def text_table(rows: Sequence[Row], width: int, *, seconds: dict[str, float] | N
 def _status(row: Row, seconds: dict[str, float]) -> str:
     if row.status == RUNNING:
         return f"{row.message} {seconds.get(row.variant, 0.0):.0f} s"
-    return f"to {row.message}" if row.status == WAITING else row.status
+    return f"to {row.message}" if row.status == WAITING else SHORT.get(row.status, row.status)
 
 
 def line(row: Row, part: str, outcome: Outcome) -> str:
     """What came of one part, in one plain line."""
     if outcome.status != "done":
-        return f"{part} {row.variant}: {outcome.status}: {first_line(outcome.message)}".rstrip(": ")
+        return f"{part} {row.variant}: {outcome.status}: {_cut(first_line(outcome.message))}".rstrip(": ")
     name, size = unit([row])
     words = {
         "predict": [_value(row.predicted_bytes, f"peak {{:.3f}} {name}", size)],
@@ -123,7 +126,10 @@ def first_line(message: str) -> str:
     lines = [part.strip() for part in message.splitlines() if part.strip()]
     if not lines:
         return ""
-    text = lines[0] if len(lines) == 1 else f"{lines[0].rpartition(': ')[0] or lines[0]}: {lines[-1]}"
+    return lines[0] if len(lines) == 1 else f"{lines[0].rpartition(': ')[0] or lines[0]}: {lines[-1]}"
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_MESSAGE else text[: LONGEST_MESSAGE - 1] + "…"
 
 

@@ -43,7 +43,14 @@ class PartRequest(Value):
     train: TrainPart | None = None
     model_flops: float | None = None
     hardware_flops: float | None = None
-    peak_flops_per_s: float | None = None
+    gpu_peak_flops_per_s: float | None = None
+    """The dense peak of the recipe's GPU; it does not count where the trial runs on a CPU."""
+    own_peak_flops_per_s: float | None = None
+    """What the user says (``--peak-flops``)."""
+
+    def peak_flops_per_s(self, on_cuda: bool) -> float | None:
+        """What MFU and HFU are shares of."""
+        return self.own_peak_flops_per_s or (self.gpu_peak_flops_per_s if on_cuda else None)
 
     @property
     def id(self) -> str:
@@ -105,9 +112,8 @@ def _measure(request: PartRequest, folder: Path, start: Starter) -> tuple[str, s
     )  # fmt: skip
     measured, ending = run_and_tell(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
     on_cuda = measured.environment.cuda is not None
-    measured = with_utilisation(
-        measured, request.model_flops, request.hardware_flops, request.peak_flops_per_s if on_cuda else None
-    )
+    peak = request.peak_flops_per_s(on_cuda)
+    measured = with_utilisation(measured, request.model_flops, request.hardware_flops, peak)
     status = "killed" if measured.status == "crashed" and ending.killed else measured.status
     return status, measured.message, {"measurement": measured}
 

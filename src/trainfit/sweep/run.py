@@ -101,7 +101,7 @@ class Run:
             timeout_s=file.limits.seconds, memory_limit_bytes=limit_bytes(file.limits.memory_gib),
             measure=file.measure if part == "measure" else None, train=file.train if part == "train" else None,
             model_flops=estimate and estimate.model_flops, hardware_flops=estimate and estimate.hardware_flops,
-            peak_flops_per_s=self._peak_flops or (estimate and dense_peak(estimate)),
+            gpu_peak_flops_per_s=estimate and dense_peak(estimate), own_peak_flops_per_s=self._peak_flops,
         )  # fmt: skip
 
     def _kept(self, request: PartRequest) -> bool:

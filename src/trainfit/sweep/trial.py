@@ -54,9 +54,10 @@ def _train(request: PartRequest, folder: Path) -> Finding:
     _limit(request)
     flops = None
     if request.model_flops is not None and request.hardware_flops is not None:
-        peak = request.peak_flops_per_s if _on_cuda(request) else None
         flops = StepFlops(
-            model_flops=request.model_flops, hardware_flops=request.hardware_flops, peak_flops_per_s=peak
+            model_flops=request.model_flops,
+            hardware_flops=request.hardware_flops,
+            peak_flops_per_s=request.peak_flops_per_s(_on_cuda(request)),
         )
     options = train_options(request.train, out=str(folder / "run"), device=request.device)
     speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)

@@ -1,0 +1,382 @@
+"""Sweeps on this machine: every way a trial can end is a row, the others are untouched, and a stopped sweep goes on."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from trainfit.measure import process
+from trainfit.report.sweep_page import page
+from trainfit.report.sweep_table import markdown_table, unit
+from trainfit.spec.errors import InputError
+from trainfit.spec.result import Outcome
+from trainfit.spec.sweep import Row, front
+from trainfit.spec.units import MIB
+from trainfit.sweep import local
+from trainfit.sweep.book import LOGS, RECORDS, Book
+from trainfit.sweep.parts import PartRequest, PartResult, run_part
+from trainfit.sweep.read import read_sweep
+from trainfit.sweep.run import Run
+
+MODEL = (
+    "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 1, vocab_size: 384, max_position_embeddings: 64}"
+)
+BASE = (
+    f"base: {{model: {{config: {MODEL}}}, precision: fp32, batch: {{micro: 4, seq: 32}}, hardware: {{gpu: cpu}}, "
+    "optimizer: {lr: 3.0e-3}}\ndevice: cpu\n"
+)
+ENDINGS = (
+    BASE
+    + """
+name: endings
+list:
+  - {name: fine}
+  - {name: also fine, seed: 1}
+  - {name: impossible, optimizer: {in_backward: true, clip_norm: 1.0}}
+  - {name: too long, batch.seq: 128, model: {config: {model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2, vocab_size: 384, n_positions: 64}}}
+  - {name: too large, batch.micro: 16384}
+  - {name: too slow, batch.accumulate: 2, seed: 4}
+  - {name: exits, seed: 5}
+  - {name: faults, seed: 6}
+  - {name: killed, seed: 7}
+measure: {steps: 2, warmup: 0}
+train: {steps: 12, data: "stories:60", eval_fraction: 0.1, eval_sequences: 8}
+limits: {seconds: 60, memory_gib: 0.25}
+"""
+)
+INSTEAD = {
+    "too slow": "sleep 300 & sleep 300",
+    "exits": "echo the reason >&2; exit 3",
+    "faults": "kill -SEGV $$",
+    "killed": "kill -KILL $$",
+}
+"""What runs instead of the measurement of these variants."""
+
+
+class Copies:
+    """Runs each part in a copy of this process, one after another; notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+
+    def run(self, requests: Sequence[PartRequest], *, stop: Any, on_start: Any) -> Iterator[Any]:
+        for request in requests:
+            if stop():
+                return
+            on_start(request)
+            self.asked.append((request.part, request.variant))
+            script = INSTEAD.get(request.variant) if request.part == "measure" else None
+            if script is None:
+                yield request, run_part(request, process.forked)
+            else:
+                quick = request.model_copy(update={"timeout_s": 1.0})
+                yield request, run_part(quick, lambda folder, module, script=script: shell(script, folder))
+
+
+def shell(script: str, folder: Path) -> int:
+    with open(folder / process.LOG, "wb") as log:
+        run = subprocess.Popen(["sh", "-c", script], stdout=log, stderr=log, start_new_session=True)
+    run.returncode = 0
+    return run.pid
+
+
+def sweep_of(tmp_path: Path, text: str) -> Any:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return read_sweep(path)
+
+
+def swept(sweep: Any, folder: Path, executor: Any, **how: Any) -> Run:
+    with Book(folder, sweep.name) as book:
+        run = Run(sweep, book, **how)
+        run.go(executor, lambda: False)
+    return run
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Row], Copies]:
+    for module in ("trainfit.train.loop", "trainfit.predict.trace"):  # Once, not in each copy.
+        importlib.import_module(module)
+    folder = tmp_path_factory.mktemp("endings")
+    sweep, copies = sweep_of(folder, ENDINGS), Copies()
+    run = swept(sweep, folder / "out", copies)
+    return sweep, folder / "out", {row.variant: row for row in run.rows()}, copies
+
+
+def test_every_ending_is_a_typed_row(ended: Any):
+    _, _, rows, _ = ended
+    assert {name: row.status for name, row in rows.items()} == {
+        "fine": "done",
+        "also fine": "done",
+        "impossible": "refused",
+        "too long": "refused",
+        "too large": "out-of-memory",
+        "too slow": "timeout",
+        "exits": "crashed",
+        "faults": "crashed",
+        "killed": "killed",
+    }
+    assert "set optimizer.in_backward: false" in rows["impossible"].message
+    assert "64 learned positions" in rows["too long"].message
+    assert "the reason" in rows["exits"].message
+    assert "signal 11" in rows["faults"].message
+    assert "signal 9" in rows["killed"].message
+    assert "after 1 s" in rows["too slow"].message
+
+
+def test_what_is_done_is_predicted_measured_and_trained(ended: Any):
+    _, _, rows, _ = ended
+    fine, other = rows["fine"], rows["also fine"]
+    assert fine.predicted_bytes == fine.measured_bytes  # a CPU's live tensors are predicted to the byte
+    assert fine.error == 0
+    assert fine.samples == 4
+    assert fine.tokens_per_s == pytest.approx(32 * (fine.samples_per_s or 0))
+    assert fine.train is not None
+    seconds = fine.train["speed"]["step_s"]
+    assert len(seconds) == 12
+    assert fine.train["speed"]["samples_per_s"] == pytest.approx(4 * 12 / sum(seconds))
+    assert fine.train["speed"]["late_samples_per_s"] == pytest.approx(4 * 2 / sum(seconds[10:]))
+    assert 2 < (fine.perplexity or 0) < 384  # better than guessing among the tokens
+    assert fine.perplexity != other.perplexity  # another seed, other weights
+    assert not (ended[1] / "run").exists()
+
+
+def test_a_trial_that_ended_badly_costs_only_itself(ended: Any):
+    _, folder, rows, copies = ended
+    assert [name for part, name in copies.asked if part == "train"] == ["fine", "also fine"]
+    assert ("predict", "impossible") not in copies.asked  # refused before a process is started
+    assert rows["killed"].predicted_bytes == rows["fine"].predicted_bytes
+    assert "the reason" in next((folder / LOGS).glob("exits-*-measure.txt")).read_text()
+
+
+def test_records_are_whole_and_tagged(ended: Any):
+    _, folder, rows, _ = ended
+    records = [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
+    assert Counter(record["kind"] for record in records) == {"predict": 9, "measure": 8, "train": 2}
+    fine = [record for record in records if "variant:fine" in record["tags"]]
+    assert [record["kind"] for record in fine] == ["predict", "measure", "train"]
+    assert all("sweep:endings" in record["tags"] for record in records)
+    assert fine[1]["measurement"]["peak_allocated_bytes"] == rows["fine"].measured_bytes
+
+
+def test_run_again_does_only_what_has_no_result(ended: Any):
+    sweep, folder, rows, _ = ended
+    again = Copies()
+    run = swept(sweep, folder, again)
+    assert again.asked == []
+    assert run.num_kept == 19
+    assert {row.variant: row.status for row in run.rows()} == {n: row.status for n, row in rows.items()}
+    retried = Copies()
+    swept(sweep, folder, retried, retry=True)
+    assert retried.asked == [("measure", name) for name in INSTEAD]
+
+
+def test_other_settings_are_another_question(tmp_path: Path, ended: Any):
+    _, folder, _, _ = ended
+    sweep = sweep_of(tmp_path, ENDINGS.replace("steps: 2, warmup", "steps: 3, warmup"))
+    asked: list[str] = []
+
+    class Nothing:
+        def run(self, requests: Sequence[PartRequest], **_: Any) -> Iterator[Any]:
+            asked.extend(f"{request.part} {request.variant}" for request in requests)
+            return iter(())
+
+    swept(sweep, folder, Nothing())
+    assert "measure fine" in asked
+    assert "train fine" not in asked  # what was predicted and trained still counts
+    assert not any(word.startswith("predict") for word in asked)
+
+
+def test_a_half_written_line_is_cut_off_and_done_again(tmp_path: Path, ended: Any):
+    sweep, folder, _, _ = ended
+    lines = (folder / RECORDS).read_bytes().splitlines(keepends=True)
+    (tmp_path / RECORDS).write_bytes(b"".join(lines[:10]) + lines[10][:200])
+    with Book(tmp_path, sweep.name):
+        assert (tmp_path / RECORDS).read_bytes() == b"".join(lines[:10])
+    (tmp_path / RECORDS).write_bytes(b"".join(lines[:2]) + b"not json\n")
+    with pytest.raises(InputError, match=r"records\.jsonl:3: not JSON"), Book(tmp_path, sweep.name):
+        pass
+
+
+def test_one_sweep_at_a_time_writes_to_a_folder(tmp_path: Path):
+    with (
+        Book(tmp_path, "one"),
+        pytest.raises(InputError, match="another sweep writes in this folder"),
+        Book(tmp_path, "two"),
+    ):
+        pass
+
+
+def test_the_page_holds_every_row_and_nothing_from_outside(ended: Any):
+    _, _, rows, _ = ended
+    text = page("endings", list(rows.values()), notes=["a <b> c"])
+    for row in rows.values():
+        assert f'<td class="">{row.variant}</td>' in text
+    assert "a &lt;b&gt; c" in text.lower()
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "https://creativecommons.org", ""
+    ).replace("http://creativecommons.org", "")
+    svgs = [part.partition("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
+    assert len(svgs) == 4  # memory, speed, perplexity, the front
+    for one in svgs:
+        ElementTree.fromstring("<svg" + one.replace("xlink:href", "href"))
+        assert "var(--ink" in one  # takes the page's colours, light or dark
+    table = markdown_table(list(rows.values()))
+    assert table.count("\n") == 2 + len(rows)
+    assert f"{rows['fine'].measured_bytes / MIB:,.3f}" in table
+    assert unit(list(rows.values())) == ("MiB", MIB)
+
+
+def row(name: str, size: int | None, speed: float, seq: int = 10) -> Row:
+    train = {
+        "status": "done",
+        "peak_memory_bytes": size,
+        "speed": {"samples_per_s": speed, "late_samples_per_s": None},
+    }
+    recipe = {"batch": {"micro": 1, "accumulate": 1, "seq": seq}}
+    return Row(variant=name, recipe=recipe, recipe_id="0", status="done", train=train)
+
+
+def test_the_front_is_what_nothing_else_beats_in_both():
+    rows = [row("a", 10, 1.0), row("b", 20, 3.0), row("c", 20, 2.0), row("d", 30, 3.0), row("e", 40, 9.0)]
+    assert front([*rows, row("no memory known", None, 99.0)]) == ("a", "b", "e")
+    assert front([row("short", 10, 4.0, seq=10), row("long", 20, 3.0, seq=100)]) == ("short", "long")
+    assert front([]) == ()
+
+
+def test_a_measurement_that_did_not_end_has_no_numbers():
+    failed = row("a", 10, 1.0).model_copy(update={"train": {"status": "diverged", "peak_memory_bytes": 5}})
+    assert failed.measured_bytes is None
+    assert failed.samples_per_s is None
+    assert front([failed]) == ()
+
+
+def test_one_trial_a_gpu_and_none_for_predictions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+    both = local.LocalExecutor("auto")
+    assert both._measuring(7) == [{"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "GPU-5"}]
+    assert local.LocalExecutor("auto", jobs=1)._measuring(7) == [{"CUDA_VISIBLE_DEVICES": "3"}]
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in both._predicting(7)} == {""}
+    with pytest.raises(InputError, match="use --jobs 2 or fewer"):
+        local.LocalExecutor("auto", jobs=3)
+    assert local.LocalExecutor("cpu")._measuring(7) == [{}]
+
+
+def test_utilisation_is_of_the_users_peak_or_of_the_gpu_that_ran(ended: Any):
+    sweep = ended[0]
+    request = PartRequest(
+        part="measure", variant="a", recipe=sweep.variants[0].recipe, device="cpu", timeout_s=1,
+        gpu_peak_flops_per_s=1e15,
+    )  # fmt: skip
+    assert request.peak_flops_per_s(on_cuda=False) is None
+    assert request.peak_flops_per_s(on_cuda=True) == 1e15
+    own = request.model_copy(update={"own_peak_flops_per_s": 1e12})
+    assert own.peak_flops_per_s(on_cuda=False) == own.peak_flops_per_s(on_cuda=True) == 1e12
+    assert own.id == request.id
+
+
+# What follows starts real slots, each of which imports torch.
+
+ENDLESS = BASE + "list: [{name: one}]\nmeasure: {steps: 1000000}\nlimits: {seconds: 500}\n"
+
+
+def command(path: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    words = ["sweep", str(path), "--out", str(out), *more]
+    code = "import sys; from trainfit.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes below ``pid`` that are running, from /proc."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if fields[0] != "Z":
+            parents[int(stat.parent.name)] = int(fields[1])
+    found, edge = [], {pid}
+    while edge:
+        edge = {child for child, parent in parents.items() if parent in edge}
+        found += sorted(edge)
+    return found
+
+
+def wait_for(condition: Any, seconds: float = 90.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+    return found
+
+
+def measuring(run: subprocess.Popen[bytes], out: Path) -> list[int]:
+    """The slot and its trial, once the prediction is in the book and the endless measurement goes on."""
+    records = out / RECORDS
+    wait_for(lambda: records.is_file() and b'"predict"' in records.read_bytes())
+    return wait_for(lambda: len(found := descendants(run.pid)) == 2 and found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_sweep_goes_on_and_a_killed_one_leaves_nobody_behind(tmp_path: Path):
+    path, out = tmp_path / "endless.yaml", tmp_path / "out"
+    path.write_text(ENDLESS)
+    stopped = command(path, out, "--json")
+    pids = measuring(stopped, out)
+    stopped.send_signal(signal.SIGTERM)
+    told, said = stopped.communicate(timeout=30)
+    assert stopped.returncode == 75
+    assert b"SIGTERM: stopped" in said
+    assert [one["status"] for one in json.loads(told)["rows"]] == ["waiting"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    killed = command(path, out)
+    pids = measuring(killed, out)
+    killed.kill()
+    killed.communicate(timeout=30)
+    wait_for(lambda: not any(alive(pid) for pid in pids), 10)
+    kinds = [json.loads(line)["kind"] for line in (out / RECORDS).read_text().splitlines()]
+    assert kinds == ["predict"]  # the second run kept it, and the measurement left nothing behind
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_slot_that_dies_is_a_lost_row_and_the_next_trial_has_another(tmp_path: Path):
+    text = ENDLESS.replace("[{name: one}]", "[{name: one}, {name: two, seed: 1}]")
+    sweep = sweep_of(tmp_path, text.replace("500", "2"))
+    requests = Run(sweep, None)  # type: ignore[arg-type]
+    asked = [requests._request(variant, "measure") for variant in sweep.variants]
+    slots: list[int] = []
+
+    def kill_the_first(request: PartRequest) -> None:
+        if not slots:
+            slots.append(wait_for(lambda: descendants(os.getpid()))[0])
+            os.kill(slots[0], signal.SIGKILL)
+
+    results: list[tuple[PartRequest, PartResult]] = list(
+        local.LocalExecutor("cpu").run(asked, stop=lambda: False, on_start=kill_the_first)
+    )
+    outcomes: list[Outcome] = [result.outcome for _, result in results]
+    assert [outcome.status for outcome in outcomes] == ["lost", "timeout"]
+    assert "its worker ended: signal 9" in outcomes[0].message
+    assert descendants(os.getpid()) == []

@@ -1,0 +1,105 @@
+"""A sweep's file: which variants it means, and what is refused before anything runs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainfit.spec.errors import InputError
+from trainfit.sweep.read import read_sweep
+
+BASE = "base: {model: {config: gpt2}, batch: {micro: 4, seq: 64}, optimizer: {lr: 0.5}}\n"
+
+
+def read(tmp_path: Path, text: str, settings: list[str] | None = None) -> Any:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(text)
+    return read_sweep(path, settings)
+
+
+def names(sweep: Any) -> list[str]:
+    return [variant.name for variant in sweep.variants]
+
+
+def test_a_list_changes_nested_and_dotted_fields(tmp_path: Path):
+    text = BASE + "list: [{name: a, batch: {micro: 2}}, {name: b, optimizer.lr: 0.25, recompute: {every: 2}}]"
+    first, second = (variant.recipe for variant in read(tmp_path, text).variants)
+    assert (first.batch.micro, first.batch.seq, first.optimizer.lr) == (2, 64, 0.5)
+    assert (second.batch.micro, second.optimizer.lr, second.recompute.every) == (4, 0.25, 2)
+
+
+def test_a_product_is_every_combination_and_names_it(tmp_path: Path):
+    sweep = read(tmp_path, BASE + "product: {precision: [fp32, bf16], batch.micro: [1, 2, 3]}")
+    assert names(sweep) == [f"precision={one} micro={two}" for one in ("fp32", "bf16") for two in (1, 2, 3)]
+    assert [v.recipe.batch.micro for v in sweep.variants] == [1, 2, 3, 1, 2, 3]
+    assert {v.recipe.optimizer.lr for v in sweep.variants} == {0.5}
+
+
+def test_a_product_of_a_list_varies_each(tmp_path: Path):
+    text = BASE + "list: [{name: a}, {name: b, recompute: full}]\nproduct: {batch.seq: [32, 64]}"
+    assert names(read(tmp_path, text)) == ["a seq=32", "a seq=64", "b seq=32", "b seq=64"]
+
+
+def test_recipe_files_follow_their_chain_and_the_glob_is_sorted(tmp_path: Path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "control.yaml").write_text("model: {config: gpt2}\nbatch: {micro: 7, seq: 32}\n")
+    for name, precision in (("b", "bf16"), ("a", "fp32")):
+        (tmp_path / "more" / f"{name}.yaml").write_text(f"extends: ../control.yaml\nprecision: {precision}\n")
+    sweep = read(tmp_path, "recipes: [control.yaml, more/*.yaml]\nname: three", ["seed=3"])
+    # The control's precision is bf16 by default, so b is the control by another name.
+    assert names(sweep) == ["control", "a"]
+    assert sweep.notes == ("b is the same recipe as control: it is run once",)
+    assert [v.recipe.batch.micro for v in sweep.variants] == [7, 7]
+    assert {v.recipe.seed for v in sweep.variants} == {3}
+
+
+def test_paths_in_the_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir("/")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3}')
+    (tmp_path / "text.txt").write_text("some text")
+    text = "base: {model: {config: ./config.json}}\ntrain: {data: text.txt}"
+    sweep = read(tmp_path, text)
+    assert sweep.variants[0].recipe.model.config == {"model_type": "gpt2", "n_layer": 3}
+    assert sweep.file.train.data == str(tmp_path / "text.txt")
+
+
+def test_a_part_that_is_asked_for_runs(tmp_path: Path):
+    assert read(tmp_path, BASE).file.parts() == ("predict",)
+    assert read(tmp_path, BASE + "train: {}").file.parts() == ("predict", "train")
+    assert read(tmp_path, BASE + "measure: {steps: 0}\ntrain: {}").file.parts() == (
+        "predict",
+        "measure",
+        "train",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("measure: {}", "base: no recipe to vary; write base, or recipes"),
+        (BASE + "measure:", "measure: nothing is written; write measure: {} for the defaults"),
+        (BASE + "list: [{name: a, precision: bf17}]", "tiny.yaml: a: precision = 'bf17'"),
+        (BASE + "list: [{precision: bf16}]", "list[0].name: missing; give each variant a name"),
+        (BASE + "list: [{name: a}, {name: a, seed: 1}]", "two variants are called 'a'"),
+        (BASE + "list: [{name: a, model.config.n_layer: 2}]", "config is the name 'gpt2'"),
+        (BASE + "product: {batch.micro: []}", "product.batch.micro"),
+        (BASE + "product: {batch.micro: [1, -1]}", "micro=-1: batch.micro = -1"),
+        (BASE + "product: {seed: [" + "1," * 1001 + "]}", "1,001 combinations; at most 1,000 are run"),
+        (BASE + "poduct: {batch.micro: [1]}", "did you mean 'product'"),
+        (BASE + "limits: {seconds: 0}", "limits.seconds = 0"),
+        (BASE + "train: {data: nowhere.txt}", "train.data = 'nowhere.txt': no such file"),
+        (BASE + "train: {schedule: cosine, warmup_steps: 200}", "leaves no step of 100 to the cosine"),
+        (BASE + "product: {hardware.gpu: [h100-sxm, h201]}", "gpu=h201: hardware.gpu = 'h201'"),
+        ("base: gtp2", "base = 'gtp2': no file, shipped recipe or catalog model of that name; did you mean"),
+        ("base: nowhere.yaml", "base = 'nowhere.yaml': no such file"),
+        ("recipes: ['none-*.yaml']", "recipes = 'none-*.yaml': no such file"),
+        ("name: ../up\nbase: gpt2", "name = '../up'"),
+        ("- base", "not a mapping"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line_with_the_file(tmp_path: Path, text: str, said: str):
+    with pytest.raises(InputError) as told:
+        read(tmp_path, text)
+    assert said in str(told.value)
+    assert "tiny.yaml" in str(told.value)
+    assert "\n" not in str(told.value)
