@@ -35,9 +35,6 @@ BF16 = {"precision": "bf16"}
         ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "which plan it"),
         ({"precision": "fp8"}, "precision = 'fp8'", "there is now: fp32, bf16, amp-bf16, amp-fp16"),
         ({"attention": "triton"}, "attention = 'triton'", "sdpa, flash, cudnn, efficient, math, eager"),
-        ({"optimizer": Optimizer(name="adamw8bit")}, "optimizer.name = 'adamw8bit'", "adafactor, adamw, sgd"),
-        ({"optimizer": Optimizer(name="adamw4bit")}, "optimizer.name = 'adamw4bit'", "adafactor, adamw, sgd"),
-        ({"optimizer": Optimizer(name="muon")}, "optimizer.name = 'muon'", "adafactor, adamw, sgd"),
         (
             {"parallel": Parallel(shard=2), "hardware": Hardware(count=2)},
             "parallel.shard = 2",
