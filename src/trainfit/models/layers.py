@@ -9,6 +9,9 @@ from torch import nn
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_emb")
 """What transformers' models call an embedding of positions."""
 
+ORIGINAL = "trainfit_original"
+"""Attribute of a class that a technique made of a block's: the block's own class."""
+
 
 def max_positions(model: nn.Module) -> int | None:
     """Rows of the model's table of learned positions; None where it has none (rotary, ALiBi)."""
@@ -43,7 +46,8 @@ def num_quantized(module: nn.Module) -> int:
 
 
 def _is_repeated(blocks: nn.ModuleList) -> bool:
-    return len(blocks) > 0 and len({type(block) for block in blocks}) <= max(1, len(blocks) // 2)
+    classes = {getattr(block, ORIGINAL, type(block)) for block in blocks}
+    return len(blocks) > 0 and len(classes) <= max(1, len(blocks) // 2)
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -16,7 +16,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
-from trainfit.techniques import recompute_layers, registry
+from trainfit.techniques import recompute_every, recompute_layers, registry
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.virtual.places import NOWHERE, Groups
 from trainfit.virtual.repeat import shorten
@@ -98,7 +98,8 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             quantized = num_quantized(model)
             if whole:
                 return
-            recompute_layers.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
+            for technique in (recompute_every, recompute_layers):
+                technique.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
             found, repeats, removed = shorten(

@@ -133,7 +133,24 @@ class Layers(Value):
         return [block for run in self.layers for block in run.blocks()]
 
 
-Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers
+class SavedOps(Value):
+    """Operations whose results are kept: ``mm``, ``attention``, or any of PyTorch's by name (``silu``)."""
+
+    save: Annotated[tuple[str, ...], Field(min_length=1)]
+
+    @field_validator("save")
+    @classmethod
+    def _in_order(cls, save: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted(set(save)))  # Lists that mean the same are the same.
+
+
+class Selective(Value):
+    """Recompute all of every block but what these operations gave."""
+
+    selective: SavedOps
+
+
+Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers | Selective
 
 
 class Offload(Value):

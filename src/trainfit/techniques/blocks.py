@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from trainfit.models.layers import ORIGINAL, layer_lists
 from trainfit.spec.errors import InputError
 from trainfit.virtual.op_kinds import base_name
 
@@ -83,6 +84,20 @@ def check_names(save: Iterable[str]) -> None:
         )
 
 
+def decoder_blocks(model: nn.Module, field: str, value: Any) -> list[nn.Module]:
+    """The model's repeated blocks, first to last.
+
+    Raises:
+        InputError: there are none; ``field`` and ``value`` of the recipe asked for them.
+    """
+    blocks = [block for _, found in layer_lists(model) for block in found]
+    if not blocks:
+        raise InputError(
+            "no repeated blocks were found in this model", "use recompute: none", field=field, value=value
+        )
+    return blocks
+
+
 def set_recompute(
     block: nn.Module,
     policy: Literal["full", "selective"],
@@ -114,7 +129,7 @@ def _recomputed(block: type[nn.Module], contexts: Callable[[], Any] | None) -> t
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(block.forward, self, *args, use_reentrant=False, **settings, **kwargs)
 
-    return type(f"Recomputed{block.__name__}", (block,), {"forward": forward})
+    return type(f"Recomputed{block.__name__}", (block,), {"forward": forward, ORIGINAL: block})
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -164,7 +179,7 @@ class Keeping(TorchDispatchMode):
         out = func(*args, **kwargs)
         if calls and (func.is_view or base_name(func) in PASSES_ON):
             self._note(out, calls)
-        elif calls:
+        elif calls and _tensors(out):  # not a question about the tensor itself, such as its device
             self._unasked -= calls
         if func._schema.is_mutable:
             self._forget_written(func, args, kwargs)

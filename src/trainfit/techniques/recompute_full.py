@@ -8,15 +8,11 @@ a backward through all of the first block); on ``native`` each block's forward i
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
-
-if TYPE_CHECKING:
-    from torch import nn
 
 COVERS = {"recompute": ("full",)}
 
@@ -36,10 +32,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model's own code has no checkpointing.
     """
+    from trainfit.techniques.blocks import decoder_blocks, set_recompute
+
     if recipe.model.implementation == "hf":
         _enable_own(draft.model)
     else:
-        _wrap_blocks(draft.model)
+        for block in decoder_blocks(draft.model, "recompute", "full"):
+            set_recompute(block, "full")
 
 
 def _enable_own(model: Any) -> None:
@@ -54,25 +53,3 @@ def _enable_own(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _wrap_blocks(model: nn.Module) -> None:
-    from trainfit.models.layers import layer_lists
-
-    for _, blocks in layer_lists(model):
-        for block in blocks:
-            block.__class__ = _recomputed(type(block))
-
-
-@cache
-def _recomputed(block: type[nn.Module]) -> type[nn.Module]:
-    """The block's class with its forward checkpointed.
-
-    One class for all, not a function set on each block: equal blocks stay equal and share one compiled graph.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(block.forward, self, *args, use_reentrant=False, **kwargs)
-
-    return type(f"Recomputed{block.__name__}", (block,), {"forward": forward})

@@ -87,7 +87,9 @@ class VirtualCompiler:
         settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
         choices = cuda_choices() if self._gpu else nullcontext()
         table = decompositions() if self._gpu else None
-        with settings, config.patch(force_disable_caches=True), choices:
+        # Worker processes, once they are warm, would begin to compile kernels as these are written.
+        inductor_settings = config.patch(force_disable_caches=True, compile_threads=1)
+        with settings, inductor_settings, choices:
             return compile_fx(gm, list(example_inputs), inner_compile=self._inner, decompositions=table)
 
     def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
