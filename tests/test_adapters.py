@@ -1,6 +1,7 @@
 """Prompt tuning, p-tuning and prefix tuning: ours on native against PEFT on transformers, and what they exclude."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from torch._dynamo.utils import counters
 from test_native_equals_transformers import TINY
 from test_techniques import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import tiny_recipe
+from tiny_training import Listener, asked, stop_at, tiny
 from trainfit.models.native.layout import slots, tensor_of
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
+from trainfit.train.loop import train
 from virtual_runs import recipe_of, sums, with_layers
 
 CPU = torch.device("cpu")
@@ -204,6 +207,26 @@ def test_other_families_learn(family: str, kind: Any):
     step, losses = learned(recipe.model_copy(update={"model": ModelSpec(config=OTHERS[family])}), 3)
     assert losses[2] < losses[1] < losses[0]
     assert all("prompt_encoder" in name for name in trained(step))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("adapter={kind: lora, rank: 4, dropout: 0.1}", "quantize=nf4", "precision=bf16"),
+        ("adapter={kind: prefix, tokens: 5}", "quantize=fp8", "model.implementation=native"),
+        ("adapter={kind: p-tuning, tokens: 5}", "quantize=int8"),
+    ],
+    ids=lambda settings: settings[1],
+)
+def test_training_stops_and_goes_on_to_the_last_bit(tmp_path: Path, settings: tuple[str, ...]):
+    """Codes are saved as they are; perplexity on held-out documents is that of the unbroken run."""
+    recipe = tiny(*settings)
+    straight = train(recipe, asked(tmp_path / "straight", 4))
+    first = train(recipe, asked(tmp_path / "broken", 4), observers=[Listener(stop_at(2))])
+    second = train(recipe, asked(tmp_path / "broken", 4, resume=True))
+    assert (first.steps, second.first_step) == (2, 2)
+    assert first.losses + second.losses == straight.losses
+    assert second.eval_perplexity == straight.eval_perplexity
 
 
 # -- what they exclude

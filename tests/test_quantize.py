@@ -4,6 +4,8 @@ against F.linear with the weight that its codes stand for, the model's bytes aga
 
 import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,6 +157,41 @@ def test_every_fp8_code_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kernels_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype):
     kernels_agree(shape, dtype, "cuda")
+
+
+FOR_HOPPER = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from trainfit.kernels import quantize_triton as kernels
+
+def widest(kernel, types, **constants):
+    types = types | dict.fromkeys(constants, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind != "constexpr"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    text = made.asm["ptx"]
+    assert "fma.rn.f32" not in text
+    assert ".local" not in text
+    return text.count("ld.global.v4.b32"), text.count("st.global.v4.b32")
+
+table = {"CODES": "*u8", "BLOCK_CODES": "*u8", "GROUP_SCALES": "*fp32", "OFFSET": "*fp32", "LEVELS": "*fp32"}
+sizes = {"num_weights": "i32", "num_blocks": "i32"}
+print(widest(kernels.dequantize_nf4_kernel, {**table, "WEIGHT": "*bf16", **sizes}, BLOCKS=64))
+for fp8, codes in ((True, "*u8"), (False, "*i8")):
+    rows = {"CODES": codes, "SCALES": "*fp32", "WEIGHT": "*bf16", "columns": "i32"}
+    print(widest(kernels.dequantize_rows_kernel, rows, FP8=fp8, BLOCK=2048))
+whole = {"WEIGHT": "*bf16", "LEVELS": "*fp32", "CODES": "*u8", "MAGNITUDES": "*fp32", **sizes}
+widest(kernels.quantize_nf4_kernel, whole, BLOCKS=32)
+"""
+
+
+def test_kernels_compile_for_an_h200():
+    """No GPU is needed for that. Codes come 16 bytes a load, weights leave 16 a store; nothing is fused or spilt."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", FOR_HOPPER], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == ["(1, 4)", "(1, 2)", "(1, 2)"]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

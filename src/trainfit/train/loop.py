@@ -12,6 +12,7 @@ import torch
 
 from trainfit.measure.environment import cpu_name
 from trainfit.measure.meter import is_out_of_memory
+from trainfit.models.layers import num_quantized
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble, vocabulary
@@ -102,7 +103,7 @@ def _run_start(
         model=step.recipe.model.display_name,
         device=_device_name(step.device),
         device_type="cuda" if step.device.type == "cuda" else "cpu",
-        params=sum(parameter.numel() for parameter in parameters),
+        params=sum(parameter.numel() for parameter in parameters) + num_quantized(step.model),
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         steps=options.steps,
         first_step=progress.step,
