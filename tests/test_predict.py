@@ -196,7 +196,7 @@ def test_every_cuda_gpu_predicts_and_others_say_why_not() -> None:
     [
         ({"hardware": Hardware(gpu="h20000")}, r"hardware\.gpu"),
         ({"model": ModelSpec(config="llama-3.1-9b")}, r"model\.config"),
-        ({"quantize": "nf4", "adapter": Adapter(kind="lora")}, "quantize"),
+        ({"attention": "triton"}, "attention"),
         ({"model": ModelSpec(config={"model_type": "no-such-model"})}, "model"),
     ],
 )

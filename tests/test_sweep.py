@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from trainfit.measure import process
+from trainfit.measure.suite import ready_to_fork
 from trainfit.report.sweep_page import page
 from trainfit.report.sweep_table import markdown_table, unit
 from trainfit.spec.errors import InputError
@@ -108,6 +109,7 @@ def swept(sweep: Any, folder: Path, executor: Any, **how: Any) -> Run:
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Row], Copies]:
     for module in ("trainfit.train.loop", "trainfit.predict.trace"):  # Once, not in each copy.
         importlib.import_module(module)
+    ready_to_fork("cpu")
     folder = tmp_path_factory.mktemp("endings")
     sweep, copies = sweep_of(folder, ENDINGS), Copies()
     run = swept(sweep, folder / "out", copies)

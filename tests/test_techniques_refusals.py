@@ -11,9 +11,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import (
     Adapter,
     Batch,
-    Budget,
     BudgetGib,
-    Every,
     Hardware,
     Optimizer,
     Parallel,
@@ -29,11 +27,7 @@ BF16 = {"precision": "bf16"}
     ("fields", "field", "remedy"),
     [
         ({"loss": "fused"}, "loss = 'fused'", "there is now: standard"),
-        ({"recompute": "selective"}, "recompute = 'selective'", "there is now: none, full"),
-        ({"recompute": Every(every=2)}, "recompute = 'every'", "there is now: none, full"),
-        ({"recompute": Budget(budget=0.5)}, "recompute = 'budget'", "there is now: none, full"),
         ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "which plan it"),
-        ({"precision": "fp8"}, "precision = 'fp8'", "there is now: fp32, bf16, amp-bf16, amp-fp16"),
         ({"attention": "triton"}, "attention = 'triton'", "sdpa, flash, cudnn, efficient, math, eager"),
         (
             {"parallel": Parallel(shard=2), "hardware": Hardware(count=2)},

@@ -29,6 +29,7 @@ ORDER = (
     "lora",
     "soft_prompts",
     "prefix_tuning",
+    "fp8",
     "recompute_full",
     "recompute_every",
     "recompute_selective",
@@ -76,10 +77,8 @@ def assemble(
     """
     registry.check(recipe)
     torch.manual_seed(recipe.seed)
-    model, hosted = _build(recipe, device)
+    model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
-    if on_model is not None:
-        on_model(model)
     draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
     for technique in in_order():
         if technique.applies(recipe):
@@ -89,7 +88,9 @@ def assemble(
     return Step(recipe, draft)
 
 
-def _build(recipe: Recipe, device: torch.device) -> tuple[nn.Module, HostBlocks | None]:
+def _build(
+    recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
+) -> tuple[nn.Module, HostBlocks | None]:
     """The bare model in training mode, and where its blocks' weights are if not on the device."""
     dtype = precision.weight_dtype(recipe)
     if recipe.offload.weights:
@@ -101,11 +102,13 @@ def _build(recipe: Recipe, device: torch.device) -> tuple[nn.Module, HostBlocks 
             attention=recipe.attention,
             quantize=recipe.quantize,
             num_slots=slots,
+            on_model=on_model,
         )
         return model.train(), hosted
     model = build_model(
         recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
     )
+    on_model(model)
     return model.train(), None
 
 

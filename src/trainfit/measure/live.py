@@ -49,6 +49,9 @@ class LiveBytes(TorchDispatchMode):
         self._at_peak = dict(self._by_category)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A wrapper around tensors: its own rule runs first, and what that allocates comes back here.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self._follow(result, self.category)

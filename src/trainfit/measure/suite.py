@@ -11,6 +11,7 @@ interpreter. Needs torch, transformers, peft, pydantic and ruamel.yaml, nothing 
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Environment, Measurement, Record
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
+from trainfit.techniques.registry import techniques
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -90,7 +92,15 @@ def ready_to_fork(device: str) -> Start:
     start_s = time.monotonic()
     import torch
 
-    import trainfit.measure.meter  # noqa: F401 - torch, transformers and the techniques, once for all copies
+    # Once for all copies, which otherwise take seconds each: what transformers imports only where a first model is
+    # built (half of all modules), our own side of it, and every technique's file.
+    for module in (
+        "trainfit.measure.meter",
+        "trainfit.models.hf",
+        "transformers.models.llama.modeling_llama",
+    ):
+        importlib.import_module(module)
+    techniques()
 
     try:
         import peft  # noqa: F401 - slow to import as well; adapters need it

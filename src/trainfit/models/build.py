@@ -6,6 +6,7 @@ shifted inside, -100 ignored) and ``.logits`` ([batch, seq, vocabulary]). Works 
 (under FakeTensorMode) and on real devices; nothing is made on the CPU first and moved.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -81,8 +82,12 @@ def build_on_host(
     attention: str = "sdpa",
     quantize: str | None = None,
     num_slots: int,
+    on_model: Callable[[nn.Module], None],
 ) -> tuple[nn.Module, HostBlocks]:
     """The same model with its decoder blocks' weights on the host, ``num_slots`` blocks at most on ``device``.
+
+    Args:
+        on_model: called with the model while it is on ``meta``; it may take blocks out.
 
     Raises:
         InputError: as ``build_model``, or the model has no list of repeated blocks.
@@ -98,9 +103,12 @@ def build_on_host(
             field="offload.weights",
             value=True,
         )
-    block_of = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
+    block_of = {id(module): block for block in blocks for module in block.modules()}
     visited = _as_initialised(model)
     quantized = replace_linears(blocks, quantize) if quantize is not None else {}
+    on_model(model)
+    blocks = [block for _, found in layer_lists(model) for block in found]
+    visited = [module for module in visited if block_of.get(id(module)) in (None, *blocks)]
     _to_device([module for module in visited if id(module) not in block_of], device)
     hosted = HostBlocks(blocks, device, num_slots)
     for module, following in zip(visited, [*visited[1:], None], strict=True):
@@ -108,9 +116,9 @@ def build_on_host(
             load_random(quantized[module], module, device, partial(_initialise, model))
         else:
             _initialise(model, module)
-        index = block_of.get(id(module))
-        if index is not None and index != block_of.get(id(following)):
-            hosted.keep(index)
+        block = block_of.get(id(module))
+        if block is not None and block is not block_of.get(id(following)):
+            hosted.keep(blocks.index(block))
     return model, hosted
 
 

@@ -133,8 +133,9 @@ def matmul_dtype(ledger: Ledger) -> str:
     totals: dict[str, float] = {}
     for op in ledger.ops:
         if ledger.segments[op.segment].step == "steady" and op.causal_flops:
-            totals[op.dtype] = totals.get(op.dtype, 0.0) + ledger.times(op) * op.causal_flops
-    return PEAK_DTYPE.get(max(totals, key=lambda name: totals[name]), "fp32") if totals else "fp32"
+            dtype = PEAK_DTYPE.get(op.dtype, "fp32")
+            totals[dtype] = totals.get(dtype, 0.0) + ledger.times(op) * op.causal_flops
+    return max(totals, key=lambda name: totals[name]) if totals else "fp32"
 
 
 def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:

@@ -25,6 +25,7 @@ PEAK_DTYPE = {
     "float32": "fp32",
     "float64": "fp64",
     "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
 }
 SUSTAINED = {"matmul": 0.69, "attention": 0.33, "memory": 0.59}
 """Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16, a plain copy 0.89, the

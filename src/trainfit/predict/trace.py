@@ -16,7 +16,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
-from trainfit.techniques import recompute_every, recompute_layers, registry
+from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.virtual.places import NOWHERE, Groups
 from trainfit.virtual.repeat import shorten
@@ -69,8 +69,14 @@ def _shortened(recipe: Recipe) -> Ledger:
 
 
 def _moves(recipe: Recipe) -> bool:
-    """Whether what one layer needs is fetched while another computes: no layer stands for itself alone."""
-    return recipe.offload.activations or recipe.offload.weights
+    """Whether what one layer needs is fetched while another one's compiled code runs, where places are not told."""
+    return bool(recipe.compile) and (recipe.offload.activations or recipe.offload.weights)
+
+
+def _least_period(recipe: Recipe) -> int:
+    """Layers of a group at least: which of them find their weights still on the device follows from their number."""
+    slots = offload_weights.num_slots(recipe) if recipe.offload.weights else 1
+    return max(slots, recompute_layers.least_period(recipe))
 
 
 def names_layers(recipe: Recipe) -> bool:
@@ -105,7 +111,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             found, repeats, removed = shorten(
                 layer_lists(model),
                 first_differs=first_differs,
-                least_period=recompute_layers.least_period(recipe),
+                least_period=_least_period(recipe),
             )
             groups.extend(found)
             virtual.tracer.forget(
@@ -114,6 +120,10 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
 
         step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler)
         virtual.model_is_complete(step.model, groups)
+        if step.hosted is not None:
+            for index in range(len(step.hosted.blocks)):
+                place = virtual.place_of(step.hosted.parameters(index)[0])
+                virtual.tracer.own_host(step.hosted.ring.host(index), place)
         for name in ("first", "steady"):
             _run(step, virtual, name)
         if not whole and virtual.compiler.captures_each_layer():

@@ -3,12 +3,14 @@
 ``python -m trainfit.predict.truth_suite OUT.jsonl --count 200 --seed 1 [--gpu h200]`` draws recipes over model
 families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and sizes, and keeps
 those that the techniques allow and whose predicted peak lies between ``SMALLEST`` and the card's size.
-``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both sides.
+``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both sides. ``--technique NAME`` (or
+``all``) draws recipes that ask for one technique, half of them for it alone (truth_techniques.py).
 
 Half of them, chosen by a hash of the recipe, may be learned from; the other half is looked at only at the end.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -21,7 +23,7 @@ from typing import Any
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.predict.estimate import predict
-from trainfit.spec.errors import InputError
+from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.held_out import is_held_out
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -166,12 +168,39 @@ def generate(
 
 def _fitting(data: dict[str, Any]) -> Recipe | None:
     kept = allowed(data)
-    if kept is None:
-        return None
+    return None if kept is None else _with_room(kept)
+
+
+def _with_room(kept: tuple[Recipe, Estimate]) -> Recipe | None:
     recipe, estimate = kept
     return (
         recipe if estimate.fits and estimate.peak_device_bytes <= (1 - NEAR) * estimate.device_bytes else None
     )
+
+
+def generate_for(technique: str, count: int, seed: int, gpu: str, *, jobs: int = 1) -> Iterator[Recipe]:
+    """``count`` different recipes that ask for one technique, the first half for it alone, from a seed of its own."""
+    from trainfit.predict.truth_techniques import draw_for
+
+    found: set[str] = set()
+    with ProcessPoolExecutor(jobs) as pool:
+        for combined, upto in ((False, -(-count // 2)), (True, count)):
+            chance = random.Random(f"{technique} {'combined' if combined else 'alone'} {seed}")
+            while len(found) < upto:
+                drawn = [draw_for(technique, chance, gpu, combined=combined) for _ in range(4 * jobs)]
+                for recipe in pool.map(_quick, drawn):
+                    if recipe is not None and recipe.id not in found and len(found) < upto:
+                        found.add(recipe.id)
+                        print(f"{technique}: {len(found)} of {count} recipes", file=sys.stderr, flush=True)
+                        yield recipe
+
+
+def _quick(data: dict[str, Any]) -> Recipe | None:
+    """As ``_fitting``, with steps short enough for a suite of every technique."""
+    from trainfit.predict.truth_techniques import LONGEST_STEP_S
+
+    kept = allowed(data)
+    return _with_room(kept) if kept is not None and (kept[1].step_s or 0) <= LONGEST_STEP_S else None
 
 
 def _near_card(data: dict[str, Any]) -> Recipe | None:
@@ -192,6 +221,33 @@ def _near_card(data: dict[str, Any]) -> Recipe | None:
     return None
 
 
+def _asked(options: argparse.Namespace) -> Iterator[Recipe]:
+    """The recipes that the command line asks for.
+
+    Raises:
+        InputError: no technique of that name.
+    """
+    if options.technique is None:
+        return generate(
+            options.count, options.seed, options.gpu, near_card=options.near_card,
+            compiled_share=options.compiled_share, jobs=options.jobs,
+        )  # fmt: skip
+    from trainfit.predict.truth_techniques import TECHNIQUES
+
+    known = options.technique == "all" or options.technique in TECHNIQUES
+    if not known:
+        raise InputError(
+            "no technique of that name",
+            f"write all, or one of {', '.join(TECHNIQUES)}",
+            field="--technique",
+            value=options.technique,
+        )
+    names = TECHNIQUES if options.technique == "all" else (options.technique,)
+    return itertools.chain.from_iterable(
+        generate_for(name, options.count, options.seed, options.gpu, jobs=options.jobs) for name in names
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Write the drawn recipes, one a line."""
     parser = argparse.ArgumentParser(
@@ -204,11 +260,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compiled-share", type=float, default=0.15)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--near-card", action="store_true", help="within 3 %% of the card's size, both sides")
+    parser.add_argument(
+        "--technique", metavar="NAME", help="a file of techniques/, or all; --count is of each"
+    )
     options = parser.parse_args(arguments)
-    recipes = generate(
-        options.count, options.seed, options.gpu, near_card=options.near_card,
-        compiled_share=options.compiled_share, jobs=options.jobs,
-    )  # fmt: skip
+    try:
+        recipes = _asked(options)
+    except InputError as error:
+        print(f"trainfit: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
     num_recipes = held_out = 0
     with options.out.open("w") as out:
         for recipe in recipes:

@@ -152,19 +152,20 @@ class Run:
         )  # fmt: skip
 
     def _status(self, variant: Variant, outcomes: dict[Part, Outcome]) -> tuple[str, str]:
-        """A recipe that cannot be predicted may still be measured, so the first part decides only where it is alone."""
+        """The row's status and message. A recipe that cannot be predicted may still be measured."""
         parts = self.sweep.file.parts()
         for part in parts:
             if (variant.name, part) in self._running:
                 return RUNNING, part
-        for part in parts[:1] if len(parts) == 1 or variant.name in self._refused else parts[1:]:
+        for part in parts:
             outcome = outcomes.get(part)
             if outcome is None:
                 return WAITING, part
-            if outcome.status != "done":
+            decides = part != "predict" or len(parts) == 1 or variant.name in self._refused
+            if outcome.status != "done" and decides:
                 return outcome.status, outcome.message
-        predicted = outcomes.get("predict")
-        if predicted is None or predicted.status == "done":
+        predicted = outcomes["predict"]
+        if predicted.status == "done":
             return "done", ""
         return "done", f"prediction {predicted.status}: {predicted.message}"
 

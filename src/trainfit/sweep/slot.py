@@ -44,9 +44,9 @@ def _starter(role: str, device: str) -> Starter:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that importing leaves CUDA untouched
     from trainfit.measure.suite import ready_to_fork
 
-    start: Any = ready_to_fork("cpu" if role == "predict" else device)
     for module in IMPORTS[role]:
         importlib.import_module(module)
+    start: Any = ready_to_fork("cpu" if role == "predict" else device)
     return start
 
 

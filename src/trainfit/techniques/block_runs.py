@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,8 +23,13 @@ from torch.utils._pytree import tree_iter
 
 from trainfit.kernels.host_copies import Lanes, wait
 from trainfit.models.host_blocks import HostBlocks
+from trainfit.models.layers import ORIGINAL
 from trainfit.spec.errors import InputError
 from trainfit.techniques.host_moments import HostMoments
+
+OWN = "_trainfit_runs"
+"""Attribute of a block that tells who runs it, and its number."""
+Call = Callable[[Tensor], Any]
 
 
 @dataclass
@@ -58,6 +63,7 @@ class BlockRuns:
     ):
         self.blocks, self.device = blocks, lanes.device
         self._lanes, self._weights, self._moments, self._offload = lanes, weights, moments, offload
+        self.is_running = False
         self._last: _Kept | None = None
         """Of the block that ran last."""
         self._free: dict[tuple[Any, Any], list[Tensor]] = {}
@@ -65,21 +71,33 @@ class BlockRuns:
         self._trigger = torch.empty(0, device=self.device, requires_grad=True)
 
     def install(self) -> None:
-        """Each block's call goes through here: outside what compiles it, inside what the model does around it."""
+        """Each block's forward goes through here, outside what compiles it."""
         for index, block in enumerate(self.blocks):
-            inner: Any = block._compiled_call_impl or block._call_impl
-            block._compiled_call_impl = partial(self._call, index, inner)
+            compiled: Any = block._compiled_call_impl
+            if compiled is not None:
+                block._compiled_call_impl = partial(_call_compiled, self, index, compiled)
+            else:
+                setattr(block, OWN, (self, index))
+                block.__class__ = _run_by_itself(type(block))
 
-    def _call(self, index: int, inner: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _refuse_other_gradients(args, kwargs)
-        call = partial(_with_input, inner, args, kwargs)
+    def run(self, index: int, first: Call, again: Call, x: Tensor) -> Any:
+        """Block ``index``'s result; ``first`` computes it now, ``again`` in the backward."""
         if torch.is_grad_enabled():
-            return _Run.apply(self, index, call, self._trigger, x)
+            return _Run.apply(self, index, first, again, self._trigger, x)
         self.arrive(index)
         with self.uncached():
-            out = call(x)
+            out = first(x)
         self.leave(index)
         return out
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The blocks called inside are plain ones."""
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
 
     def arrive(self, index: int) -> None:
         """Block ``index`` may run forward; what the block after it needs is on its way."""
@@ -167,15 +185,15 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runs: BlockRuns, index: int, call: Callable[[Tensor], Any], trigger: Tensor, x: Tensor
+        ctx: Any, runs: BlockRuns, index: int, first: Call, again: Call, trigger: Tensor, x: Tensor
     ) -> Any:
-        ctx.runs, ctx.index, ctx.call = runs, index, call
+        ctx.runs, ctx.index, ctx.again = runs, index, again
         ctx.conditions = Conditions(runs.device)
         ctx.needs_gradient = x.requires_grad
         runs.arrive(index)
         ctx.kept = runs.keep(index, x)
         with runs.uncached():
-            out = call(x)
+            out = first(x)
         runs.leave(index)
         runs.let_go(ctx.kept)
         return out
@@ -185,8 +203,8 @@ class _Run(torch.autograd.Function):
         runs: BlockRuns = ctx.runs
         runs.arrive_for_backward(ctx.index)
         x = runs.take(ctx.kept).detach().requires_grad_(ctx.needs_gradient)
-        with ctx.conditions.restored(), runs.uncached(), torch.enable_grad():
-            out = ctx.call(x)
+        with ctx.conditions.restored(), runs.uncached(), runs.running(), torch.enable_grad():
+            out = ctx.again(x)
         outputs = (out,) if isinstance(out, Tensor) else out
         owed = [
             (o, g)
@@ -196,7 +214,7 @@ class _Run(torch.autograd.Function):
         del out, outputs
         torch.autograd.backward([o for o, _ in owed], [g for _, g in owed])
         runs.leave_after_backward(ctx.index)
-        return None, None, None, None, x.grad
+        return None, None, None, None, None, x.grad
 
 
 class Conditions:
@@ -228,8 +246,32 @@ class Conditions:
             yield
 
 
-def _with_input(inner: Callable[..., Any], args: Any, kwargs: Any, x: Tensor) -> Any:
-    return inner(x, *args, **kwargs)
+@cache
+def _run_by_itself(block: type[nn.Module]) -> type[nn.Module]:
+    """The block's class with its forward run by ``BlockRuns``; one class for all, so equal blocks stay equal."""
+
+    def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        runs, index = getattr(self, OWN)
+        if runs.is_running:
+            return block.forward(self, x, *args, **kwargs)
+        _refuse_other_gradients(args, kwargs)
+        # In the backward the block is called as a whole: whoever hooks modules sees it run.
+        first, again = partial(block.forward, self), self
+        return runs.run(index, _with(first, args, kwargs), _with(again, args, kwargs), x)
+
+    return type(f"Run{block.__name__}", (block,), {"forward": forward, ORIGINAL: block})
+
+
+def _call_compiled(
+    runs: BlockRuns, index: int, compiled: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    _refuse_other_gradients(args, kwargs)
+    call = _with(compiled, args, kwargs)
+    return runs.run(index, call, call, x)
+
+
+def _with(function: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+    return lambda x: function(x, *args, **kwargs)
 
 
 def _refuse_other_gradients(args: Any, kwargs: Any) -> None:

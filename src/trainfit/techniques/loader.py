@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COVERS: dict[str, tuple[object, ...]] = {}
 
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def applies(recipe: Recipe) -> bool:
     return recipe.loader != Loader()
@@ -97,7 +99,12 @@ class Feed:
             worker_init_fn=_outlive_the_first_signal,
             generator=torch.Generator(),  # Its own: torch's default one belongs to dropout.
         )
-        self._sequences = iter(loader)
+        # A worker must not be ended between its start and its own handlers of signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            self._sequences = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
         return self
@@ -143,5 +150,6 @@ def _outlive_the_first_signal(worker: int) -> None:
     def once(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in END_SIGNALS:
         signal.signal(number, once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)

@@ -1,4 +1,4 @@
-"""Precision: the weights' own dtype (fp32, bf16), or autocast over fp32 weights (amp-bf16, amp-fp16).
+"""Precision: the weights' own dtype (fp32, bf16; fp8.py adds products), or autocast over fp32 weights (amp-bf16, amp-fp16).
 
 amp-fp16 adds a GradScaler: fp16's smallest normal number is 6.1e-5, so the loss is scaled up before backward and
 the gradients down before the update; a step whose gradients overflow is skipped. As in torch's own recipe,
@@ -30,7 +30,7 @@ def weight_dtype(recipe: Recipe) -> torch.dtype:
     """The dtype in which the model is built."""
     import torch
 
-    return torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+    return torch.bfloat16 if recipe.precision in ("bf16", "fp8") else torch.float32
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

@@ -27,6 +27,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         _check_rows(args[0], args[1])
     if func is aten._grouped_mm.default:
         return _grouped_mm(args, kwargs)
+    if func is aten._scaled_mm.out:
+        return kwargs["out"]  # Compiled code's; the fake kernel is for the functional one alone.
     if _only_writes_lists(func):
         # It changes no shape. FakeTensorMode has no kernel for some (_fused_sgd_) and would run them for real, on zeros
         # of the whole model's size.

@@ -114,8 +114,8 @@ class Ledger:
     """For each run, how many groups of layers the middle one stands for. Empty: nothing was left out."""
     params: int = 0
     trainable_params: int = 0
-    host_bytes: int = 0
-    """Pinned host memory of what waits there (``kernels/host_copies.py``)."""
+    pinned: tuple[tuple[int, int], ...] = ()
+    """Pieces of pinned host memory (``kernels/host_copies.py``): bytes, and the group of layers that needs them."""
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     empty_cache_every: int | None = None
@@ -126,9 +126,17 @@ class Ledger:
         """The most groups that a middle one stands for (1: nothing was left out)."""
         return max(self.repeats, default=1)
 
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that the whole model needs."""
+        return sum(num_bytes * self._times(group) for num_bytes, group in self.pinned)
+
     def times(self, op: Op) -> int:
         """How often an operation happens in the whole model."""
-        return self.repeats[run_of(op.group)] if part_of(op.group) == MIDDLE else 1
+        return self._times(op.group)
+
+    def _times(self, group: int) -> int:
+        return self.repeats[run_of(group)] if part_of(group) == MIDDLE else 1
 
     def expand(self) -> Iterator[LiveEvent]:
         """All events of the whole model, the middle group's copies written out.
@@ -189,6 +197,7 @@ class Ledger:
             data["events"] = [Event(*row) for row in data["events"]]
             data["ops_without_flops"] = tuple(data["ops_without_flops"])
             data["assumptions"], data["repeats"] = tuple(data["assumptions"]), tuple(data["repeats"])
+            data["pinned"] = tuple((num_bytes, group) for num_bytes, group in data["pinned"])
             return cls(**data)
         except (
             OSError,

@@ -72,8 +72,8 @@ class Tracer(TorchDispatchMode):
         """Index of a storage -> the segment it was allocated in."""
         self._seen: dict[tuple[int, int, str], int] = {}
         self._unknown: set[str] = set()
-        self._host: dict[int, Any] = {}
-        """Host memory that is copied from or to, by address: storages on ``meta``."""
+        self._host: dict[int, tuple[Any, int]] = {}
+        """Host memory that is copied from or to, by address: storages on ``meta``, with the group that first did."""
         self._recomputed: list[int] = []
         self._sticky = NO_LAYER
         held_by_engine_alone()
@@ -97,11 +97,21 @@ class Tracer(TorchDispatchMode):
         self.places.phase = phase
 
     def own(self, tensor: Tensor, category: str, place: Place) -> None:
-        """The tensor's storage is of this category and belongs to the parameter at this place."""
+        """The tensor's storage is of this category and belongs to the parameter at this place.
+
+        What parameters of several groups of layers share belongs to none.
+        """
         index = self._live.get(tensor.untyped_storage()._cdata, UNKNOWN)
         if index != UNKNOWN:
+            if category == "weights" and self._owners.get(index, place).group != place.group:
+                place = NOWHERE
             self._categories[index] = category
             self._owners[index] = place
+
+    def own_host(self, memory: Tensor, place: Place) -> None:
+        """The host memory belongs to the parameter at this place."""
+        storage = memory.untyped_storage()
+        self._host[storage._cdata] = storage, place.group
 
     def forget(self, tensors: Iterable[Tensor]) -> None:
         """These parameters were cut out of the model: strike them from the ledger, frees included."""
@@ -146,7 +156,7 @@ class Tracer(TorchDispatchMode):
             for e in self.ledger.events
         ]
         self.ledger.ops_without_flops = tuple(sorted(self._unknown))
-        self.ledger.host_bytes = sum(storage.nbytes() for storage in self._host.values())
+        self.ledger.pinned = tuple((storage.nbytes(), group) for storage, group in self._host.values())
         finished, self.ledger = self.ledger, Ledger()
         self._live.clear()  # What is freed from here on is the end of the trace, not of the run.
         return finished
@@ -183,6 +193,9 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A wrapper around tensors (torchao's): its own rule runs first, and what that does comes back here.
+            return NotImplemented
         tensors = list(_tensors((args, kwargs)))
         if self._stays_on_host(func, tensors):
             out = on_host(func, args, kwargs)
@@ -216,7 +229,9 @@ class Tracer(TorchDispatchMode):
         self._sticky = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
         if self.ledger.ops[op].name in COPY_DIRECTIONS:
-            self._host.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in args if t.is_meta)
+            for t in args:
+                if t.is_meta:
+                    self._host.setdefault(t.untyped_storage()._cdata, (t.untyped_storage(), place.group))
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
         for n, t in as_allocated(func, fresh) if self.gpu else fresh:
             owner = owners[n] if len(owners) == len(outputs) else place

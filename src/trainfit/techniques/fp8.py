@@ -1,0 +1,145 @@
+"""fp8: weights stay bf16, the decoder blocks' linear layers multiply in 8 bits, forward and backward, through torchao.
+
+Each product's two operands are rounded to fp8 when they are needed, by one scale a tensor from its own largest
+magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., https://arxiv.org/abs/2209.05433). That is
+torchao's ``tensorwise`` recipe, the fastest on Hopper: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 %
+by its more exact ``rowwise`` one (torchao/float8/README.md).
+
+- Saved for backward are the bf16 input and weight, so activations take what they take in bf16.
+- Without compiling each rounding is a row of kernels with fp32 temporaries, and the step is slower than in bf16; with
+  ``compile: block`` they are fused, which is where fp8 pays.
+- Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
+  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head and experts stay bf16 too.
+- MFU and HFU are of the GPU's fp8 peak, as most FLOPs are in fp8.
+- On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.draft import Draft
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COVERS = {"precision": ("fp8",)}
+
+MULTIPLE = 16
+"""Sizes of ``torch._scaled_mm``'s operands, in elements."""
+SMALL = (4096, 1024)
+"""Up to so many inputs with up to so many outputs a layer does not gain (torchao.float8's ``_auto_filter_for_tensorwise``)."""
+CAPABILITY = (8, 9)
+"""The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0."""
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.precision == "fp8"
+
+
+def check(recipe: Recipe) -> None:
+    """What the products need, as far as the recipe tells."""
+    from trainfit.catalog.load import gpu
+
+    if importlib.util.find_spec("torchao") is None:
+        raise _refused(
+            "it needs the package torchao, which is not installed", "pip install 'trainfit[torchao]'"
+        )
+    asked = gpu(recipe.hardware.gpu)
+    capability = asked.compute_capability
+    if asked.vendor != "host" and (capability is None or capability < CAPABILITY):
+        raise _refused(
+            f"{asked.title} has no fp8 tensor cores that torch multiplies with",
+            "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on",
+        )
+    if recipe.adapter is not None:
+        raise _refused(
+            "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients all the same",
+            "use precision: bf16, with quantize: fp8 to store the base in 8 bits",
+        )
+    if recipe.offload.weights:
+        raise _refused("blocks whose weights wait on the host are not converted", "use precision: bf16")
+    if recipe.batch.micro * recipe.batch.seq % MULTIPLE:
+        raise InputError(
+            f"fp8 products need a multiple of {MULTIPLE} tokens",
+            f"make batch.micro x batch.seq one (now {recipe.batch.micro} x {recipe.batch.seq})",
+            field="batch.micro",
+            value=recipe.batch.micro,
+        )
+
+
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """A real GPU's capability; a CPU emulates."""
+    if device_type != "cuda":
+        return
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        raise _refused(
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and fp8 products need 8.9",
+            "use precision: bf16 or amp-fp16",
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Put torchao's layers in the place of the blocks' linear layers; their weights stay the same tensors.
+
+    Raises:
+        InputError: none of the blocks' layers gains.
+    """
+    from trainfit.models.layers import layer_lists
+
+    with _quiet():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig(emulate=_emulates(recipe, draft))
+    lists = layer_lists(draft.model)
+    if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
+        raise _refused(
+            "no linear layer of the decoder blocks is converted: each needs sizes that are multiples of "
+            f"{MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
+            "use precision: bf16, or model.implementation: native where transformers' blocks have other layers",
+        )
+    for _, blocks in lists:
+        convert_to_float8_training(blocks, module_filter_fn=lambda module, name: gains(module), config=config)
+
+
+def gains(module: nn.Module) -> bool:
+    """Whether it is a linear layer that is converted."""
+    from torch import nn
+
+    if not isinstance(module, nn.Linear) or module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        return False
+    return module.in_features > SMALL[0] or module.out_features > SMALL[1]
+
+
+def _emulates(recipe: Recipe, draft: Draft) -> bool:
+    """On a CPU, real or virtual. The virtual GPU's tensors are fake ones, on the CPU by name."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if draft.device.type != "cpu":
+        return False
+    is_virtual = isinstance(next(draft.model.parameters()), FakeTensor)
+    return not is_virtual or recipe.hardware.gpu == "cpu"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torchao tells on import which of its own kernels it could not load; none of them is used here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _refused(problem: str, remedy: str) -> InputError:
+    return InputError(problem, remedy, field="precision", value="fp8")

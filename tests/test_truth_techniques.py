@@ -1,0 +1,83 @@
+"""The truth suite's draws for one technique: what they ask for, and that older seeds still draw what they drew."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from trainfit.predict import truth_suite
+from trainfit.predict.truth_techniques import FIRST_GENERATION, TECHNIQUES, draw_for, num_blocks
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.techniques import registry
+
+FIRST_DRAWS = {(1, 0.15): "982209a083b81097", (9, 0.0): "389a03853c754a86"}
+"""(seed, share compiled) -> a hash of the first 200 draws, of which the measured suites were made."""
+
+
+@pytest.mark.parametrize("asked", FIRST_DRAWS)
+def test_an_older_seed_draws_what_it_drew(asked: tuple[int, float]) -> None:
+    seed, share = asked
+    chance = random.Random(seed)
+    drawn = json.dumps([truth_suite.draw(chance, "h200", share) for _ in range(200)])
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == FIRST_DRAWS[asked]
+
+
+def test_every_technique_joins_one_of_the_two_suites() -> None:
+    assert {*TECHNIQUES, *FIRST_GENERATION} == set(registry.techniques())
+    # These two are in both: the first suite draws what they could do then.
+    assert set(TECHNIQUES) & set(FIRST_GENERATION) == set()
+
+
+def checked(technique: str, chance: random.Random, *, combined: bool) -> Recipe | None:
+    try:
+        recipe = recipe_from(draw_for(technique, chance, "h200", combined=combined))
+        registry.check(recipe)
+    except InputError:
+        return None
+    return recipe
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_draws_are_allowed_ask_for_the_technique_and_vary(technique: str) -> None:
+    for combined in (False, True):
+        chance = random.Random(3)
+        drawn = [checked(technique, chance, combined=combined) for _ in range(60)]
+        recipes = [recipe for recipe in drawn if recipe is not None]
+        # Refused draws cost nothing but time; too many of them would.
+        assert len(recipes) >= (30 if not combined else 8)
+        assert all(registry.techniques()[technique].applies(recipe) for recipe in recipes)
+        assert len({recipe.model.config for recipe in recipes if isinstance(recipe.model.config, str)}) >= 6
+        assert {recipe.model.implementation for recipe in recipes} == {"hf", "native"}
+    others = [
+        name
+        for name, other in registry.techniques().items()
+        if name != technique and any(other.applies(recipe) for recipe in recipes)
+    ]
+    assert len(others) >= 4
+
+
+def test_a_seed_draws_the_same_again() -> None:
+    twice = [
+        [draw_for("quantize", random.Random("quantize alone 1"), "h200", combined=True) for _ in range(3)]
+        for _ in range(2)
+    ]
+    assert twice[0] == twice[1]
+
+
+def test_a_plan_names_every_block() -> None:
+    chance = random.Random(0)
+    for _ in range(40):
+        data = draw_for("recompute_layers", chance, "h200", combined=False)
+        assert sum(run["count"] for run in data["recompute"]["layers"]) == num_blocks(data)
+
+
+def test_an_unknown_technique_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert truth_suite.main([str(tmp_path / "out.jsonl"), "--technique", "mouon"]) == 65
+    assert "muon" in capsys.readouterr().err
+    assert not (tmp_path / "out.jsonl").exists()
