@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainfit.report.table import markdown_cell
+from trainfit.report.table import NOTHING, markdown_cell
 from trainfit.report.technique_pairs import Book, Pair, Result, best_of, groups, others, read_results
 from trainfit.report.technique_prose import Prose, prose
 from trainfit.report.technique_refusals import refused, refused_on_cpu
@@ -186,7 +186,7 @@ def _quality(technique: str, book: Book) -> str:
     rows = [
         [
             _model_and_batch(pair.with_it.recipe), _code(told(pair.with_it.recipe, fields)),
-            _code(others(pair.with_it.recipe, fields)), str(pair.with_it.steps), _pair_cell(pair, "perplexity", 1.0, 3),
+            _code(others(pair.with_it.recipe, fields)), str(pair.with_it.training.steps if pair.with_it.training else NOTHING), _pair_cell(pair, "perplexity", 1.0, 3),
         ]
         for pair in pairs[:MOST_PAIRS]
     ]  # fmt: skip
@@ -215,7 +215,7 @@ def _model_and_batch(recipe: Recipe) -> str:
 
 
 def _code(said: dict[str, object]) -> str:
-    return f"`{markdown_cell(written(said))}`" if said else "–"
+    return f"`{markdown_cell(written(said))}`" if said else NOTHING
 
 
 def _pair_cell(pair: Pair | None, of: str, unit: float, digits: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from trainfit.records import load
 from trainfit.report.compare import Comparison
-from trainfit.report.technique_suite import asks, control, told
+from trainfit.report.technique_suite import ASKINGS, OPTIMIZER, asks, control, told
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 from trainfit.spec.value import canonical_json, parse
@@ -20,6 +20,15 @@ from trainfit.spec.value import canonical_json, parse
 Kind = Literal["predict", "measure", "train"]
 KINDS = ("predict", "measure", "train")
 OUT_OF_MEMORY = "out-of-memory"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What perplexities have to have in common to be compared."""
+
+    steps: int
+    train_tokens: int
+    eval_tokens: int
 
 
 @dataclass(frozen=True)
@@ -33,8 +42,8 @@ class Result:
     """Highest allocated; None: it ran out of memory."""
     step_s: float | None
     perplexity: float | None = None
-    """Of held-out text after ``steps`` steps of training."""
-    steps: int | None = None
+    """Of held-out text after training."""
+    training: Training | None = None
 
 
 @dataclass(frozen=True)
@@ -80,13 +89,18 @@ class Book:
         return list(pairs.values())
 
     def trained_pairs(self, technique: str) -> list[Pair]:
-        """Every pair that was trained for as many steps to a perplexity."""
-        return [
-            pair for result in self.all("train")
-            if asks(technique, result.recipe) and result.perplexity
-            and (pair := self.pair(technique, result.recipe, "train"))
-            and pair.without.perplexity and pair.without.steps == result.steps
-        ]  # fmt: skip
+        """Every pair that was trained alike to a perplexity; only another optimizer may have another learning rate."""
+        pairs = []
+        for result in self.all("train"):
+            pair = self.pair(technique, result.recipe, "train") if asks(technique, result.recipe) else None
+            if pair is None or result.perplexity is None or pair.without.perplexity is None:
+                continue
+            rates = {side.recipe.optimizer.lr for side in (pair.without, pair.with_it)}
+            if pair.without.training == result.training and (
+                len(rates) == 1 or ASKINGS[technique].fields == OPTIMIZER
+            ):
+                pairs.append(pair)
+        return pairs
 
 
 @dataclass(frozen=True)
@@ -157,14 +171,16 @@ def _results(record: Record) -> Iterable[Result]:
             yield Result(recipe, "measure", record.created_at, measured.peak_allocated_bytes, measured.step_s)
         elif measured.status == OUT_OF_MEMORY:
             yield Result(recipe, "measure", record.created_at, None, None)
-    if record.train is not None and record.train.get("peak_memory_is") == "cuda-allocated":
+    if record.train is not None and record.train["status"] == "done":
         yield from _trained(recipe, record.created_at, record.train)
 
 
 def _trained(recipe: Recipe, created_at: str, run: dict[str, Any]) -> Iterable[Result]:
-    if run["status"] == "done":
+    start = run["run"]
+    if run["peak_memory_is"] == "cuda-allocated" and recipe.hardware.gpu.split("-")[0] in start["device"].lower():
         yield Result(
-            recipe, "train", created_at, run["peak_memory_bytes"], run["step_s"], run["eval_perplexity"], run["steps"]
+            recipe, "train", created_at, run["peak_memory_bytes"], run["step_s"], run["eval_perplexity"],
+            Training(run["steps"], start["train_tokens"], start["eval_tokens"]),
         )  # fmt: skip
 
 

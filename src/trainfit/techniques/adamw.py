@@ -2,8 +2,8 @@
 
 With stochastic rounding it is ours (kernels/adamw.py): weights and moments in bf16, all rounded at random. A second moment
 that moves by a thousandth each step stands still in bf16 where it is rounded to nearest. Left out, ``implementation`` is
-``fused``: one kernel for many weights, nothing allocated; ``foreach`` holds copies of the gradients' size while it
-runs, ``forloop`` goes weight by weight. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+``fused``: one kernel for many weights, nothing allocated; ``foreach`` holds intermediates of all weights' size while it
+runs, ``forloop`` of one weight's. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
 
 Helps as the optimizer that most recipes were tuned with; others are measured against it.
 

@@ -16,7 +16,7 @@ the step is slower than in bf16; with ``compile: block`` they are fused, which i
 
 Costs the rounding of both operands of every product to three bits (e4m3) or two (e5m2); weights and sums keep theirs.
 
-Refuses nothing more once the model is built: layers that cannot take part stay bf16.
+Refuses models none of whose blocks' layers would be converted.
 """
 
 from __future__ import annotations

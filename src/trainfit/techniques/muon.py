@@ -9,8 +9,8 @@ no model FLOPs.
 Helps pretraining: fewer steps to the same loss are reported (Liu et al.), and one moment of hidden weights is saved. The
 more tokens a step has, the less its products weigh.
 
-Costs quality where a run goes on from weights that AdamW trained: Liu et al. found that fine-tuning with another optimizer
-than the one of pretraining does less well.
+Costs no quality that is known in pretraining; where a run goes on from weights that AdamW trained, Liu et al. found no gain
+over AdamW.
 
 Refuses models in which no block's matrix trains.
 """
