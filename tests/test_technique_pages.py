@@ -112,8 +112,12 @@ def test_a_pair_differs_in_the_techniques_fields_alone() -> None:
 
 
 def test_a_pair_may_differ_in_what_changes_neither_memory_nor_speed() -> None:
-    full = reference(recompute="full", seed=3, optimizer={"lr": 0.5}, hardware={"gpu": "h200", "price_per_hour": 9})
-    assert len(Book([measured(reference(), 40.0), measured(full, 20.0)]).measured_pairs("recompute_full")) == 1
+    full = reference(
+        recompute="full", seed=3, optimizer={"lr": 0.5}, hardware={"gpu": "h200", "price_per_hour": 9}
+    )
+    assert (
+        len(Book([measured(reference(), 40.0), measured(full, 20.0)]).measured_pairs("recompute_full")) == 1
+    )
     decayed = reference(recompute="full", optimizer={"weight_decay": 0.5})
     assert Book([measured(reference(), 40.0), measured(decayed, 20.0)]).measured_pairs("recompute_full") == []
 
@@ -178,7 +182,8 @@ def test_measured_pairs_fill_the_page_without_a_change_of_code() -> None:
     records = [predicted(recipe, 30.0) for recipe in suite()]
     empty = pages(Book(records))["recompute_full.md"]
     assert NOT_MEASURED in empty
-    records += [measured(recipe, 30.0 - number / 4) for number, recipe in enumerate(suite())]
+    for number, recipe in enumerate(suite()):  # The later, the smaller and the slower.
+        records.append(measured(recipe, 30.0 - number / 4, step_s=1.0 + number / 10))
     records += [trained(reference(), 20.0), trained(reference(recompute="full"), 22.0)]
     made = pages(Book(records))
     assert all(NOT_MEASURED not in text.split("## What it costs in quality")[0] for text in made.values())

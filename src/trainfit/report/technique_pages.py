@@ -28,6 +28,8 @@ MOST_PAIRS = 12
 """Measured pairs of other recipes that a page shows; it says how many there are."""
 FEWEST_PARTNERS = 2
 """Recipes of one model and batch below which none is the best."""
+MOST_GROUPS = 4
+"""Other models and batches whose best are shown: those of most recipes."""
 INDEX = "README.md"
 
 
@@ -71,17 +73,16 @@ def pages(book: Book) -> dict[str, str]:
 
 def index(told_of: dict[str, Prose], book: Book) -> str:
     """The table of all techniques."""
-    heads = ["technique", "in a recipe", "what it is", "peak, measured", "predicted", "step, measured", "predicted"]
+    heads = ["technique", "in a recipe", "what it is", "peak, step: measured", "predicted"]
     rows = []
     for name, words in told_of.items():
-        recipe = alone(name)[0]
-        measured, predicted = book.pair(name, recipe, "measure"), book.pair(name, recipe, "predict")
-        cells = [_change(pair, of) if pair else NOT_MEASURED for of in ("peak_bytes", "step_s") for pair in (measured, predicted)]
+        pairs = [book.pair(name, alone(name)[0], kind) for kind in ("measure", "predict")]
+        cells = [_changes(pair) if pair else NOT_MEASURED for pair in pairs]
         rows.append([f"[{name}]({name}.md)", in_a_recipe(name), words.summary, *cells])
     return _parts(
         "# The techniques, one by one",
         f"Made by `{MADE_BY}`; do not edit. How they go together in a step: [techniques.md](../techniques.md).",
-        f"Peak memory and time of a step are those of the first way to ask for it, alone on {MODEL_AND_BATCH}, against the same recipe "
+        f"Peak memory and time of a step change so with the first way to ask for it, alone on {MODEL_AND_BATCH}, against the same recipe "
         "without it.",
         _grid(heads, rows, num_text=3),
     )  # fmt: skip
@@ -102,7 +103,11 @@ def page(technique: str, words: Prose, book: Book) -> str:
         words.helps,
         "## Memory and speed",
         f"Peak allocated memory and the time of a step, without it → with it. *Without*: the same recipe with {fields} "
-        + ("at the default." if technique != "accumulation" else "such that one micro-batch holds all tokens."),
+        + (
+            "at the default."
+            if technique != "accumulation"
+            else "such that one micro-batch holds all tokens."
+        ),
         f"### Alone\n\nOn {MODEL_AND_BATCH}.",
         _pair_table(technique, alone(technique), book),
         _elsewhere(technique, book),
@@ -112,8 +117,8 @@ def page(technique: str, words: Prose, book: Book) -> str:
         words.costs,
         _quality(technique, book),
         "## What it refuses",
-        words.refuses,
         _refusals(technique),
+        f"Once the model is built: {words.refuses[0].lower()}{words.refuses[1:]}",
     )
 
 
@@ -149,30 +154,33 @@ def _elsewhere(technique: str, book: Book) -> str:
 
 def _partners(technique: str, book: Book) -> str:
     """Of each model and batch the recipe with the technique that needs least memory, and the fastest."""
-    heads = ["model, batch", "best", "beside the technique", "peak GiB, measured", "predicted", "step ms, measured",
+    heads = ["model, batch", "best", "recipe", "peak GiB, measured", "predicted", "step ms, measured",
              "predicted"]  # fmt: skip
     predicted = [found for recipe in suite() if (found := book.find(recipe, "predict"))]
     here = groups(predicted)
     measured = groups(book.all("train")) | groups(book.all("measure"))
     rows = []
-    for name in dict.fromkeys([*here, *measured]):
-        best = best_of(technique, measured.get(name, []))
-        if best is None or best.num_recipes < FEWEST_PARTNERS:
-            best = best_of(technique, here.get(name, []))
+    bests = {name: best_of(technique, results) for name, results in measured.items()}
+    bests = {name: best for name, best in bests.items() if best and best.num_recipes >= FEWEST_PARTNERS}
+    elsewhere = sorted(bests.keys() - here.keys(), key=lambda name: (-bests[name].num_recipes, name))
+    for name in (*here, *elsewhere[:MOST_GROUPS]):
+        best = bests.get(name) or best_of(technique, here.get(name, []))
         if best is None:
             continue
-        for what, result in (("least memory", best.smallest), ("fastest", best.fastest)):
+        ends = [("least memory", best.smallest), ("fastest", best.fastest)]
+        if best.smallest is best.fastest:
+            ends = [("least memory and fastest", best.smallest)]
+        for what, result in ends:
             by = "measured" if result.kind != "predict" else "predicted"
-            rows.append([_model_and_batch(result.recipe), f"{what}, {by}", *_best_cells(technique, result, book)])
+            rows.append([_model_and_batch(result.recipe), f"{what}, {by}", *_best_cells(result, book)])
     return _grid(heads, rows, num_text=3)
 
 
-def _best_cells(technique: str, best: Result, book: Book) -> list[str]:
+def _best_cells(best: Result, book: Book) -> list[str]:
     measured = book.find(best.recipe, "measure") or book.find(best.recipe, "train")
     predicted = book.find(best.recipe, "predict")
-    beside = _code(others(best.recipe, ASKINGS[technique].fields))
     return [
-        beside, _cell(measured, "peak_bytes", GIB, 2), _cell(predicted, "peak_bytes", GIB, 2),
+        _code(told(best.recipe)), _cell(measured, "peak_bytes", GIB, 2), _cell(predicted, "peak_bytes", GIB, 2),
         _cell(measured, "step_s", 1e-3, 1), _cell(predicted, "step_s", 1e-3, 1),
     ]  # fmt: skip
 
@@ -200,7 +208,9 @@ def _refusals(technique: str) -> str:
     ] + [f"- on a CPU: `{line}`" for line in refused_on_cpu(technique)]  # fmt: skip
     if not lines:
         return "Asked beside every other technique, a recipe with it is never refused."
-    return "Asked by itself and beside every other technique, the check of a recipe answers:\n\n" + "\n".join(lines)
+    return "Asked by itself and beside every other technique, the check of a recipe answers:\n\n" + "\n".join(
+        lines
+    )
 
 
 def _beside(techniques: Sequence[str]) -> str:
@@ -215,7 +225,8 @@ def _model_and_batch(recipe: Recipe) -> str:
 
 
 def _code(said: dict[str, object]) -> str:
-    return f"`{markdown_cell(written(said))}`" if said else NOTHING
+    text = written(said).replace("|", "\\|").replace("`", "'")  # Inside code nothing else is markup.
+    return f"`{text}`" if text else NOTHING
 
 
 def _pair_cell(pair: Pair | None, of: str, unit: float, digits: int) -> str:
@@ -235,7 +246,14 @@ def _cell(result: Result | None, of: str, unit: float, digits: int) -> str:
 
 def _change(pair: Pair, of: str) -> str:
     without, with_it = getattr(pair.without, of), getattr(pair.with_it, of)
-    return f"{with_it / without - 1:+.1%}" if without and with_it else ""
+    if not without or not with_it:
+        return ""
+    text = f"{with_it / without - 1:+.1%}"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text
+
+
+def _changes(pair: Pair) -> str:
+    return ", ".join(_change(pair, of) or "out of memory" for of in ("peak_bytes", "step_s"))
 
 
 def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int) -> str:

@@ -72,7 +72,9 @@ class Book:
     def all(self, *kinds: str) -> list[Result]:
         """Every result of these kinds, in an order that does not depend on the records'."""
         found = [result for result in self._found.values() if result.kind in kinds]
-        return sorted(found, key=lambda result: (result.recipe.model.display_name, result.recipe.id, result.kind))
+        return sorted(
+            found, key=lambda result: (result.recipe.model.display_name, result.recipe.id, result.kind)
+        )
 
     def pair(self, technique: str, recipe: Recipe, kind: Kind) -> Pair | None:
         """The recipe and its control, where both are known."""
@@ -140,7 +142,12 @@ def groups(results: Iterable[Result]) -> dict[str, list[Result]]:
 def key(recipe: Recipe) -> str:
     """Equal for recipes of equal memory and speed: without names, seed, price and learning rate."""
     content = recipe.content()
-    del content["seed"], content["hardware"]["price_per_hour"], content["model"]["name"], content["optimizer"]["lr"]
+    del (
+        content["seed"],
+        content["hardware"]["price_per_hour"],
+        content["model"]["name"],
+        content["optimizer"]["lr"],
+    )
     return canonical_json(content)
 
 
@@ -177,7 +184,10 @@ def _results(record: Record) -> Iterable[Result]:
 
 def _trained(recipe: Recipe, created_at: str, run: dict[str, Any]) -> Iterable[Result]:
     start = run["run"]
-    if run["peak_memory_is"] == "cuda-allocated" and recipe.hardware.gpu.split("-")[0] in start["device"].lower():
+    if (
+        run["peak_memory_is"] == "cuda-allocated"
+        and recipe.hardware.gpu.split("-")[0] in start["device"].lower()
+    ):
         yield Result(
             recipe, "train", created_at, run["peak_memory_bytes"], run["step_s"], run["eval_perplexity"],
             Training(run["steps"], start["train_tokens"], start["eval_tokens"]),

@@ -34,7 +34,9 @@ def prose(technique: Any) -> Prose:
     for lead in LEADS:
         found = [text for text in paragraphs if text.startswith(lead)]
         if len(found) != 1:
-            raise ValueError(f"{technique.__name__}: {len(found)} paragraphs of its docstring begin with {lead!r}")
+            raise ValueError(
+                f"{technique.__name__}: {len(found)} paragraphs of its docstring begin with {lead!r}"
+            )
         parts[lead.lower()] = markdown(found[0])
     rest = [markdown(text) for text in paragraphs if not text.startswith(LEADS)]
     return Prose(summary=markdown(summary), does="\n\n".join(rest), **parts)

@@ -87,7 +87,9 @@ def refused(technique: str) -> list[Told]:
     told = []
     for found in kinds.values():
         by_itself = any(refusal.causes == {technique} for refusal in found)
-        partners = set() if by_itself else {name for refusal in found for name in refusal.causes - {technique}}
+        partners = (
+            set() if by_itself else {name for refusal in found for name in refusal.causes - {technique}}
+        )
         told.append(Told(found[0].line, tuple(sorted(partners))))
     return sorted(told, key=lambda one: (bool(one.beside), one.line))
 

@@ -120,7 +120,7 @@ COMBINED: tuple[Data, ...] = (
         **CHUNKED, **ASKINGS["recompute_layers"].variants[0],
         "optimizer": {"name": "sgd", "momentum": 0.9, "in_backward": True},
     },
-    {**CHUNKED, **FULL, "precision": "amp-bf16", "batch": {"micro": 1, "accumulate": 4}, "empty_cache_every": 1},
+    {**CHUNKED, **FULL, "batch": {"micro": 1, "accumulate": 4}, "empty_cache_every": 1},
     {**CHUNKED, "compile": "block", "adapter": {"kind": "lora", "dtype": "base"}},
     {**CHUNKED, **FULL, **LORA, "quantize": "nf4"},
     {**FULL, "quantize": "nf4", "adapter": {"kind": "prompt"}},

@@ -8,7 +8,7 @@ micro-batches kernels are small too, and the step is slower than one large batch
 
 Costs no quality, up to rounding: the k gradients are added in their own dtype, which in bf16 has 8 bits.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Helps where AdamW's two moments are what does not fit: without momentum its stat
 Costs quality as far as rows and columns are not the whole second moment, and as far as momentum is missed; the learning
 rate has to be found anew, because it is multiplied by each weight's root mean square.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Helps as the optimizer that most recipes were tuned with; others are measured ag
 
 Costs nothing against itself; its price is memory: two moments, 8 bytes a weight of fp32 weights, 4 of bf16 ones.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Helps where moments are the largest part of the peak: many weights, little text 
 
 Costs what rounding the moments costs; both papers report results equal to 32-bit AdamW's on their tasks.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 All gradients come at once, when the one backward of the graph returns, so the optimizer in the backward frees none of
 them early.
 
-Helps speed a little more than ``block``, since embedding, head and loss are fused too; it is what ``recompute: {budget: x}``
-works best with, because the budget is then the whole model's.
+Helps memory more than ``block``, since head and loss are fused too, and speed as much or a little more. With it the share of
+``recompute: {budget: x}`` is one of the whole model's activations.
 
-Costs no quality but the rounding of fused operations. Compiling takes as long as the model has blocks.
+Costs no quality but the rounding of fused operations. Compiling takes the longer the more blocks the model has.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

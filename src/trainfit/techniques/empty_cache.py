@@ -10,7 +10,7 @@ lower the peak; the driver's calls cost time in the step that follows.
 
 Costs no quality.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the scaling.
 
 Costs no quality by itself: steps whose norm is below the limit are as without it.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Helps where reading and cutting text takes the host longer than a step takes the
 
 Costs no quality: the same sequences in the same order.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

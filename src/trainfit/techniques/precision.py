@@ -11,7 +11,7 @@ autocast also keeps 16-bit copies of the weights until the backward has used the
 Costs, as bf16, updates below 2^-9 of a weight, which are lost when rounded to nearest (see stochastic rounding). amp-* keeps
 the weights in fp32; amp-fp16 has less range than bf16 and three bits more.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Helps compiled models that do not fit by little.
 
 Costs no quality but the rounding of another fusion.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Helps where no optimizer state fits at all, and as the floor that other optimize
 Costs much quality on transformers, whose layers' gradients differ in size by orders of magnitude: one learning rate fits
 few of them. The learning rate has to be found anew.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ weight.
 
 Costs a little noise in the weights, against updates that are lost without it.
 
-Refuses nothing more once the model is built.
+Refuses nothing.
 """
 
 from __future__ import annotations
