@@ -1,11 +1,17 @@
 """Chunked loss: the next-token loss from hidden states, a chunk of tokens at a time, without all logits.
 
-The same loss and gradients as ``standard``, in as many FLOPs (kernels/chunked_cross_entropy.py says how, and how large
+In as many FLOPs as ``standard`` (kernels/chunked_cross_entropy.py says how, and how large
 a chunk is). For a model of vocabulary v and hidden size e, n tokens of bf16 hold 10 n v bytes with ``standard`` where
 the loss begins its backward; here 6 c v for a chunk of c tokens, and already the gradients of the output weight
-(2 e v) and of the hidden states (2 n e).
+(2 e v) and of the hidden states (2 n e). With ``compile: model`` everything below the output layer is compiled, the loss
+runs as it is.
 
-With ``compile: model`` everything below the output layer is compiled, the loss runs as it is.
+Helps where the vocabulary is large beside the model, or activations are recomputed: then the logits are the peak.
+
+Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
+
+Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it),
+and experts whose own loss balances them (``output_router_logits``).
 """
 
 from __future__ import annotations

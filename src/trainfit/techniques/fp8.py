@@ -2,16 +2,21 @@
 
 Each product's two operands are rounded to fp8 when they are needed, by one scale a tensor from its own largest
 magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., https://arxiv.org/abs/2209.05433). That is
-torchao's ``tensorwise`` recipe, the fastest on Hopper: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 %
-by its more exact ``rowwise`` one (torchao/float8/README.md).
+torchao's ``tensorwise`` recipe, the fastest on Hopper. Needs the extra ``torchao``.
 
 - Saved for backward are the bf16 input and weight, so activations take what they take in bf16.
-- Without compiling each rounding is a row of kernels with fp32 temporaries, and the step is slower than in bf16; with
-  ``compile: block`` they are fused, which is where fp8 pays.
 - Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
   call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head and experts stay bf16 too.
 - MFU and HFU are of the GPU's fp8 peak, as most FLOPs are in fp8.
 - On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
+
+Helps large models that are compiled: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 % by its more exact
+``rowwise`` recipe (torchao/float8/README.md). Without compiling each rounding is a row of kernels with fp32 temporaries, and
+the step is slower than in bf16; with ``compile: block`` they are fused, which is where fp8 pays.
+
+Costs the rounding of both operands of every product to three bits (e4m3) or two (e5m2); weights and sums keep theirs.
+
+Refuses models none of whose blocks' layers would be converted.
 """
 
 from __future__ import annotations

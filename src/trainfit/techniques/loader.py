@@ -1,4 +1,4 @@
-"""How batches reach the device: ``loader: {workers, prefetch, pin_memory}``.
+"""The loader: how batches reach the device, by how many processes, how far ahead and from which memory.
 
 ``workers`` processes (torch's DataLoader) read ahead, ``prefetch`` steps each; 0 reads in the training process itself.
 From pinned memory a copy to a GPU does not hold up the host; from pageable memory the host waits until the GPU has come
@@ -9,6 +9,12 @@ On the device there is one step's data while the step runs: the next step's is c
 issued, behind its last kernel. So the loader changes no byte of the peak, and ``predict`` knows none. ``measure``
 computes on one batch that stays on the device, as long as the loader has its defaults; where it has not, it is fed
 random tokens through the loader, as ``train`` is with text.
+
+Helps where reading and cutting text takes the host longer than a step takes the GPU.
+
+Costs no quality: the same sequences in the same order.
+
+Refuses nothing.
 """
 
 from __future__ import annotations

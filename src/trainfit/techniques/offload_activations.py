@@ -2,8 +2,15 @@
 
 With full recomputation that is each block's input: one [batch, seq, hidden] tensor a block, which on a deep model is the
 largest part of what recomputation leaves. It is copied out while the next block computes and back while the block
-after it runs backward, so it costs no time where a block computes longer than its input needs over PCIe. Changes no
-result. The idea: https://pytorch.org/blog/activation-checkpointing-techniques/ and Unsloth's offloaded checkpointing.
+after it runs backward. The idea: https://pytorch.org/blog/activation-checkpointing-techniques/ and Unsloth's offloaded
+checkpointing.
+
+Helps deep models and long sequences under full recomputation. It costs no time where a block computes longer than its
+input needs over PCIe.
+
+Costs no quality: it changes no result.
+
+Refuses models without repeated blocks, and blocks that hand on more than hidden states that need a gradient.
 """
 
 from __future__ import annotations

@@ -3,9 +3,14 @@
 1 keeps what compiled code keeps anyway, 0 only the compiled region's inputs; between them the partitioner solves a knapsack:
 which results to compute again so that the bytes handed from forward to backward stay within the share, for the fewest
 FLOPs (``torch._functorch.config.activation_memory_budget``, pytorch/pytorch#126320). The same partitioner runs when a step
-is predicted. Helps compiled models that do not fit by little. Its objective is not the peak: what the backward holds while
-it computes results again is not in it, so less budget can mean more memory, and published budgets are not monotonic. Costs
-no quality but the rounding of another fusion. Refuses a step that is not compiled.
+is predicted. Its objective is not the peak: what the backward holds while it computes results again is not in it, so less
+budget can mean more memory, and published budgets are not monotonic.
+
+Helps compiled models that do not fit by little.
+
+Costs no quality but the rounding of another fusion.
+
+Refuses nothing.
 """
 
 from __future__ import annotations

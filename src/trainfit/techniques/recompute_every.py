@@ -2,9 +2,14 @@
 
 The blocks between keep everything, as without recomputation, so memory and time lie between ``none`` and ``full``. The
 last block is a recomputed one only where the number of blocks is one more than a multiple of k: its backward comes next,
-and recomputing it would bring back at once what it had freed. Helps where ``full`` frees more than is needed; a plan by
-block (``{budget_gib: x}``) usually does better, because it can keep a part of each. Costs no quality: gradients are equal
-bit for bit. Refuses nothing but a model without repeated blocks.
+and recomputing it would bring back at once what it had freed.
+
+Helps where ``full`` frees more than is needed; a plan by block (``{budget_gib: x}``) usually does better, because it can keep
+a part of each.
+
+Costs no quality: gradients are equal bit for bit.
+
+Refuses models without repeated blocks.
 """
 
 from __future__ import annotations

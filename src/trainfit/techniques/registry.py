@@ -19,12 +19,14 @@ import json
 import pkgutil
 from functools import cache
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import trainfit.techniques
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.draft import Draft
+
+if TYPE_CHECKING:
+    from trainfit.techniques.draft import Draft
 
 NOT_TECHNIQUES = (
     "block_runs",
