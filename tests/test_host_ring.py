@@ -69,5 +69,8 @@ def test_a_guest_comes_after_the_one_before_it_is_used_and_written(waited: list[
     ring.arrive(2, 1)
     ring.leave(2, changed=True)
     ring.arrive(0, None)
-    assert lanes.to_device.waits[-1] == {"out 2", "out 1"}  # Its slot's last guest has left, its own value is there.
+    assert lanes.to_device.waits[-1] == {
+        "out 2",
+        "out 1",
+    }  # Its slot's last guest has left, its own value is there.
     assert waited[-1] == f"in {len(lanes.to_device.waits)}"
