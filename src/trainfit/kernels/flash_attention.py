@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.operations import declare
-
 from trainfit.spec.errors import InputError
 
 MAX_HEAD_SIZE = 256
