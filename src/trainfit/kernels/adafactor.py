@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainfit.kernels.operations import declare
 from trainfit.kernels.stochastic_rounding import round_stochastically, seed_of
 
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
@@ -228,14 +229,13 @@ def _empty_squares(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.adafactor_*``; a second call does nothing."""
-    make = torch.library.custom_op
-    make("trainfit::adafactor_squares", _squares, mutates_args=()).register_fake(
-        lambda p, g: _empty_squares(g)
+    declare("adafactor_squares", _squares, lambda p, g: _empty_squares(g))
+    declare(
+        "adafactor_update_squares",
+        _update_squares,
+        lambda g, row, col, mean: g.new_empty(row.numel(), dtype=torch.float32),
     )
-    make("trainfit::adafactor_update_squares", _update_squares, mutates_args=()).register_fake(
-        lambda g, row, col, mean: g.new_empty(row.numel(), dtype=torch.float32)
-    )
-    make("trainfit::adafactor_apply_", _apply, mutates_args=("p",)).register_fake(lambda *_: None)
+    declare("adafactor_apply_", _apply, lambda *_: None, mutates=("p",))
 
 
 def _squares(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:

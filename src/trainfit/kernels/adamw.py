@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.moment_levels import BLOCK, Codes, MomentLevels, decode, encode, zeros
+from trainfit.kernels.operations import declare
 from trainfit.kernels.stochastic_rounding import generator_of, round_stochastically, seed_of
 
 LEAST_NUMEL = 4096
@@ -218,10 +219,9 @@ def _kernels() -> Any:
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.adamw_`` and ``adamw_coded_``; a second call does nothing."""
-    make = torch.library.custom_op
-    make("trainfit::adamw_", _adamw, mutates_args=("p", "m", "v")).register_fake(lambda *_: None)
+    declare("adamw_", _adamw, lambda *_: None, mutates=("p", "m", "v"))
     coded = ("p", "m_codes", "m_scales", "v_codes", "v_scales")
-    make("trainfit::adamw_coded_", _adamw_coded, mutates_args=coded).register_fake(lambda *_: None)
+    declare("adamw_coded_", _adamw_coded, lambda *_: None, mutates=coded)
 
 
 def _adamw(

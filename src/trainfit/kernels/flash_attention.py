@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfit.kernels.operations import declare
 from trainfit.spec.errors import InputError
 
 MAX_HEAD_SIZE = 256
@@ -284,10 +285,8 @@ def tiles(kernel: str, d: int, dtype: torch.dtype) -> dict[str, int]:
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.flash_attention`` and its backward; a second call does nothing."""
-    forward = torch.library.custom_op("trainfit::flash_attention", _run_forward, mutates_args=())
-    forward.register_fake(_fake_forward)
-    backward = torch.library.custom_op("trainfit::flash_attention_backward", _run_backward, mutates_args=())
-    backward.register_fake(_fake_backward)
+    declare("flash_attention", _run_forward, _fake_forward)
+    declare("flash_attention_backward", _run_backward, _fake_backward)
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -115,8 +115,9 @@ class Lanes:
         return now(self.device)
 
     def settle(self) -> None:
-        """Wait, on the host, until what was sent there so far has arrived."""
+        """Wait, on the host, until what was sent so far has arrived: the host's memory may be read and written."""
         self.to_host.settle()
+        self.to_device.settle()
 
 
 def now(device: torch.device) -> Event:

@@ -27,7 +27,7 @@ class _Slot:
     arrived: Event = None
     """The guest is there; None once the computation waits for it."""
     left: Event = None
-    """The last use of the slot, its copy back included, is over."""
+    """The last use of the slot, its copy back included, is over; at first, of what was in its memory before."""
 
 
 class Ring:
@@ -54,7 +54,8 @@ class Ring:
                 wait(slot.left)
             size = max(num_bytes, self._least_bytes)
             flat = torch.empty(size, dtype=torch.uint8, device=self._lanes.device)
-            self._slots[index % self._num_slots] = _Slot(flat)
+            # The allocator gives memory that the computation may still be reading for something else.
+            self._slots[index % self._num_slots] = _Slot(flat, left=self._lanes.now())
         self._host[index] = self._lanes.host_empty((num_bytes,), torch.uint8)
         self.overwritten(index)
         return self._host[index]

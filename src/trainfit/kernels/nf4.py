@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainfit.kernels.operations import declare
+
 BLOCK = 64
 """Weights that share a magnitude."""
 GROUP = 256
@@ -180,10 +182,8 @@ def triton_dequantize(
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.quantize_blocks`` and ``dequantize_nf4``; a second call does nothing."""
-    quantize = torch.library.custom_op("trainfit::quantize_blocks", _run_quantize_blocks, mutates_args=())
-    quantize.register_fake(_fake_quantize_blocks)
-    dequantize = torch.library.custom_op("trainfit::dequantize_nf4", _run_dequantize, mutates_args=())
-    dequantize.register_fake(_fake_dequantize)
+    declare("quantize_blocks", _run_quantize_blocks, _fake_quantize_blocks)
+    declare("dequantize_nf4", _run_dequantize, _fake_dequantize)
 
 
 def _run_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainfit.kernels.operations import declare
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -67,8 +69,7 @@ def triton_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.dequantize_rows``; a second call does nothing."""
-    dequantize = torch.library.custom_op("trainfit::dequantize_rows", _run_dequantize, mutates_args=())
-    dequantize.register_fake(_fake_dequantize)
+    declare("dequantize_rows", _run_dequantize, _fake_dequantize)
 
 
 def _run_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfit.kernels.operations import declare
+
 NUM_SEEDS = 2**31
 
 
@@ -78,8 +80,7 @@ def triton_add_rounded(target: Tensor, update: Tensor, keep: float, factor: floa
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.add_rounded_``; a second call does nothing."""
-    make = torch.library.custom_op("trainfit::add_rounded_", _add_rounded, mutates_args=("target",))
-    make.register_fake(lambda *_: None)
+    declare("add_rounded_", _add_rounded, lambda *_: None, mutates=("target",))
 
 
 def _add_rounded(target: Tensor, update: Tensor, keep: float, factor: float, seed: int) -> None:

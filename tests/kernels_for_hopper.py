@@ -1,0 +1,168 @@
+"""Every Triton kernel of ours compiled for an H200, with the arguments its own launcher gives it. Needs no GPU.
+
+Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a training step calls
+it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps; Triton's launch is replaced by its
+compilation. Prints one JSON object: for each call the kernels that it compiled, their PTX told in numbers, and how many more
+the second step compiled.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from trainfit.kernels import adafactor, adamw, flash_attention, nf4, rows, stochastic_rounding
+from trainfit.kernels.moment_levels import BLOCK
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Hopper:
+    """What Triton asks its driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+LARGE = 2**31 + 1024
+"""Elements of a weight that 32 bits cannot number, such as a stack of experts."""
+Call = Callable[[int], Any]
+"""What a step does; it is given the step's number."""
+
+
+def numbers(step: int) -> list[float]:
+    group = {"betas": (0.9, 0.999), "lr": 1e-3 * step, "weight_decay": 0.1, "eps": 1e-8}
+    return list(adamw.Numbers.of(group, step))
+
+
+def seed(step: int) -> int:
+    return stochastic_rounding.seed_of(0, 1, step)
+
+
+def plain_adamw(dtype: torch.dtype, stochastic: bool, *shape: int) -> Call:
+    p, g, m, v = (empty(*shape, dtype=dtype) for _ in range(4))
+    return lambda step: adamw.triton_adamw(p, g, m, v, numbers(step), stochastic, seed(step))
+
+
+def coded_adamw(bits: int, stochastic: bool, *shape: int) -> Call:
+    p, g, numel = empty(*shape), empty(*shape), torch.Size(shape).numel()
+    codes = empty(*shape, dtype=torch.uint8) if bits == 8 else empty(-(-numel // 2), dtype=torch.uint8)
+    scales = empty(-(-numel // BLOCK[bits]), dtype=FP32)
+    table = empty(4, 2**bits, dtype=FP32)
+    return lambda step: adamw.triton_adamw_coded(
+        p, g, codes, scales, codes, scales, table, numbers(step), stochastic, seed(step)
+    )
+
+
+def weighted_sum(*shape: int) -> Call:
+    p, g = empty(*shape), empty(*shape)
+    return lambda step: stochastic_rounding.triton_add_rounded(p, g, 1 - 1e-3 * step, -1e-3, seed(step))
+
+
+def factored(dtype: torch.dtype, stochastic: bool, b: int, r: int, c: int) -> Call:
+    p, g = empty(b, r, c, dtype=dtype), empty(b, r, c, dtype=dtype)
+    row, col, mean, size = (empty(*shape, dtype=FP32) for shape in ((b, r), (b, c), (b,), ()))
+
+    def run(step: int) -> None:
+        adafactor.triton_squares(p, g)
+        adafactor.triton_update_squares(g, row, col, mean)
+        adafactor.triton_apply(p, g, row, col, mean, size, 1 - 1e-3 * step, stochastic, seed(step))
+
+    return run
+
+
+def normal_floats(dtype: torch.dtype, r: int, c: int) -> Call:
+    weight, levels = empty(r, c, dtype=dtype), empty(272, dtype=FP32)
+    blocks = -(-r * c // nf4.BLOCK)
+    parts = (
+        empty(blocks * 32, dtype=torch.uint8), empty(blocks, dtype=torch.uint8),
+        empty(-(-blocks // nf4.GROUP), dtype=FP32), empty(1, dtype=FP32), levels,
+    )  # fmt: skip
+
+    def run(step: int) -> None:
+        nf4.triton_quantize_blocks(weight, levels)
+        nf4.triton_dequantize(weight, *parts, r, c)
+
+    return run
+
+
+def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
+    like, stored, scales = empty(0, dtype=dtype), empty(r, c, dtype=codes), empty(r, dtype=FP32)
+    return lambda step: rows.triton_dequantize(like, stored, scales)
+
+
+def attention(dtype: torch.dtype, d: int, n: int) -> Call:
+    q, k = empty(1, 8, n, d, dtype=dtype), empty(1, 2, n, d, dtype=dtype)
+    lse = empty(1, 8, n, dtype=FP32)
+
+    def run(step: int) -> None:
+        flash_attention.triton_forward(q, k, k, True, 0.1)
+        flash_attention.triton_backward(q, q, k, k, q, lse, True, 0.1)
+
+    return run
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    """Name and call, each with other types, alignments or widths of its arguments."""
+    yield "adamw fp32", plain_adamw(FP32, False, 2047)
+    yield "adamw bf16 at random", plain_adamw(BF16, True, 2048, 5400)
+    yield "adamw large", plain_adamw(BF16, True, LARGE)
+    for bits in (8, 4):
+        yield f"adamw{bits}bit bf16 at random", coded_adamw(bits, True, 2048, 5400)
+        yield f"adamw{bits}bit large and odd", coded_adamw(bits, False, LARGE + 1)
+    yield "adafactor fp32", factored(FP32, False, 1, 8000, 2048)
+    yield "adafactor bf16 at random", factored(BF16, True, 1, 2048, 5400)
+    yield "weighted sum", weighted_sum(2048, 5400)
+    yield "weighted sum large", weighted_sum(LARGE)
+    yield "nf4 bf16", normal_floats(BF16, 4096, 14336)
+    yield "nf4 large", normal_floats(BF16, LARGE // 1024, 1024)
+    for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
+        yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
+    yield "attention bf16", attention(BF16, 128, 1024)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+    run, made = JITFunction.run, {}
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel: Any = run(self, *args, grid=grid, warmup=True, **kwargs)
+        made[kernel.hash] = kernel
+        return kernel
+
+    JITFunction.run = compile_only
+    told = {}
+    for name, call in calls():
+        before = set(made)
+        call(1)
+        first = set(made) - before
+        for step in (2, 3, 16, 1000):
+            call(step)
+        kernels = [made[key] for key in sorted(first)]
+        told[name] = {
+            "kernels": sorted(kernel.name for kernel in kernels),
+            "compiled_later": len(set(made) - before - first),
+            "spills": sum(".local" in kernel.asm["ptx"] for kernel in kernels),
+            "shared_bytes": max((kernel.metadata.shared for kernel in kernels), default=0),
+        }
+    json.dump(told, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

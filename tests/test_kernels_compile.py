@@ -1,0 +1,41 @@
+"""Every Triton kernel of ours compiles for an H200, from the very arguments that its launcher gives it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+KERNELS = TESTS.parent / "src/trainfit/kernels"
+MOST_SHARED_BYTES = 227 * 1024
+"""Of one block of threads (CUDA programming guide, technical specifications of compute capability 9.0)."""
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "kernels_for_hopper.py")],
+        capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_kernel_compiles(compiled: dict[str, dict]):
+    """Sizes over 2^31, bf16 and fp32; nothing spills, and an H200 has the shared memory."""
+    text = "".join(path.read_text() for path in sorted(KERNELS.glob("*_triton.py")))
+    written = set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE))
+    assert {name for told in compiled.values() for name in told["kernels"]} == written
+    for name, told in compiled.items():
+        assert told["kernels"], f"{name} compiled nothing of its own"
+        assert told["spills"] == 0, name
+        assert told["shared_bytes"] <= MOST_SHARED_BYTES, name
+
+
+def test_later_steps_compile_nothing(compiled: dict[str, dict]):
+    """Seeds, rates and corrections change each step; Triton makes a new kernel for an integer of 1 or a multiple of 16."""
+    assert {name: told["compiled_later"] for name, told in compiled.items()} == dict.fromkeys(compiled, 0)
