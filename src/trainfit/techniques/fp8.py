@@ -103,19 +103,21 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     lists = layer_lists(draft.model)
     if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         raise _refused(
-            "no linear layer of the decoder blocks is converted: each needs sizes that are multiples of "
-            f"{MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
-            "use precision: bf16, or model.implementation: native where transformers' blocks have other layers",
+            "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are multiples "
+            f"of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
+            "use precision: bf16, or model.implementation: native where transformers' blocks have layers of their own",
         )
     for _, blocks in lists:
         convert_to_float8_training(blocks, module_filter_fn=lambda module, name: gains(module), config=config)
 
 
 def gains(module: nn.Module) -> bool:
-    """Whether it is a linear layer that is converted."""
+    """Whether it is a linear layer that is converted. One with a forward of its own (a router) does something else."""
     from torch import nn
 
-    if not isinstance(module, nn.Linear) or module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return False
     return module.in_features > SMALL[0] or module.out_features > SMALL[1]
 
