@@ -5,12 +5,14 @@ magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., 
 torchao's ``tensorwise`` recipe, the fastest on Hopper: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 %
 by its more exact ``rowwise`` one (torchao/float8/README.md).
 
-- Saved for backward are the bf16 input and weight, so activations take what they take in bf16.
-- Without compiling each rounding is a row of kernels with fp32 temporaries, and the step is slower than in bf16; with
-  ``compile: block`` they are fused, which is where fp8 pays.
+- Saved for backward are the bf16 input and weight, so without compiling activations take what they take in bf16;
+  compiled, the partitioner chooses what is kept.
+- Without compiling each rounding is a row of kernels with fp32 temporaries (9 bytes an element of the tensor at its
+  highest), and the step is slower than in bf16; with ``compile: block`` they are fused, which is where fp8 pays.
 - Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
-  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head and experts stay bf16 too.
-- MFU and HFU are of the GPU's fp8 peak, as most FLOPs are in fp8.
+  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head, experts and linear layers with a
+  forward of their own (routers, Falcon's on ``hf``) stay bf16 too.
+- MFU and HFU are of the GPU's fp8 peak where most FLOPs are in fp8: a small model with a large head has most in bf16.
 - On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
 """
 
