@@ -225,6 +225,10 @@ def test_bytes_of_products_views_and_elementwise_work() -> None:
     assert moved(aten.copy_.default, a, torch.empty(100, 200, dtype=torch.bfloat16)) == a.numel() * 6
     assert moved(aten.zero_.default, a) == a.numel() * 4
     assert moved(aten.empty_like.default, a) == 0
+    assert moved(aten.contiguous.default, a) == 0
+    assert moved(aten.contiguous.default, a.t()) == 2 * a.numel() * 4
+    assert moved(aten.max.default, a) == a.numel() * 4 + 4
+    assert moved(aten.max.default, a.t()) == 3 * a.numel() * 4 + 4
 
 
 def test_a_broadcast_input_is_read_once() -> None:

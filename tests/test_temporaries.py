@@ -168,6 +168,14 @@ def test_foreach_norm_keeps_one_partial_per_chunk_of_the_largest() -> None:
     assert scratch(aten._foreach_norm.Scalar, tensors, 2) == (2 * 16 * 4,)
 
 
+def test_the_maximum_of_a_whole_transposed_tensor_is_taken_of_a_copy() -> None:
+    """ReduceAllOps.cpp: ``self.contiguous()``; ``amax`` reads it as it lies."""
+    x = bf16(64, 4112)
+    buffers = scratch(aten.max.default, x)
+    assert scratch(aten.max.default, x.t()) == (2 * 64 * 4112, *buffers)
+    assert scratch(aten.amax.default, x.t(), [0, 1]) == buffers
+
+
 # -- norms --------------------------------------------------------------------------------------------------------
 
 

@@ -144,7 +144,7 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
 def smallest_state_bytes(recipe: Recipe) -> int:
     """At least what weights, gradients and moments need, from the published parameter count: spares a trace."""
     row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
-    size = 2 if recipe.precision == "bf16" else 4
+    size = 2 if recipe.precision in ("bf16", "fp8") else 4
     moments = {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}.get(recipe.optimizer.name, 0)
     copies = 1 if recipe.adapter else 1 + (0 if recipe.optimizer.in_backward else 1) + moments
     return (row.published_params or 0) * size * copies if row else 0

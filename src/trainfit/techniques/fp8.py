@@ -4,10 +4,13 @@ Each product's two operands are rounded to fp8 when they are needed, by one scal
 magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., https://arxiv.org/abs/2209.05433). That is
 torchao's ``tensorwise`` recipe, the fastest on Hopper. Needs the extra ``torchao``.
 
-- Saved for backward are the bf16 input and weight, so activations take what they take in bf16.
+- Saved for backward are the bf16 input and weight, so without compiling activations take what they take in bf16;
+  compiled, the partitioner chooses what is kept.
+- Without compiling each rounding holds fp32 temporaries, 9 bytes an element of the tensor at its highest.
 - Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
-  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head and experts stay bf16 too.
-- MFU and HFU are of the GPU's fp8 peak, as most FLOPs are in fp8.
+  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head, experts and linear layers with a
+  forward of their own (routers, Falcon's on ``hf``) stay bf16 too.
+- MFU and HFU are of the GPU's fp8 peak where most FLOPs are in fp8: a small model with a large head has most in bf16.
 - On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
 
 Helps large models that are compiled: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 % by its more exact
@@ -108,19 +111,21 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     lists = layer_lists(draft.model)
     if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         raise _refused(
-            "no linear layer of the decoder blocks is converted: each needs sizes that are multiples of "
-            f"{MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
-            "use precision: bf16, or model.implementation: native where transformers' blocks have other layers",
+            "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are multiples "
+            f"of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
+            "use precision: bf16, or model.implementation: native where transformers' blocks have layers of their own",
         )
     for _, blocks in lists:
         convert_to_float8_training(blocks, module_filter_fn=lambda module, name: gains(module), config=config)
 
 
 def gains(module: nn.Module) -> bool:
-    """Whether it is a linear layer that is converted."""
+    """Whether it is a linear layer that is converted. One with a forward of its own (a router) does something else."""
     from torch import nn
 
-    if not isinstance(module, nn.Linear) or module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return False
     return module.in_features > SMALL[0] or module.out_features > SMALL[1]
 

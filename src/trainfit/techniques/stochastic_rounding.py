@@ -33,12 +33,10 @@ def applies(recipe: Recipe) -> bool:
 def check(recipe: Recipe) -> None:
     """The optimizer writes bf16 weights itself, in a kernel of ours."""
     field, asked = "optimizer.stochastic_rounding", recipe.optimizer
-    if recipe.precision != "bf16":
+    if recipe.precision not in ("bf16", "fp8"):
         raise InputError(
-            f"precision {recipe.precision} has fp32 weights, which lose nothing"
-            if recipe.precision != "fp8"
-            else "fp8 leaves the weights in bf16, not tried together",
-            "use precision: bf16",
+            f"precision {recipe.precision} has fp32 weights, which lose nothing",
+            "use precision: bf16 or fp8",
             field=field,
             value=True,
         )

@@ -36,6 +36,9 @@ FREE = frozenset(
 )
 """They touch no element of any size."""
 
+MAY_COPY = frozenset({"contiguous", "reshape"})
+"""Views where the layout allows it, else copies. Only below autograd (in a wrapper tensor's own rules) are they seen whole."""
+
 GATHERS = frozenset(
     """
     embedding gather index index_add index_copy index_fill index_put _index_put_impl index_reduce

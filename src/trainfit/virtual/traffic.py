@@ -17,10 +17,13 @@ from trainfit.virtual.op_kinds import (
     GATHERS,
     HOST_COPIES,
     LIKE,
+    MAY_COPY,
     UNWRITTEN,
     base_name,
 )
 
+WHOLE = frozenset({"max", "min"})
+"""Over the whole tensor (overload ``default``) they read a contiguous copy (ReduceAllOps.cpp)."""
 GRADIENTS = 1
 """Position of the gradients in a fused optimizer: its schema calls them written, which only a loss scale does."""
 
@@ -40,6 +43,11 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return _sum(args[1:]) + _sum(out)
     if kind == "gather":
         return _indexed(args, out)
+    if kind == "may copy":
+        is_view = out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        return 0 if is_view else _stored(args[0]) + _stored(out)
+    if kind == "whole":
+        return _stored(args[0]) * (1 if args[0].is_contiguous() else 3) + _stored(out)
     moved = _sum(args) + _sum(kwargs.values()) if kwargs else _sum(args)
     if not written:
         return moved + _sum(out)
@@ -52,6 +60,10 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
 def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
     """How an op touches memory, and the positions of the arguments that it writes."""
     name = base_name(func)
+    if name in MAY_COPY:
+        return "may copy", ()
+    if name in WHOLE and func._overloadname == "default":
+        return "whole", ()
     if func.is_view or name in FREE or name in UNWRITTEN or func._schema.name.startswith(ELSEWHERE):
         return "free", ()
     if name in FACTORIES:

@@ -125,7 +125,7 @@ def _korthikanti(case: Case) -> float | None:
 
 
 def _four_times(case: Case) -> float | None:
-    weight_bytes = 2 if case.recipe.precision == "bf16" else 4
+    weight_bytes = 2 if case.recipe.precision in ("bf16", "fp8") else 4
     return rules.four_times(rules.ParamsSpec(params=case.params, bytes_per_param=weight_bytes))
 
 

@@ -1,7 +1,8 @@
 """Scratch of reductions: when few outputs meet long inputs, several blocks share one output through global memory.
 
 Source: aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``gpu_reduce_kernel``, ``AccumulationBuffer``),
-ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceOps.cpp (conversions before the kernel).
+ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceOps.cpp (conversions before the kernel),
+ReduceAllOps.cpp (copies before it).
 """
 
 from math import prod
@@ -10,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.virtual.temporaries.call import Call, Registry, accumulate_size, ceil_div, num_bytes
+from trainfit.virtual.temporaries.call import (
+    Call,
+    Registry,
+    accumulate_size,
+    ceil_div,
+    copy_if_strided,
+    num_bytes,
+)
 from trainfit.virtual.temporaries.gpu_traits import GpuTraits
 
 SCRATCH: Registry[tuple[int, ...]] = Registry()
@@ -47,11 +55,15 @@ def sums(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("amax", "amin", "max", "min")
 def extrema(call: Call) -> tuple[int, ...]:
-    """amax, amin and the whole-tensor max, min: accumulated in the input's dtype. max(dim) has a kernel of its own."""
+    """amax, amin and the whole-tensor max, min: accumulated in the input's dtype. max(dim) has a kernel of its own.
+
+    The whole-tensor max and min copy a tensor that is not contiguous first (ReduceAllOps.cpp).
+    """
     if not isinstance(call.out, Tensor) or isinstance(call.arg(1, "other"), Tensor):
         return ()
     x = call.args[0]
-    return reduction(x, call.out, dims_of(call), x.dtype, x.element_size(), 4, call.gpu)
+    copies = copy_if_strided(x) if call.name in ("aten::max", "aten::min") else ()
+    return copies + reduction(x, call.out, dims_of(call), x.dtype, x.element_size(), 4, call.gpu)
 
 
 @SCRATCH.rule("any", "all")
