@@ -71,7 +71,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
     except ValueError as error:
         raise InputError(
-            f"PEFT refuses it: {str(error).splitlines()[0][:200].rstrip('. ')}",
+            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
             "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]",
             field="adapter.targets",
             value=adapter.targets,

@@ -101,7 +101,7 @@ def on_hf(config: Any, draft: Draft, kind: str) -> nn.Module:
             return wrap(draft.model, config)
     except ValueError as error:
         raise InputError(
-            f"PEFT refuses it: {str(error).splitlines()[0][:200].rstrip('. ')}",
+            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
             "use adapter.kind: lora",
             field="adapter.kind",
             value=kind,
