@@ -48,7 +48,9 @@ def test_the_first_recipe_shows_the_defaults() -> None:
 def test_every_example_of_a_technique_is_accepted_and_changes_the_recipe(text: str) -> None:
     recipe = recipe_from({"model": MODEL, **parse_yaml(text)})
     assert recipe != recipe_from({"model": MODEL})
-    if isinstance(recipe.recompute, BudgetGib):  # Planned first, into layers, which have an example of their own.
+    if isinstance(
+        recipe.recompute, BudgetGib
+    ):  # Planned first, into layers, which have an example of their own.
         recipe = recipe.model_copy(update={"recompute": "none"})
     check(recipe)
 
@@ -61,7 +63,9 @@ def test_the_examples_cover_what_the_recipe_has_for_techniques() -> None:
 
 
 def test_every_field_of_a_recipe_is_in_its_table() -> None:
-    table = [line.split("|")[1] for line in (DOCS / "recipe.md").read_text().splitlines() if line.startswith("|")]
+    table = [
+        line.split("|")[1] for line in (DOCS / "recipe.md").read_text().splitlines() if line.startswith("|")
+    ]
     named: set[str] = set()
     for cell in table:
         group = ""
@@ -104,11 +108,18 @@ def test_every_link_leads_to_a_file(page: Path) -> None:
 
 def test_the_readmes_accuracy_is_the_pages() -> None:
     page, readme = (DOCS / "accuracy.md").read_text(), " ".join((ROOT / "README.md").read_text().split())
-    rows = [[cell.strip() for cell in line.split("|")[2:]] for line in page.splitlines() if line.startswith("| all |")]
+    rows = [
+        [cell.strip() for cell in line.split("|")[2:]]
+        for line in page.splitlines()
+        if line.startswith("| all |")
+    ]
     memory, times = rows[0], rows[3]
     recipes, worst, exact = memory[0], memory[3].lstrip("+-").split()[0], memory[4]
     foreseen, wrongly = re.findall(r"Predicted not to fit: (\d+) ran out of memory, (\d+) ran", page)[0]
     assert wrongly == "0"
     assert f"of {recipes} recipes on an H200, {exact} peaks were predicted to the byte" in readme
-    assert f"the worst was off by {float(worst):.2g} %; {foreseen} of {foreseen} that ran out of memory" in readme
+    assert (
+        f"the worst was off by {float(worst):.2g} %; {foreseen} of {foreseen} that ran out of memory"
+        in readme
+    )
     assert f"between {times[1]} and {times[5]} times the expectation, median {times[3]}" in readme

@@ -65,7 +65,9 @@ def _plan(asked: "Recipe", built: "Recipe") -> str:
     """What a budget became, as it can be written into a recipe."""
     from trainfit.cli.words import recompute_written
 
-    return f"recompute: {recompute_written(asked.recompute)} is planned as {recompute_written(built.recompute)}"
+    return (
+        f"recompute: {recompute_written(asked.recompute)} is planned as {recompute_written(built.recompute)}"
+    )
 
 
 def show(recipe: "Recipe", estimate: "Estimate") -> None:
