@@ -81,6 +81,7 @@ def test_does_not_fit_says_by_how_much(capsys: Captured) -> None:
     assert "too much" in out
 
 
+@pytest.mark.slow
 def test_a_gib_budget_is_planned_and_the_plan_can_be_written_out(capsys: Captured) -> None:
     more = ["--set", "batch.micro=16"]
     free = as_json(["predict", "tiny-cpu", *more], capsys)["peak_allocated_bytes"]
