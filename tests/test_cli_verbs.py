@@ -81,6 +81,40 @@ def test_does_not_fit_says_by_how_much(capsys: Captured) -> None:
     assert "too much" in out
 
 
+@pytest.mark.slow
+def test_a_gib_budget_is_planned_and_the_plan_can_be_written_out(capsys: Captured) -> None:
+    more = ["--set", "batch.micro=16"]
+    free = as_json(["predict", "tiny-cpu", *more], capsys)["peak_allocated_bytes"]
+    budget_gib = 0.8 * free / 2**30
+    asked = ["tiny-cpu", *more, "--set", f"recompute={{budget_gib: {budget_gib}}}"]
+    planned = as_json(["predict", *asked], capsys)
+    assert planned["peak_allocated_bytes"] <= budget_gib * 2**30 < free
+    (plan,) = [text for text in planned["assumptions"] if text.startswith("recompute: {budget_gib")]
+    written = plan.partition(" is planned as ")[2]
+    told = as_json(["explain", "tiny-cpu", *more, "--set", f"recompute={written}"], capsys)
+    assert told["recipe_id"] == planned["recipe_id"]
+    assert told["peak_allocated_bytes"] == planned["peak_allocated_bytes"]
+    measured = as_json(["measure", *asked, "--steps", "1", "--warmup", "1"], capsys)
+    assert (measured["recipe_id"], measured["status"]) == (planned["recipe_id"], "done")
+    assert measured["peak_allocated_bytes"] <= budget_gib * 2**30
+
+
+def test_a_budget_below_every_plan_is_refused_with_the_least(capsys: Captured) -> None:
+    assert main(["train", "tiny-cpu", "--out", "nowhere", "--set", "recompute.budget_gib=0.001"]) == 65
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--set: recompute.budget_gib = 0.001: the least that any plan reaches is 0.0" in line
+
+
+def test_what_waits_on_the_host_fits_the_terminal(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    more = ["--set", "recompute=full", "--set", "offload.activations=true", "--gpu", "h200"]
+    assert main(["predict", "tiny-cpu", *more]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (host,) = [line for line in lines if "pinned on the host" in line]
+    assert host.endswith("768.00 KiB")  # Of all blocks but the last: 3 x (4 x 128 tokens) x 128 x 4 bytes.
+
+
 def test_price_of_ones_own(capsys: Captured) -> None:
     data = as_json(["predict", "llama-3.1-8b-h200", "--price", "3.5"], capsys)
     assert data["cost"]["per_hour"] == 3.5

@@ -8,6 +8,7 @@ import pytest
 
 from tiny_recipe import tiny_recipe
 from trainfit.cli.main import main
+from trainfit.cli.show import broken
 from trainfit.explain import peak
 from trainfit.explain.difference import difference
 from trainfit.explain.peak import explain, merged_path
@@ -150,3 +151,20 @@ def test_the_command_tells_people_where_the_peak_stands(
     assert f"{len(told.holders) - 3} more" in text
     assert "The second recipe's peak minus the first's" in text
     assert main(["explain", str(tmp_path / "missing.yaml")]) == 74
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_an_explanation_fits_the_terminal(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["explain", "tiny-cpu", "tiny-cpu", "--set", "batch.micro=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "backward" in " ".join(lines)
+
+
+def test_long_names_break_at_dots_and_spaces() -> None:
+    assert broken("model.layers.*.mlp.down_proj.weight", 20) == "model.layers.*.mlp\n.down_proj.weight"
+    assert broken("layers.*.mlp mul", 12) == "layers.*.mlp\nmul"
+    assert broken("short.name mm", 20) == "short.name mm"

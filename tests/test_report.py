@@ -129,6 +129,20 @@ def test_technique_names_what_differs():
         precision="amp-bf16", recompute="full", compile="block", adapter={"kind": "lora", "rank": 8}
     )
     assert technique(chosen) == "amp-bf16, recompute full, compile block, lora 8"
+    streamed = recipe(
+        recompute="full", offload={"weights": True, "activations": True}, empty_cache_every=3,
+        optimizer={"in_backward": "block", "stochastic_rounding": True}, loader={"workers": 2},
+    )  # fmt: skip
+    assert technique(streamed) == (
+        "bf16, recompute full, activations on the host, weights on the host, stochastic rounding, "
+        "optimizer in backward by block, 2 loader workers, cache emptied every 3 steps"
+    )
+    planned = recipe(
+        recompute={"layers": ["full", "full", {"recompute": "elementwise", "offload": 0.5}, "none"]}
+    )
+    assert technique(planned) == "bf16, recompute 2 full + 1 elementwise + 1 none (partly offloaded)"
+    soft = recipe(adapter={"kind": "prompt", "tokens": 9}, recompute={"selective": {"save": ["silu", "mm"]}})
+    assert technique(soft) == "bf16, recompute selective mm+silu, prompt 9"
 
 
 def hostile() -> list[Record]:

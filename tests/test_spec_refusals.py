@@ -36,6 +36,14 @@ REFUSED = {
     "money": (MODEL + "hardware: {price_per_hour: $2}", "hardware.price_per_hour = '$2': should be a number"),
     "negative": (MODEL + "batch: {micro: -1}", "batch.micro = -1: should be greater than or equal to 1"),
     "zero": (MODEL + "batch: {seq: 0}", "batch.seq = 0: should be greater than or equal to 1"),
+    "quoted true": (
+        MODEL + "optimizer: {in_backward: 'true'}",
+        "optimizer.in_backward = 'true': should be one of false, true, block; write true without quotes",
+    ),
+    "no layers": (
+        MODEL + "recompute: {layers: []}",
+        "recompute.layers = []: has no entries; write at least one",
+    ),
     "negative budget": (
         MODEL + "recompute: {budget_gib: -4}",
         "recompute.budget_gib = -4: should be greater than 0",
@@ -54,7 +62,7 @@ REFUSED = {
     "bool for int": (MODEL + "batch: {micro: true}", "batch.micro = true: should be a whole number"),
     "yes": (
         MODEL + "optimizer: {in_backward: yes}",
-        "optimizer.in_backward = 'yes': should be one of false, True, block",
+        "optimizer.in_backward = 'yes': should be one of false, true, block",
     ),
     "null part": (MODEL + "batch: null", "batch: should be a mapping with micro, seq, accumulate, not null"),
     "unknown choice": (

@@ -93,7 +93,7 @@ def test_a_part_that_is_asked_for_runs(tmp_path: Path):
         ("base: gtp2", "base = 'gtp2': no file, shipped recipe or catalog model of that name; did you mean"),
         ("base: nowhere.yaml", "base = 'nowhere.yaml': no such file"),
         ("recipes: ['none-*.yaml']", "recipes = 'none-*.yaml': no such file"),
-        ("name: ../up\nbase: gpt2", "name = '../up'"),
+        ("name: ../up\nbase: gpt2", "name = '../up': not a name for a folder; write 1 to 64 letters"),
         ("- base", "not a mapping"),
     ],
 )

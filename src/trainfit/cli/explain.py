@@ -13,6 +13,7 @@ from trainfit.cli.options import (
     Json,
     RecipeArgument,
     Settings,
+    planned,
     print_json,
     read_recipe,
     with_hardware,
@@ -22,7 +23,7 @@ from trainfit.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainfit.spec.explanation import Explanation
+    from trainfit.spec.explanation import CurvePoint, Explanation
     from trainfit.spec.recipe import Recipe
 
 CHART_ROWS = 8
@@ -51,16 +52,18 @@ def run(
     asked = [read_recipe(name, settings) for name in names]
     from trainfit.explain.peak import explain
 
+    built: list[Recipe] = []
     found: list[Explanation] = []
     for name, one in zip(names, asked, strict=True):
         with work(name, settings, json=json, record=None):
-            found.append(explain(one))
+            built.append(planned(one))
+            found.append(explain(built[-1]))
     if json:
         print_json(
             found[0] if other is None else {"explanations": [one.model_dump(mode="json") for one in found]}
         )
         return
-    for one, told in zip(asked, found, strict=True):
+    for one, told in zip(built, found, strict=True):
         show(one, told, top)
     if other is not None:
         show_difference(found[0], found[1], top)
@@ -95,13 +98,20 @@ def _chart(out: "Console", told: "Explanation") -> None:
     if not highest:
         return
     label = len(format_bytes(highest))
-    points = told.curve[: max(1, out.width - label - 4)] if len(told.curve) > out.width else told.curve
+    points = _fitted(told.curve, out.width - label - 3)
     heights = [point.alive.total / highest * CHART_ROWS for point in points]
     for row in range(CHART_ROWS, 0, -1):
         named = format_bytes(highest * row / CHART_ROWS) if row in (CHART_ROWS, CHART_ROWS // 2) else ""
         line = "".join(_cell(height - row + 1, blocks=can_draw(out)) for height in heights)
         out.file.write(f"  {named:>{label}} {line.rstrip()}\n")
     out.file.write(f"  {'':>{label}} {_phase_line([point.phase for point in points])}\n")
+
+
+def _fitted(curve: "Sequence[CurvePoint]", columns: int) -> "Sequence[CurvePoint]":
+    """At most so many points: the highest of each stretch."""
+    size = -(-len(curve) // max(1, columns))
+    stretches = [curve[at : at + size] for at in range(0, len(curve), size)]
+    return [max(stretch, key=lambda point: point.alive.total) for stretch in stretches]
 
 
 def _cell(filled: float, *, blocks: bool) -> str:
@@ -139,12 +149,12 @@ def _categories(out: "Console", told: "Explanation") -> None:
 
 
 def _holders(out: "Console", told: "Explanation", top: int) -> None:
-    from trainfit.cli.show import heading, rows
+    from trainfit.cli.show import heading
     from trainfit.spec.units import format_bytes
 
     heading(out, "Who holds it (equal layers together)")
     lines = [
-        [format_bytes(one.num_bytes), f"{one.count} x {format_bytes(one.each_bytes)}", one.category, _what(one.path, one.op), _made_in(one.made_in)]
+        [format_bytes(one.num_bytes), str(one.count), one.category, _what(one.path, one.op), _made_in(one.made_in)]
         for one in told.holders[:top]
     ]  # fmt: skip
     rest = told.holders[top:]
@@ -152,15 +162,19 @@ def _holders(out: "Console", told: "Explanation", top: int) -> None:
         lines.append([format_bytes(sum(one.num_bytes for one in rest)), "", "", f"{len(rest)} more", ""])
     if told.unsplit_bytes:
         lines.append([format_bytes(told.unsplit_bytes), "", "", "ends of blocks that are not split", ""])
-    rows(
-        out,
-        [["all", "each", "category", "what", "made in"], *lines],
-        "right",
-        "right",
-        "left",
-        "wrap",
-        "left",
-    )
+    _named_rows(out, [["bytes", "number", "category", "what", "made in"], *lines], "right", "right")
+
+
+def _named_rows(out: "Console", lines: list[list[str]], *numbers: str) -> None:
+    """Rows of ``numbers``, a category, what is told of, and where it was made; long names break at their dots."""
+    from trainfit.cli.show import broken, rows
+
+    what = len(numbers) + 1
+    others = [index for index in range(len(lines[0])) if index != what]
+    taken = sum(2 + max(len(line[index]) for line in lines) for index in others)
+    room = out.width - taken - 4
+    shown = [[*line[:what], broken(line[what], room), *line[what + 1 :]] for line in lines]
+    rows(out, shown, *numbers, "left", "wrap", "left")
 
 
 def _made_in(step_and_phase: str) -> str:
@@ -190,17 +204,11 @@ def show_difference(first: "Explanation", second: "Explanation", top: int) -> No
     if not changes:
         return
     heading(out, "By holder, the largest changes")
-    rows(
-        out,
-        [
-            [_signed(one.num_bytes), one.category, _what(one.path, one.op), _made_in(one.made_in)]
-            for one in changes
-        ],
-        "right",
-        "left",
-        "wrap",
-        "left",
-    )
+    lines = [
+        [_signed(one.num_bytes), one.category, _what(one.path, one.op), _made_in(one.made_in)]
+        for one in changes
+    ]
+    _named_rows(out, lines, "right")
 
 
 def _signed(num_bytes: int) -> str:

@@ -12,6 +12,7 @@ from trainfit.cli.options import (
     Settings,
     finite,
     keep,
+    planned,
     print_json,
     read_recipe,
     work,
@@ -54,6 +55,7 @@ def run(
     from trainfit.measure.run import measure
 
     with work(recipe, settings, json=json, record=record):
+        asked = planned(asked)
         model, hardware, peak = step_flops(asked, device, peak_flops)
         result = measure(
             asked, steps=steps, warmup=warmup, device=device, timeout_s=timeout,

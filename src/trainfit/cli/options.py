@@ -179,6 +179,21 @@ def print_json(value: "BaseModel | dict[str, Any] | list[Any]") -> None:
         print(value.model_dump_json())
 
 
+def planned(recipe: "Recipe") -> "Recipe":
+    """The recipe with its GiB budget planned (``recompute: {budget_gib: x}``); any other as it is.
+
+    Raises:
+        InputError: no plan is within the budget.
+    """
+    from trainfit.spec.recipe import BudgetGib
+
+    if not isinstance(recipe.recompute, BudgetGib):
+        return recipe
+    from trainfit.plan.recompute import resolve
+
+    return resolve(recipe)
+
+
 def keep(path: Path | None, kind: Any, recipe: "Recipe", **result: Any) -> None:
     """Append a record of ``result`` (estimate, measurement or train) to ``path``, if one is given."""
     if path is None:

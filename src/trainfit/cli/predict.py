@@ -15,6 +15,7 @@ from trainfit.cli.options import (
     RecordFile,
     Settings,
     keep,
+    planned,
     print_json,
     read_recipe,
     with_hardware,
@@ -47,12 +48,26 @@ def run(
     from trainfit.predict.estimate import predict
 
     with work(recipe, settings, json=json, record=record):
-        estimate = predict(asked, use_cache=not no_cache)
-        keep(record, "predict", asked, estimate=estimate)
+        built = planned(asked)
+        estimate = predict(built, use_cache=not no_cache)
+        if built is not asked:
+            estimate = estimate.model_copy(
+                update={"assumptions": (*estimate.assumptions, _plan(asked, built))}
+            )
+        keep(record, "predict", built, estimate=estimate)
     if json:
         print_json(estimate)
     else:
-        show(asked, estimate)
+        show(built, estimate)
+
+
+def _plan(asked: "Recipe", built: "Recipe") -> str:
+    """What a budget became, as it can be written into a recipe."""
+    from trainfit.cli.words import recompute_written
+
+    return (
+        f"recompute: {recompute_written(asked.recompute)} is planned as {recompute_written(built.recompute)}"
+    )
 
 
 def show(recipe: "Recipe", estimate: "Estimate") -> None:
@@ -100,7 +115,8 @@ def _memory(out: "Console", estimate: "Estimate") -> None:
     from trainfit.spec.result import CATEGORIES
     from trainfit.spec.units import format_bytes
 
-    blocks, width = can_draw(out), max(0, min(40, out.width - 40))
+    label = len("pinned on the host" if estimate.host_bytes else "on the device")
+    blocks, width = can_draw(out), max(0, min(40, out.width - 27 - label))
     whole = _full_bar(estimate)
     peak = estimate.peak_allocated_bytes
     heading(out, f"Memory at the peak ({estimate.peak_phase.replace('.', ' step, ')})")

@@ -1,5 +1,6 @@
 """How results look to people: a console, aligned rows, bars. Widths follow the terminal (80 columns where none is known)."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
@@ -49,6 +50,16 @@ def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str) -> 
         line
     ) in drawn.get().splitlines():  # A table pads its last column; what is pasted into a text should not.
         out.file.write(line.rstrip() + "\n")
+
+
+def broken(text: str, width: int) -> str:
+    """Dotted names on lines of at most ``width`` characters, broken at spaces and before dots where that is possible."""
+    lines = [""]
+    for part in re.split(r"(?=[. ])", text):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part if lines[-1] else part.lstrip(" ")
+    return "\n".join(lines)
 
 
 def heading(out: Console, text: str) -> None:

@@ -12,6 +12,7 @@ from trainfit.cli.options import (
     RecordFile,
     Settings,
     keep,
+    planned,
     print_json,
     read_recipe,
     work,
@@ -93,6 +94,7 @@ def run(
         warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
     with work(recipe, settings, json=json, record=record):
+        asked = planned(asked)
         summary = _train(asked, options, peak_flops)
         keep(record, "train", asked, train=summary.content())
     if json:

@@ -1,7 +1,9 @@
 """A recipe and its numbers in words: what every verb prints alike."""
 
+import json
+
 from trainfit.report.compare import technique
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Layers, Recipe, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
 
 
@@ -13,6 +15,19 @@ def describe(recipe: Recipe) -> str:
     )
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
     return f"{recipe.model.display_name}, batch {size}, {technique(recipe)}, on {hardware}"
+
+
+def recompute_written(recompute: Recompute) -> str:
+    """As it is written in a recipe, on one line."""
+    if isinstance(recompute, str):
+        return recompute
+    data = recompute.model_dump(mode="json")
+    if isinstance(recompute, Layers):
+        runs = [
+            {"recompute": run.recompute, **run.model_dump(exclude_defaults=True)} for run in recompute.layers
+        ]
+        data = {"layers": runs}
+    return json.dumps(data).replace('"', "")
 
 
 def quantity(name: str, value: float) -> str:

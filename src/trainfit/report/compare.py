@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Layers, Recipe, Recompute
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
 from trainfit.spec.value import parse
 
@@ -207,17 +207,36 @@ def technique(recipe: Recipe) -> str:
     if recipe.loss != "standard":
         parts.append(f"{recipe.loss} loss")
     if recipe.recompute != "none":
-        chosen = recipe.recompute
-        parts.append(f"recompute {chosen}" if isinstance(chosen, str) else f"recompute {chosen.model_dump()}")
+        parts.append(f"recompute {_recompute_words(recipe.recompute)}")
+    parts += [f"{what} on the host" for what in ("activations", "weights") if getattr(recipe.offload, what)]
     if recipe.compile:
         parts.append(f"compile {recipe.compile}")
     if optimizer.name != "adamw" or optimizer.implementation != "fused":
         momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
         parts.append(f"{optimizer.name} {optimizer.implementation}{momentum}")
+    if optimizer.stochastic_rounding:
+        parts.append("stochastic rounding")
     if optimizer.in_backward:
-        parts.append("optimizer in backward")
+        parts.append("optimizer in backward" + (" by block" if optimizer.in_backward == "block" else ""))
+    if optimizer.clip_norm is not None:
+        parts.append(f"clipped to {optimizer.clip_norm:g}")
     if recipe.adapter is not None:
-        parts.append(f"{recipe.adapter.kind} {recipe.adapter.rank}")
+        size = recipe.adapter.rank if recipe.adapter.kind == "lora" else recipe.adapter.tokens
+        parts.append(f"{recipe.adapter.kind} {size}")
     if recipe.quantize:
         parts.append(f"{recipe.quantize} base")
+    if recipe.loader.workers:
+        parts.append(f"{recipe.loader.workers} loader workers")
+    if recipe.empty_cache_every is not None:
+        parts.append(f"cache emptied every {recipe.empty_cache_every} steps")
     return ", ".join(parts)
+
+
+def _recompute_words(recompute: Recompute) -> str:
+    if isinstance(recompute, str):
+        return recompute
+    if isinstance(recompute, Layers):
+        shares = " + ".join(f"{run.count} {run.recompute}" for run in recompute.layers)
+        return shares + (" (partly offloaded)" if any(run.offload for run in recompute.layers) else "")
+    ((name, value),) = recompute.model_dump().items()
+    return f"{name} {'+'.join(value['save']) if isinstance(value, dict) else value}"

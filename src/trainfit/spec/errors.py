@@ -19,7 +19,8 @@ class InputError(ValueError):
         self.problem, self.remedy, self.field, self.value, self.file = problem, remedy, field, value, file
         shown = "" if value is None else f" = {_short(value)}"
         where = ": ".join(part for part in (file, f"{field}{shown}" if field else shown.strip(" =")) if part)
-        text = f"{where}: {problem}; {remedy}" if where else f"{problem}; {remedy}"
+        said = problem.rstrip(". ")  # Another library's sentence ends in a dot.
+        text = f"{where}: {said}; {remedy}" if where else f"{said}; {remedy}"
         super().__init__(" ".join(text.split()))
 
     def in_file(self, file: str) -> "InputError":

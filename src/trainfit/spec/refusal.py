@@ -154,6 +154,8 @@ def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: An
             expected.append(text)
     if expected:
         return f"should be {', or '.join(expected)}" + (", not null" if value is None else "")
+    if items[0]["type"] == "too_short":
+        return "has no entries"
     message = items[0]["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return (message[:1].lower() + message[1:]).partition("; ")[0]
 
@@ -163,6 +165,7 @@ def _choices(item: Any) -> str:
         str(item.get("ctx", {}).get("expected", ""))
         .replace("'", "")
         .replace("False", "false")
+        .replace("True", "true")
         .replace(" or ", ", ")
     )
 
@@ -185,6 +188,8 @@ def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> st
         return "write a list such as [a, b]"
     if item["type"].startswith("literal"):
         choices = _choices(item).split(", ")
+        if value in ("true", "false") and value in choices:
+            return f"write {value} without quotes"
         near = difflib.get_close_matches(str(value), choices, n=1)
         return f"did you mean {near[0]}?" if near else "write one of these"
     return _bound_remedy(item)
@@ -201,6 +206,8 @@ def _bound_remedy(item: Any) -> str:
                 if isinstance(bound, float)
                 else f"write a number {word} {bound}"
             )
+    if item["type"] == "too_short":
+        return "write at least one"
     if item["type"] == "finite_number":
         return "write a finite number"
     return item["msg"].partition("; ")[2] or "correct it"

@@ -1,9 +1,10 @@
 """Sweep: variants of a recipe, what is done with each, and a row of the table that comes out."""
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
@@ -15,6 +16,7 @@ PARTS: tuple[Part, ...] = ("predict", "measure", "train")
 RESULTS = ("done", "out-of-memory", "refused", "diverged")
 """Outcomes that another try would not change; the others are tried again when asked (``--retry``)."""
 WAITING, RUNNING = "waiting", "running"
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 LATE_FROM_STEP = 10
 """Speed is told of the whole run, and without its first steps, in which code is compiled and kernels are chosen."""
 
@@ -54,7 +56,8 @@ class SweepFile(Value):
     ``base`` (or each of its ``list`` of changes) and ``recipes`` are the starting points; ``product`` varies each of them.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")] | None = None
+    name: str | None = None
+    """Of the folder in ``runs/``."""
     base: str | dict[str, JsonValue] | None = None
     list: tuple[dict[str, JsonValue], ...] = ()
     recipes: tuple[str, ...] = ()
@@ -63,6 +66,14 @@ class SweepFile(Value):
     train: TrainPart | None = None
     limits: Limits = Limits()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str | None) -> str | None:
+        if name is not None and not FOLDER_NAME.fullmatch(name):
+            remedy = "write 1 to 64 letters, digits and _ . + -, a letter or digit first"
+            raise disagreement("not a name for a folder", remedy, field="name")
+        return name
 
     @model_validator(mode="after")
     def _starts_somewhere(self) -> "SweepFile":

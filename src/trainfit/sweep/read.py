@@ -121,7 +121,7 @@ def _base(said: str | Data, path: Path) -> tuple[str, Data]:
     try:
         catalog.model_config(said)
     except InputError as error:
-        remedy = f"{error.remedy} Or name a recipe's file, relative to this one"
+        remedy = f"{error.remedy}; or name a recipe's file, relative to this one"
         problem = "no file, shipped recipe or catalog model of that name"
         raise InputError(problem, remedy, field="base", value=said, file=str(path)) from None
     return said, {"model": {"config": said}}

@@ -34,7 +34,7 @@ def check(recipe: Recipe) -> None:
     if isinstance(recipe.recompute, BudgetGib):
         raise InputError(
             "a budget is planned before a step is built",
-            "use trainfit predict, measure or train, which plan it, or write out recompute: {layers: [...]}",
+            "plan it with trainfit.plan.recompute.resolve, as the commands do, or write out recompute: {layers: [...]}",
             field="recompute.budget_gib",
             value=recipe.recompute.budget_gib,
         )
@@ -65,10 +65,10 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     planned = recipe.recompute.blocks()
     if len(planned) != len(blocks):
         raise InputError(
-            f"it says what {len(planned)} blocks do, the model has {len(blocks)}",
+            f"the entries speak of {len(planned)} in all, and the model has {len(blocks)} blocks",
             "write one entry a block, or {recompute: ..., count: n} for n of them",
             field="recompute.layers",
-            value=[run.count for run in recipe.recompute.layers],
+            value=[f"{run.count} {run.recompute}" for run in recipe.recompute.layers],
         )
     # The last block's backward comes next: there is no time to take anything away.
     planned[-1] = planned[-1].model_copy(update={"offload": 0.0})

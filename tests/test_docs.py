@@ -1,0 +1,125 @@
+"""What the documentation says is so: its examples are accepted, its tables name every field, its links lead somewhere."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from trainfit.spec.plain_data import parse_yaml
+from trainfit.spec.recipe import BudgetGib, Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.sweep import SweepFile
+from trainfit.sweep.read import read_sweep
+from trainfit.techniques.registry import check
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md")])
+MODEL = {"config": "llama-3.2-1b"}
+
+
+def blocks(page: str) -> list[str]:
+    """The YAML examples of a page."""
+    return re.findall(r"^```yaml\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def fields(kind: type[BaseModel], before: str = "") -> Iterator[str]:
+    """Every dotted field; of a union of kinds (``recompute``), the union's own name."""
+    for name, field in kind.model_fields.items():
+        inner = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        nested = [one for one in inner if isinstance(one, type) and issubclass(one, BaseModel)]
+        if len(nested) == 1:
+            yield from fields(nested[0], f"{before}{name}.")
+        else:
+            yield f"{before}{name}"
+
+
+def test_the_first_recipe_shows_the_defaults() -> None:
+    data: dict[str, Any] = parse_yaml(blocks("recipe.md")[0])
+    del data["extends"], data["batch"]
+    assert set(data) == set(Recipe.model_fields) - {"batch"}
+    assert recipe_from(data) == recipe_from({"model": MODEL})
+
+
+@pytest.mark.parametrize("text", blocks("recipe.md")[1:])
+def test_every_example_of_a_technique_is_accepted_and_changes_the_recipe(text: str) -> None:
+    recipe = recipe_from({"model": MODEL, **parse_yaml(text)})
+    assert recipe != recipe_from({"model": MODEL})
+    if isinstance(
+        recipe.recompute, BudgetGib
+    ):  # Planned first, into layers, which have an example of their own.
+        recipe = recipe.model_copy(update={"recompute": "none"})
+    check(recipe)
+
+
+def test_the_examples_cover_what_the_recipe_has_for_techniques() -> None:
+    written = "\n".join(blocks("recipe.md")[1:])
+    for word in ("offload", "loader", "empty_cache_every", "in_backward: block", "stochastic_rounding", "clip_norm", "tokens",
+                 "every", "selective", "budget", "budget_gib", "layers", "quantize", "fp8", "chunked"):  # fmt: skip
+        assert word in written
+
+
+def test_every_field_of_a_recipe_is_in_its_table() -> None:
+    table = [
+        line.split("|")[1] for line in (DOCS / "recipe.md").read_text().splitlines() if line.startswith("|")
+    ]
+    named: set[str] = set()
+    for cell in table:
+        group = ""
+        for name in re.findall(r"`([\w.]+)`", cell):
+            group = name.partition(".")[0] or group
+            named.add(f"{group}{name}" if name.startswith(".") else name)
+    missing = {field for field in fields(Recipe) if field not in named}
+    assert missing == {"parallel.replicate", "parallel.shard", "parallel.tensor"}  # One row for the three.
+    assert "parallel" in named
+
+
+@pytest.mark.parametrize("text", blocks("sweep.md"))
+def test_every_example_of_a_sweep_is_read(text: str, tmp_path: Path) -> None:
+    for name, precision in (("first", "bf16"), ("second", "fp32")):
+        (tmp_path / f"{name}.yaml").write_text(f"model: {{config: gpt2}}\nprecision: {precision}\n")
+    path = tmp_path / "example.yaml"
+    path.write_text(text)
+    sweep = read_sweep(path)
+    assert len(sweep.variants) > 3
+    for variant in sweep.variants:
+        check(variant.recipe)
+
+
+def test_every_field_and_status_of_a_sweep_is_in_its_tables() -> None:
+    text = (DOCS / "sweep.md").read_text()
+    named = set(re.findall(r"^\| `([\w.-]+)`", text, re.MULTILINE))
+    assert {field for field in SweepFile.model_fields if field != "limits"} <= named
+    from trainfit.spec.result import Outcome
+
+    statuses = Outcome.model_fields["status"].annotation.__args__  # pyright: ignore[reportOptionalMemberAccess]
+    assert set(statuses) <= named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readmes_accuracy_is_the_pages() -> None:
+    page, readme = (DOCS / "accuracy.md").read_text(), " ".join((ROOT / "README.md").read_text().split())
+    rows = [
+        [cell.strip() for cell in line.split("|")[2:]]
+        for line in page.splitlines()
+        if line.startswith("| all |")
+    ]
+    memory, times = rows[0], rows[3]
+    recipes, worst, exact = memory[0], memory[3].lstrip("+-").split()[0], memory[4]
+    foreseen, wrongly = re.findall(r"Predicted not to fit: (\d+) ran out of memory, (\d+) ran", page)[0]
+    assert wrongly == "0"
+    assert f"of {recipes} recipes on an H200, {exact} peaks were predicted to the byte" in readme
+    assert (
+        f"the worst was off by {float(worst):.2g} %; {foreseen} of {foreseen} that ran out of memory"
+        in readme
+    )
+    assert f"between {times[1]} and {times[5]} times the expectation, median {times[3]}" in readme
