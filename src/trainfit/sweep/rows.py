@@ -57,7 +57,7 @@ def refused_before_it_ran(outcome: Outcome) -> bool:
 def _of_variant(
     variant: Variant, file: SweepFile, newest: Mapping[tuple[str, Part], Record]
 ) -> dict[Part, Record]:
-    records = {
+    records: dict[Part, Record] = {
         part: newest[variant.recipe.id, part] for part in file.parts() if (variant.recipe.id, part) in newest
     }
     trained = records["train"].train if "train" in records else None

@@ -146,8 +146,10 @@ class Run:
 
     def _row(self, variant: Variant) -> Row:
         parts = self.sweep.file.parts()
-        records = {part: found for part in parts if (found := self._records.get((variant.name, part)))}
-        running = next((part for part in parts if (variant.name, part) in self._running), None)
+        records: dict[Part, Record] = {
+            part: found for part in parts if (found := self._records.get((variant.name, part)))
+        }
+        running: Part | None = next((part for part in parts if (variant.name, part) in self._running), None)
         return row_of(variant, self.sweep.file, records, running=running)
 
 
