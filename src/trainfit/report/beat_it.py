@@ -31,7 +31,7 @@ class Verdict:
 
     def line(self) -> str:
         """A Markdown list's entry."""
-        return f"- **{self.state}**: {self.goal}. {self.why}"
+        return f"- **{self.state}**: {self.goal}. {self.why}".rstrip()
 
 
 def verdicts(result: SweepResult, control: str) -> list[Verdict]:

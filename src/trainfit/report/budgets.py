@@ -4,7 +4,6 @@ Rows whose recipe says ``recompute: {budget_gib: x}`` are of our solver, those w
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainfit.report.beat_it import MET, NOT_MET, Verdict
 from trainfit.report.peak_memory_tables import changes, measured_gib, predicted_gib
@@ -39,27 +38,20 @@ def budget_table(result: SweepResult, control: str) -> str:
     base = result.row(control)
     heads = ["row", "what it changes", "predicted GiB", "measured GiB", "error", "less, predicted", "less, measured",
              "predicted step, ms", "slower", "measured step, ms", "slower", "within the budget"]  # fmt: skip
-    lines = []
-    for row in result.rows:
-        against = Compared(row, base)
-        measured_s, predicted_s = measured_step_s(row), predicted_step_s(row)
-        lines.append(
-            [
-                f"`{row.variant}`",
-                changes(row.recipe, base.recipe),
-                predicted_gib(row),
-                measured_gib(row),
-                percent(row.error),
-                _share(against.predicted_reduction),
-                _share(against.reduction),
-                _ms(predicted_s),
-                percent(_slower(predicted_s, predicted_step_s(base))),
-                not_there(row) if measured_s is None else _ms(measured_s),
-                percent(_slower(measured_s, measured_step_s(base))),
-                _within(row),
-            ]  # fmt: skip
-        )
+    lines = [_budget_cells(row, base) for row in result.rows]
     return markdown_grid(heads, lines, num_text=2)
+
+
+def _budget_cells(row: Row, base: Row) -> list[str]:
+    against = Compared(row, base)
+    measured_s, predicted_s = measured_step_s(row), predicted_step_s(row)
+    return [
+        f"`{row.variant}`", changes(row.recipe, base.recipe), predicted_gib(row), measured_gib(row), percent(row.error),
+        _share(against.predicted_reduction), _share(against.reduction), _ms(predicted_s),
+        percent(_slower(predicted_s, predicted_step_s(base))),
+        not_there(row) if measured_s is None else _ms(measured_s),
+        percent(_slower(measured_s, measured_step_s(base))), _within(row),
+    ]  # fmt: skip
 
 
 def never_over(rows: Sequence[Row]) -> Verdict:
@@ -82,20 +74,22 @@ def full_at_no_cost(result: SweepResult, none: str, full: str) -> Verdict:
     goal = f"the memory of full checkpointing at no more than {SLOWER * 100:.0f} % slowdown, by our solver"
     base, whole = result.row(none), result.row(full)
     asked = [row for row in result.rows if budget_gib(row) is not None]
-    for measured in (True, False):
-        meeting = [row for row in asked if _as_small(row, whole, measured) and _as_fast(row, base, measured)]
-        if measured and meeting:
-            return Verdict(goal, MET, _words(meeting, base, whole, measured))
-        if measured and not any(map(is_waiting, (*asked, base, whole))):
-            small = [row for row in asked if _as_small(row, whole, measured)]
-            return Verdict(goal, NOT_MET, _words(small, base, whole, measured))
-        if not measured:
-            return Verdict(goal, NOT_YET, "As predicted: " + _words(meeting, base, whole, measured))
-    raise AssertionError("one of the two cases returns")
+    small = [row for row in asked if _as_small(row, whole, measured=True)]
+    meeting = [row for row in small if _as_fast(row, base, measured=True)]
+    if meeting:
+        return Verdict(goal, MET, _words(meeting, base, whole, measured=True))
+    if any(map(is_waiting, (*asked, base, whole))):
+        foreseen = [
+            row
+            for row in asked
+            if _as_small(row, whole, measured=False) and _as_fast(row, base, measured=False)
+        ]
+        return Verdict(goal, NOT_YET, "As predicted: " + _words(foreseen, base, whole, measured=False))
+    return Verdict(goal, NOT_MET, _words(small, base, whole, measured=True))
 
 
-def _words(rows: Sequence[Row], base: Row, whole: Row, measured: bool) -> str:
-    reductions = [_reduction(row, base, measured) for row in (*rows, whole)]
+def _words(rows: Sequence[Row], base: Row, whole: Row, *, measured: bool) -> str:
+    reductions = [_reduction(row, base, measured=measured) for row in (*rows, whole)]
     step_s = measured_step_s if measured else predicted_step_s
     parts = [
         f"`{row.variant}` needs {_share(less)} less and is {percent(_slower(step_s(row), step_s(base)))} slower"
@@ -106,17 +100,17 @@ def _words(rows: Sequence[Row], base: Row, whole: Row, measured: bool) -> str:
     return f"{'; '.join(parts[:-1])}; {parts[-1]}."
 
 
-def _reduction(row: Row, base: Row, measured: bool) -> float | None:
+def _reduction(row: Row, base: Row, *, measured: bool) -> float | None:
     against = Compared(row, base)
     return against.reduction if measured else against.predicted_reduction
 
 
-def _as_small(row: Row, whole: Row, measured: bool) -> bool:
+def _as_small(row: Row, whole: Row, *, measured: bool) -> bool:
     sizes = [one.measured_bytes if measured else one.predicted_bytes for one in (row, whole)]
     return sizes[0] is not None and sizes[1] is not None and sizes[0] <= sizes[1]
 
 
-def _as_fast(row: Row, base: Row, measured: bool) -> bool:
+def _as_fast(row: Row, base: Row, *, measured: bool) -> bool:
     step_s = measured_step_s if measured else predicted_step_s
     slower = _slower(step_s(row), step_s(base))
     return slower is not None and slower <= SLOWER
@@ -148,8 +142,3 @@ def _share(value: float | None) -> str:
 
 def _ms(value: float | None) -> str:
     return NOTHING if value is None else f"{value * 1e3:,.1f}"
-
-
-def source(path: Path) -> str:
-    """A file, as the page links it."""
-    return f"[{path.as_posix()}](../{path.as_posix()})"

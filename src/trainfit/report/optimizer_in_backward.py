@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_rows(explained: Path, recipes: Path) -> Rows:
-    """The explanations of the rows the page needs, by the row's name; of several of one recipe the last counts.
+    """The explanations by the row's name, those the page needs first; of several of one recipe the last counts.
 
     Raises:
         InputError: a line that is no explanation, or a row without one.
@@ -92,7 +92,8 @@ def read_rows(explained: Path, recipes: Path) -> Rows:
             f"append what this prints: {lines}",
             file=str(explained),
         )
-    return {name: by_id[ids[name]] for name in NEEDED}
+    others = sorted(name for name in ids if name not in NEEDED and ids[name] in by_id)
+    return {name: by_id[ids[name]] for name in (*NEEDED, *others)}
 
 
 def page(rows: Rows, published: Published) -> str:
@@ -127,11 +128,17 @@ def page(rows: Rows, published: Published) -> str:
         " ".join(whole),
         "## Compiled by block: gradients come block by block",
         " ".join(blocks),
+        *_others(rows, published),
         "## See it yourself",
         "```\ntrainfit explain recipes/peak-memory/control.yaml recipes/peak-memory/fused.yaml\n"
         "trainfit explain recipes/peak-memory/checkpoint.yaml recipes/peak-memory/fused_checkpoint.yaml\n```",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
+
+
+def _others(rows: Rows, published: Published) -> list[str]:
+    others = [name for name in rows if name not in NEEDED]
+    return ["## Where the peak of every other row stands", _table(rows, published, others)] if others else []
 
 
 def claims(rows: Rows) -> list[Claim]:

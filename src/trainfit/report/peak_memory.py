@@ -2,7 +2,7 @@
 
 ``python -m trainfit.report.peak_memory [--results results] [--recipes recipes] [--into docs/peak-memory.md]``
 
-Reads ``RECIPES/peak-memory/sweep.yaml``, ``pareto.yaml`` and ``published.toml``, ``RECIPES/ladder/*.yaml``, and of each sweep
+Reads ``RECIPES/peak-memory/sweep.yaml``, ``separate.yaml``, ``pareto.yaml`` and ``published.toml``, ``RECIPES/ladder/*.yaml``, and of each sweep
 ``RESULTS/NAME/records.jsonl``, which is what ``trainfit sweep FILE --out results/NAME`` leaves (with ``--predict-only`` the
 predictions alone). Leaves the Markdown page, its plots in ``plots/`` beside it. What is not measured yet is said so; the
 same records give the same bytes.
@@ -10,26 +10,18 @@ same records give the same bytes.
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from trainfit.report import beat_it, budgets, sweep_plots
 from trainfit.report import peak_memory_tables as tables
 from trainfit.report.budget_plot import budget_plot
+from trainfit.report.page_file import Page, on_white, read_and_write
 from trainfit.report.published import Published, read_published
 from trainfit.report.sweep_results import SweepResult, read_result
-from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 
 CONTROL = tables.CONTROL
 PARETO_CONTROL = "ours without a budget"
-
-
-@dataclass(frozen=True)
-class Page:
-    """The Markdown, and the plots it shows: file name to SVG."""
-
-    text: str
-    plots: dict[str, str]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,29 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m trainfit.report.peak_memory", description="The page of the peak-memory experiment."
     )
-    parser.add_argument("--results", type=Path, default=Path("results"))
-    parser.add_argument("--recipes", type=Path, default=Path("recipes"))
-    parser.add_argument("--into", type=Path, help="Markdown page to write, with plots/ beside it")
-    options = parser.parse_args(arguments)
-    try:
-        page = make_page(options.recipes, options.results)
-    except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    if options.into is None:
-        print(page.text)
-    else:
-        write_page(page, options.into)
-    return 0
-
-
-def write_page(page: Page, into: Path) -> None:
-    """The page, and its plots in ``plots/`` beside it."""
-    folder = into.parent / "plots"
-    folder.mkdir(parents=True, exist_ok=True)
-    into.write_text(page.text, encoding="utf-8")
-    for name, svg in page.plots.items():
-        (folder / name).write_text(svg, encoding="utf-8")
+    return read_and_write(parser, make_page, arguments)
 
 
 def make_page(recipes: Path, results: Path) -> Page:
@@ -71,23 +41,26 @@ def make_page(recipes: Path, results: Path) -> Page:
     folder = recipes / "peak-memory"
     published = read_published(folder / "published.toml")
     sweep = read_result(folder / "sweep.yaml", results)
+    separate = read_result(folder / "separate.yaml", results)
+    every = replace(sweep, rows=(*sweep.rows, *separate.rows))
     pareto = read_result(folder / "pareto.yaml", results)
     ladders = [read_result(file, results) for file in sorted((recipes / "ladder").glob("*.yaml"))]
+    everything = [sweep, separate, pareto, *ladders]
     plots: dict[str, str] = {}
     parts = [
         "# The peak-memory experiment",
-        _intro(published, [sweep, pareto, *ladders]),
-        *_beat_it(sweep, ladders, published),
-        *_experiment(sweep, published, plots),
+        _intro(published, everything),
+        *_beat_it(every, ladders, published),
+        *_experiment(every, sweep, published, plots),
         *_pareto(pareto, plots),
         *(part for ladder in ladders for part in _ladder(ladder, plots)),
-        *_again([sweep, pareto, *ladders]),
+        *_again(everything),
     ]
     return Page("\n\n".join(parts) + "\n", plots)
 
 
 def _intro(published: Published, results: list[SweepResult]) -> str:
-    states = " ".join(f"`{result.name}`: {result.sentence()}" for result in results)
+    states = "\n".join(f"- `{result.name}`: {result.sentence()}" for result in results)
     return (
         "Made from the records by `python -m trainfit.report.peak_memory --into docs/peak-memory.md`; do not edit. One model of "
         "1.6 billion parameters, 4 x 768 tokens, Adafactor, trained in fp32 and then with less and less memory "
@@ -117,37 +90,41 @@ def _lines(verdicts: list[beat_it.Verdict]) -> str:
     return "\n".join(verdict.line() for verdict in verdicts)
 
 
-def _experiment(sweep: SweepResult, published: Published, plots: dict[str, str]) -> list[str]:
-    figures = [published.rows.get(row.variant) for row in sweep.rows]
+def _experiment(
+    every: SweepResult, trained: SweepResult, published: Published, plots: dict[str, str]
+) -> list[str]:
+    """Memory and speed of every row, quality of those that are trained."""
+    figures = [published.rows.get(row.variant) for row in every.rows]
+    qualities = [published.rows.get(row.variant) for row in trained.rows]
     kept = {
         "peak-memory-bars.svg": sweep_plots.memory_bars(
-            sweep.rows, published_gib=[figure and figure.peak_gib for figure in figures]
+            every.rows, published_gib=[figure and figure.peak_gib for figure in figures]
         ),
         "peak-memory-speed.svg": sweep_plots.speed_bars(
-            sweep.rows, published_samples_per_s=[figure and published.late_samples_per_s(row.variant) for figure, row in zip(figures, sweep.rows, strict=True)]
+            every.rows, published_samples_per_s=[figure and published.late_samples_per_s(row.variant) for figure, row in zip(figures, every.rows, strict=True)]
         ),
         "peak-memory-perplexity.svg": sweep_plots.perplexity_bars(
-            sweep.rows, published=[figure and figure.perplexity for figure in figures]
+            trained.rows, published=[figure and figure.perplexity for figure in qualities]
         ),
     }  # fmt: skip
     shown = {name: _keep(plots, name, svg) for name, svg in kept.items()}
-    notes = [f"- `{row.variant}`: {figure.note}" for row, figure in zip(sweep.rows, figures, strict=True) if figure and figure.note]  # fmt: skip
+    notes = [f"- `{row.variant}`: {figure.note}" for row, figure in zip(every.rows, figures, strict=True) if figure and figure.note]  # fmt: skip
     return [
         "## Memory",
-        tables.memory_table(sweep, published),
+        tables.memory_table(every, published),
         "*Less*: than the control. Where a published row is not what its name says:\n\n" + "\n".join(notes),
         f"![Peak memory of every row, predicted, measured and published](plots/{shown['peak-memory-bars.svg']})",
         "Where each row's peak stands, what is alive there, and why the optimizer in the backward alone saves nothing: "
         "[optimizer-in-backward.md](optimizer-in-backward.md).",
         "## Speed",
-        tables.speed_table(sweep, published),
-        "*All steps* include compiling. MFU and HFU are shares of the GPU's dense peak in the recipe's own dtype.",
+        tables.speed_table(every, published),
+        "*All steps* include compiling; a row that is not trained has its median step under *from step 10*. MFU and HFU are shares of the GPU's dense peak in the recipe's own dtype.",
         f"![Samples a second from step 10 on, predicted, measured and published](plots/{shown['peak-memory-speed.svg']})",
         "## Perplexity",
-        tables.quality_table(sweep, published),
+        tables.quality_table(trained, published),
         "Of documents kept from training, after the last step.",
         f"![Perplexity of every row](plots/{shown['peak-memory-perplexity.svg']})",
-        *_front(sweep, plots, "peak-memory-front.svg"),
+        *_front(every, plots, "peak-memory-front.svg"),
     ]
 
 
@@ -202,9 +179,9 @@ def _again(results: list[SweepResult]) -> list[str]:
 
 
 def _keep(plots: dict[str, str], name: str, svg: str | None) -> str:
-    """The plot's file name, kept if there is anything to draw; on white paper, because a page may be dark."""
+    """The plot's file name; kept if there is anything to draw."""
     if svg is not None:
-        plots[name] = svg.replace("<svg ", '<svg style="background: #fff" ', 1)
+        plots[name] = on_white(svg)
     return name
 
 

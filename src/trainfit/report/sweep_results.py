@@ -132,10 +132,10 @@ class Compared:
 
 
 def late_samples_per_s(row: Row) -> float | None:
-    """Of the training run without its first steps (``LATE_FROM_STEP``)."""
-    if row.train is None or row.train.get("status") != "done":
-        return None
-    return row.train["speed"]["late_samples_per_s"]
+    """Without the first steps: of the training run (from ``LATE_FROM_STEP``), of a row that is only measured its median step."""
+    if row.train is not None:
+        return row.train["speed"]["late_samples_per_s"] if row.train.get("status") == "done" else None
+    return row.samples_per_s
 
 
 def _ratio(value: float | None, control: float | None) -> float | None:
