@@ -6,9 +6,10 @@ A goal is met or not by what was measured; until all that it needs is measured t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainfit.report.sweep_results import NOT_YET, Compared, SweepResult, is_waiting
+from trainfit.report.sweep_results import NOT_YET, Compared, SweepResult, is_waiting, not_there
 from trainfit.report.table import percent
 from trainfit.spec.sweep import Row
+from trainfit.spec.units import GIB
 
 LESS_MEMORY = 0.85
 FASTER = 2.3
@@ -18,7 +19,7 @@ SAME_PERPLEXITY = 0.01
 LEAST_MEMORY = 0.90
 ERROR, ERROR_COMPILED = 0.01, 0.03
 """Largest error of a predicted peak, a share of the measured one."""
-MET, NOT_MET = "met", "not met"
+MET, NOT_MET, NO_CONTROL = "met", "not met", "not to be judged"
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,28 @@ class Verdict:
 def verdicts(result: SweepResult, control: str) -> list[Verdict]:
     """The three goals, in the issue's order."""
     base = result.row(control)
+    if base.measured_bytes is None and not is_waiting(base):
+        return [_without_control(result, base), peaks_verdict(result.rows)]
     compared = [Compared(row, base) for row in result.rows if row is not base]
     return [_small_and_fast(compared), _least(compared), peaks_verdict(result.rows)]
+
+
+def _without_control(result: SweepResult, base: Row) -> Verdict:
+    """What can be said where the control itself did not come to its end."""
+    least = min(
+        (row for row in result.rows if row.measured_bytes is not None),
+        key=lambda row: row.measured_bytes or 0,
+        default=None,
+    )
+    why = f"The control: {not_there(base)}, so there is nothing to measure the others by."
+    if least is not None:
+        why += f" The least measured is `{least.variant}` with {(least.measured_bytes or 0) / GIB:.2f} GiB"
+        why += (
+            f"; the control is predicted to need {base.predicted_bytes / GIB:.2f}."
+            if base.predicted_bytes
+            else "."
+        )
+    return Verdict("less memory and more speed than the control", NO_CONTROL, why)
 
 
 def _small_and_fast(compared: Sequence[Compared]) -> Verdict:

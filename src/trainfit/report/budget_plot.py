@@ -25,7 +25,8 @@ def solver(row: Row) -> str:
 
 
 def budget_plot(rows: Sequence[Row], name: str) -> str | None:
-    """Hollow and dashed: predicted; filled and solid: measured. None where nothing is known."""
+    """Hollow and dashed: predicted; filled and solid: measured. A line joins a solver's budgets in the order of the rows, so a
+    budget that is larger and yet needs less turns it back. None where nothing is known."""
     predicted = _groups(rows, lambda row: row.predicted_bytes, predicted_step_s)
     measured = _groups(rows, lambda row: row.measured_bytes, measured_step_s)
     if not predicted and not measured:
@@ -51,8 +52,16 @@ def _groups(
     for row in rows:
         num_bytes, seconds = size(row), step_s(row)
         if num_bytes is not None and seconds is not None:
-            found.setdefault(solver(row), []).append((num_bytes / GIB, seconds * 1e3, row.variant))
-    return {kind: sorted(points) for kind, points in found.items()}
+            found.setdefault(solver(row), []).append((num_bytes / GIB, seconds * 1e3, _name(row)))
+    return found
+
+
+def _name(row: Row) -> str:
+    """The budget, as far as there is one."""
+    kind, recompute = solver(row), row.recipe["recompute"]
+    if kind == OTHERS:
+        return row.variant
+    return f"{recompute['budget_gib']:g} GiB" if kind == OURS else f"{recompute['budget']:g}"
 
 
 def _line(axes: Any, kind: str, points: Points, is_measured: bool, *, named: bool) -> None:

@@ -103,7 +103,7 @@ def front_scatter(rows: Sequence[Row], *, predicted: bool = False) -> str | None
             ylabel=f"{by} a second, {told} (more is better)",
         )
         _scales(axes, points)
-        _name_points(figure, axes, points)
+        _name_points(figure, axes, points, front(shown, predicted=predicted))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8.5)
         return figure
 
@@ -201,20 +201,22 @@ def _scales(axes: Any, points: dict[str, tuple[float, float]]) -> None:
         plots.plain_logarithms(axes, y=False)
 
 
-def _name_points(figure: Any, axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """A name at each point, where it covers no other name if there is such a place."""
+def _name_points(
+    figure: Any, axes: Any, points: dict[str, tuple[float, float]], always: Sequence[str]
+) -> None:
+    """A name at each point, where it covers nothing; without such a place those of ``always`` are named all the same."""
     figure.canvas.draw()
     dots = [axes.transData.transform(point) for point in points.values()]
     taken: list[Any] = []
-    for variant, point in points.items():
+    for variant in sorted(points, key=lambda name: name not in always):
         for right, up, align in LABEL_PLACES:
             text = axes.annotate(
-                _short(variant), point, xytext=(right, up), textcoords="offset points",
+                _short(variant), points[variant], xytext=(right, up), textcoords="offset points",
                 ha=align, va="center", fontsize=8, color=INK,
             )  # fmt: skip
             box = text.get_window_extent()
             covers = any(box.contains(*dot) for dot in dots) or any(box.overlaps(other) for other in taken)
-            if not covers or (right, up, align) == LABEL_PLACES[-1]:
+            if not covers or (variant in always and (right, up, align) == LABEL_PLACES[-1]):
                 taken.append(box)
                 break
             text.remove()
