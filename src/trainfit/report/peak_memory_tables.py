@@ -167,7 +167,7 @@ def times(value: float | None) -> str:
 
 
 def _less(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.1%}".replace("%", " %")
+    return NOTHING if value is None else f"{round(value * 100, 1) + 0.0:.1f} %"  # + 0.0: no "-0.0"
 
 
 def _share(value: float | None) -> str:
