@@ -16,7 +16,7 @@ from trainfit.spec.recipe_file import load_recipe
 from trainfit.sweep.read import read_sweep
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "peak-memory"
-SWEEPS = ("sweep", "pareto")
+SWEEPS = ("sweep", "separate", "pareto")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem not in SWEEPS)
 PUBLISHED = tomllib.loads((FOLDER / "published.toml").read_text(encoding="utf-8"))["rows"]
 COMPUTED_OTHERWISE = {"norm": {"rmsnorm", "rmsnorm_unfused"}, "alibi_bias": {"shared", "per_layer"}}
@@ -112,15 +112,38 @@ def test_fused_norms_and_a_shared_bias_compute_the_same_function() -> None:
     torch.testing.assert_close(logits("control"), logits("fused_norms"), rtol=1e-5, atol=1e-5)
 
 
-def test_the_sweep_has_every_row_once_and_trains_all_alike() -> None:
-    sweep = read_sweep(FOLDER / "sweep.yaml")
-    assert sorted(variant.name for variant in sweep.variants) == NAMES
-    assert sweep.notes == ()  # no two rows are one recipe
+def test_the_sweeps_have_every_row_once_and_the_published_ones_are_trained_alike() -> None:
+    sweep, separate = (read_sweep(FOLDER / f"{name}.yaml") for name in ("sweep", "separate"))
+    variants = [*sweep.variants, *separate.variants]
+    assert sorted(variant.name for variant in variants) == NAMES
+    assert (*sweep.notes, *separate.notes) == ()  # no two rows are one recipe
+    assert sweep.file.parts() == ("predict", "train")
+    assert separate.file.parts() == ("predict", "measure")
     assert sweep.file.train is not None
     assert sweep.file.train.steps == 100
-    assert {variant.name: variant.recipe.id for variant in sweep.variants} == {
+    assert {variant.name: variant.recipe.id for variant in variants} == {
         name: read(name).id for name in NAMES
     }
+    trained = {variant.name for variant in sweep.variants}
+    assert {*PUBLISHED, "bf16_fused_offload_checkpoint", "bf16_only", "bf16_checkpoint"} <= trained
+
+
+def test_what_is_only_measured_trains_as_a_row_that_is_trained() -> None:
+    """To the last bits: it differs from the control in what is compiled, recomputed and freed, not in precision or optimizer."""
+    for variant in read_sweep(FOLDER / "separate.yaml").variants:
+        recipe, control = variant.recipe, read("control")
+        assert (recipe.precision, recipe.optimizer.implementation) == (
+            control.precision,
+            control.optimizer.implementation,
+        )
+
+
+def test_the_8b_sweep_varies_recomputation_alone() -> None:
+    variants = read_sweep(FOLDER.parent / "recompute-budget" / "llama-3.1-8b.yaml").variants
+    base = variants[0].recipe
+    assert (variants[0].name, base.recompute, variants[1].recipe.recompute) == ("none", "none", "full")
+    for variant in variants:
+        assert variant.recipe.model_copy(update={"recompute": "none"}) == base
 
 
 def test_the_pareto_sweep_varies_recomputation_alone() -> None:

@@ -20,13 +20,14 @@ from trainfit.measure.suite import ready_to_fork
 from trainfit.report.sweep_page import page
 from trainfit.report.sweep_table import markdown_table, unit
 from trainfit.spec.errors import InputError
-from trainfit.spec.result import Outcome
+from trainfit.spec.result import Outcome, Record
 from trainfit.spec.sweep import Row, front
 from trainfit.spec.units import MIB
-from trainfit.sweep import local
+from trainfit.sweep import local, parts
 from trainfit.sweep.book import LOGS, RECORDS, Book
 from trainfit.sweep.parts import PartRequest, PartResult, run_part
 from trainfit.sweep.read import read_sweep
+from trainfit.sweep.rows import rows_of
 from trainfit.sweep.run import Run
 
 MODEL = (
@@ -382,3 +383,40 @@ def test_a_slot_that_dies_is_a_lost_row_and_the_next_trial_has_another(tmp_path:
     assert [outcome.status for outcome in outcomes] == ["lost", "timeout"]
     assert "its worker ended: signal 9" in outcomes[0].message
     assert descendants(os.getpid()) == []
+
+
+class Planner:
+    """Predicts a plan for every budget but the smallest, which no plan reaches; notes what is asked to be built."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[str, str, Any]] = []
+
+    def run(self, requests: Sequence[PartRequest], *, stop: Any, on_start: Any) -> Iterator[Any]:
+        for request in requests:
+            self.built.append((request.part, request.variant, request.built.recompute))
+            least = request.variant == "least"
+            planned = request.recipe.model_copy(update={"recompute": "full"})
+            status = "refused" if least else "done"
+            yield request, parts.ended(request, status, "out of reach" if least else "", 1.0, planned=None if least else planned)  # fmt: skip
+
+
+def test_what_is_planned_for_a_budget_is_what_is_measured(tmp_path: Path) -> None:
+    text = (
+        BASE
+        + "list: [{name: ours, recompute: {budget_gib: 1}}, {name: least, recompute: {budget_gib: 0.001}}]\nmeasure: {}"
+    )
+    sweep, planner = sweep_of(tmp_path, text), Planner()
+    with Book(tmp_path / "out", "budgets") as book:
+        run = Run(sweep, book)
+        run.go(planner, lambda: False)
+        rows = {row.variant: row for row in run.rows()}
+    assert planner.built[-1] == ("measure", "ours", "full")
+    assert [variant for part, variant, _ in planner.built if part == "measure"] == ["ours"]
+    assert (rows["least"].status, rows["least"].message) == ("refused", "out of reach")
+    # Read again, the plan is in the book: nothing is predicted or measured again.
+    with Book(tmp_path / "out", "budgets") as book:
+        records = (tmp_path / "out" / RECORDS).read_text().splitlines()
+        assert rows_of(sweep, [Record.model_validate_json(line) for line in records]) == tuple(rows.values())
+        again = Run(sweep, book)
+        again.go(planner, lambda: False)
+        assert again.num_kept == 3

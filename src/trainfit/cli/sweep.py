@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -46,6 +47,9 @@ Device = Annotated[
 Retry = Annotated[
     bool, typer.Option("--retry", help="Try again what crashed, was killed or lost, or ran out of time.")
 ]
+PredictOnly = Annotated[
+    bool, typer.Option("--predict-only", help="Measure and train nothing; run without it, the rest follows.")
+]
 Again = Annotated[bool, typer.Option("--again", help="Run everything again, also what has a result.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
@@ -64,6 +68,7 @@ def run(
     device: Device = None,
     retry: Retry = False,
     again: Again = False,
+    predict_only: PredictOnly = False,
     peak_flops: PeakFlops = None,
     markdown: Markdown = False,
     json: Json = False,
@@ -80,6 +85,8 @@ def run(
     from trainfit.sweep.run import Run
 
     sweep = read_sweep(file, settings)
+    if predict_only:
+        sweep = replace(sweep, file=sweep.file.model_copy(update={"measure": None, "train": None}))
     folder = out or Path("runs") / sweep.name
     with only_json(json), Book(folder, sweep.name) as book:
         view = View(sweep)

@@ -3,11 +3,11 @@
 Enters: an Accuracy. Leaves: text. Errors are predicted minus measured, over measured.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from trainfit.report.accuracy_plots import HISTOGRAM, SCATTER, TIMES
 from trainfit.report.accuracy_summary import Accuracy, Errors, Group, Outlier
-from trainfit.report.table import NOTHING, markdown_cell
+from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.units import MIB
 
 
@@ -86,11 +86,6 @@ def _quantities(group: Group) -> dict[str, Errors | None]:
     return plain | group.phases
 
 
-def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> str:
-    rule = ["---"] * num_text + ["---:"] * (len(heads) - num_text)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, rule, *rows))
-
-
 def _table(accuracy: Accuracy, *columns: tuple[str, Callable[[Group], Errors | None]]) -> str:
     heads = ["recipes", "n"]
     for title, _ in columns:
@@ -100,7 +95,7 @@ def _table(accuracy: Accuracy, *columns: tuple[str, Callable[[Group], Errors | N
         found = [of(group) for _, of in columns]
         count = max((errors.num_recipes for errors in found if errors), default=0)
         rows.append([group.name, str(count), *(cell for errors in found for cell in _cells(errors))])
-    return _grid(heads, rows)
+    return markdown_grid(heads, rows)
 
 
 def _cells(errors: Errors | None) -> list[str]:
@@ -116,7 +111,7 @@ def _phase_table(accuracy: Accuracy) -> str:
         [group.name, *(_median_and_worst(group.phases.get(name)) for name in names)]
         for group in accuracy.groups
     ]
-    return "Median, and the worst.\n\n" + _grid(
+    return "Median, and the worst.\n\n" + markdown_grid(
         ["recipes", *(name.replace(".", ", ") for name in names)], rows
     )
 
@@ -146,7 +141,7 @@ def _time_table(accuracy: Accuracy) -> str:
         for group in accuracy.groups
         if (times := group.times) is not None
     ]
-    return _grid(heads, rows)
+    return markdown_grid(heads, rows)
 
 
 def _times_sentence(group: Group) -> str:
@@ -188,7 +183,9 @@ def _worst_parts(name: str, worst: tuple[Outlier, ...]) -> tuple[str, str]:
         )
         for one in worst
     ]  # fmt: skip
-    return f"## The worst: {name} memory", _grid(["recipe", "id", "cause", "error", "MiB"], rows, num_text=3)
+    return f"## The worst: {name} memory", markdown_grid(
+        ["recipe", "id", "cause", "error", "MiB"], rows, num_text=3
+    )
 
 
 def _unfinished(accuracy: Accuracy) -> str:
@@ -196,7 +193,9 @@ def _unfinished(accuracy: Accuracy) -> str:
         [markdown_cell(cell) for cell in (one.recipe, one.recipe_id, one.status, one.message, one.cause)]
         for one in accuracy.unfinished
     ]
-    table = _grid(["recipe", "id", "status", "message", "cause"], rows, num_text=5) if rows else "None."
+    table = (
+        markdown_grid(["recipe", "id", "status", "message", "cause"], rows, num_text=5) if rows else "None."
+    )
     missing = "".join(f"\n- {markdown_cell(one)}" for one in accuracy.not_predicted)
     counts = (
         f"{accuracy.num_not_measured} recipes were predicted but not measured, "

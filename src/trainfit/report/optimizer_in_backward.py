@@ -31,6 +31,9 @@ PLOT = "optimizer-in-backward.svg"
 NOTHING_SAVED = 0.005
 """Share of the peak: less than this is "nothing"."""
 
+LONGEST_OP = 48
+"""Letters of an operation's name in the table."""
+
 Rows = dict[str, Explanation]
 
 
@@ -69,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_rows(explained: Path, recipes: Path) -> Rows:
-    """The explanations of the rows the page needs, by the row's name; of several of one recipe the last counts.
+    """The explanations by the row's name, those the page needs first; of several of one recipe the last counts.
 
     Raises:
         InputError: a line that is no explanation, or a row without one.
@@ -92,7 +95,8 @@ def read_rows(explained: Path, recipes: Path) -> Rows:
             f"append what this prints: {lines}",
             file=str(explained),
         )
-    return {name: by_id[ids[name]] for name in NEEDED}
+    others = sorted(name for name in ids if name not in NEEDED and ids[name] in by_id)
+    return {name: by_id[ids[name]] for name in (*NEEDED, *others)}
 
 
 def page(rows: Rows, published: Published) -> str:
@@ -120,18 +124,24 @@ def page(rows: Rows, published: Published) -> str:
         "It does not. **Gradients cost memory only where they are alive at the peak, and the optimizer can only free those it "
         "has been handed.**",
         _table(rows, published, NEEDED),
-        f"![Memory through the steady step of twelve rows](plots/{PLOT})",
+        f"![Memory through the step that has the peak, of twelve rows](plots/{PLOT})",
         "## Eager: the peak stands where there are no gradients yet",
         " ".join(eager),
         "## Compiled whole: all gradients come at once",
         " ".join(whole),
         "## Compiled by block: gradients come block by block",
         " ".join(blocks),
+        *_others(rows, published),
         "## See it yourself",
         "```\ntrainfit explain recipes/peak-memory/control.yaml recipes/peak-memory/fused.yaml\n"
         "trainfit explain recipes/peak-memory/checkpoint.yaml recipes/peak-memory/fused_checkpoint.yaml\n```",
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
+
+
+def _others(rows: Rows, published: Published) -> list[str]:
+    others = [name for name in rows if name not in NEEDED]
+    return ["## Where the peak of every other row stands", _table(rows, published, others)] if others else []
 
 
 def claims(rows: Rows) -> list[Claim]:
@@ -179,8 +189,8 @@ def _eager(rows: Rows) -> list[Claim]:
 
 
 def _whole(rows: Rows) -> list[Claim]:
-    fused, budget, both = (
-        rows[name] for name in ("fused_compile", "memory_budget_05", "fused_memory_budget_05")
+    plain, fused, budget, both = (
+        rows[name] for name in ("compile", "fused_compile", "memory_budget_05", "fused_memory_budget_05")
     )
     weights = rows["control"].most.gradients
     return [
@@ -191,9 +201,20 @@ def _whole(rows: Rows) -> list[Claim]:
             fused.most.gradients > 0.95 * weights,
         ),
         Claim(
-            f"So within a budget of 0.05, where the peak stands at the backward's end with {_gib(budget.breakdown.gradients)} GiB of "
-            f"gradients, fusing changes {_change(budget, both)}.",
-            _same(budget, both) and budget.breakdown.gradients > 0.8 * weights,
+            f"Without a budget the peak stands where that backward begins, over {_gib(plain.breakdown.activations)} GiB of "
+            f"activations and {_gib(plain.breakdown.gradients)} GiB of gradients, and fusing changes {_change(plain, fused)}.",
+            plain.moment.phase == "backward"
+            and plain.breakdown.gradients < 0.05 * weights
+            and _same(plain, fused),
+        ),
+        Claim(
+            "Within a budget of 0.05 the forward is recomputed in the same one graph, and not layer by layer: at the peak "
+            f"{_gib(budget.breakdown.temporary)} GiB of it, of all layers, are there again when no more than a layer's or two's "
+            f"gradients are done ({_gib(budget.breakdown.gradients)} GiB). Fusing changes {_change(budget, both)}.",
+            _same(budget, both)
+            and budget.moment.phase == "backward"
+            and budget.breakdown.gradients < 2 * weights / _layers(budget)
+            and budget.breakdown.temporary > weights,
         ),
     ]
 
@@ -247,13 +268,22 @@ def _table(rows: Rows, published: Published, names: Sequence[str]) -> str:
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(
-        [*lines, "", "GiB of the steady step; *other*: temporary, optimizer state, cuBLAS's workspaces."]
+        [
+            *lines,
+            "",
+            "GiB at the peak, which is a steady step's if nothing else is said; *other*: temporary, optimizer state, cuBLAS's "
+            "workspaces; *most gradients ever*: at any moment of that step.",
+        ]
     )
 
 
 def _where(told: Explanation) -> str:
     module = f" of `{told.moment.module}`" if told.moment.module else ""
-    return f"{told.moment.phase}, `{told.moment.op}`{module}"
+    step = "first step's " if told.moment.step == "first" else ""
+    op = told.moment.op
+    if len(op) > LONGEST_OP:  # A fused kernel is named after all it does.
+        op = f"{op[: LONGEST_OP - 12]}…{op[-11:]}"
+    return f"{step}{told.moment.phase}, `{op}`{module}"
 
 
 def _parts(held: MemoryBreakdown) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import load_recipe, read_text
 from trainfit.spec.value import PositiveInt, Value, parse
 
-NOT_ROWS = ("sweep", "pareto")
+NOT_ROWS = ("sweep", "separate", "pareto")
 """Files of the folder that are no recipe."""
 
 

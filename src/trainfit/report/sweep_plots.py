@@ -15,6 +15,7 @@ from trainfit.spec.sweep import RUNNING, WAITING, Row, front
 
 MAX_ROWS = plots.MAX_ROWS
 LONGEST_NAME = 34
+PUBLISHED = "#9aa5b1"
 PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "line"}
 """Colours that the page's style replaces, by the names of its variables."""
 CUT = 1.5
@@ -25,7 +26,7 @@ SPREAD = 6.0
 LABEL_PLACES = ((5, 8, "left"), (-5, 8, "right"), (5, -9, "left"), (-5, -9, "right"), (8, 0, "left"))
 """Where a point's name may stand: points to the right, points up, alignment."""
 
-Values = list[float | None]
+Values = Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,24 @@ class Side:
     name: str
     colour: str
     values: Values
+    is_published: bool = False
+    """Then a row without a value is one that was not published."""
 
 
-def memory_bars(rows: Sequence[Row]) -> str | None:
-    """Peak allocated memory, predicted above measured."""
+def memory_bars(rows: Sequence[Row], *, published_gib: Values = ()) -> str | None:
+    """Peak allocated memory, predicted above measured, and above what others published for each row, if given."""
     name, size = unit(rows)
+    if published_gib and name != "GiB":
+        raise ValueError(f"published_gib: the rows are told in {name}, published figures are in GiB")
     sides = [
         Side("predicted", PREDICTED, [_over(row.predicted_bytes, size) for row in rows]),
         Side("measured", MEASURED, [_over(row.measured_bytes, size) for row in rows]),
     ]
+    sides += _published(published_gib)
     return _bars(rows, sides, f"peak allocated, {name}", "memory", "{:,.2f}" if name == "GiB" else "{:,.1f}")
 
 
-def speed_bars(rows: Sequence[Row]) -> str | None:
+def speed_bars(rows: Sequence[Row], *, published_samples_per_s: Values = ()) -> str | None:
     """Samples a second; tokens a second where the sequences of the variants are not equally long."""
     by = _speed_unit(rows)
     factor = {row.variant: _per_sample(row, by) for row in rows}
@@ -55,43 +61,53 @@ def speed_bars(rows: Sequence[Row]) -> str | None:
         Side("predicted", PREDICTED, [_over(row.predicted_samples_per_s, 1 / factor[row.variant]) for row in rows]),
         Side("measured", MEASURED, [_over(row.samples_per_s, 1 / factor[row.variant]) for row in rows]),
     ]  # fmt: skip
+    sides += _published(published_samples_per_s)
     return _bars(rows, sides, f"{by} a second", "speed", "{:,.4g}" if by == "samples" else "{:,.0f}")
 
 
-def perplexity_bars(rows: Sequence[Row]) -> str | None:
+def perplexity_bars(rows: Sequence[Row], *, published: Values = ()) -> str | None:
     """Perplexity on text that training did not see."""
-    sides = [Side("measured", MEASURED, [row.perplexity for row in rows])]
+    sides = [Side("measured", MEASURED, [row.perplexity for row in rows]), *_published(published)]
     return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:.3f}")
 
 
-def front_scatter(rows: Sequence[Row]) -> str | None:
-    """Measured memory against measured speed; the line joins the variants that nothing else beats in both."""
-    shown = [row for row in rows if row.measured_bytes is not None and row.tokens_per_s is not None]
+def _published(values: Values) -> list[Side]:
+    return [Side("published", PUBLISHED, values, is_published=True)] if values else []
+
+
+def front_scatter(rows: Sequence[Row], *, predicted: bool = False) -> str | None:
+    """Memory against speed, both measured (or both predicted); the line joins the variants that nothing else beats in both."""
+    shown = [row for row in rows if row.place(predicted=predicted) is not None]
     if not shown:
         return None
     name, size = unit(shown)
     by = _speed_unit(shown)
     points = {
-        row.variant: (_over(row.measured_bytes, size) or 0.0, (row.samples_per_s or 0.0) * _per_sample(row, by))
+        row.variant: (place[0] / size, place[1] * _per_sample(row, by) / row.recipe["batch"]["seq"])
         for row in shown
-    }  # fmt: skip
-    best = [points[variant] for variant in front(shown)]
+        if (place := row.place(predicted=predicted)) is not None
+    }
+    best = [points[variant] for variant in front(shown, predicted=predicted)]
+    told, colour = ("predicted", PREDICTED) if predicted else ("measured", MEASURED)
 
     def draw(plt: Any) -> Any:
         figure, axes = plt.subplots(figsize=(8.2, 5.0))
-        axes.step(*zip(*best, strict=True), where="post", color=MEASURED, linewidth=1.6, alpha=0.75)
+        axes.step(*zip(*best, strict=True), where="post", color=colour, linewidth=1.6, alpha=0.75)
         for x, y in points.values():
             on_front = (x, y) in best
-            axes.plot(x, y, "o", color=MEASURED if on_front else MUTED, markersize=8 if on_front else 6)
-        axes.plot([], [], "o-", color=MEASURED, label="front: nothing else is both smaller and faster")
+            axes.plot(x, y, "o", color=colour if on_front else MUTED, markersize=8 if on_front else 6)
+        axes.plot([], [], "o-", color=colour, label="front: nothing else is both smaller and faster")
         axes.plot([], [], "o", color=MUTED, label="beaten in both")
-        axes.set(xlabel=f"peak allocated, {name} (less is better)", ylabel=f"{by} a second (more is better)")
+        axes.set(
+            xlabel=f"peak allocated, {told}, {name} (less is better)",
+            ylabel=f"{by} a second, {told} (more is better)",
+        )
         _scales(axes, points)
-        _name_points(figure, axes, points)
+        _name_points(figure, axes, points, front(shown, predicted=predicted))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8.5)
         return figure
 
-    return themed(plots.svg(draw, "front"), "Measured memory against speed, with the front of the variants")
+    return themed(plots.svg(draw, "front"), f"Memory against speed, {told}, with the front of the variants")
 
 
 def themed(svg: str, label: str) -> str:
@@ -111,7 +127,7 @@ def _bars(rows: Sequence[Row], sides: list[Side], axis: str, name: str, number: 
     height, most = 0.72 / len(sides), _most(sides)
 
     def draw(plt: Any) -> Any:
-        figure, axes = plt.subplots(figsize=(9.2, 0.9 + (0.2 + 0.2 * len(sides)) * len(rows)))
+        figure, axes = plt.subplots(figsize=(9.2, 0.9 + (0.24 + 0.18 * len(sides)) * len(rows)))
         for index, side in enumerate(sides):
             offset = (index - (len(sides) - 1) / 2) * height
             _side(axes, rows, side, offset, height * 0.88, number, most)
@@ -124,7 +140,7 @@ def _bars(rows: Sequence[Row], sides: list[Side], axis: str, name: str, number: 
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
         if len(sides) > 1:
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8.5)
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=len(sides), fontsize=8.5)
         return figure
 
     words = " and ".join(side.name for side in sides)
@@ -164,6 +180,8 @@ def _label(axes: Any, name: str) -> str | None:
 
 def _why_not(row: Row, side: Side) -> str:
     """What stands where a bar would: how the trial ended; nothing where a value was not asked for."""
+    if side.is_published:
+        return ""
     if side.name == "predicted":
         outcome = row.outcomes.get("predict")
         return "" if outcome is None or outcome.status == "done" else f"not predicted: {outcome.status}"
@@ -183,20 +201,22 @@ def _scales(axes: Any, points: dict[str, tuple[float, float]]) -> None:
         plots.plain_logarithms(axes, y=False)
 
 
-def _name_points(figure: Any, axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """A name at each point, where it covers no other name if there is such a place."""
+def _name_points(
+    figure: Any, axes: Any, points: dict[str, tuple[float, float]], always: Sequence[str]
+) -> None:
+    """A name at each point, where it covers nothing; without such a place those of ``always`` are named all the same."""
     figure.canvas.draw()
     dots = [axes.transData.transform(point) for point in points.values()]
     taken: list[Any] = []
-    for variant, point in points.items():
+    for variant in sorted(points, key=lambda name: name not in always):
         for right, up, align in LABEL_PLACES:
             text = axes.annotate(
-                _short(variant), point, xytext=(right, up), textcoords="offset points",
+                _short(variant), points[variant], xytext=(right, up), textcoords="offset points",
                 ha=align, va="center", fontsize=8, color=INK,
             )  # fmt: skip
             box = text.get_window_extent()
             covers = any(box.contains(*dot) for dot in dots) or any(box.overlaps(other) for other in taken)
-            if not covers or (right, up, align) == LABEL_PLACES[-1]:
+            if not covers or (variant in always and (right, up, align) == LABEL_PLACES[-1]):
                 taken.append(box)
                 break
             text.remove()

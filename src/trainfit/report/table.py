@@ -163,3 +163,9 @@ def markdown_cell(text: str) -> str:
     for mark in "\\|*_`[]<>":
         text = text.replace(mark, f"\\{mark}")
     return " ".join(text.split())
+
+
+def markdown_grid(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> str:
+    """A Markdown table; its first ``num_text`` columns are text, the others numbers."""
+    rule = ["---"] * num_text + ["---:"] * (len(heads) - num_text)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, rule, *rows))

@@ -242,3 +242,5 @@ class Record(Value):
     tags: tuple[str, ...] = ()
     outcome: Outcome | None = None
     """Only of a sweep's trials: also one that came to nothing leaves a record."""
+    planned: dict[str, Any] | None = None
+    """Only of a sweep's prediction: the recipe with its GiB budget planned, which the estimate is of."""

@@ -157,6 +157,12 @@ class Row(Value):
         speed = self.samples_per_s
         return None if speed is None else speed * self.recipe["batch"]["seq"]
 
+    def place(self, *, predicted: bool = False) -> tuple[int, float] | None:
+        """Peak bytes and tokens a second, both measured (or both predicted); None where one of them is not known."""
+        size = self.predicted_bytes if predicted else self.measured_bytes
+        speed = self.predicted_samples_per_s if predicted else self.samples_per_s
+        return None if size is None or speed is None else (size, speed * self.recipe["batch"]["seq"])
+
     @property
     def mfu(self) -> float | None:
         return self._measured.mfu if self._measured and self._measured.mfu else self._trained.get("mfu")
@@ -187,15 +193,15 @@ class Row(Value):
         return {name: getattr(self, name) for name in names}
 
 
-def front(rows: Sequence[Row]) -> tuple[str, ...]:
+def front(rows: Sequence[Row], *, predicted: bool = False) -> tuple[str, ...]:
     """Variants that no other beats in both memory and speed (tokens a second), the smallest first.
 
-    Only rows whose memory and speed are measured take part.
+    Only rows whose memory and speed are measured (or predicted) take part.
     """
     points = [
-        (size, -speed, row.variant)
+        (place[0], -place[1], row.variant)
         for row in rows
-        if (size := row.measured_bytes) is not None and (speed := row.tokens_per_s) is not None
+        if (place := row.place(predicted=predicted)) is not None
     ]
     best, kept = 0.0, []
     for _, slowness, variant in sorted(points):

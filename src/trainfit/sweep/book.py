@@ -67,6 +67,7 @@ class Book:
             request.part, request.recipe,
             estimate=result.estimate, measurement=result.measurement, train=result.train, outcome=result.outcome,
             tags=(f"{SWEEP_TAG}{self._sweep}", f"{VARIANT_TAG}{request.variant}"),
+            planned=result.planned.content() if result.planned else None,
         )  # fmt: skip
         self._file.write(record.model_dump_json().encode() + b"\n")
         self._file.flush()

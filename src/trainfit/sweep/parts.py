@@ -47,6 +47,13 @@ class PartRequest(Value):
     """The dense peak of the recipe's GPU; it does not count where the trial runs on a CPU."""
     own_peak_flops_per_s: float | None = None
     """What the user says (``--peak-flops``)."""
+    planned: Recipe | None = None
+    """The recipe with its GiB budget planned, as the prediction found it; what is measured and trained then."""
+
+    @property
+    def built(self) -> Recipe:
+        """What a step is made of."""
+        return self.planned or self.recipe
 
     def peak_flops_per_s(self, on_cuda: bool) -> float | None:
         """What MFU and HFU are shares of."""
@@ -59,7 +66,12 @@ class PartRequest(Value):
         settings = {"measure": self.measure, "train": self.train}.get(self.part)
         if settings is not None:
             limit = self.memory_limit_bytes
-            how |= {"settings": settings.model_dump(mode="json"), "device": self.device, "limit": limit}
+            plan = {"planned": self.planned.id} if self.planned else {}
+            how |= plan | {
+                "settings": settings.model_dump(mode="json"),
+                "device": self.device,
+                "limit": limit,
+            }
         return hashlib.sha256(canonical_json(how).encode()).hexdigest()[:16]
 
 
@@ -70,6 +82,7 @@ class PartResult(Value):
     estimate: Estimate | None = None
     measurement: Measurement | None = None
     train: dict[str, Any] | None = None
+    planned: Recipe | None = None
     output: str = ""
 
 
@@ -80,6 +93,7 @@ class Finding(Value):
     message: str = ""
     estimate: Estimate | None = None
     train: dict[str, Any] | None = None
+    planned: Recipe | None = None
 
 
 def run_part(request: PartRequest, start: Starter) -> PartResult:
@@ -107,7 +121,7 @@ def ended(
 def _measure(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str, dict[str, Any]]:
     assert request.measure is not None, "a measuring part says how many steps"
     trial = TrialRequest(
-        recipe=request.recipe, steps=request.measure.steps, warmup=request.measure.warmup, device=request.device,
+        recipe=request.built, steps=request.measure.steps, warmup=request.measure.warmup, device=request.device,
         memory_limit_bytes=request.memory_limit_bytes, environment=host_environment(request.device),
     )  # fmt: skip
     measured, ending = run_and_tell(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
@@ -125,7 +139,8 @@ def _find(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str,
         raise InputError(**json.loads((folder / ERROR).read_text()))
     if (folder / RESULT).is_file():
         found = parse(Finding, json.loads((folder / RESULT).read_text()))
-        return found.status, found.message, {"estimate": found.estimate, "train": found.train}
+        results = {"estimate": found.estimate, "train": found.train, "planned": found.planned}
+        return found.status, found.message, results
     status, why = _why(request, ending)
     return status, f"{why}: {last_lines(folder)}".rstrip(": "), {}
 

@@ -5,14 +5,17 @@ so that predictions on the CPU do not slow down what is being measured.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.result import Estimate, Outcome, Record
-from trainfit.spec.sweep import RESULTS, RUNNING, WAITING, Part, Row, Variant
+from trainfit.spec.recipe import BudgetGib, Recipe
+from trainfit.spec.result import Estimate, Record
+from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
+from trainfit.spec.value import parse
 from trainfit.sweep.book import Book
 from trainfit.sweep.parts import PartRequest, PartResult, ended, limit_bytes
 from trainfit.sweep.read import Sweep
+from trainfit.sweep.rows import refused_before_it_ran, row_of
 from trainfit.techniques import registry
 
 NEEDED_BEFORE: dict[Part, Part] = {"train": "measure"}
@@ -84,8 +87,11 @@ class Run:
 
     def _refuse(self, variant: Variant) -> None:
         """Note a recipe that no step can be made of anywhere; no process is started for it."""
+        recipe = variant.recipe
+        if isinstance(recipe.recompute, BudgetGib):  # What can be recomputed is found when it is planned.
+            recipe = recipe.model_copy(update={"recompute": "none"})
         try:
-            registry.check(variant.recipe)
+            registry.check(recipe)
         except InputError as error:
             self._refused.add(variant.name)
             request = self._request(variant, "predict")
@@ -96,12 +102,14 @@ class Run:
         file = self.sweep.file
         predicted = self._records.get((variant.name, "predict"))
         estimate = predicted.estimate if predicted else None
+        planned = predicted.planned if predicted and part != "predict" else None
         return PartRequest(
             part=part, variant=variant.name, recipe=variant.recipe, device=self._device,
             timeout_s=file.limits.seconds, memory_limit_bytes=limit_bytes(file.limits.memory_gib),
             measure=file.measure if part == "measure" else None, train=file.train if part == "train" else None,
             model_flops=estimate and estimate.model_flops, hardware_flops=estimate and estimate.hardware_flops,
             gpu_peak_flops_per_s=estimate and dense_peak(estimate), own_peak_flops_per_s=self._peak_flops,
+            planned=parse(Recipe, planned) if planned else None,
         )  # fmt: skip
 
     def _kept(self, request: PartRequest) -> bool:
@@ -111,14 +119,17 @@ class Run:
             return False
         if self._retry and record.outcome.status not in RESULTS:
             return False
-        refused_before_it_ran = record.outcome.status == "refused" and not record.outcome.seconds
-        if refused_before_it_ran and request.variant not in self._refused:
+        if refused_before_it_ran(record.outcome) and request.variant not in self._refused:
             return False  # What was missing then is there now.
         self._records[request.variant, request.part] = record
         self.num_kept += 1
         return True
 
     def _pointless(self, variant: Variant, part: Part) -> bool:
+        if part != "predict" and isinstance(variant.recipe.recompute, BudgetGib):
+            predicted = self._records.get((variant.name, "predict"))
+            if predicted is None or predicted.planned is None:
+                return True
         needed = NEEDED_BEFORE.get(part)
         before = self._records.get((variant.name, needed)) if needed else None
         return before is not None and before.outcome is not None and before.outcome.status != "done"
@@ -134,40 +145,12 @@ class Run:
         self._changed(self, request, record)
 
     def _row(self, variant: Variant) -> Row:
-        records: dict[Part, Record] = {}
-        outcomes: dict[Part, Outcome] = {}
-        for part in self.sweep.file.parts():
-            record = self._records.get((variant.name, part))
-            if record is not None and record.outcome is not None:
-                records[part], outcomes[part] = record, record.outcome
-        status, message = self._status(variant, outcomes)
-        found: dict[str, Any] = {
-            name: getattr(records[part], name)
-            for part, name in (("predict", "estimate"), ("measure", "measurement"), ("train", "train"))
-            if part in records
-        }
-        return Row(
-            variant=variant.name, recipe=variant.recipe.content(), recipe_id=variant.recipe.id, status=status, message=message,
-            outcomes={str(part): outcome for part, outcome in outcomes.items()}, **found,
-        )  # fmt: skip
-
-    def _status(self, variant: Variant, outcomes: dict[Part, Outcome]) -> tuple[str, str]:
-        """The row's status and message. A recipe that cannot be predicted may still be measured."""
         parts = self.sweep.file.parts()
-        for part in parts:
-            if (variant.name, part) in self._running:
-                return RUNNING, part
-        for part in parts:
-            outcome = outcomes.get(part)
-            if outcome is None:
-                return WAITING, part
-            decides = part != "predict" or len(parts) == 1 or variant.name in self._refused
-            if outcome.status != "done" and decides:
-                return outcome.status, outcome.message
-        predicted = outcomes["predict"]
-        if predicted.status == "done":
-            return "done", ""
-        return "done", f"prediction {predicted.status}: {predicted.message}"
+        records: dict[Part, Record] = {
+            part: found for part in parts if (found := self._records.get((variant.name, part)))
+        }
+        running: Part | None = next((part for part in parts if (variant.name, part) in self._running), None)
+        return row_of(variant, self.sweep.file, records, running=running)
 
 
 def dense_peak(estimate: Estimate) -> float | None:

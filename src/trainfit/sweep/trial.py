@@ -13,6 +13,7 @@ from typing import Any
 from trainfit.measure.lifeline import die_with_parent
 from trainfit.measure.trial import ERROR, REQUEST, RESULT
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.recipe import BudgetGib
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
 from trainfit.sweep.parts import Finding, PartRequest
@@ -41,6 +42,11 @@ def main(folder: Path) -> int:
 def _predict(request: PartRequest) -> Finding:
     # Autograd's engine would make a CUDA context, half a GiB, on the card that is being measured.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if isinstance(request.recipe.recompute, BudgetGib):
+        from trainfit.plan.recompute import plan
+
+        found = plan(request.recipe)
+        return Finding(status="done", estimate=found.estimate, planned=found.recipe)
     from trainfit.predict.estimate import predict
 
     return Finding(status="done", estimate=predict(request.recipe))
@@ -61,7 +67,7 @@ def _train(request: PartRequest, folder: Path) -> Finding:
         )
     options = train_options(request.train, out=str(folder / "run"), device=request.device)
     speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)
-    summary = train(request.recipe, options, flops=flops, observers=[speed])
+    summary = train(request.built, options, flops=flops, observers=[speed])
     status = "killed" if summary.status == "stopped" else summary.status
     return Finding(status=status, message=summary.message, train=summary.content() | {"speed": speed.told()})
 

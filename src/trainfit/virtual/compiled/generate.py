@@ -107,7 +107,9 @@ def _kernel(node: Any, is_backward: bool) -> Kernel:
     origins = [
         origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
     ]
-    modules = tuple(dict.fromkeys(name for origin in origins if (name := _module_of(origin)) is not None))
+    # An extern call's first origin is the operation itself; the others made what it reads, maybe in another layer.
+    own = origins[:1] if node.is_extern() else origins
+    modules = tuple(dict.fromkeys(name for origin in own if (name := _module_of(origin)) is not None))
     recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
     return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes)
 
