@@ -12,7 +12,7 @@ Shapes: parameter and gradient [b, r, c] (b: leading dimensions); vectors take t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.operations import declare
 from trainfit.kernels.stochastic_rounding import round_stochastically, seed_of
+from trainfit.kernels.weight_by_weight import WeightByWeight
 
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
 """The paper's decay of beta2, its clipping threshold d, its epsilon2: torch's defaults."""
@@ -29,7 +30,7 @@ ROWS_A_PART = 512
 """Rows whose column sums one program adds up."""
 
 
-class FusedAdafactor(torch.optim.Optimizer):
+class FusedAdafactor(WeightByWeight):
     """One tensor after another, as its gradient is; state: ``step``, ``row_var`` and ``col_var``, or ``variance`` (fp32).
 
     Args:
@@ -49,17 +50,6 @@ class FusedAdafactor(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         register()
         self._stochastic, self._seed = stochastic, seed
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]

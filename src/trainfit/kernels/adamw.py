@@ -11,7 +11,7 @@ Everything is computed in fp32. Triton on CUDA, plain PyTorch elsewhere; nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainfit.kernels.moment_levels import BLOCK, Codes, MomentLevels, decode, encode, zeros
 from trainfit.kernels.operations import declare
 from trainfit.kernels.stochastic_rounding import generator_of, round_stochastically, seed_of
+from trainfit.kernels.weight_by_weight import WeightByWeight
 
 LEAST_NUMEL = 4096
 """Smaller tensors keep fp32 moments, as in bitsandbytes and torchao (which keeps the weight's dtype)."""
@@ -53,7 +54,7 @@ class Numbers(NamedTuple):
         )  # fmt: skip
 
 
-class FusedAdamW(torch.optim.Optimizer):
+class FusedAdamW(WeightByWeight):
     """One tensor after another; state: ``step`` (on the host) and two moments.
 
     A moment is ``exp_avg`` and ``exp_avg_sq`` in the weight's dtype (in fp32 where moments are quantised but the tensor is
@@ -80,17 +81,6 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
         register()
         self._levels, self._stochastic, self._seed = levels, stochastic, seed
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
         assert parameter.is_contiguous(), "kernels take a weight flat"

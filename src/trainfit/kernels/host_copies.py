@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from trainfit.kernels.operations import declare
+
 Event = Any
 """A ``torch.cuda.Event``; None where nothing need be waited for (a CPU)."""
 
@@ -66,11 +68,9 @@ def _virtual_copy(name: str) -> Any:
     """The virtual GPU's copy in one direction: it has a name and bytes, and computes nothing."""
 
     def run(target: Tensor, source: Tensor) -> None:
-        raise NotImplementedError(f"trainfit::{name} is for fake tensors")
+        raise RuntimeError(f"trainfit::{name} copies fake tensors only; real ones copy with Tensor.copy_")
 
-    torch.library.custom_op(f"trainfit::{name}", run, mutates_args=("target",)).register_fake(
-        lambda target, source: None
-    )
+    declare(name, run, lambda target, source: None, mutates=("target",))
     return getattr(torch.ops.trainfit, name).default
 
 

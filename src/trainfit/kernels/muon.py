@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from trainfit.kernels.stochastic_rounding import add_rounded, register, seed_of
+from trainfit.kernels.weight_by_weight import WeightByWeight
 
 
-class StochasticMuon(torch.optim.Muon):
+class StochasticMuon(WeightByWeight, torch.optim.Muon):
     """State: ``step`` (on the host) and ``momentum_buffer``, in the weight's dtype.
 
     Args:
@@ -24,17 +25,6 @@ class StochasticMuon(torch.optim.Muon):
         super().__init__(params, **settings)
         register()
         self._seed = seed
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
         state = self.state[parameter]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.stochastic_rounding import add_rounded, register, seed_of
+from trainfit.kernels.weight_by_weight import WeightByWeight
 
 
-class StochasticSGD(torch.optim.Optimizer):
+class StochasticSGD(WeightByWeight):
     """The function of ``torch.optim.SGD``; state: ``step`` (on the host) and, with momentum, ``momentum_buffer``.
 
     Args:
@@ -24,17 +25,6 @@ class StochasticSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         register()
         self._seed = seed
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        number = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                number += 1
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
-        return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
         lr, decay, momentum = group["lr"], group["weight_decay"], group["momentum"]
