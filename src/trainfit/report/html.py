@@ -4,7 +4,7 @@ Enters: Comparisons. Leaves: the page's text. Whatever came from a recipe or a r
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -59,7 +59,7 @@ def page(comparisons: Sequence[Comparison], *, title: str = "Predicted against m
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">trainfit report, {made}. {escape(summary.text())}</p>',
         _tiles(summary, comparisons),
-        *(_figure(heading, caption, draw(comparisons)) for heading, caption, draw in PLOTS),
+        *(figure(heading, caption, draw(comparisons)) for heading, caption, draw in PLOTS),
         "<h2>All recipes</h2>",
         _note_on_devices(comparisons),
         _table(comparisons),
@@ -103,6 +103,11 @@ def _tiles(summary: Summary, comparisons: Sequence[Comparison]) -> str:
         )
     if summary.num_out_of_memory:
         tiles.append((f"{summary.num_foreseen} / {summary.num_out_of_memory}", "out of memory foreseen", ""))
+    return tile_row(tiles)
+
+
+def tile_row(tiles: Iterable[tuple[str, str, str]]) -> str:
+    """Large figures side by side: (value, what it is, CSS class such as ``bad``)."""
     cells = (
         f'<div class="tile"><b class="{kind}">{escape(value)}</b><span>{escape(words)}</span></div>'
         for value, words, kind in tiles
@@ -110,7 +115,8 @@ def _tiles(summary: Summary, comparisons: Sequence[Comparison]) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _figure(heading: str, caption: str, svg: str | None) -> str:
+def figure(heading: str, caption: str, svg: str | None) -> str:
+    """A plot under its heading; nothing where there is no plot."""
     if svg is None:
         return ""
     return f"<h2>{escape(heading)}</h2><figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>"

@@ -54,7 +54,7 @@ def page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">trainfit sweep, {made}. {escape(_where(rows))}</p>',
         _tiles(rows),
-        *(_figure(heading, caption, draw(rows)) for heading, caption, draw in PLOTS),
+        *(html.figure(heading, caption, draw(rows)) for heading, caption, draw in PLOTS),
         "<h2>All variants</h2>",
         _note(rows, notes),
         _table(rows),
@@ -90,17 +90,7 @@ def _tiles(rows: Sequence[Row]) -> str:
         if status != "done":
             kind = "" if status in (WAITING, RUNNING) else "bad"
             tiles.append((str(count), status.replace("-", " "), kind))
-    cells = (
-        f'<div class="tile"><b class="{kind}">{escape(value)}</b><span>{escape(words)}</span></div>'
-        for value, words, kind in tiles
-    )
-    return f'<div class="tiles">{"".join(cells)}</div>'
-
-
-def _figure(heading: str, caption: str, svg: str | None) -> str:
-    if svg is None:
-        return ""
-    return f"<h2>{escape(heading)}</h2><figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>"
+    return html.tile_row(tiles)
 
 
 def _note(rows: Sequence[Row], notes: Sequence[str]) -> str:
