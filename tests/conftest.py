@@ -1,6 +1,7 @@
 """What every test shares: one thread a process (several run side by side), and GPU tests skipped with a reason."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
@@ -28,3 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _caches_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Ledgers cached by these tests stay out of the user's cache, and theirs out of the tests."""
     os.environ["TRAINFIT_CACHE"] = str(tmp_path_factory.mktemp("trainfit-cache"))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before, and nothing left for the tests after."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

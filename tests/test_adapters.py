@@ -1,6 +1,5 @@
 """Prompt tuning, p-tuning and prefix tuning: ours on native against PEFT on transformers, and what they exclude."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch._dynamo.utils import counters
 from test_native_equals_transformers import TINY
 from test_techniques import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import tiny_recipe
+from tiny_step import learned
 from tiny_training import Listener, asked, stop_at, tiny
 from trainfit.models.native.layout import slots, tensor_of
 from trainfit.predict.trace import trace
@@ -34,22 +34,6 @@ def adapted(kind: Any, code: Any = "hf", **fields: Any) -> Recipe:
     """A tiny recipe with five virtual tokens that learns fast."""
     adapter = Adapter(kind=kind, tokens=5, **fields.pop("asked", {}))
     return tiny_recipe(code, adapter=adapter, **{"optimizer": Optimizer(lr=3e-2), **fields})
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before, and nothing left for the tests after."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def learned(recipe: Recipe, num_steps: int = 6) -> tuple[Step, list[float]]:
-    """A step of the recipe and its losses on one batch."""
-    step = assemble(recipe, CPU)
-    batches = step.random_batches()
-    return step, [step(batches).item() for _ in range(num_steps)]
 
 
 def trained(step: Step) -> dict[str, nn.Parameter]:

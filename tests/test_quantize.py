@@ -6,7 +6,6 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,14 +15,14 @@ from torch._dynamo.utils import counters
 
 from test_techniques import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import TINY_LLAMA, tiny_recipe
+from tiny_step import learned
 from trainfit.kernels import nf4, rows
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
-from trainfit.step import Step, assemble
+from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer
 from virtual_runs import recipe_of, sums, with_layers
 
 KINDS = ("nf4", "int8", "fp8")
@@ -254,22 +253,6 @@ def test_another_shape_is_refused():
 
 
 # -- the model
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before, and nothing left for the tests after."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def learned(recipe: Recipe, num_steps: int = 6) -> tuple[Step, list[float]]:
-    """A step of the recipe and its losses on one batch."""
-    step = assemble(recipe, torch.device("cpu"))
-    batches = step.random_batches()
-    return step, [step(batches).item() for _ in range(num_steps)]
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
