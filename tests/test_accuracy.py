@@ -109,7 +109,7 @@ def test_recipes_with_one_side_only_are_told() -> None:
     alone, refused = recipe("alone"), recipe("refused")
     crash = with_error(measured(refused, 1.0), "crashed", "ended in step 1")
     accuracy, _ = judge([*suite(), predicted(alone, 1.0), crash], {})
-    assert accuracy.num_not_measured == 1
+    assert len(accuracy.not_measured) == 1
     assert [text.split(",")[0] for text in accuracy.not_predicted] == ["refused"]
     assert accuracy.not_predicted[0].endswith("(crashed)")
     assert sorted(one.recipe.split(",")[0] for one in accuracy.unfinished) == ["crash", "refused"]

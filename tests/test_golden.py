@@ -101,8 +101,8 @@ def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
 
 
 DEEP_ONE_GIB = {"fp32": 21.165, "bf16": 12.418}
-"""Adafactor without momentum, 4 x 768 tokens. The program was not found: norms written out and a bias kept by every
-layer are chosen because both rows then agree. In the bf16 row the optimizer runs in the backward."""
+"""Adafactor without momentum, 4 x 768 tokens. Norms written out and a bias kept by every layer were
+chosen because both rows then agree (recipes/peak-memory/published.toml has the program). In the bf16 row the optimizer runs in the backward."""
 
 
 def deep_one(precision: Any, in_backward: bool, **config: str) -> Estimate:

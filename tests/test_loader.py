@@ -77,7 +77,8 @@ def test_random_tokens_depend_on_seed_and_step():
     assert torch.equal(source(5), source(5))
     assert not torch.equal(source(5), source(6))
     assert not torch.equal(source(5), RandomTokens(50, 6, 16, seed=4)(5))
-    assert (source(5).min(), source(5).max()) >= (0, 0)
+    assert source(5).min() >= 0
+    assert source(5).max() < 50
     assert source(5).shape == (6, 16)
 
 

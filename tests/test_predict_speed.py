@@ -15,7 +15,7 @@ RECIPE = (
     "model: {config: llama-3.1-8b}\nbatch: {micro: 1, seq: 4096}\nprecision: bf16\nhardware: {gpu: h200}\n"
 )
 COLD_S, WARM_S = 8.0, 2.0
-"""What is promised of two cores."""
+"""On two cores, with other tests beside. Alone a cold prediction takes 5.3 to 5.9 s (docs/predict.md)."""
 
 
 class Run(NamedTuple):
@@ -77,10 +77,14 @@ def test_8b_cold_and_warm(recipe: Path) -> None:
 
 
 @pytest.mark.slow
-def test_405b_costs_what_8b_does(recipe: Path) -> None:
+def test_70b_and_405b_cost_what_8b_does(recipe: Path) -> None:
     small = command(recipe, "--no-cache")
-    large = command(recipe, "--no-cache", "--set", "model.config=llama-3.1-405b")
-    assert json.loads(large.printed)["params"] == 405_853_388_800
-    assert large.cpu_s < 1.5 * small.cpu_s
-    assert seconds(large) < COLD_S
-    assert large.peak_rss_bytes < 2 * GIB
+    for name, params in (("llama-3.1-70b", 70_553_706_496), ("llama-3.1-405b", 405_853_388_800)):
+        setting = ("--set", f"model.config={name}")
+        large = command(recipe, "--no-cache", *setting)
+        assert json.loads(large.printed)["params"] == params
+        assert large.cpu_s < 1.5 * small.cpu_s
+        assert seconds(large) < COLD_S
+        assert large.peak_rss_bytes < 2 * GIB
+        command(recipe, *setting)
+        assert seconds(command(recipe, *setting)) < WARM_S

@@ -17,6 +17,7 @@ from test_techniques import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from tiny_step import learned
 from trainfit.kernels import nf4, rows
+from trainfit.kernels.moment_levels import levels
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
@@ -58,7 +59,7 @@ def test_normal_floats_are_the_papers():
 
 def test_bytes_are_floats_with_more_digits_near_one():
     """256 values; bitsandbytes' map has the same count, ends and finest step, 0.9 / 64 of the uppermost decade."""
-    values = nf4.byte_levels()
+    values = levels(8, signed=True)
     assert len(set(values)) == 256
     assert values == sorted(values)
     assert values[0] == pytest.approx(-0.99296875)

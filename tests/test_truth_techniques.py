@@ -28,7 +28,6 @@ def test_an_older_seed_draws_what_it_drew(asked: tuple[int, float]) -> None:
 
 def test_every_technique_joins_one_of_the_two_suites() -> None:
     assert {*TECHNIQUES, *FIRST_GENERATION} == set(registry.techniques())
-    # These two are in both: the first suite draws what they could do then.
     assert set(TECHNIQUES) & set(FIRST_GENERATION) == set()
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trainfit.kernels import moment_levels
 from trainfit.kernels.stochastic_rounding_triton import rounded
 
-LEAST_SCALE = tl.constexpr(1e-12)
+LEAST_SCALE = tl.constexpr(moment_levels.LEAST_SCALE)
 
 
 @triton.jit

@@ -19,7 +19,11 @@ LEAST_SCALE = 1e-12
 
 
 def levels(bits: int, *, signed: bool) -> list[float]:
-    """The values, ascending, in -1 to 1."""
+    """The values, ascending, in -1 to 1.
+
+    In 8 bits with signs that is the "dynamic tree" of https://arxiv.org/abs/1511.04561, which nf4's scales take as well: each
+    of seven decades below 1 is cut, from 0.1 to 1, into 1, 2, ... 64 equal cells, whose middles are the values, and 0 and 1.
+    """
     if bits == 4 and not signed:
         return [number / 16 for number in range(1, 17)]
     decades = bits - 1

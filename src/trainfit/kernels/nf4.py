@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainfit.kernels import moment_levels
 from trainfit.kernels.operations import declare
 
 BLOCK = 64
@@ -46,23 +47,9 @@ class Nf4(NamedTuple):
     """fp32 [272]: the 16 values of a weight's code, then the 256 of a block's; kernels look them up in memory."""
 
 
-def byte_levels() -> list[float]:
-    """The 256 values of the 8-bit float ("dynamic tree", https://arxiv.org/abs/1511.04561, as in bitsandbytes).
-
-    In each of seven decades below 1 the range 0.1 to 1 is cut into 1, 2, ... 64 equal cells, whose middles are the values; both
-    signs, 0 and 1.
-    """
-    middles = [
-        (0.1 + 0.9 * (cell + 0.5) / 2**decade) * 10.0 ** (decade - 6)
-        for decade in range(7)
-        for cell in range(2**decade)
-    ]
-    return [-value for value in reversed(middles)] + [0.0, *middles, 1.0]
-
-
 def make_levels(device: torch.device | str) -> Tensor:
     """Both code books, fp32 [272]."""
-    return torch.tensor([*LEVELS, *byte_levels()], dtype=torch.float32).to(device)
+    return torch.tensor([*LEVELS, *moment_levels.levels(8, signed=True)], dtype=torch.float32).to(device)
 
 
 def midpoints(levels: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from trainfit.predict.roofline import op_s
 from trainfit.predict.trace import prefers_cudnn
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.spec.recipe import LayerRun, Layers, Recipe
+from trainfit.spec.recipe import BudgetGib, LayerRun, Layers, Recipe
 from trainfit.step import assemble
 from trainfit.techniques.saving_blocks import OWN
 from trainfit.virtual.ledger import ALLOCATE, Ledger, Op
@@ -116,6 +116,7 @@ class _Traced:
         self.levels, self.first = levels, first
         self.gpu = find_gpu(recipe.hardware.gpu)
         traits = None if self.gpu.name == CPU else GpuTraits.of(self.gpu)
+        self.asked = recipe.recompute
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
         with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(self.gpu)) as virtual:
             self.virtual = virtual
@@ -139,6 +140,7 @@ class _Traced:
                 "this model has no single list of decoder blocks to plan",
                 "use recompute: none or full",
                 field="recompute.budget_gib",
+                value=self.asked.budget_gib if isinstance(self.asked, BudgetGib) else None,
             )
         self.name, blocks = lists[0]
         known: dict[Any, int] = {}

@@ -43,9 +43,6 @@ class Plan(NamedTuple):
     recipe: Recipe
     """With the plan in place of the budget."""
     estimate: Estimate
-    num_candidates: int
-    num_traced: int
-    """Plans that were traced whole, this one included."""
 
 
 class Candidates(NamedTuple):
@@ -53,8 +50,6 @@ class Candidates(NamedTuple):
 
     choices: list[Option]
     rows: Assignments
-    seconds: Array
-    gone_bytes: Array
     peak_bytes: Array
 
     def recipe(self, recipe: Recipe, index: int) -> Recipe:
@@ -84,15 +79,15 @@ def plan(recipe: Recipe) -> Plan:
     budget_bytes = recipe.recompute.budget_gib * GIB
     off = 0.0
     """How much a traced peak was over its evaluation."""
-    for number in range(1, MAX_TRIALS + 1):
+    for _ in range(MAX_TRIALS):
         within = np.flatnonzero(found.peak_bytes + off <= budget_bytes)
         if not len(within):
             break
-        tried = _traced(recipe, found, int(within[0]), number)
+        tried = _traced(recipe, found, int(within[0]))
         if tried.estimate.peak_allocated_bytes <= budget_bytes:
             return tried
         off = max(off, tried.estimate.peak_allocated_bytes - float(found.peak_bytes[within[0]]))
-    least = _traced(recipe, found, int(np.argmin(found.peak_bytes)), MAX_TRIALS + 1)
+    least = _traced(recipe, found, int(np.argmin(found.peak_bytes)))
     if least.estimate.peak_allocated_bytes <= budget_bytes:
         return least
     reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
@@ -104,9 +99,9 @@ def plan(recipe: Recipe) -> Plan:
     )
 
 
-def _traced(recipe: Recipe, found: Candidates, index: int, number: int) -> Plan:
+def _traced(recipe: Recipe, found: Candidates, index: int) -> Plan:
     planned = found.recipe(recipe, index)
-    return Plan(planned, predict(planned), len(found.rows), number)
+    return Plan(planned, predict(planned))
 
 
 def candidates(recipe: Recipe) -> Candidates:
@@ -128,7 +123,7 @@ def candidates(recipe: Recipe) -> Candidates:
     kept = np.flatnonzero(waits_s <= MAX_WAITS * seconds)
     seconds = np.round(seconds / seconds.min(), 9)  # Sums of the same numbers in another order are equal.
     order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
-    return Candidates(choices, rows[order], seconds[order], gone_bytes[order], peak_bytes[order])
+    return Candidates(choices, rows[order], peak_bytes[order])
 
 
 def _offload_levels(recipe: Recipe) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Enters: an Accuracy. Leaves: text. Errors are predicted minus measured, over mea
 from collections.abc import Callable
 
 from trainfit.report.accuracy_plots import HISTOGRAM, SCATTER, TIMES
-from trainfit.report.accuracy_summary import Accuracy, Errors, Group, Outlier
+from trainfit.report.accuracy_summary import NAMED, NEAR, Accuracy, Errors, Group, Outlier
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.units import MIB
 
@@ -39,7 +39,7 @@ def text(accuracy: Accuracy) -> str:
     lines += [f"worst {name}: {_outlier(one)}" for name, worst in accuracy.worst.items() for one in worst[:3]]
     lines += [f"{one.status}: {one.recipe_id} {one.recipe}: {one.message}" for one in accuracy.unfinished]
     lines += [f"measured but not predicted: {one}" for one in accuracy.not_predicted]
-    lines.append(f"predicted but not measured: {accuracy.num_not_measured}")
+    lines.append(f"predicted but not measured: {len(accuracy.not_measured)}")
     return "\n".join(lines)
 
 
@@ -52,14 +52,17 @@ def page(accuracy: Accuracy) -> str:
         "edit. An error is predicted minus measured, over measured. Median and 95th percentile are of the errors' "
         "sizes; the worst has its sign. *Exact*: equal to the byte.",
         f"{whole.num_recipes} recipes have a prediction, which needs no GPU, and a measurement ({_statuses(whole)}). A "
-        "hash of the recipe puts each into one of two halves: rules may be learned from the one, the other is only "
-        "looked at.",
+        "hash of the recipe puts each into one of two halves: rules may be learned from the one, the other judges them. Not "
+        "blindly in every case: two rules (one more steady step is replayed; what must stay free to say *fits*) were kept "
+        "after errors of both halves had been seen (docs/log.md). Most recipes are drawn by seeds, some were chosen: "
+        f"{_origins(accuracy)}.",
         "## Peak allocated memory",
         _table(accuracy, ("allocated", lambda group: group.allocated), ("after init", lambda group: group.after_init)),
         f"![Predicted against measured peak, both logarithmic](plots/{SCATTER})",
         f"![Sizes of the errors](plots/{HISTOGRAM})",
         "## Each phase's peak",
         _phase_table(accuracy),
+        _phase_misses(accuracy),
         "## Reserved by the allocator, and used on the device (nvidia-smi)",
         _table(accuracy, ("reserved", lambda group: group.reserved), ("device", lambda group: group.device)),
         "## Does it fit?",
@@ -163,8 +166,26 @@ def _verdict_sentence(accuracy: Accuracy) -> str:
     return (
         f"Predicted to fit: {verdicts.fits_and_ran} ran, {verdicts.fits_but_out_of_memory} ran out of memory. "
         f"Predicted not to fit: {verdicts.too_large_and_out_of_memory} ran out of memory, "
-        f"{verdicts.too_large_but_ran} ran."
+        f"{verdicts.too_large_but_ran} ran. Of the {verdicts.near_and_ran + verdicts.near_and_out_of_memory} whose predicted use "
+        f"is within {NEAR:.0%} of the card's size {verdicts.near_and_ran} ran and {verdicts.near_and_out_of_memory} ran out of memory. "
+        f"{len(verdicts.wrong)} were judged wrongly."
     )
+
+
+def _phase_misses(accuracy: Accuracy) -> str:
+    rows = [
+        (markdown_cell(one.recipe), f"`{one.recipe_id}`", one.phase.replace(".", ", "), markdown_cell(one.cause), share(one.error, signed=True))
+        for one in accuracy.phase_misses
+    ]  # fmt: skip
+    if not rows:
+        return f"No phase is off by more than {NAMED:.1%}."
+    return f"Off by more than {NAMED:.1%}:\n\n" + markdown_grid(
+        ["recipe", "id", "phase", "cause", "error"], rows, num_text=4
+    )
+
+
+def _origins(accuracy: Accuracy) -> str:
+    return ", ".join(f"{count} {name}" for name, count in accuracy.origins.items())
 
 
 def _families(accuracy: Accuracy) -> str:
@@ -197,8 +218,6 @@ def _unfinished(accuracy: Accuracy) -> str:
         markdown_grid(["recipe", "id", "status", "message", "cause"], rows, num_text=5) if rows else "None."
     )
     missing = "".join(f"\n- {markdown_cell(one)}" for one in accuracy.not_predicted)
-    counts = (
-        f"{accuracy.num_not_measured} recipes were predicted but not measured, "
-        f"{len(accuracy.not_predicted)} measured but not predicted."
-    )
+    missing += "".join(f"\n- {markdown_cell(one)} (not measured)" for one in accuracy.not_measured)
+    counts = f"Measured but not predicted: {len(accuracy.not_predicted)}. Predicted but not measured: {len(accuracy.not_measured)}."
     return f"{table}\n\n{counts}{missing}"

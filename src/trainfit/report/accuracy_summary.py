@@ -2,7 +2,7 @@
 
 Enters: Records (predict and measure, joined by recipe id). Leaves: an Accuracy, the same for the same records in any
 order. Recipes stand in two halves by a hash of their id (spec/held_out.py): from one half the rules may be learned,
-the other is only looked at. A trial that did not come to its end is counted and listed, never dropped.
+the other judges them. A trial that did not come to its end is counted and listed, never dropped.
 """
 
 import math
@@ -19,6 +19,10 @@ from trainfit.spec.result import PHASES, Record
 
 PHASE_NAMES = tuple(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)
 NUM_WORST = 10
+NEAR = 0.03
+"""Predicted use within this share of the card's size: where the verdict is hardest."""
+NAMED = 0.005
+"""Every phase with a larger error is named."""
 UNKNOWN = "unknown"
 
 
@@ -84,6 +88,9 @@ class Verdicts:
     fits_but_out_of_memory: int
     too_large_and_out_of_memory: int
     too_large_but_ran: int
+    near_and_ran: int
+    near_and_out_of_memory: int
+    """Of all of them, those whose predicted use is within ``NEAR`` of the card's size."""
     wrong: tuple[str, ...]
     """The recipes on which they differ."""
 
@@ -96,6 +103,17 @@ class Outlier:
     recipe: str
     error: float
     error_bytes: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class PhaseMiss:
+    """A phase whose peak is off by more than ``NAMED``, a share."""
+
+    recipe_id: str
+    recipe: str
+    phase: str
+    error: float
     cause: str
 
 
@@ -119,9 +137,13 @@ class Accuracy:
     verdicts: Verdicts
     worst: dict[str, tuple[Outlier, ...]]
     """By quantity (allocated, reserved), the largest first."""
+    phase_misses: tuple[PhaseMiss, ...]
+    """The largest first."""
+    origins: dict[str, int]
+    """Recipes by how they came about, as their measurements are tagged."""
     families: dict[str, int]
     unfinished: tuple[Unfinished, ...]
-    num_not_measured: int
+    not_measured: tuple[str, ...]
     not_predicted: tuple[str, ...]
     """Measured recipes without a prediction, and how that ended."""
     sources: tuple[str, ...]
@@ -149,9 +171,11 @@ def judge(records: Sequence[Record], causes: dict[str, str]) -> tuple[Accuracy, 
         groups=tuple(_groups(both)),
         verdicts=_verdicts(both),
         worst={name: _worst(both, f"peak_{name}_bytes", causes) for name in ("allocated", "reserved")},
+        phase_misses=_phase_misses(both, causes),
+        origins=_origins(records, {one.recipe.id for one in both}),
         families=dict(sorted(Counter(family(one.recipe) for one in both).items())),
         unfinished=tuple(_unfinished(one, causes) for one in found if one.status in ("crashed", "timeout")),
-        num_not_measured=sum(one.measured is None for one in found),
+        not_measured=tuple(describe(one) for one in found if one.measured is None),
         not_predicted=tuple(f"{describe(one)} ({one.status})" for one in found if one.predicted is None),
         sources=_sources(records),
     )
@@ -222,8 +246,25 @@ def _verdicts(both: list[Comparison]) -> Verdicts:
         fits_but_out_of_memory=counts[True, "out-of-memory"],
         too_large_and_out_of_memory=counts[False, "out-of-memory"],
         too_large_but_ran=counts[False, "done"],
+        near_and_ran=sum(end[1] == "done" for one, end in ends if _is_near(one)),
+        near_and_out_of_memory=sum(end[1] == "out-of-memory" for one, end in ends if _is_near(one)),
         wrong=tuple(describe(one) for one, end in ends if end in wrong),
     )
+
+
+def _is_near(one: Comparison) -> bool:
+    told = one.predicted
+    return told is not None and abs(told.peak_device_bytes - told.device_bytes) <= NEAR * told.device_bytes
+
+
+def _phase_misses(both: list[Comparison], causes: dict[str, str]) -> tuple[PhaseMiss, ...]:
+    found = [
+        PhaseMiss(one.recipe.id, describe(one), phase, error, causes.get(f"{one.recipe.id}.{phase}", UNKNOWN))
+        for one in both
+        for phase, error in one.phase_errors().items()
+        if abs(error) > NAMED
+    ]
+    return tuple(sorted(found, key=lambda miss: (-abs(miss.error), miss.recipe_id, miss.phase)))
 
 
 def _worst(both: list[Comparison], field: str, causes: dict[str, str]) -> tuple[Outlier, ...]:
@@ -237,6 +278,19 @@ def _worst(both: list[Comparison], field: str, causes: dict[str, str]) -> tuple[
         )
         for error, one in errors[:NUM_WORST]
     )  # fmt: skip
+
+
+def _origins(records: Sequence[Record], recipe_ids: set[str]) -> dict[str, int]:
+    """The generator's recipes are tagged ``truth`` and ``near-card`` when they are measured."""
+    tags: dict[str, set[str]] = {}
+    for record in records:
+        if record.recipe_id in recipe_ids:
+            tags.setdefault(record.recipe_id, set()).update(record.tags)
+    names = (
+        "near the card's size, drawn" if "near-card" in found else "drawn" if "truth" in found else "chosen"
+        for found in tags.values()
+    )
+    return dict(sorted(Counter(names).items()))
 
 
 def _unfinished(one: Comparison, causes: dict[str, str]) -> Unfinished:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainfit.report.sweep_results import NOT_YET, Compared, SweepResult, is_waiting, not_there
-from trainfit.report.table import percent
+from trainfit.report.table import NOTHING, percent
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB
 
@@ -142,7 +142,7 @@ def _foreseen(found: Sequence[Compared], what: str) -> str:
     if not found:
         return "No row is predicted to be there."
     words = (
-        f"`{one.row.variant}` ({_share(one.predicted_reduction)} less, {one.predicted_speed or 0:.2f} times)"
+        f"`{one.row.variant}` ({_share(one.predicted_reduction)} less, {_times(one.predicted_speed)})"
         for one in found
     )
     return f"{what}: {', '.join(words)}."
@@ -151,10 +151,14 @@ def _foreseen(found: Sequence[Compared], what: str) -> str:
 def _measured_words(one: Compared) -> str:
     perplexity = percent(one.perplexity_change)
     return (
-        f"`{one.row.variant}`, {_share(one.reduction)} less, {one.overall_speed or 0:.2f} times the speed over all steps and "
-        f"{one.late_speed or 0:.2f} times from step 10, perplexity {perplexity}"
+        f"`{one.row.variant}`, {_share(one.reduction)} less, {_times(one.overall_speed)} the speed over all steps and "
+        f"{_times(one.late_speed)} from step 10, perplexity {perplexity}"
     )
 
 
 def _share(value: float | None) -> str:
-    return f"{(value or 0) * 100:.1f} %"
+    return NOTHING if value is None else f"{value * 100:.1f} %"
+
+
+def _times(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f} times"

@@ -64,7 +64,9 @@ def never_over(rows: Sequence[Row]) -> Verdict:
         return Verdict(goal, NOT_MET, f"Over it: {', '.join(f'`{row.variant}`' for row in over)}.")
     if len(measured) < len(asked) or not asked:
         return Verdict(
-            goal, NOT_YET, f"Measured: {len(measured)} of {len(asked)} budgets, none of them over."
+            goal,
+            NOT_YET,
+            f"Measured: {len(measured)} of {len(asked)} budgets{', none of them over' if measured else ''}.",
         )
     return Verdict(goal, MET, f"{len(measured)} budgets, none of them over.")
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainfit.report.page_file import Page, on_white, write_page
 from trainfit.report.peak_curves import curves
 from trainfit.report.published import Published, read_published, recipe_ids
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
@@ -64,10 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.into is None:
         print(text)
         return 0
-    plots = options.into.parent / "plots"
-    plots.mkdir(parents=True, exist_ok=True)
-    options.into.write_text(text, encoding="utf-8")
-    (plots / PLOT).write_text(curves([(name, rows[name]) for name in NEEDED]), encoding="utf-8")
+    plot = on_white(curves([(name, rows[name]) for name in NEEDED]))
+    write_page(Page(text, {PLOT: plot}), options.into)
     return 0
 
 

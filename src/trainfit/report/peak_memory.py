@@ -141,7 +141,7 @@ def _front(result: SweepResult, plots: dict[str, str], name: str) -> list[str]:
 def _pareto(pareto: SweepResult, plots: dict[str, str]) -> list[str]:
     parts = [
         "## Memory budget against the time of a step",
-        "The control with nothing but recomputation changed: by the compiler's solver, which is given a share of what it would keep "
+        "The control with nothing changed but what is kept for the backward, and where: the compiler's solver recomputes, given a share of what it would keep "
         "of a whole compiled model, and by [ours](recompute-budget.md), which is given the step's peak in GiB. "
         "*Slower*: than without recomputation, not compiled.",
         budgets.budget_table(pareto, PARETO_CONTROL),

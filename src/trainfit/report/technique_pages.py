@@ -12,11 +12,20 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainfit.report.table import NOTHING, markdown_cell
+from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.report.technique_pairs import Book, Pair, Result, best_of, groups, others, read_results
 from trainfit.report.technique_prose import Prose, prose
 from trainfit.report.technique_refusals import refused, refused_on_cpu
-from trainfit.report.technique_suite import ASKINGS, MODEL_AND_BATCH, alone, in_a_recipe, suite, told, written
+from trainfit.report.technique_suite import (
+    ASKINGS,
+    MODEL_AND_BATCH,
+    alone,
+    beside,
+    in_a_recipe,
+    suite,
+    told,
+    written,
+)
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
@@ -73,18 +82,18 @@ def pages(book: Book) -> dict[str, str]:
 
 def index(told_of: dict[str, Prose], book: Book) -> str:
     """The table of all techniques."""
-    heads = ["technique", "in a recipe", "what it is", "peak, step: measured", "predicted"]
+    heads = ["technique", "in a recipe", "beside", "what it is", "peak, step: measured", "predicted"]
     rows = []
     for name, words in told_of.items():
         pairs = [book.pair(name, alone(name)[0], kind) for kind in ("measure", "predict")]
         cells = [_changes(pair) if pair else NOT_MEASURED for pair in pairs]
-        rows.append([f"[{name}]({name}.md)", in_a_recipe(name), words.summary, *cells])
+        rows.append([f"[{name}]({name}.md)", in_a_recipe(name), beside(name), words.summary, *cells])
     return _parts(
         "# The techniques, one by one",
         f"Made by `{MADE_BY}`; do not edit. How they go together in a step: [techniques.md](../techniques.md).",
-        f"Peak memory and time of a step change so with the first way to ask for it, alone on {MODEL_AND_BATCH}, against the same recipe "
-        "without it.",
-        _grid(heads, rows, num_text=3),
+        f"Peak memory and time of a step change so with the first way to ask for it on {MODEL_AND_BATCH}, against the same recipe "
+        "without it. Where it needs others, or pays only with them, both sides have them: column *beside*.",
+        markdown_grid(heads, rows, num_text=4),
     )  # fmt: skip
 
 
@@ -137,7 +146,7 @@ def _pair_table(technique: str, recipes: Iterable[Recipe], book: Book, *, named:
         ]  # fmt: skip
         own, beside = _code(told(recipe, fields)), _code(others(recipe, fields))
         rows.append([*([_model_and_batch(recipe)] if named else []), own, beside, *cells])
-    return _grid(heads, rows, num_text=len(heads) - 4)
+    return markdown_grid(heads, rows, num_text=len(heads) - 4)
 
 
 def _elsewhere(technique: str, book: Book) -> str:
@@ -173,7 +182,7 @@ def _partners(technique: str, book: Book) -> str:
         for what, result in ends:
             by = "measured" if result.kind != "predict" else "predicted"
             rows.append([_model_and_batch(result.recipe), f"{what}, {by}", *_best_cells(result, book)])
-    return _grid(heads, rows, num_text=3)
+    return markdown_grid(heads, rows, num_text=3)
 
 
 def _best_cells(best: Result, book: Book) -> list[str]:
@@ -198,7 +207,9 @@ def _quality(technique: str, book: Book) -> str:
         ]
         for pair in pairs[:MOST_PAIRS]
     ]  # fmt: skip
-    return _parts("Perplexity of held-out text after training:", _grid(heads, rows, num_text=3)).rstrip()
+    return _parts(
+        "Perplexity of held-out text after training:", markdown_grid(heads, rows, num_text=3)
+    ).rstrip()
 
 
 def _refusals(technique: str) -> str:
@@ -254,11 +265,6 @@ def _change(pair: Pair, of: str) -> str:
 
 def _changes(pair: Pair) -> str:
     return ", ".join(_change(pair, of) or "out of memory" for of in ("peak_bytes", "step_s"))
-
-
-def _grid(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int) -> str:
-    rule = ["---"] * num_text + ["---:"] * (len(heads) - num_text)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (heads, rule, *rows))
 
 
 def _parts(*parts: str) -> str:

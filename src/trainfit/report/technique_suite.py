@@ -224,6 +224,12 @@ def in_a_recipe(technique: str) -> str:
     return ", ".join(f"`{way}`" for way in ways)
 
 
+def beside(technique: str) -> str:
+    """What both sides of its comparison have besides, as Markdown; empty: nothing."""
+    said = written(ASKINGS[technique].beside)
+    return f"`{said}`" if said else ""
+
+
 WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}
 
 

@@ -14,7 +14,7 @@ Refuses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
@@ -58,8 +58,14 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.make_optimizer = adamw(recipe)
 
 
-def adamw(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the recipe's AdamW for some parameters."""
+def adamw(
+    recipe: Recipe, numbers: Iterator[int] | None = None
+) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the recipe's AdamW for some parameters.
+
+    Args:
+        numbers: seeds of stochastic rounding, where other optimizers take from the same ones.
+    """
     import torch
 
     asked = recipe.optimizer
@@ -73,7 +79,7 @@ def adamw(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimize
         )
     from trainfit.kernels.adamw import FusedAdamW
 
-    numbers = seeds(recipe)
+    numbers = numbers or seeds(recipe)
     return lambda parameters: FusedAdamW(
         parameters, asked.lr, asked.weight_decay, stochastic=True, seed=next(numbers)
     )

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainfit.models.layers import ORIGINAL, layer_lists
 from trainfit.spec.errors import InputError
-from trainfit.virtual.op_kinds import base_name
+from trainfit.virtual.op_kinds import base_name, written
 
 DEAR = ("mm", "attention")
 """What ``selective`` keeps unless the recipe lists it."""
@@ -217,12 +217,7 @@ class Keeping(TorchDispatchMode):
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an operation wrote into is no result any more: it is computed again."""
-        arguments = zip(func._schema.arguments, args, strict=False)
-        written = [
-            value for argument, value in arguments if argument.alias_info and argument.alias_info.is_write
-        ]
-        written += [kwargs[a.name] for a in func._schema.arguments if a.name in kwargs and a.alias_info]
-        addresses = {t.untyped_storage()._cdata for t in _tensors(written)}
+        addresses = {t.untyped_storage()._cdata for t in _tensors(written(func, args, kwargs))}
         for call, result in list(self.results.items()):
             if any(t.untyped_storage()._cdata in addresses for t in _tensors(result.out)):
                 del self.results[call]

@@ -58,7 +58,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             field="optimizer.name",
             value="muon",
         )
-    for_others, numbers = adamw(recipe), seeds(recipe)
+    numbers = seeds(recipe)
+    for_others = adamw(recipe, numbers)
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if id(parameters[0]) not in hidden:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.op_kinds import ELSEWHERE, FACTORIES, base_name, does_no_matrix_work
+from trainfit.virtual.op_kinds import ELSEWHERE, FACTORIES, base_name, does_no_matrix_work, written
 
 PLAIN_VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
 SMALL = 1 / 16
@@ -255,20 +255,18 @@ class Saving(TorchDispatchMode):
 
     def _changed(self, func: Any, args: Any, kwargs: Any) -> None:
         """The operation wrote into tensors: what was noted of them is of the past."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            for t in _tensors(value) if written else ():
-                if address(t) in self._held:
-                    raise InputError(
-                        f"this model's blocks write into what their backward is to compute again ({func})",
-                        "use recompute: full",
-                        field="recompute",
-                        value="elementwise",
-                    )
-                for expression in self._of_storage.get(address(t), ()):
-                    if expression.storage() is not None:
-                        expression.is_stale = True
-                self._note(t, None, None)
+        for t in _tensors(written(func, args, kwargs)):
+            if address(t) in self._held:
+                raise InputError(
+                    f"this model's blocks write into what their backward is to compute again ({func})",
+                    "use recompute: full, or full in place of elementwise",
+                    field="recompute.layers",
+                    value="elementwise",
+                )
+            for expression in self._of_storage.get(address(t), ()):
+                if expression.storage() is not None:
+                    expression.is_stale = True
+            self._note(t, None, None)
 
 
 def mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:

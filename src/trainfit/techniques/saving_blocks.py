@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from trainfit.kernels.host_copies import Lane, host_empty, now, wait
+from trainfit.models.layers import ORIGINAL
 from trainfit.techniques.rematerialize import SMALL, Expression, Saving, address
 
 OWN = "_trainfit_saving"
@@ -207,4 +208,4 @@ def _saving(block: type[nn.Module]) -> type[nn.Module]:
         blocks, index = getattr(self, OWN)
         return blocks.forward(index, block.forward, x, args, kwargs)
 
-    return type(f"Saving{block.__name__}", (block,), {"forward": forward})
+    return type(f"Saving{block.__name__}", (block,), {"forward": forward, ORIGINAL: block})

@@ -4,6 +4,7 @@ PyTorch tags pointwise ops and reductions and marks views; the rest is listed by
 underscore of in-place ops. What is in no list is reported by name rather than counted as nothing.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -130,6 +131,17 @@ ELSEWHERE = (
 )
 """Namespaces of collectives (their time and bytes are modelled apart) and of questions about tensors."""
 TAGS = ("pointwise", "reduction", "view_copy")
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What the operation writes into, among the arguments of one call: tensors or lists of them."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if value is not None:
+                found.append(value)
+    return found
 
 
 def base_name(func: Any) -> str:
