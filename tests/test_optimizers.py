@@ -218,6 +218,16 @@ def test_a_thousand_updates_below_half_the_last_bit_add_up(name: str):
     assert abs(found.mean() - expected) < 5 * deviation + slack * expected
 
 
+def test_no_two_optimizers_of_a_step_draw_the_same_bits():
+    asked = Optimizer(
+        name="muon", momentum=0.95, implementation="fused", stochastic_rounding=True, in_backward=True
+    )
+    step = assemble(tiny_recipe(precision="bf16", optimizer=asked), torch.device("cpu"))
+    numbers = [optimizer._seed for optimizer in step.optimizers]
+    assert len({type(optimizer) for optimizer in step.optimizers}) == 2
+    assert len(set(numbers)) == len(numbers)
+
+
 def test_equal_seeds_repeat_and_others_differ():
     runs = []
     for seed in (1, 1, 2):

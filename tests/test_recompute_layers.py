@@ -1,0 +1,178 @@
+"""A plan by block, and budgets in GiB that become one: gradients to the bit, bytes as predicted, never over the budget."""
+
+from typing import Any
+
+import peft  # noqa: F401
+import pytest
+import torch
+import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
+from torch import Tensor, nn
+
+from trainfit.measure.process import forked
+from trainfit.measure.run import measure
+from trainfit.plan.recompute import candidates, plan, resolve
+from trainfit.predict.estimate import predict
+from trainfit.predict.trace import trace
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Adapter, Batch, BudgetGib, Hardware, LayerRun, Layers, Optimizer, Recipe
+from trainfit.spec.units import GIB
+from trainfit.step import assemble
+from trainfit.techniques.rematerialize import Saving
+from virtual_runs import recipe_of, sums, with_layers
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = with_layers("gpt2", 3) | {
+    "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+CASES = {"llama": (SMALL, "hf"), "gpt2, which drops out": (GPT2, "hf"), "native": (SMALL, "native")}
+LORA = Adapter(kind="lora", rank=4)
+
+
+def layers(*runs: tuple[Any, float, int]) -> Layers:
+    return Layers(layers=tuple(LayerRun(recompute=level, offload=share, count=n) for level, share, n in runs))
+
+
+PLANS = {
+    "elementwise": layers(("elementwise", 0.0, 3)),
+    "elementwise, offloaded": layers(("elementwise", 0.7, 3)),
+    "offloaded": layers(("none", 0.5, 3)),
+    "full, offloaded": layers(("full", 1.0, 3)),
+    "mixed": layers(("full", 0.0, 1), ("elementwise", 1.0, 1), ("none", 0.0, 1)),
+}
+
+
+def on_cpu(case: str, **fields: Any) -> Recipe:
+    config, implementation = CASES[case]
+    settings = {"batch": Batch(micro=2, seq=32), "precision": "fp32", "hardware": Hardware(gpu="cpu")}
+    return recipe_of(config, implementation, **{**settings, **fields})
+
+
+def gradients(recipe: Recipe) -> list[Tensor]:
+    step = assemble(recipe, torch.device("cpu"))
+    torch.manual_seed(1)  # of dropout
+    (batch,) = step.random_batches()
+    step._backward(step.loss(batch))
+    return [p.grad for p in step.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_equal_to_the_bit(case: str) -> None:
+    expected = gradients(on_cpu(case))
+    for name, asked in PLANS.items():
+        found = gradients(on_cpu(case, recompute=asked))
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), name
+
+
+@pytest.mark.parametrize("case", ["llama", "native"])
+@pytest.mark.parametrize("name", ["elementwise", "mixed"])
+def test_a_real_cpu_holds_the_predicted_bytes(name: str, case: str) -> None:
+    # What is offloaded is device memory too where the device is the host itself.
+    asked = (
+        layers(("full", 0.0, 1), ("elementwise", 0.0, 1), ("none", 0.0, 1))
+        if name == "mixed"
+        else PLANS[name]
+    )
+    recipe = on_cpu(case, recompute=asked)
+    predicted, measured = predict(recipe), measure(recipe, steps=0, device="cpu", start=forked)
+    assert measured.status == "done", measured.message
+    assert predicted.phases == measured.phases
+
+
+@pytest.mark.parametrize("name", ["elementwise", "full"])
+def test_a_few_blocks_tell_what_all_do(name: Any) -> None:
+    asked = layers((name, 0.0, 7), ("none", 0.0, 2))
+    recipe = recipe_of(
+        SMALL | {"num_hidden_layers": 9}, precision="bf16", recompute=asked, hardware=Hardware(gpu="h200")
+    )
+    short = trace(recipe)
+    assert short.repeats
+    assert sums(short) == sums(trace(recipe, whole=True))
+
+
+def test_blocks_of_two_kinds_are_still_the_models_blocks() -> None:
+    """A plan changes the class of some blocks only; what asks for the decoder's blocks must find them all."""
+    asked = layers(("full", 0.0, 1), ("none", 0.0, 2))
+    by_block = Optimizer(in_backward="block")
+    step = assemble(on_cpu("llama", recompute=asked, optimizer=by_block), torch.device("cpu"))
+    plain = assemble(on_cpu("llama", optimizer=by_block), torch.device("cpu"))
+    assert len(step.optimizers) == len(plain.optimizers)
+    assemble(
+        on_cpu("llama", recompute=asked, optimizer=Optimizer(name="muon", momentum=0.95)), torch.device("cpu")
+    )
+    given: list[nn.Module] = []
+    assemble(on_cpu("llama", recompute=asked, compile="block"), torch.device("cpu"), compiler=given.append)
+    assert len(given) == 3
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_what_is_held_may_not_be_written_into(by_keyword: bool) -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    x = torch.randn(32, 64)
+    with Saving(x, [weight]):
+        y = x @ weight
+        kept_for = (y * y).sum()
+        extra = {"out": y.detach()} if by_keyword else {}
+        write = torch.mul if by_keyword else Tensor.mul_
+        with pytest.raises(InputError, match=r"recompute\.layers = 'elementwise'"):
+            write(y.detach(), 0.0, **extra)
+    assert kept_for.requires_grad
+
+
+# -- budgets
+
+
+DEEP = recipe_of(
+    SMALL | {"num_hidden_layers": 8}, batch=Batch(micro=4, seq=64), precision="bf16", hardware=Hardware(gpu="h200")
+)  # fmt: skip
+
+
+def budget(recipe: Recipe, num_bytes: float) -> Recipe:
+    return recipe.model_copy(update={"recompute": BudgetGib(budget_gib=num_bytes / GIB)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "shares"),
+    [({}, (1.0, 0.6, 0.3)), ({"adapter": LORA}, (0.5,)), ({"compile": "block"}, (0.5,))],
+    ids=str,
+)
+def test_a_plan_is_within_its_budget_and_less_budget_is_never_faster(
+    fields: dict[str, Any], shares: tuple[float, ...]
+) -> None:
+    recipe = DEEP.model_copy(update=fields)
+    whole = predict(recipe, use_cache=False)
+    least = predict(recipe.model_copy(update={"recompute": "full"}), use_cache=False)
+    top, bottom = whole.peak_allocated_bytes, least.peak_allocated_bytes
+    times = [whole.time.matmul_s + whole.time.memory_s]
+    for share in shares:
+        allowed = bottom + share * (top - bottom)
+        found = plan(budget(recipe, allowed))
+        assert found.estimate.peak_allocated_bytes <= allowed
+        times.append(found.estimate.time.matmul_s + found.estimate.time.memory_s)
+    assert times == sorted(times)
+
+
+def test_all_the_memory_there_is_needs_no_plan() -> None:
+    assert resolve(budget(DEEP, 100 * GIB)).recompute == "none"
+    assert resolve(DEEP) is DEEP
+
+
+def test_a_budget_that_no_plan_reaches_names_the_least() -> None:
+    with pytest.raises(InputError, match="the least that any plan reaches is") as caught:
+        plan(budget(DEEP, 1024))
+    least_gib = float(str(caught.value).partition("reaches is ")[2].split(" GiB")[0])
+    found = plan(budget(DEEP, least_gib * GIB))
+    assert found.estimate.peak_allocated_bytes <= least_gib * GIB
+
+
+def test_what_a_candidate_is_said_to_need_is_what_its_trace_needs() -> None:
+    """The search follows every plan's peak by itself, from one short trace; the whole trace is the judge."""
+    recipe = budget(DEEP, GIB)
+    found = candidates(recipe)
+    for index in range(0, len(found.rows), len(found.rows) // 4):
+        traced = predict(found.recipe(recipe, index), use_cache=False)
+        assert found.peak_bytes[index] == pytest.approx(traced.peak_allocated_bytes, rel=0.01)
