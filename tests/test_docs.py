@@ -17,7 +17,9 @@ from trainfit.techniques.registry import check
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md", *DOCS.rglob("*.md")]
+)
 MODEL = {"config": "llama-3.2-1b"}
 
 

@@ -86,7 +86,7 @@ def test_quantised_blocks_wait_as_codes(implementation: str, quantize: str) -> N
     assert trained(moved) == trained(plain)
 
 
-@pytest.mark.parametrize("way", [True])
+@pytest.mark.parametrize("way", [True, "block"])
 @pytest.mark.parametrize(
     "optimizer",
     [

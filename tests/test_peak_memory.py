@@ -138,7 +138,7 @@ def test_what_is_only_measured_trains_as_a_row_that_is_trained() -> None:
         )
 
 
-def test_the_8b_sweep_varies_recomputation_alone() -> None:
+def test_the_8b_sweep_varies_the_recompute_field_alone() -> None:
     variants = read_sweep(FOLDER.parent / "recompute-budget" / "llama-3.1-8b.yaml").variants
     base = variants[0].recipe
     assert (variants[0].name, base.recompute, variants[1].recipe.recompute) == ("none", "none", "full")
@@ -146,7 +146,7 @@ def test_the_8b_sweep_varies_recomputation_alone() -> None:
         assert variant.recipe.model_copy(update={"recompute": "none"}) == base
 
 
-def test_the_pareto_sweep_varies_recomputation_alone() -> None:
+def test_the_pareto_sweep_varies_recompute_and_compile_alone() -> None:
     control = read("control")
     variants = read_sweep(FOLDER / "pareto.yaml").variants
     for variant in variants:
