@@ -218,6 +218,17 @@ def test_a_thousand_updates_below_half_the_last_bit_add_up(name: str):
     assert abs(found.mean() - expected) < 5 * deviation + slack * expected
 
 
+def test_muons_own_products_are_no_recomputation():
+    """They run within the backward, and count for no model FLOPs either."""
+    asked = Optimizer(name="muon", momentum=0.95, in_backward=True)
+    recipe = recipe_of(with_layers("llama-3.2-1b", 2), precision="bf16", optimizer=asked)
+    ledger = trace(recipe)
+    assert any(op.is_update and op.causal_flops for op in ledger.ops)
+    assert not any(ledger.recomputes(op) for op in ledger.ops)
+    again = trace(recipe.model_copy(update={"recompute": "full"}))
+    assert any(again.recomputes(op) for op in again.ops)
+
+
 def test_no_two_optimizers_of_a_step_draw_the_same_bits():
     asked = Optimizer(
         name="muon", momentum=0.95, implementation="fused", stochastic_rounding=True, in_backward=True

@@ -332,7 +332,7 @@ def _works(ledger: Ledger, label: _Labels, gpu: Gpu) -> dict[tuple[int | None, s
         work.num_ops += op.calls
         if op.causal_flops and segment.phase == "forward":
             work.num_products += 1
-        if op.causal_flops and segment.phase == "backward" and not op.model_flops:
+        if ledger.recomputes(op):
             work.num_again += 1
     return works
 

@@ -107,11 +107,7 @@ def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:
     forward = [op for op in ops if ledger.segments[op.segment].phase == "forward"]
     num_forward = sum(ledger.times(op) * op.calls for op in forward)
     products = sum(ledger.times(op) for op in forward if op.causal_flops)
-    again = sum(
-        ledger.times(op)
-        for op in ops
-        if op.causal_flops and not op.model_flops and ledger.segments[op.segment].phase == "backward"
-    )
+    again = sum(ledger.times(op) for op in ops if ledger.recomputes(op))
     return num_forward * again / products if products else 0.0
 
 

@@ -6,7 +6,7 @@ from trainfit.virtual.ledger import Ledger, Op
 from trainfit.virtual.op_kinds import COPY_DIRECTIONS
 
 SUSTAINED = 0.87
-"""Share of the link's rate that pinned copies reach: 55 of 63 GB/s on one H200 (facts of the project, docs/log.md)."""
+"""Share of the link's rate that pinned copies reach: 55 of 63 GB/s on one H200 (docs/log.md)."""
 
 
 def is_transfer(op: Op) -> bool:

@@ -143,6 +143,8 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
 
 def smallest_state_bytes(recipe: Recipe) -> int:
     """At least what weights, gradients and moments need, from the published parameter count: spares a trace."""
+    if recipe.quantize or recipe.offload.weights:
+        return 0  # Less than any published count tells.
     row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
     size = 2 if recipe.precision in ("bf16", "fp8") else 4
     moments = {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}.get(recipe.optimizer.name, 0)

@@ -150,10 +150,13 @@ def _why(request: PartRequest, ending: Ending) -> tuple[str, str]:
     if ending.timed_out:
         return "timeout", f"ended after {request.timeout_s:g} s"
     if ending.system_out_of_memory and ending.signal is not None:
-        # A prediction that the host has no memory for says nothing about the recipe.
-        status = "crashed" if request.part == "predict" else "out-of-memory"
-        return status, f"killed by {ending.words} as the system ran out of memory"
+        return host_out_of_memory(request.part), f"killed by {ending.words} as the system ran out of memory"
     return ("killed" if ending.killed else "crashed"), f"ended with {ending.words}"
+
+
+def host_out_of_memory(part: Part) -> str:
+    """The status where the host ran out of memory: of a prediction that says nothing about the recipe."""
+    return "crashed" if part == "predict" else "out-of-memory"
 
 
 def _output(folder: Path) -> str:

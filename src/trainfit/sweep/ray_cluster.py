@@ -16,7 +16,7 @@ from trainfit.measure.process import spawned
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import parse
 from trainfit.sweep.local import OnStart, Stop
-from trainfit.sweep.parts import PartRequest, PartResult, ended, run_part
+from trainfit.sweep.parts import PartRequest, PartResult, ended, host_out_of_memory, run_part
 
 POLL_S = 0.2
 
@@ -97,6 +97,11 @@ class RayExecutor:
                 raise InputError(problem, f"use --jobs {gpus} or fewer", field="jobs", value=self._jobs)
             return self._jobs or gpus, {"num_gpus": 1, "num_cpus": 1}
         nodes = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        if not nodes:
+            problem = "no live node of the cluster offers processors"
+            raise InputError(
+                problem, "start one with ray start --num-cpus N", field="ray-address", value=self._address
+            )
         jobs = self._jobs or len(nodes)
         fewest = min(int(node["Resources"]["CPU"]) for node in nodes)
         a_node = -(-jobs // len(nodes))
@@ -109,7 +114,9 @@ class RayExecutor:
         except errors.RayTaskError as error:
             return ended(request, "crashed", f"the task failed: {error.cause}")
         except errors.OutOfMemoryError as error:
-            return ended(request, "out-of-memory", f"the node ran out of memory: {_first(error)}")
+            return ended(
+                request, host_out_of_memory(request.part), f"the node ran out of memory: {_first(error)}"
+            )
         except errors.RayError as error:
             return ended(request, "lost", f"{type(error).__name__}: {_first(error)}")
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
 GROUPS_PER_RUN = 3
 ALLOCATE, FREE = 1, 0
-FORMAT = 4
+FORMAT = 5
 """Version of the file format; a ledger of another version is not read."""
 
 
@@ -80,6 +80,8 @@ class Op(NamedTuple):
     """Dtype of the matrix product's inputs, else of the output."""
     calls: int = 1
     """0 for the shares of an operation over lists of several groups' tensors, all but one: it is issued once."""
+    is_update: bool = False
+    """An optimizer's, wherever it runs: in the backward too."""
 
 
 class Event(NamedTuple):
@@ -130,6 +132,11 @@ class Ledger:
     def host_bytes(self) -> int:
         """Pinned host memory that the whole model needs."""
         return sum(num_bytes * self._times(group) for num_bytes, group in self.pinned)
+
+    def recomputes(self, op: Op) -> bool:
+        """Whether it is a product of the forward that the backward runs again."""
+        counts_for_nothing = bool(op.causal_flops) and not op.model_flops and not op.is_update
+        return counts_for_nothing and self.segments[op.segment].phase == "backward"
 
     def times(self, op: Op) -> int:
         """How often an operation happens in the whole model."""

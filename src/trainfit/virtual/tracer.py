@@ -290,6 +290,7 @@ class Tracer(TorchDispatchMode):
                     model_full,
                     num_bytes,
                     dtype,
+                    is_update=place.updating,
                 )
             )
             return len(self.ledger.ops) - 1
@@ -299,7 +300,20 @@ class Tracer(TorchDispatchMode):
             share = bytes_moved(func, *(_of_group(part, owners, group) for part in (args, kwargs, out)))
             num_bytes = share - (shared if number else 0)
             self.ledger.ops.append(
-                Op(str(func), "", self._segment, group, 0, 0, 0, 0, num_bytes, dtype, calls=int(number == 0))
+                Op(
+                    str(func),
+                    "",
+                    self._segment,
+                    group,
+                    0,
+                    0,
+                    0,
+                    0,
+                    num_bytes,
+                    dtype,
+                    int(number == 0),
+                    place.updating,
+                )
             )
         return len(self.ledger.ops) - 1
 
