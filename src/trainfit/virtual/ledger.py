@@ -220,8 +220,8 @@ class Ledger:
 
 
 def _op(row: list[Any], names: list[str]) -> Op:
-    name, module, *middle, dtype, calls = row
-    return Op._make((names[name], names[module], *middle, names[dtype], calls))
+    name, module, *middle, dtype, calls, is_update = row
+    return Op._make((names[name], names[module], *middle, names[dtype], calls, is_update))
 
 
 class _Expansion:
