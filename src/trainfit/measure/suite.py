@@ -66,6 +66,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--total-s", type=float, default=float("inf"), help="start no recipe after this many seconds"
     )
     parser.add_argument("--memory-limit-gib", type=float, help="what a recipe's steps may allocate")
+    parser.add_argument(
+        "--shared", action="store_true", help="others use the device too: no times, no device memory are kept"
+    )
     parser.add_argument("--spawn", action="store_true", help="a new interpreter for each recipe")
     parser.add_argument("--again", action="store_true", help="measure what the file has already")
     parser.add_argument("--tag", action="append", default=[], help="put into each record")
@@ -155,10 +158,11 @@ def _measure_all(
 def _measure_one(recipe: Recipe, start: Start, options: argparse.Namespace, host: Environment) -> Measurement:
     limit = None if options.memory_limit_gib is None else round(options.memory_limit_gib * GIB)
     try:
-        return measure(
-            recipe, steps=options.steps, warmup=options.warmup, device=options.device, timeout_s=options.limit_s,
-            memory_limit_bytes=limit, start=start, environment=host,
+        measured = measure(
+            recipe, steps=0 if options.shared else options.steps, warmup=options.warmup, device=options.device,
+            timeout_s=options.limit_s, memory_limit_bytes=limit, start=start, environment=host,
         )  # fmt: skip
+        return measured.model_copy(update={"peak_device_bytes": None}) if options.shared else measured
     except InputError as error:  # One refused recipe is told in its record; the others go on.
         return Measurement(
             recipe_id=recipe.id, status="crashed", message=f"refused: {error}", environment=host

@@ -3,7 +3,7 @@
 Enters: an Accuracy. Leaves: text. Errors are predicted minus measured, over measured.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from trainfit.report.accuracy_plots import HISTOGRAM, SCATTER, TIMES
 from trainfit.report.accuracy_summary import NAMED, NEAR, Accuracy, Errors, Group, Outlier
@@ -57,14 +57,25 @@ def page(accuracy: Accuracy) -> str:
         "after errors of both halves had been seen (docs/log.md). Most recipes are drawn by seeds, some were chosen: "
         f"{_origins(accuracy)}.",
         "## Peak allocated memory",
-        _table(accuracy, ("allocated", lambda group: group.allocated), ("after init", lambda group: group.after_init)),
+        _table(
+            accuracy.groups,
+            ("allocated", lambda group: group.allocated), ("after init", lambda group: group.after_init),
+        ),
         f"![Predicted against measured peak, both logarithmic](plots/{SCATTER})",
         f"![Sizes of the errors](plots/{HISTOGRAM})",
+        "## By technique",
+        "The recipes that ask for each, alone or with others (techniques/): a recipe stands in as many rows as it has techniques.",
+        _table(
+            accuracy.by_technique,
+            ("allocated", lambda group: group.allocated), ("reserved", lambda group: group.reserved),
+        ),
         "## Each phase's peak",
         _phase_table(accuracy),
         _phase_misses(accuracy),
         "## Reserved by the allocator, and used on the device (nvidia-smi)",
-        _table(accuracy, ("reserved", lambda group: group.reserved), ("device", lambda group: group.device)),
+        _table(
+            accuracy.groups, ("reserved", lambda group: group.reserved), ("device", lambda group: group.device)
+        ),
         "## Does it fit?",
         _verdict_sentence(accuracy) + "".join(f"\n- {markdown_cell(one)}" for one in accuracy.verdicts.wrong),
         "## Step time: measured over expected",
@@ -89,12 +100,12 @@ def _quantities(group: Group) -> dict[str, Errors | None]:
     return plain | group.phases
 
 
-def _table(accuracy: Accuracy, *columns: tuple[str, Callable[[Group], Errors | None]]) -> str:
+def _table(groups: Sequence[Group], *columns: tuple[str, Callable[[Group], Errors | None]]) -> str:
     heads = ["recipes", "n"]
     for title, _ in columns:
         heads += [f"{title}: median", "95th percentile", "worst", "exact"]
     rows = []
-    for group in accuracy.groups:
+    for group in groups:
         found = [of(group) for _, of in columns]
         count = max((errors.num_recipes for errors in found if errors), default=0)
         rows.append([group.name, str(count), *(cell for errors in found for cell in _cells(errors))])

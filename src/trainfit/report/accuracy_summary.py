@@ -16,6 +16,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.held_out import is_held_out
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Record
+from trainfit.techniques.registry import techniques
 
 PHASE_NAMES = tuple(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)
 NUM_WORST = 10
@@ -134,6 +135,8 @@ class Accuracy:
 
     groups: tuple[Group, ...]
     """All; then by half (learned from, held out) and by eager or compiled."""
+    by_technique: tuple[Group, ...]
+    """Of each technique the recipes that ask for it, with whatever else they ask for."""
     verdicts: Verdicts
     worst: dict[str, tuple[Outlier, ...]]
     """By quantity (allocated, reserved), the largest first."""
@@ -169,6 +172,7 @@ def judge(records: Sequence[Record], causes: dict[str, str]) -> tuple[Accuracy, 
         )
     accuracy = Accuracy(
         groups=tuple(_groups(both)),
+        by_technique=tuple(_by_technique(both)),
         verdicts=_verdicts(both),
         worst={name: _worst(both, f"peak_{name}_bytes", causes) for name in ("allocated", "reserved")},
         phase_misses=_phase_misses(both, causes),
@@ -192,6 +196,13 @@ def _groups(both: list[Comparison]) -> Iterable[Group]:
             ]  # fmt: skip
             if mine:
                 yield _group(f"{half}, {way}", mine)
+
+
+def _by_technique(both: list[Comparison]) -> Iterable[Group]:
+    for name, technique in techniques().items():
+        mine = [one for one in both if technique.applies(one.recipe)]
+        if mine:
+            yield _group(name, mine)
 
 
 def _group(name: str, mine: list[Comparison]) -> Group:
