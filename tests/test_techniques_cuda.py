@@ -219,16 +219,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 def of_a_suite(room: str, folder: Path, *how: str) -> dict[str, Record]:
     """What ``python -m trainfit.<room>.suite`` says of every recipe here."""
     asked = [recipe(CASES[name].fields, code, larger=True) for name, code in TOGETHER]
-    (folder / "recipes.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in asked))
-    command = [sys.executable, "-m", f"trainfit.{room}.suite", "recipes.jsonl", "records.jsonl", *how]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    recipes, records = folder / "recipes.jsonl", folder / "records.jsonl"
+    recipes.write_text("".join(one.model_dump_json() + "\n" for one in asked))
+    command = [sys.executable, "-m", f"trainfit.{room}.suite", str(recipes), str(records), *how]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {record.recipe_id: record for record in read_jsonl(folder / "records.jsonl")}
+    return {record.recipe_id: record for record in read_jsonl(records)}
 
 
-@pytest.mark.timeout(
-    600
-)  # The first to ask waits for all: a few seconds a process, a minute for what is compiled.
+# The first to ask waits until all are predicted and measured: some seconds each.
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "code"), TOGETHER)
 def test_the_peak_is_the_predicted_one(
     name: str, code: str, predicted: dict[str, Record], measured: dict[str, Record]
