@@ -70,7 +70,9 @@ def test_kernels_in_the_interpreter(size: tuple[int, ...]):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [*SIZES, (10800, 2048)], ids=str)
 def test_kernels_on_a_gpu(size: tuple[int, ...]):
-    """Up to a thousandth of bf16 gradients fall on the middle of two levels, where a fused product decides for either."""
+    """Of bf16 gradients 0.1 to 0.7 % fall on the middle of two levels, all in the first step, where a last bit decides for
+    either. A GPU, which fuses products into sums, takes the other for a few of them: an H200 for at most 0.2 % of all.
+    """
     compare_kernels(size, "cuda", most_away=3e-3)
 
 
