@@ -1,17 +1,13 @@
 """The fused Adafactor: torch's own results in fp32, kernels equal to plain PyTorch, and rounding that keeps small updates."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
 
+from kernel_runs import between, interpreted
 from trainfit.kernels import adafactor
 from trainfit.kernels.stochastic_rounding import round_stochastically
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in the tests below"
-)
 SHAPES = [(1, 7, 5), (1, 600, 130), (3, 33, 257)]
 
 
@@ -73,15 +69,7 @@ def compare(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> Non
         adafactor.triton_apply(ours := p.clone(), g, row, col, mean, size, 0.999, True, 5)
         wide = p.float()
         adafactor.plain_apply(wide, g, row, col, mean, size, 0.999, False, 0)
-        between(ours, wide)
-
-
-def between(rounded: torch.Tensor, wide: torch.Tensor) -> None:
-    """Each is one of the two bf16 neighbours of the fp32 value, and neither always the nearer."""
-    assert ((rounded.float() - wide).abs() <= wide.abs() * 2**-7).all()
-    changed = wide != wide.bfloat16().float()
-    share = (rounded != wide.bfloat16())[changed].float().mean().item()
-    assert 0.15 < share < 0.35  # The farther neighbour has probability 1/4 on average.
+        between(ours, wide, p)
 
 
 @pytest.mark.parametrize("value", [1.0 + 2**-10, -3.3, 2.7e-20, 1e30])

@@ -20,3 +20,10 @@ def tiny_recipe(implementation: Any = "hf", layers: int = 2, **fields: Any) -> R
     """fp32, 2 x 16 tokens a micro-batch, unless ``fields`` say otherwise."""
     model = ModelSpec(config=TINY_LLAMA | {"num_hidden_layers": layers}, implementation=implementation)
     return Recipe(model=model, **{"batch": Batch(micro=2, seq=16), "precision": "fp32", **fields})
+
+
+def wide_recipe(layers: int, **fields: Any) -> Recipe:
+    """bf16, native, and wide enough that matrices have codes: 96 x 64 is over 4,096 elements."""
+    recipe = tiny_recipe("native", layers, **{"precision": "bf16", **fields})
+    config = {**dict(recipe.model.config), "hidden_size": 64, "intermediate_size": 96}  # pyright: ignore
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"config": config})})

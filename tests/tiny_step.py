@@ -1,9 +1,17 @@
 """A step assembled on the CPU and run a few times on one batch."""
 
+from typing import Any
+
 import torch
 
+from tiny_recipe import tiny_recipe
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
+
+
+def step_of(**fields: Any) -> Step:
+    """Of the tiny recipe in bf16 with these fields."""
+    return assemble(tiny_recipe(**{"precision": "bf16", **fields}), torch.device("cpu"))
 
 
 def learned(recipe: Recipe, num_steps: int = 6) -> tuple[Step, list[float]]:

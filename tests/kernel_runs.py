@@ -1,0 +1,42 @@
+"""What tests of kernels share: when Triton's interpreter runs, weights and gradients, and what rounding at random may do."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+BF16 = torch.bfloat16
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in tests marked gpu"
+)
+
+
+def weights(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """N(0, 1), the same at every call."""
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def run(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 6) -> None:
+    """Steps with gradients that shrink tenfold from one to the next."""
+    for step in range(steps):
+        torch.manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = (torch.randn(parameter.shape) / 10**step).to(parameter.dtype)
+        optimizer.step()
+
+
+def between(rounded: Tensor, wide: Tensor, before: Tensor) -> None:
+    """Each is one of the two bf16 neighbours of the fp32 value that ``before`` was updated to, and not always the nearer.
+
+    The fp32 value is the kernel's own, which is not the reference's to the bit: a GPU fuses products into sums, and its
+    quotients and roots are up to 2 last bits off. Where weight and update nearly cancel, that is more than the result's
+    own last bits; so 16 last bits of the larger of the two are granted, a 4096th of its bf16 step.
+    """
+    operand = torch.maximum(before.float().abs(), (before.float() - wide).abs())
+    assert ((rounded.float() - wide).abs() <= wide.abs() * 2**-7 + operand * 2**-19).all()
+    moved = wide != wide.to(BF16).float()
+    if moved.sum() > 1000:
+        # The farther neighbour has probability 1/4 on average.
+        assert 0.15 < (rounded != wide.to(BF16))[moved].float().mean() < 0.35
