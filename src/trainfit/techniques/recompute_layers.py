@@ -87,6 +87,7 @@ def least_period(recipe: Recipe) -> int:
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give each block the forward that it was told."""
     from trainfit.models.layers import layer_lists
+    from trainfit.techniques.blocks import set_recompute
     from trainfit.techniques.saving_blocks import Blocks
     from trainfit.virtual.repeat import TOLD
 
@@ -94,4 +95,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     if not all(hasattr(block, TOLD) for block in blocks):
         name_blocks(recipe, draft.model)
     told = [getattr(block, TOLD).split() for block in blocks]
+    if recipe.compile:
+        # A block that knew its number would be compiled by itself.
+        for block, (level, _) in zip(blocks, told, strict=True):
+            if level == "full":
+                set_recompute(block, "full")
+        return
     Blocks(blocks, draft.device, [(level, float(share)) for level, share in told]).install()

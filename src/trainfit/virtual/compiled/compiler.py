@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from trainfit.spec.errors import InputError
 from trainfit.virtual.compiled.generate import Source, generate
 from trainfit.virtual.compiled.joint_graph import cuda_choices, decompositions
 from trainfit.virtual.compiled.program import Program
@@ -72,6 +73,11 @@ class VirtualCompiler:
         try:
             with self._places.within_compiled(module), _no_function_modes():
                 return _with_room(compiled, *args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            refused = _refusal(error)
+            if refused is None:
+                raise
+            raise refused from None
         finally:
             if self.num_graphs != num_graphs:
                 # Capturing leaves reference cycles, and here they hold what a graph was captured with.
@@ -99,6 +105,15 @@ class VirtualCompiler:
 
     def _program(self, source: Source) -> Program:
         return Program(source, self._tracer, self._places, self._tuning)
+
+
+def _refusal(error: BaseException) -> InputError | None:
+    """The InputError that an operation raised while it was captured: Dynamo tells it in an error of its own."""
+    if isinstance(error, InputError):
+        return error
+    causes = (error.__cause__, error.__context__, getattr(error, "inner_exception", None))
+    found = (_refusal(cause) for cause in causes if cause is not None)
+    return next((refused for refused in found if refused is not None), None)
 
 
 def _runnable(call: Callable[[list[Any]], Any]) -> Any:
