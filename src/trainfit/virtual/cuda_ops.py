@@ -98,8 +98,20 @@ def _softmax(op: Any) -> Callable[..., Tensor]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    # CUDA runs one kernel and keeps x and 1/rms; the CPU's falls apart into elementwise operations.
+    # CUDA runs one kernel and keeps x and 1/rms; the CPU's falls apart into elementwise operations. So does CUDA's where the
+    # weight has another dtype (a norm of bf16 queries under autocast, before torch listed rms_norm as fp32).
+    if weight is not None and weight.dtype != x.dtype:
+        return _rms_norm_in_steps(x, shape, weight, eps)
     return FusedRmsNorm.apply(x, list(shape), weight, eps)
+
+
+def _rms_norm_in_steps(x: Tensor, shape: list[int], weight: Tensor, eps: float | None) -> Tensor:
+    """As ``rms_norm_composite`` of PyTorch's aten/src/ATen/native/layer_norm.cpp."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    dims = [x.dim() - 1 - index for index in range(len(shape))]
+    mean = wide.pow(2).mean(dims, keepdim=True)
+    scale = mean.add_(torch.finfo(wide.dtype).eps if eps is None else eps).rsqrt()
+    return wide.mul(scale).mul(weight).contiguous().type_as(x)
 
 
 class FusedRmsNorm(torch.autograd.Function):
