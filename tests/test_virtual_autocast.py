@@ -126,6 +126,25 @@ def test_every_op_of_pytorchs_own_lists(name: str) -> None:
     assert not wrong
 
 
+def test_a_norm_saves_what_it_saves_on_cuda() -> None:
+    """One kernel where x and weight have one dtype; in steps as on any device, which keep fp32 copies, where they differ."""
+
+    def saved(weight_dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        x = torch.ones(2, 3, 8, dtype=LOW, requires_grad=True)
+        weight = torch.ones(8, dtype=weight_dtype, requires_grad=True)
+        found: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+            out = F.rms_norm(x, (8,), weight)
+        assert out.dtype == LOW
+        return sorted((tuple(t.shape), t.dtype) for t in {t.untyped_storage()._cdata: t for t in found}.values())
+
+    in_steps = saved(torch.float32)
+    with cuda_ops((9, 0), True), FakeTensorMode():
+        assert saved(torch.float32) == in_steps
+        assert saved(LOW) == [((2, 3, 1), torch.float32), ((2, 3, 8), LOW), ((8,), LOW)]
+    assert ((2, 3, 8), torch.float32) in in_steps
+
+
 OVERRIDDEN = ("scaled_dot_product_attention", "dropout", "softmax.int", "log_softmax.int", "rms_norm")
 
 
