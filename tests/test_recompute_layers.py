@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from trainfit.measure.process import forked
 from trainfit.measure.run import measure
-from trainfit.plan.recompute import candidates, plan, resolve
+from trainfit.plan.assignments import Option, evaluate, gone_bytes, table
+from trainfit.plan.candidates import assignments, options
+from trainfit.plan.probe import Probe, probe
+from trainfit.plan.recompute import LEVELS, candidates, plan, resolve
 from trainfit.predict.estimate import predict
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
@@ -28,6 +31,7 @@ GPT2 = with_layers("gpt2", 3) | {
     "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 CASES = {"llama": (SMALL, "hf"), "gpt2, which drops out": (GPT2, "hf"), "native": (SMALL, "native")}
+COPIES_PER_S = 50e9
 LORA = Adapter(kind="lora", rank=4)
 
 
@@ -176,3 +180,58 @@ def test_what_a_candidate_is_said_to_need_is_what_its_trace_needs() -> None:
     for index in range(0, len(found.rows), len(found.rows) // 4):
         traced = predict(found.recipe(recipe, index), use_cache=False)
         assert found.peak_bytes[index] == pytest.approx(traced.peak_allocated_bytes, rel=0.01)
+
+
+def test_the_search_follows_memory_and_copies_as_one_plan_at_a_time_would() -> None:
+    """All plans are followed at once in arrays; here each by itself, in plain numbers."""
+    recipe = budget(DEEP, GIB)
+    found = probe(recipe, LEVELS)
+    choices = options(found, LEVELS, offload_levels=LEVELS)
+    rows = assignments(found, choices, COPIES_PER_S, 1)
+    rows = rows[:: max(1, len(rows) // 200)]
+    told = evaluate(found, table(found, choices), rows, COPIES_PER_S, 1)
+    assert len({int(bytes_) for bytes_ in told.peak_bytes}) > 20
+    assert any(gone_bytes(found.costs[0, o.level], o.share) for o in choices)
+    for row, peak, gone in zip(rows, told.peak_bytes, told.gone_bytes, strict=True):
+        saved = [choices[index] for index in row]
+        assert int(peak) == _peak_by_hand(found, saved)
+        assert gone == sum(
+            gone_bytes(found.costs[k, o.level], o.share) for k, o in zip(found.kinds, saved, strict=True)
+        )
+
+
+def _peak_by_hand(found: Probe, saved: list[Option]) -> int:
+    costs = [found.costs[kind, option.level] for kind, option in zip(found.kinds, saved, strict=True)]
+    gone = [gone_bytes(cost, option.share) for cost, option in zip(costs, saved, strict=True)]
+    level = found.start_bytes + found.before.net_bytes
+    heights = [found.start_bytes + found.before.peak_bytes]
+    leaving = 0
+    for i, cost in enumerate(costs):
+        heights.append(level + cost.forward.peak_bytes)
+        level += cost.forward.net_bytes
+        if gone[i] or i == len(costs) - 1:
+            level, leaving = level - leaving, gone[i]
+    heights.append(level + found.head.peak_bytes)
+    level += found.head.net_bytes - sum(cost.late_bytes for cost in costs)
+    heights.append(level + found.loss.peak_bytes)
+    level += found.loss.net_bytes
+    for i in reversed(range(len(costs))):
+        level += gone[i - 1] if i else 0
+        heights.append(level + costs[i].backward.peak_bytes)
+        level += costs[i].backward.net_bytes
+    return max(*heights, level + found.after.peak_bytes)
+
+
+def test_the_chosen_plans_are_the_ones_they_were() -> None:
+    """One plan of 80 blocks, as the search chose it before it was made faster: a change of it is to be meant."""
+    deep = recipe_of(
+        "llama-3.1-70b", "native", batch=Batch(micro=1, seq=4096), precision="bf16", loss="chunked"
+    )
+    asked = deep.model_copy(
+        update={"hardware": Hardware(gpu="h200"), "optimizer": Optimizer(in_backward=True)}
+    )
+    found = plan(budget(asked, 402 * GIB))
+    assert found.recipe.recompute == layers(
+        ("full", 1.0, 49), ("elementwise", 0.9, 30), ("elementwise", 0.0, 1)
+    )
+    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.911, abs=0.001)

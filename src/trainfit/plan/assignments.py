@@ -1,7 +1,7 @@
 """Peak memory and time of many ways to save a model's blocks at once, from what a probe measured of one block each.
 
 Legend: an option is a level of recomputation and a share to offload; an assignment gives each of L blocks one option;
-C assignments are evaluated together as an integer array [C, L].
+C assignments are evaluated together as an integer array [C, L]. Within, arrays are [L, C]: a step over the blocks reads rows.
 
 The memory is followed through the executed step, event by event of the probe's pieces: block by block up the forward,
 over the head and the loss, block by block down the backward, where recomputation rises above what is kept and gradients
@@ -108,43 +108,44 @@ def evaluate(
         copy_bytes_per_s: between GPU and host, each way.
         accumulate: micro-batches a step; the pieces' bytes are one's, the work is all of theirs.
     """
-    blocks = np.arange(len(probe.kinds))
+    num_options = len(numbers.options)
+    at = np.ascontiguousarray(assignments.T) + num_options * np.arange(len(probe.kinds))[:, None]
 
     def pick(values: Array) -> Array:
-        return values[blocks[None, :], assignments]
+        return np.take(values, at)
 
     peaks = _peaks(probe, numbers, pick)
     forward_s, backward_s = pick(numbers.forward_s), pick(numbers.backward_s)
     gone = pick(numbers.gone)
     waits = accumulate * _waits(gone / copy_bytes_per_s, forward_s / accumulate, backward_s / accumulate)
-    gpu_s = probe.rest.gpu_s + forward_s.sum(1) + backward_s.sum(1)
+    gpu_s = probe.rest.gpu_s + forward_s.sum(0) + backward_s.sum(0)
     seconds = np.maximum(gpu_s, _host_s(probe, numbers, pick))
-    return Evaluation(seconds, waits, gone.sum(1), peaks)
+    return Evaluation(seconds, waits, gone.sum(0), peaks)
 
 
 def _peaks(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
     """Highest allocated bytes. ``gone`` leaves a block once the next that offloads has run (saving_blocks.py)."""
     gone, keeps, net = pick(numbers.gone), pick(numbers.keeps), pick(numbers.backward_net)
     forward_peak, backward_peak = pick(numbers.forward_peak), pick(numbers.backward_peak)
-    num, depth = keeps.shape
+    depth, num = keeps.shape
     level = np.full(num, probe.start_bytes + probe.before.net_bytes, dtype=float)
     peak = np.full(num, probe.start_bytes + probe.before.peak_bytes, dtype=float)
     leaving = np.zeros(num)
     for i in range(depth):
-        peak = np.maximum(peak, level + forward_peak[:, i])
-        level = level + keeps[:, i]
-        given_up = (gone[:, i] > 0) | (i == depth - 1)
+        peak = np.maximum(peak, level + forward_peak[i])
+        level = level + keeps[i]
+        given_up = (gone[i] > 0) | (i == depth - 1)
         level = level - np.where(given_up, leaving, 0)
-        leaving = np.where(given_up, gone[:, i], leaving)
+        leaving = np.where(given_up, gone[i], leaving)
     peak = np.maximum(peak, level + probe.head.peak_bytes)
-    level = level + probe.head.net_bytes - pick(numbers.late).sum(1)
+    level = level + probe.head.net_bytes - pick(numbers.late).sum(0)
     peak = np.maximum(peak, level + probe.loss.peak_bytes)
     level = level + probe.loss.net_bytes
     for i in range(depth - 1, -1, -1):
         if i:
-            level = level + gone[:, i - 1]
-        peak = np.maximum(peak, level + backward_peak[:, i])
-        level = level + net[:, i]
+            level = level + gone[i - 1]
+        peak = np.maximum(peak, level + backward_peak[i])
+        level = level + net[i]
     return np.maximum(peak, level + probe.after.peak_bytes)
 
 
@@ -153,12 +154,12 @@ def _waits(copy_s: Array, forward_s: Array, backward_s: Array) -> Array:
 
     A block's copy out is taken to begin halfway through its forward, a copy back with the next block's backward.
     """
-    num, depth = copy_s.shape
+    depth, num = copy_s.shape
     clock, lane, due = np.zeros(num), np.zeros(num), np.zeros(num)
     for i in range(depth):
-        leaves = copy_s[:, i] > 0
-        lane = np.where(leaves, np.maximum(lane, clock + forward_s[:, i] / 2) + copy_s[:, i], lane)
-        clock = clock + forward_s[:, i]
+        leaves = copy_s[i] > 0
+        lane = np.where(leaves, np.maximum(lane, clock + forward_s[i] / 2) + copy_s[i], lane)
+        clock = clock + forward_s[i]
         clock = np.where(leaves | (i == depth - 1), np.maximum(clock, due), clock)
         due = np.where(leaves, lane, due)
     lane = np.zeros(num)
@@ -166,17 +167,17 @@ def _waits(copy_s: Array, forward_s: Array, backward_s: Array) -> Array:
     for i in range(depth - 1, -1, -1):
         clock = np.maximum(clock, arrives)
         if i:
-            lane = np.maximum(lane, clock) + copy_s[:, i - 1]
-            arrives = np.where(copy_s[:, i - 1] > 0, lane, 0)
-        clock = clock + backward_s[:, i]
-    return clock - forward_s.sum(1) - backward_s.sum(1)
+            lane = np.maximum(lane, clock) + copy_s[i - 1]
+            arrives = np.where(copy_s[i - 1] > 0, lane, 0)
+        clock = clock + backward_s[i]
+    return clock - forward_s.sum(0) - backward_s.sum(0)
 
 
 def _host_s(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
     """Seconds that the host needs to issue everything, counted as ``predict.roofline`` does."""
     rest = probe.rest
-    num_ops = rest.num_ops + pick(numbers.num_ops).sum(1)
-    products = rest.num_products + pick(numbers.num_products).sum(1)
-    again = rest.num_again + pick(numbers.num_again).sum(1)
-    recomputed = pick(numbers.num_forward_ops).sum(1) * again / np.maximum(products, 1)
+    num_ops = rest.num_ops + pick(numbers.num_ops).sum(0)
+    products = rest.num_products + pick(numbers.num_products).sum(0)
+    again = rest.num_again + pick(numbers.num_again).sum(0)
+    recomputed = pick(numbers.num_forward_ops).sum(0) * again / np.maximum(products, 1)
     return (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP

@@ -14,7 +14,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,7 +167,7 @@ class Ledger:
         def number(text: str) -> int:
             return names.setdefault(text, len(names))
 
-        data = asdict(self)
+        data = dict(vars(self))  # Not dataclasses.asdict, which copies every entry first.
         data["ops"] = [[number(v) if isinstance(v, str) else v for v in op] for op in self.ops]
         data["storages"] = [[number(v) if isinstance(v, str) else v for v in s] for s in self.storages]
         data["events"] = [list(event) for event in self.events]

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from trainfit.virtual.fake_run import READS_VALUE, read, run
 from trainfit.virtual.flops import count
@@ -40,6 +40,8 @@ aten = torch.ops.aten
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """What ``torch.tensor`` ends with: its input is a real tensor whichever side the result is on."""
 CONVERSIONS = {aten._to_copy.default, aten.clone.default}
+DEVICE = torch.ops.prim.device.default
+"""Asked of every fake tensor by most of PyTorch's Python: more than half of what comes here."""
 UNKNOWN = -1
 """In place of a ledger index: not a device storage."""
 
@@ -192,11 +194,13 @@ class Tracer(TorchDispatchMode):
     # -- what PyTorch tells -------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # As FakeTensor itself answers, on a shorter way.
         kwargs = kwargs or {}
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper around tensors (torchao's): its own rule runs first, and what that does comes back here.
             return NotImplemented
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors((args, kwargs))
         if self._stays_on_host(func, tensors):
             out = on_host(func, args, kwargs)
             if self.gpu is None:
@@ -218,7 +222,7 @@ class Tracer(TorchDispatchMode):
         return all(is_host(t) for t in tensors)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outputs = list(_tensors(out))
+        outputs = _tensors(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
             return
@@ -258,7 +262,7 @@ class Tracer(TorchDispatchMode):
         What belongs to none (a state tensor being made) is taken for the parameter last worked on.
         """
         for arg in args:
-            tensors = list(_tensors(arg))
+            tensors = _tensors(arg)
             if tensors:
                 return [self._owners.get(self.index_of(t), self._last_owner) for t in tensors]
         return [self._last_owner]
@@ -397,15 +401,26 @@ def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
     return value
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
+def _tensors(tree: Any) -> list[Tensor]:
+    """Of an operation's arguments or results, which are nested in lists, tuples and dicts alone, in order."""
     if isinstance(tree, Tensor):
-        return (tree,)
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return []
+    found: list[Tensor] = []
+    for item in tree:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple | dict):
+            found += _tensors(item)
+    return found
 
 
 def _dtype(args: Any, out: Any) -> str:
     """Dtype of the first floating tensor among the inputs, else of the output."""
-    for t in (*_tensors(args), *_tensors(out)):
+    for t in _tensors((args, out)):
         if t.is_floating_point():
             return str(t.dtype).removeprefix("torch.")
     return "int64"

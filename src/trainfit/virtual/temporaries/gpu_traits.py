@@ -1,6 +1,7 @@
 """GpuTraits: what a kernel's choice of scratch memory depends on. No torch here beyond its version."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 
 from trainfit.spec.errors import InputError
@@ -32,6 +33,7 @@ SHARED_MEMORY_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99
 """Opt-in shared memory of one block, KiB, from the same table."""
 
 
+@cache
 def installed_torch() -> tuple[int, int]:
     """(major, minor) of the installed torch, without importing it."""
     major, minor = version("torch").split(".")[:2]
