@@ -8,6 +8,7 @@ import torch
 import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch.utils import flop_counter
 
 from test_virtual_compiled import CUBLAS_WORKSPACE, TOKENS, E, SwiGlu, kept, kept_by_torch, step_of
 from trainfit.measure.process import forked
@@ -30,6 +31,7 @@ from trainfit.spec.recipe import (
 )  # fmt: skip
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
+from trainfit.techniques.recompute_budget import grouped_heads_counted
 from trainfit.virtual.ledger import ALLOCATE, Ledger
 from virtual_runs import recipe_of, steady_sum, sums, with_layers
 
@@ -223,6 +225,30 @@ def test_a_recipes_budget_reaches_the_virtual_compiler_and_leaves_no_trace_of_ch
         )  # To count them the partitioner runs operations, on fakes of its own.
     assert alive[0] > alive[1] > alive[2]
     assert functorch_config.activation_memory_budget == 1.0
+
+
+def equal_heads_only(q: Any, k: Any, v: Any) -> int:
+    """torch 2.11's count of attention: 2 products over all pairs, and key heads as many as query heads."""
+    b, h, s_q, d = q
+    assert h == k[1] == v[1], "shapes are incompatible"
+    return 2 * b * h * s_q * k[2] * d + 2 * b * h * s_q * k[2] * v[3]
+
+
+def test_a_budget_weighs_attention_with_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever torch counts it, and what is kept for flash attention is what is kept elsewhere for its FLOPs."""
+    monkeypatch.setattr(flop_counter, "sdpa_flop_count", equal_heads_only)
+    q_bhsd, kv_bksd = (2, 8, 16, 4), (2, 2, 32, 4)
+    with grouped_heads_counted():
+        assert flop_counter.sdpa_flop_count(q_bhsd, kv_bksd, kv_bksd) == 2 * 2 * 2 * 8 * 16 * 32 * 4
+    assert flop_counter.sdpa_flop_count is equal_heads_only
+    recipe = on_cpu(
+        LLAMA, "native", precision="bf16", compile="block", attention="flash", hardware=Hardware()
+    )
+    alive = [
+        alive_after_forward(trace(recipe.model_copy(update={"recompute": Budget(budget=share)})))
+        for share in (0.9, 0.4, 0.1)
+    ]
+    assert alive[0] > alive[1] > alive[2]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ Refuses nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Budget, Recipe
 from trainfit.techniques.draft import Draft
@@ -45,3 +48,26 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     budget = recipe.recompute.budget
     draft.around_forward.append(lambda: config.patch(activation_memory_budget=budget))
+    draft.around_forward.append(grouped_heads_counted)
+
+
+@contextmanager
+def grouped_heads_counted() -> Iterator[None]:
+    """Within it torch counts the FLOPs of fused attention over grouped key heads, by which the partitioner weighs it.
+
+    torch 2.11's count takes equal numbers of heads only: it raised "shapes are incompatible" where flash attention was to
+    be weighed. Here each key head counts once for every query head that reads it, as 2.13's own count has it.
+    """
+    from torch.utils import flop_counter
+
+    original = flop_counter.sdpa_flop_count
+
+    def count(q_bhsd: Sequence[int], k_bksd: Sequence[int], v_bksd: Sequence[int]) -> int:
+        k, v = ((shape[0], q_bhsd[1], *shape[2:]) for shape in (k_bksd, v_bksd))
+        return original(q_bhsd, k, v)
+
+    flop_counter.sdpa_flop_count = count
+    try:
+        yield
+    finally:
+        flop_counter.sdpa_flop_count = original

@@ -69,11 +69,13 @@ class VirtualCompiler:
         )
 
     def _run(self, module: nn.Module | None, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
         num_graphs = self.num_graphs
         try:
             with self._places.within_compiled(module), _no_function_modes():
                 return _with_room(compiled, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             refused = _refusal(error)
             if refused is None:
                 raise
@@ -109,11 +111,13 @@ class VirtualCompiler:
 
 def _refusal(error: BaseException) -> InputError | None:
     """The InputError that an operation raised while it was captured: Dynamo tells it in an error of its own."""
-    if isinstance(error, InputError):
-        return error
-    causes = (error.__cause__, error.__context__, getattr(error, "inner_exception", None))
-    found = (_refusal(cause) for cause in causes if cause is not None)
-    return next((refused for refused in found if refused is not None), None)
+    chain: list[BaseException] = [error]
+    for told in chain:  # It grows.
+        if isinstance(told, InputError):
+            return told
+        causes = (told.__cause__, told.__context__)
+        chain += [cause for cause in causes if cause is not None and cause not in chain]
+    return None
 
 
 def _runnable(call: Callable[[list[Any]], Any]) -> Any:
