@@ -178,6 +178,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "phi": BASE | {"model_type": "phi", "intermediate_size": 64},
     "bloom": {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
     "gemma3": BASE | {"model_type": "gemma3_text", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8},
+    "opt, narrow tokens": {
+        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 32, "dropout": 0.0,
+    },
     "mistral": BASE
     | {"model_type": "mistral", "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 6},
 }  # fmt: skip

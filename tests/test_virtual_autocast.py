@@ -136,7 +136,9 @@ def test_a_norm_saves_what_it_saves_on_cuda() -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
             out = F.rms_norm(x, (8,), weight)
         assert out.dtype == LOW
-        return sorted((tuple(t.shape), t.dtype) for t in {t.untyped_storage()._cdata: t for t in found}.values())
+        return sorted(
+            (tuple(t.shape), t.dtype) for t in {t.untyped_storage()._cdata: t for t in found}.values()
+        )
 
     in_steps = saved(torch.float32)
     with cuda_ops((9, 0), True), FakeTensorMode():

@@ -85,8 +85,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     if recipe.model.implementation == "native":
         draft.model = _on_native(adapter, draft)
     else:
-        # PEFT asks for heads, which virtual tokens do not need and state-space models do not have.
-        draft.model = on_hf(_config(adapter, num_attention_heads=1), draft, adapter.kind)
+        base: Any = draft.model
+        # PEFT asks for heads, which virtual tokens do not need and state-space models do not have, and takes the layers'
+        # width for the tokens': OPT-350M's are half as wide.
+        sizes = {"num_attention_heads": 1, "token_dim": base.get_input_embeddings().embedding_dim}
+        draft.model = on_hf(_config(adapter, **sizes), draft, adapter.kind)
     if adapter.dtype == "base":
         convert(draft.model.get_submodule("prompt_encoder"), dtype)
 
