@@ -69,7 +69,9 @@ def _train(request: PartRequest, folder: Path) -> Finding:
     speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)
     summary = train(request.built, options, flops=flops, observers=[speed])
     status = "killed" if summary.status == "stopped" else summary.status
-    return Finding(status=status, message=summary.message, train=summary.content() | {"speed": speed.told()})
+    told = summary.content()
+    told["run"]["out"] = "run"  # Where it was is gone with the trial.
+    return Finding(status=status, message=summary.message, train=told | {"speed": speed.told()})
 
 
 def _limit(request: PartRequest) -> None:
