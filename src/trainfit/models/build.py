@@ -15,8 +15,7 @@ from torch import nn
 
 from trainfit.catalog.load import model_config
 from trainfit.models.host_blocks import HostBlocks
-from trainfit.models.layers import layer_lists
-from trainfit.spec.errors import InputError
+from trainfit.models.layers import decoder_blocks, require_blocks
 from trainfit.spec.recipe import ModelSpec
 
 
@@ -95,19 +94,12 @@ def build_on_host(
     from trainfit.models.quantized import load_random, replace_linears
 
     model = build_model(spec, dtype=dtype, device="meta", attention=attention)
-    blocks = [block for _, found in layer_lists(model) for block in found]
-    if not blocks:
-        raise InputError(
-            "no repeated blocks were found in this model",
-            "set offload.weights: false",
-            field="offload.weights",
-            value=True,
-        )
+    blocks = require_blocks(model, "offload.weights", True, "set offload.weights: false")
     block_of = {id(module): block for block in blocks for module in block.modules()}
     visited = _as_initialised(model)
     quantized = replace_linears(blocks, quantize) if quantize is not None else {}
     on_model(model)
-    blocks = [block for _, found in layer_lists(model) for block in found]
+    blocks = decoder_blocks(model)
     visited = [module for module in visited if block_of.get(id(module)) in (None, *blocks)]
     _to_device([module for module in visited if id(module) not in block_of], device)
     hosted = HostBlocks(blocks, device, num_slots)

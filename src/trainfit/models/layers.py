@@ -4,7 +4,11 @@ Works for transformers models, the same wrapped by PEFT, and our native decoder,
 a ``nn.ModuleList`` of few classes (one, except in hybrids that alternate attention with state-space blocks).
 """
 
+from typing import Any
+
 from torch import nn
+
+from trainfit.spec.errors import InputError
 
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_emb")
 """What transformers' models call an embedding of positions."""
@@ -38,6 +42,23 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
             found.append((name, module))
     largest = max((_num_parameters(blocks) for _, blocks in found), default=0)
     return [(name, blocks) for name, blocks in found if largest and 2 * _num_parameters(blocks) >= largest]
+
+
+def decoder_blocks(model: nn.Module) -> list[nn.Module]:
+    """The model's repeated blocks, first to last; none where it has no list of them."""
+    return [block for _, found in layer_lists(model) for block in found]
+
+
+def require_blocks(model: nn.Module, field: str, value: Any, remedy: str) -> list[nn.Module]:
+    """The model's repeated blocks, first to last.
+
+    Raises:
+        InputError: there are none; ``field`` and ``value`` of the recipe asked for them.
+    """
+    blocks = decoder_blocks(model)
+    if not blocks:
+        raise InputError("no repeated blocks were found in this model", remedy, field=field, value=value)
+    return blocks
 
 
 def num_quantized(module: nn.Module) -> int:

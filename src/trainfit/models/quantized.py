@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfit.kernels import nf4, rows
-from trainfit.models.layers import layer_lists
+from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
 
 Initialize = Callable[[nn.Module], None]
@@ -185,11 +185,7 @@ def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, init
     Raises:
         InputError: no decoder blocks, or blocks that hold their weights in something else than linear layers.
     """
-    blocks = [block for _, found in layer_lists(model) for block in found]
-    if not blocks:
-        raise InputError(
-            "no repeated blocks were found in this model", "use quantize: null", field="quantize", value=kind
-        )
+    blocks = require_blocks(model, "quantize", kind, "use quantize: null")
     _refuse_other_weights(blocks, kind)
     # All that stays is allocated first: between what comes and goes it would leave holes in the allocator's segments.
     stays = {

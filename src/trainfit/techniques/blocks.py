@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainfit.models.layers import ORIGINAL, layer_lists
+from trainfit.models.layers import ORIGINAL
 from trainfit.spec.errors import InputError
 from trainfit.virtual.op_kinds import base_name, written
 
@@ -82,20 +82,6 @@ def check_names(save: Iterable[str]) -> None:
             field="recompute.selective.save",
             value=name,
         )
-
-
-def decoder_blocks(model: nn.Module, field: str, value: Any) -> list[nn.Module]:
-    """The model's repeated blocks, first to last.
-
-    Raises:
-        InputError: there are none; ``field`` and ``value`` of the recipe asked for them.
-    """
-    blocks = [block for _, found in layer_lists(model) for block in found]
-    if not blocks:
-        raise InputError(
-            "no repeated blocks were found in this model", "use recompute: none", field=field, value=value
-        )
-    return blocks
 
 
 def set_recompute(

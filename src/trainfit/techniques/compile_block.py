@@ -14,7 +14,6 @@ Refuses models without repeated blocks.
 
 from __future__ import annotations
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
@@ -35,16 +34,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model has no list of repeated blocks.
     """
-    from trainfit.models.layers import layer_lists
+    from trainfit.models.layers import require_blocks
 
-    lists = layer_lists(draft.model)
-    if not lists:
-        raise InputError(
-            "no repeated blocks were found in this model",
-            "use compile: model or false",
-            field="compile",
-            value=recipe.compile,
-        )
-    for _, blocks in lists:
-        for block in blocks:
-            draft.compiler(block)
+    for block in require_blocks(draft.model, "compile", recipe.compile, "use compile: model or false"):
+        draft.compiler(block)

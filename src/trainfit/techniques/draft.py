@@ -59,9 +59,9 @@ class Draft:
 
     def trainable_by_block(self) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
         """The trainable parameters of each decoder block that has some, first to last, and all others."""
-        from trainfit.models.layers import layer_lists
+        from trainfit.models.layers import decoder_blocks
 
-        blocks = [block for _, found in layer_lists(self.model) for block in found]
+        blocks = decoder_blocks(self.model)
         groups = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
         inside = {id(parameter) for group in groups for parameter in group}
         return [group for group in groups if group], [p for p in self.trainable() if id(p) not in inside]

@@ -51,17 +51,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         InputError: the model has no list of repeated blocks.
     """
     from trainfit.kernels.host_copies import Lanes
-    from trainfit.models.layers import layer_lists
+    from trainfit.models.layers import require_blocks
     from trainfit.techniques.block_runs import BlockRuns
 
     if recipe.offload.weights:
         return  # offload_weights.py has the same runs move both.
-    blocks = [block for _, found in layer_lists(draft.model) for block in found]
-    if not blocks:
-        raise InputError(
-            "no repeated blocks were found in this model",
-            "set offload.activations: false",
-            field="offload.activations",
-            value=True,
-        )
+    blocks = require_blocks(draft.model, "offload.activations", True, "set offload.activations: false")
     BlockRuns(blocks, Lanes(draft.device), offload=True).install()

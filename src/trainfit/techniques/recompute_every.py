@@ -41,10 +41,12 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     """
     if not isinstance(recipe.recompute, Every):
         return
-    from trainfit.techniques.blocks import decoder_blocks
+    from trainfit.models.layers import require_blocks
     from trainfit.virtual.repeat import TOLD
 
-    for index, block in enumerate(decoder_blocks(model, "recompute.every", recipe.recompute.every)):
+    for index, block in enumerate(
+        require_blocks(model, "recompute.every", recipe.recompute.every, "use recompute: none")
+    ):
         setattr(block, TOLD, "full" if index % recipe.recompute.every == 0 else "none")
 
 
@@ -55,10 +57,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         InputError: the model has no list of repeated blocks.
     """
     assert isinstance(recipe.recompute, Every)
-    from trainfit.techniques.blocks import decoder_blocks, set_recompute
+    from trainfit.models.layers import require_blocks
+    from trainfit.techniques.blocks import set_recompute
     from trainfit.virtual.repeat import TOLD
 
-    blocks = decoder_blocks(draft.model, "recompute.every", recipe.recompute.every)
+    blocks = require_blocks(draft.model, "recompute.every", recipe.recompute.every, "use recompute: none")
     if not all(hasattr(block, TOLD) for block in blocks):
         name_blocks(recipe, draft.model)
     for block in blocks:

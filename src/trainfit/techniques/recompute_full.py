@@ -40,12 +40,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model's own code has no checkpointing.
     """
-    from trainfit.techniques.blocks import decoder_blocks, set_recompute
+    from trainfit.models.layers import require_blocks
+    from trainfit.techniques.blocks import set_recompute
 
     if recipe.model.implementation == "hf":
         _enable_own(draft.model)
     else:
-        for block in decoder_blocks(draft.model, "recompute", "full"):
+        for block in require_blocks(draft.model, "recompute", "full", "use recompute: none"):
             set_recompute(block, "full")
 
 

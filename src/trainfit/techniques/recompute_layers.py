@@ -58,10 +58,10 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     """
     if not isinstance(recipe.recompute, Layers):
         return
-    from trainfit.models.layers import layer_lists
+    from trainfit.models.layers import decoder_blocks
     from trainfit.virtual.repeat import TOLD
 
-    blocks = [block for _, found in layer_lists(model) for block in found]
+    blocks = decoder_blocks(model)
     planned = recipe.recompute.blocks()
     if len(planned) != len(blocks):
         raise InputError(
@@ -86,12 +86,12 @@ def least_period(recipe: Recipe) -> int:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give each block the forward that it was told."""
-    from trainfit.models.layers import layer_lists
+    from trainfit.models.layers import decoder_blocks
     from trainfit.techniques.blocks import set_recompute
     from trainfit.techniques.saving_blocks import Blocks
     from trainfit.virtual.repeat import TOLD
 
-    blocks = [block for _, found in layer_lists(draft.model) for block in found]
+    blocks = decoder_blocks(draft.model)
     if not all(hasattr(block, TOLD) for block in blocks):
         name_blocks(recipe, draft.model)
     told = [getattr(block, TOLD).split() for block in blocks]

@@ -35,9 +35,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: an operation that cannot be kept, or a model without repeated blocks.
     """
-    from trainfit.techniques.blocks import DEAR, check_names, decoder_blocks, set_recompute
+    from trainfit.models.layers import require_blocks
+    from trainfit.techniques.blocks import DEAR, check_names, set_recompute
 
     save = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else DEAR
     check_names(save)
-    for block in decoder_blocks(draft.model, "recompute", "selective"):
+    for block in require_blocks(draft.model, "recompute", "selective", "use recompute: none"):
         set_recompute(block, "selective", save=save, compiled=bool(recipe.compile))
