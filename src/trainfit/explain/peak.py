@@ -24,14 +24,14 @@ BELONGS_TO_PARAMETERS = ("weights", "optimizer")
 """Categories whose path is a parameter's name."""
 
 
-def explain(recipe: Recipe, *, use_cache: bool = True) -> Explanation:
+def explain(recipe: Recipe) -> Explanation:
     """What holds memory at the peak of the recipe's step, and how memory goes through that step.
 
     Raises:
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
     gpu = find_gpu(recipe.hardware.gpu)
-    ledger = ledger_of(recipe, use_cache=use_cache)
+    ledger = ledger_of(recipe)
     replayed, _ = replay_on(gpu, ledger)
     events = list(ledger.expand())
     holders = _holders(ledger, replayed.at_peak)

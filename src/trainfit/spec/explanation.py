@@ -36,11 +36,6 @@ class Holder(Value):
     num_bytes: Bytes
     """Of all of them together."""
 
-    @property
-    def each_bytes(self) -> float:
-        """Mean of the allocations."""
-        return self.num_bytes / self.count if self.count else 0.0
-
 
 class CurvePoint(Value):
     """The highest moment of a stretch of the step: the stretch's phase, and what is alive then."""
