@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainfit.predict import truth_suite
+from trainfit.predict import truth_draws, truth_suite
 from trainfit.predict.truth_techniques import FIRST_GENERATION, TECHNIQUES, draw_for, num_blocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -22,7 +22,7 @@ FIRST_DRAWS = {(1, 0.15): "982209a083b81097", (9, 0.0): "389a03853c754a86"}
 def test_an_older_seed_draws_what_it_drew(asked: tuple[int, float]) -> None:
     seed, share = asked
     chance = random.Random(seed)
-    drawn = json.dumps([truth_suite.draw(chance, "h200", share) for _ in range(200)])
+    drawn = json.dumps([truth_draws.draw(chance, "h200", share) for _ in range(200)])
     assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == FIRST_DRAWS[asked]
 
 

@@ -10,7 +10,7 @@ from trainfit.cli.main import main
 from trainfit.explain import this_device, verify
 from trainfit.explain.verify import Check, conclude, suite
 from trainfit.measure.environment import host_environment
-from trainfit.predict.truth_suite import FAMILIES
+from trainfit.predict.truth_draws import FAMILIES
 from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe

@@ -15,7 +15,8 @@ from typing import Any
 
 from trainfit.catalog.load import model_config
 from trainfit.measure.run import measure
-from trainfit.predict.truth_suite import FAMILIES, allowed, draw
+from trainfit.predict.truth_draws import FAMILIES, draw
+from trainfit.predict.truth_suite import allowed
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe

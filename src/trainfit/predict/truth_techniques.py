@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainfit.catalog.load import model_config
-from trainfit.predict.truth_suite import FAMILIES, draw
+from trainfit.predict.truth_draws import FAMILIES, draw
 from trainfit.spec.recipe_file import merge
 
 Data = dict[str, Any]
@@ -166,7 +166,7 @@ FIRST_GENERATION = (
     "recompute_full",
     "sgd",
 )
-"""Techniques that the first suite (``truth_suite.draw``) draws."""
+"""Techniques that the first suite (``truth_draws.draw``) draws."""
 
 
 def draw_for(technique: str, chance: random.Random, gpu: str, *, combined: bool) -> Data:
