@@ -8,8 +8,9 @@ import pytest
 
 from test_report import measured, predicted, recipe
 from trainfit.report.accuracy import main, read_causes
+from trainfit.report.accuracy_figures import Errors, rank
 from trainfit.report.accuracy_page import page, share
-from trainfit.report.accuracy_summary import Errors, judge, rank
+from trainfit.report.accuracy_summary import judge
 from trainfit.spec.errors import InputError
 from trainfit.spec.held_out import is_held_out
 from trainfit.spec.result import Interval, Record

@@ -5,8 +5,9 @@ Enters: an Accuracy. Leaves: text. Errors are predicted minus measured, over mea
 
 from collections.abc import Callable, Sequence
 
+from trainfit.report.accuracy_figures import Accuracy, Errors, Group, Outlier
 from trainfit.report.accuracy_plots import HISTOGRAM, SCATTER, TIMES
-from trainfit.report.accuracy_summary import NAMED, NEAR, Accuracy, Errors, Group, Outlier
+from trainfit.report.accuracy_summary import NAMED, NEAR
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.units import MIB
 
