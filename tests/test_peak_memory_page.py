@@ -105,11 +105,12 @@ def test_every_ending_and_what_is_missing_is_told(tmp_path: Path) -> None:
         "-50.00 %",
         "0.0 %",
         "0.0 %",
+        "–",
         "21.165",
         "0.0 %",
         "0.945",
     ]
-    assert cells(table, "bf16_fused_checkpoint")[6:] == ["80.0 %", "3.975", "81.2 %", "1.006"]
+    assert cells(table, "bf16_fused_checkpoint")[6:] == ["80.0 %", "–", "3.975", "81.2 %", "1.006"]
     speed = cells(speed_table(result, published), "best_fast")
     assert speed[3:9] == ["10", "2.50", "11", "2.50", "40.0 %", "50.0 %"]
     assert result.sentence().startswith(
@@ -147,6 +148,22 @@ def test_each_part_of_a_goal_counts(
 
     found = beat_it.verdicts(result_of(tmp_path, SWEEP, records), "control")
     assert (found[0].state, found[1].state) == states
+
+
+def test_perplexities_of_a_few_steps_judge_nothing(tmp_path: Path) -> None:
+    ladder = SWEEP.parent.parent / "ladder" / "llama-3.2-1b.yaml"
+
+    def records(variants: dict[str, Variant]) -> list[Record]:
+        rows = [
+            trained(one, 20.0, 4.0, 2000.0, 12) for name, one in variants.items() if name != "best_native"
+        ]
+        return [*rows, trained(variants["best_native"], 1.0, 16.0, 2000.0, 12)]
+
+    goal, _ = beat_it.verdicts(result_of(tmp_path, ladder, records), "control")
+    assert goal.state == beat_it.NO_CONTROL
+    assert "12 steps only" in goal.why
+    assert "`best_native`, 95.0 % less, 4.00 times" in goal.why
+    assert "perplexity +" not in goal.why
 
 
 def test_nothing_measured_is_no_verdict_and_names_what_is_predicted(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def host_environment(device: str) -> Environment:
         torch=_version("torch") or "absent",
         transformers=_version("transformers"),
         python=platform.python_version(),
-        platform=platform.platform(),
+        platform=f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}",
         variables={name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
         commit=commit(),
     )

@@ -69,7 +69,7 @@ def resolve(recipe: Recipe) -> Recipe:
 
 
 def plan(recipe: Recipe) -> Plan:
-    """The fastest plan within the recipe's GiB budget.
+    """The fastest plan found within the recipe's GiB budget.
 
     Raises:
         InputError: no plan is within it (the least reachable is named), or the model's blocks cannot be told apart.

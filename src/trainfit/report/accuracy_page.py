@@ -11,6 +11,9 @@ from trainfit.report.accuracy_summary import NAMED, NEAR
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.units import MIB
 
+FEWEST = 8
+"""Recipes that each technique should have been held against."""
+
 
 def share(value: float, *, signed: bool = False) -> str:
     """A share as per cent: two decimals, four below 0.1 %, and a plain 0 only for what is 0."""
@@ -70,6 +73,7 @@ def page(accuracy: Accuracy) -> str:
             accuracy.by_technique,
             ("allocated", lambda group: group.allocated), ("reserved", lambda group: group.reserved),
         ),
+        _few_recipes(accuracy),
         "## Each phase's peak",
         _phase_table(accuracy),
         _phase_misses(accuracy),
@@ -80,6 +84,7 @@ def page(accuracy: Accuracy) -> str:
         "## Does it fit?",
         _verdict_sentence(accuracy) + "".join(f"\n- {markdown_cell(one)}" for one in accuracy.verdicts.wrong),
         "## Step time: measured over expected",
+        _without_times(whole),
         _time_table(accuracy),
         f"![Measured over expected step time](plots/{TIMES})",
         *(part for name, worst in accuracy.worst.items() for part in _worst_parts(name, worst)),
@@ -90,7 +95,26 @@ def page(accuracy: Accuracy) -> str:
         "## Records",
         "\n".join(f"- {markdown_cell(source)}" for source in accuracy.sources),
     ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _few_recipes(accuracy: Accuracy) -> str:
+    few = [
+        f"{group.name} ({group.num_recipes})" for group in accuracy.by_technique if group.num_recipes < FEWEST
+    ]
+    return f"Fewer than {FEWEST} recipes: {', '.join(few)}." if few else f"At least {FEWEST} recipes of each."
+
+
+def _without_times(whole: Group) -> str:
+    """Of recipes that shared the GPU with others no times were kept: which techniques' speed is held elsewhere."""
+    missing = whole.statuses.get("done", 0) - (whole.times.num_recipes if whole.times else 0)
+    if not missing:
+        return ""
+    return (
+        f"{missing} recipes shared their GPU with others when they were measured and have no times: those drawn for the newer techniques, whose "
+        "speed is held against what is predicted on [their own pages](techniques/README.md) and in "
+        "[the peak-memory experiment](peak-memory.md)."
+    )
 
 
 def _quantities(group: Group) -> dict[str, Errors | None]:

@@ -19,6 +19,8 @@ SAME_PERPLEXITY = 0.01
 LEAST_MEMORY = 0.90
 ERROR, ERROR_COMPILED = 0.01, 0.03
 """Largest error of a predicted peak, a share of the measured one."""
+FEWEST_STEPS = 50
+"""Of training below which perplexities are of models that have hardly begun to learn."""
 MET, NOT_MET, NO_CONTROL = "met", "not met", "not to be judged"
 
 
@@ -41,6 +43,9 @@ def verdicts(result: SweepResult, control: str) -> list[Verdict]:
     if base.measured_bytes is None and not is_waiting(base):
         return [_without_control(result, base), peaks_verdict(result.rows)]
     compared = [Compared(row, base) for row in result.rows if row is not base]
+    steps = result.trained_steps
+    if steps is not None and steps < FEWEST_STEPS:
+        return [_without_perplexity(compared, steps), peaks_verdict(result.rows)]
     return [_small_and_fast(compared), _least(compared), peaks_verdict(result.rows)]
 
 
@@ -60,6 +65,28 @@ def _without_control(result: SweepResult, base: Row) -> Verdict:
             else "."
         )
     return Verdict("less memory and more speed than the control", NO_CONTROL, why)
+
+
+def _without_perplexity(compared: Sequence[Compared], steps: int) -> Verdict:
+    """Memory and speed alone, where training was too short to tell more."""
+    goal = f"at least {LESS_MEMORY:.0%} less memory than the control at {FASTER} times its speed, and its perplexity".replace(
+        "%", " %"
+    )
+    measured = [one for one in compared if one.reduction is not None and one.late_speed is not None]
+    why = f"Trained for {steps} steps only, after which perplexities tell nothing."
+    best = max(measured, key=lambda one: one.reduction or 0, default=None)
+    if best is not None:
+        why += f" The least memory measured so far: `{best.row.variant}`, {_share(best.reduction)} less, {_times(best.late_speed)} the speed."
+    foreseen = [
+        one
+        for one in compared
+        if is_waiting(one.row)
+        and (one.predicted_reduction or 0) >= LESS_MEMORY
+        and (one.predicted_speed or 0) >= FASTER
+    ]
+    if foreseen:
+        why += " " + _foreseen(foreseen, "Memory and speed are predicted to be there")
+    return Verdict(goal, NO_CONTROL, why)
 
 
 def _small_and_fast(compared: Sequence[Compared]) -> Verdict:

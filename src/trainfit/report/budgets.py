@@ -6,7 +6,7 @@ Rows whose recipe says ``recompute: {budget_gib: x}`` are of our solver, those w
 from collections.abc import Sequence
 
 from trainfit.report.beat_it import MET, NOT_MET, Verdict
-from trainfit.report.peak_memory_tables import changes, measured_gib, predicted_gib
+from trainfit.report.peak_memory_tables import changes, host_gib, measured_gib, predicted_gib
 from trainfit.report.sweep_results import NOT_YET, Compared, SweepResult, is_waiting, not_there
 from trainfit.report.table import NOTHING, markdown_grid, percent
 from trainfit.spec.sweep import Row
@@ -37,7 +37,7 @@ def budget_table(result: SweepResult, control: str) -> str:
     """Every row's memory and time, against ``control``, which recomputes nothing."""
     base = result.row(control)
     heads = ["row", "what it changes", "predicted GiB", "measured GiB", "error", "less, predicted", "less, measured",
-             "predicted step, ms", "slower", "measured step, ms", "slower", "within the budget"]  # fmt: skip
+             "on the host, GiB", "predicted step, ms", "slower", "measured step, ms", "slower", "within the budget"]  # fmt: skip
     lines = [_budget_cells(row, base) for row in result.rows]
     return markdown_grid(heads, lines, num_text=2)
 
@@ -47,7 +47,7 @@ def _budget_cells(row: Row, base: Row) -> list[str]:
     measured_s, predicted_s = measured_step_s(row), predicted_step_s(row)
     return [
         f"`{row.variant}`", changes(row.recipe, base.recipe), predicted_gib(row), measured_gib(row), percent(row.error),
-        _share(against.predicted_reduction), _share(against.reduction), _ms(predicted_s),
+        _share(against.predicted_reduction), _share(against.reduction), host_gib(row), _ms(predicted_s),
         percent(_slower(predicted_s, predicted_step_s(base))),
         not_there(row) if measured_s is None else _ms(measured_s),
         percent(_slower(measured_s, measured_step_s(base))), _within(row),
@@ -94,12 +94,17 @@ def _words(rows: Sequence[Row], base: Row, whole: Row, *, measured: bool) -> str
     reductions = [_reduction(row, base, measured=measured) for row in (*rows, whole)]
     step_s = measured_step_s if measured else predicted_step_s
     parts = [
-        f"`{row.variant}` needs {_share(less)} less and is {percent(_slower(step_s(row), step_s(base)))} slower"
+        f"`{row.variant}` needs {_share(less)} less{_beside(row)} and is {percent(_slower(step_s(row), step_s(base)))} slower"
         for row, less in zip((*rows, whole), reductions, strict=True)
     ]
     if not rows:
         return f"no budget reaches it; {parts[-1]}."
     return f"{'; '.join(parts[:-1])}; {parts[-1]}."
+
+
+def _beside(row: Row) -> str:
+    host = host_gib(row)
+    return "" if host == NOTHING else f" (and {host} GiB of the host's memory)"
 
 
 def _reduction(row: Row, base: Row, *, measured: bool) -> float | None:

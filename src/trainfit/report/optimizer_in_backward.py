@@ -116,7 +116,8 @@ def page(rows: Rows, published: Published) -> str:
         "# Why the optimizer in the backward, alone, saves nothing",
         "Made by `python -m trainfit.report.optimizer_in_backward results/peak-memory/explained.jsonl --into "
         "docs/optimizer-in-backward.md` from `trainfit explain` of the recipes in `recipes/peak-memory`; do not edit. All "
-        "figures are of the virtual GPU's ledgers, which needed no GPU; the published column is "
+        "figures are of the virtual GPU's ledgers, which needed no GPU; what was measured stands beside the same peaks in "
+        "[peak-memory.md](peak-memory.md); the published column is "
         f"[the experiment's]({published.source}).",
         "The published experiment found that updating each weight in the backward, and freeing its gradient, saves nothing alone "
         "and nothing under `torch.compile`, but 5 GiB with checkpointing, and asked whether that hints at a bug in PyTorch. "
@@ -228,7 +229,7 @@ def _blocks(rows: Rows) -> list[Claim]:
             fused.most.gradients < plain.most.gradients / 8,
         ),
         Claim(
-            f"Alone that still changes {_change(plain, fused)}, for the eager reason. Within a budget of 0.05 the peak is where the "
+            f"Alone that changes no more than {_change(plain, fused)}, for the eager reason. Within a budget of 0.05 the peak is where the "
             f"gradients are, and fusing saves {_gib(budget.peak_allocated_bytes - both.peak_allocated_bytes)} of "
             f"{_gib(budget.peak_allocated_bytes)} GiB.",
             _same(plain, fused)

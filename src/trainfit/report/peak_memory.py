@@ -18,10 +18,14 @@ from trainfit.report import peak_memory_tables as tables
 from trainfit.report.budget_plot import budget_plot
 from trainfit.report.page_file import Page, on_white, read_and_write
 from trainfit.report.published import Published, read_published
-from trainfit.report.sweep_results import SweepResult, read_result
+from trainfit.report.sweep_results import NOT_YET, SweepResult, read_result
 
 CONTROL = tables.CONTROL
 PARETO_CONTROL = "ours without a budget"
+WARM_COMPILER = (
+    "A compiled row whose programs were on the measuring machine already, from a row before it, is not tuned again and holds less in its "
+    "first step than predicted: a prediction assumes that nothing was compiled there before."
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,7 +71,10 @@ def _intro(published: Published, results: list[SweepResult]) -> str:
         "(`recipes/peak-memory/`, each a change of `control.yaml`). The published figures are "
         f"[its authors']({published.source}), of **another GPU** ({published.gpu}, PyTorch {published.torch}) and other text: peaks "
         "of allocated memory can be set side by side, samples a second show the other GPU, perplexities the other text. GiB is 2^30 "
-        f"bytes; an error is predicted minus measured, over measured.\n\n{states}"
+        "bytes; an error is predicted minus measured, over measured; *on the host*: pinned memory of the host, as predicted. Measured "
+        f"under torch {', '.join(dict.fromkeys(v for result in results for v in result.torch_versions)) or NOT_YET}; "
+        "predicted under another version, compiled rows differ, since another compiler writes their programs.\n\n"
+        f"{states}"
     )
 
 
@@ -113,6 +120,7 @@ def _experiment(
         "## Memory",
         tables.memory_table(every, published),
         "*Less*: than the control. Where a published row is not what its name says:\n\n" + "\n".join(notes),
+        WARM_COMPILER,
         f"![Peak memory of every row, predicted, measured and published](plots/{shown['peak-memory-bars.svg']})",
         "Where each row's peak stands, what is alive there, and why the optimizer in the backward alone saves nothing: "
         "[optimizer-in-backward.md](optimizer-in-backward.md).",
@@ -146,6 +154,8 @@ def _pareto(pareto: SweepResult, plots: dict[str, str]) -> list[str]:
         "*Slower*: than without recomputation, not compiled.",
         budgets.budget_table(pareto, PARETO_CONTROL),
         _lines([budgets.never_over(pareto.rows), beat_it.peaks_verdict(pareto.rows)]),
+        "Ours lets kept tensors wait on the host, the compiler's cannot: the two are not alike, and the column *on the host* tells by how much. "
+        + WARM_COMPILER,
     ]
     svg = budget_plot(pareto.rows, "pareto")
     if svg is not None:
@@ -157,12 +167,14 @@ def _pareto(pareto: SweepResult, plots: dict[str, str]) -> list[str]:
 def _ladder(ladder: SweepResult, plots: dict[str, str]) -> list[str]:
     recipe = ladder.row(CONTROL).recipe
     batch = recipe["batch"]
+    steps = ladder.trained_steps
+    few = steps is not None and steps < beat_it.FEWEST_STEPS
     parts = [
         f"## The ladder: {ladder.name.removeprefix('ladder-')}",
         f"{batch['micro']} x {batch['seq']} tokens, {recipe['optimizer']['name']}. {ladder.sentence()}",
         tables.memory_table(ladder),
         tables.speed_table(ladder),
-        tables.quality_table(ladder),
+        f"Trained for {steps} steps, too few for perplexities." if few else tables.quality_table(ladder),
     ]
     svg = sweep_plots.memory_bars(ladder.rows)
     if svg is not None:

@@ -3,6 +3,7 @@ published row. Enters: a SweepResult and the published figures. Leaves: Markdown
 
 from typing import Any
 
+from trainfit.catalog.load import model_config
 from trainfit.report.published import Published
 from trainfit.report.sweep_results import (
     NOT_PREDICTED,
@@ -28,7 +29,10 @@ def changes(recipe: dict[str, Any], control: dict[str, Any]) -> str:
     if model["implementation"] != other["implementation"]:
         found.insert(0, f"model.implementation: {model['implementation']}")
     elif model != other:
-        found.insert(0, f"model: {model.get('name') or model['config']}")
+        config, before = model_config(model["config"]), model_config(other["config"])
+        # What the control's config writes down: another file may only write out more defaults.
+        keys = [key for key, value in before.items() if config.get(key) != value]
+        found = [f"model.config.{key}: {_plain(config.get(key))}" for key in keys] + found
     return ", ".join(f"`{one}`" for one in found) or NOTHING
 
 
@@ -63,6 +67,7 @@ def memory_table(result: SweepResult, published: Published | None = None) -> str
         "error",
         "less, predicted",
         "less, measured",
+        "on the host, GiB",
     ]
     if published is not None:
         heads += ["published GiB", "less, published", "measured / published"]
@@ -71,7 +76,7 @@ def memory_table(result: SweepResult, published: Published | None = None) -> str
         against = Compared(row, control)
         cells = [
             f"`{row.variant}`", changes(row.recipe, control.recipe), predicted_gib(row), measured_gib(row),
-            percent(row.error), _less(against.predicted_reduction), _less(against.reduction),
+            percent(row.error), _less(against.predicted_reduction), _less(against.reduction), host_gib(row),
         ]  # fmt: skip
         lines.append(cells + (_published_memory(row, published) if published is not None else []))
     return markdown_grid(heads, lines, num_text=2)
@@ -149,6 +154,12 @@ def predicted_gib(row: Row) -> str:
         return f"{row.predicted_bytes / GIB:.3f}" + ("" if fits else " (does not fit)")
     outcome = row.outcomes.get("predict")
     return NOT_PREDICTED if outcome is None else outcome.status
+
+
+def host_gib(row: Row) -> str:
+    """Pinned host memory that the step keeps, as predicted."""
+    num_bytes = row.estimate.host_bytes if row.estimate else None
+    return NOTHING if not num_bytes else f"{num_bytes / GIB:.2f}"
 
 
 def measured_gib(row: Row) -> str:

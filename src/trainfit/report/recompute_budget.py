@@ -20,7 +20,7 @@ NONE, FULL = "none", "full"
 """What every sweep of the folder calls its rows without recomputation and with all of it."""
 
 WHAT_IT_IS = """\
-`recompute: {budget_gib: 20}` keeps the step's peak of allocated memory at or under 20 GiB, as fast as can be. Every decoder block
+`recompute: {budget_gib: 20}` keeps the step's peak of allocated memory at or under 20 GiB, by the fastest plan that is found. Every decoder block
 recomputes nothing, its elementwise work or everything, and lets a share of what it keeps wait in pinned host memory; which block
 does what is planned from one short trace on the virtual GPU (`plan/recompute.py`).
 
@@ -72,7 +72,7 @@ def _sweep(result: SweepResult, plots: dict[str, str]) -> list[str]:
     parts = [
         f"## {result.name.removeprefix('recompute-budget-')}",
         f"{batch['micro']} x {batch['seq']} tokens, {recipe['precision']}, {recipe['optimizer']['name']}, {recipe['loss']} loss. "
-        f"{result.sentence()} Less and slower: than without recomputation.",
+        f"{result.sentence()} Less and slower: than without recomputation. On the host: pinned memory, as predicted.",
         "\n".join(verdict.line() for verdict in verdicts),
         budgets.budget_table(result, NONE),
     ]

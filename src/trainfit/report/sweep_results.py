@@ -42,6 +42,19 @@ class SweepResult:
         return tuple(dict.fromkeys(told))
 
     @property
+    def torch_versions(self) -> tuple[str, ...]:
+        """Under which rows were measured alone, each once."""
+        return tuple(dict.fromkeys(row.measurement.environment.torch for row in self.rows if row.measurement))
+
+    @property
+    def trained_steps(self) -> int | None:
+        """The fewest steps of its training runs that came to their end; None without any."""
+        return min(
+            (row.train["run"]["steps"] for row in self.rows if row.train and row.train["status"] == "done"),
+            default=None,
+        )
+
+    @property
     def num_waiting(self) -> int:
         """Rows of which something is not measured yet."""
         return sum(is_waiting(row) for row in self.rows)

@@ -69,7 +69,7 @@ class Budget(Value):
 
 
 class BudgetGib(Value):
-    """Keep the step's peak of allocated memory at or under this many GiB (2**30 bytes), as fast as can be.
+    """Keep the step's peak of allocated memory at or under this many GiB (2**30 bytes), by the fastest plan found.
 
     The planner (``plan/``) turns it into ``Layers``; a step is only built from those.
     """

@@ -81,6 +81,9 @@ class SweepFile(Value):
             raise disagreement("no recipe to vary", "write base, or recipes", field="base")
         if self.list and self.base is None:
             raise disagreement("a list of changes, and nothing to change", "write base", field="list")
+        for field in ("list", "recipes", "product"):
+            if field in self.model_fields_set and not getattr(self, field):
+                raise disagreement("nothing in it", "write a variant, or leave it out", field=field)
         for field, values in self.product.items():
             if not values:
                 raise disagreement("no values", "write at least one", field=f"product.{field}")
