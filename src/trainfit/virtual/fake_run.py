@@ -19,8 +19,15 @@ aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
 FILLS = frozenset({aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default})
 """They write values, which a fake tensor has none of. FakeTensorMode takes a millisecond for each random one."""
-VIEWS = frozenset(
+PLAIN = frozenset(
     {
+        aten.mm.default,
+        aten.mul.Tensor,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        aten.sum.dim_IntList,
         aten.detach.default,
         aten.t.default,
         aten.view.default,
@@ -33,7 +40,14 @@ VIEWS = frozenset(
     }
 )
 FACTORIES = frozenset({aten.empty.memory_format, aten.ones.default, aten.zeros.default})
-"""Most of what a step and a model's construction call, with nothing in FakeTensorMode to go by but their meta kernels."""
+"""With PLAIN most of what a step and a model's construction call. FakeTensorMode asks their meta kernels, and so is asked less."""
+PROFILING = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+"""Every step of an optimizer says so to the profiler."""
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
@@ -45,6 +59,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if func in FILLS and type(args[0]) is FakeTensor and args[0].constant is None:
         return args[0]
+    if func in PROFILING:
+        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+            return func(*args, **kwargs)
     short = _by_meta_kernel(func, args, kwargs)
     if short is not None:
         return short
@@ -62,15 +79,17 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """A view or a new tensor as FakeTensorMode makes it, without its cache, whose keys take longer than the kernel.
+    """The result as FakeTensorMode makes it, without its cache, whose keys take longer than the kernel.
 
-    None where there is more to it: symbolic sizes, a constant, another device.
+    None where there is more to it: symbolic sizes, a constant, two devices.
     """
-    if func in VIEWS:
-        of = args[0]
-        if type(of) is not FakeTensor or of.constant is not None:
+    if func in PLAIN:
+        given: list[Any] = [value for value in args if isinstance(value, Tensor)]
+        if any(type(t) is not FakeTensor or t.constant is not None for t in given):
             return None
-        mode, device = of.fake_mode, of.fake_device
+        mode, device = given[0].fake_mode, given[0].fake_device
+        if any(t.fake_mode is not mode or t.fake_device != device for t in given):
+            return None
     elif func in FACTORIES and kwargs.get("device") == CPU and not kwargs.get("pin_memory"):
         mode, device = active_fake_mode(), CPU
         kwargs = kwargs | {"device": META}
