@@ -60,10 +60,12 @@ def test_by_its_meta_kernel_an_operation_gives_what_fake_tensor_mode_gives(name:
         assert func in fake_run.PLAIN | fake_run.FACTORIES
         short = fake_run._by_meta_kernel(func, args, keywords)
         long = func(*args, **keywords)
-        assert isinstance(short, FakeTensor) and short is not args[0]
+        assert isinstance(short, FakeTensor)
+        assert short is not args[0]
         for said in ("shape", "dtype", "device", "layout"):
             assert getattr(short, said) == getattr(long, said), said
-        assert short.stride() == long.stride() and short.storage_offset() == long.storage_offset()
+        assert short.stride() == long.stride()
+        assert short.storage_offset() == long.storage_offset()
         assert short.untyped_storage().nbytes() == long.untyped_storage().nbytes()
         of = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
         assert (short.untyped_storage()._cdata == of) == (long.untyped_storage()._cdata == of)
