@@ -40,6 +40,8 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
         inside = any(name.startswith(outer + ".") for outer, _ in found)
         if not inside and isinstance(module, nn.ModuleList) and _is_repeated(module):
             found.append((name, module))
+    if len(found) == 1 and any(parameter.numel() for parameter in found[0][1].parameters()):
+        return found  # All is counted only where there is something to compare.
     largest = max((_num_parameters(blocks) for _, blocks in found), default=0)
     return [(name, blocks) for name, blocks in found if largest and 2 * _num_parameters(blocks) >= largest]
 

@@ -24,6 +24,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import BudgetGib, Layers, Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
+from trainfit.virtual.set_aside import set_aside
 
 LEVELS = ("none", "elementwise", "full")
 COMPILED_LEVELS = ("none", "full")
@@ -68,6 +69,7 @@ def resolve(recipe: Recipe) -> Recipe:
     return plan(recipe).recipe if isinstance(recipe.recompute, BudgetGib) else recipe
 
 
+@set_aside()
 def plan(recipe: Recipe) -> Plan:
     """The fastest plan found within the recipe's GiB budget.
 

@@ -8,15 +8,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_map_only
 
 from trainfit.spec.errors import InputError
 from trainfit.virtual.host import known_highest, known_value
 
 aten = torch.ops.aten
+CPU, META = torch.device("cpu"), torch.device("meta")
 FILLS = frozenset({aten.normal_.default, aten.uniform_.default, aten.fill_.Scalar, aten.zero_.default})
 """They write values, which a fake tensor has none of. FakeTensorMode takes a millisecond for each random one."""
+PLAIN = frozenset(
+    {
+        aten.mm.default,
+        aten.mul.Tensor,
+        aten.add.Tensor,
+        aten.sub.Tensor,
+        aten.neg.default,
+        aten.pow.Tensor_Scalar,
+        aten.sum.dim_IntList,
+        aten.detach.default,
+        aten.t.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+        aten.unsqueeze.default,
+        aten.expand.default,
+        aten.as_strided.default,
+    }
+)
+FACTORIES = frozenset({aten.empty.memory_format, aten.ones.default, aten.zeros.default})
+"""With PLAIN most of what a step and a model's construction call. FakeTensorMode asks their meta kernels, and so is asked less."""
+PROFILING = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
+"""Every step of an optimizer says so to the profiler."""
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
@@ -28,6 +59,12 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if func in FILLS and type(args[0]) is FakeTensor and args[0].constant is None:
         return args[0]
+    if func in PROFILING:
+        with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+            return func(*args, **kwargs)
+    short = _by_meta_kernel(func, args, kwargs)
+    if short is not None:
+        return short
     if func is aten.embedding.default:
         _check_rows(args[0], args[1])
     if func is aten._grouped_mm.default:
@@ -39,6 +76,30 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         # of the whole model's size.
         return None
     return func(*args, **kwargs)
+
+
+def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The result as FakeTensorMode makes it, without its cache, whose keys take longer than the kernel.
+
+    None where there is more to it: symbolic sizes, a constant, two devices.
+    """
+    if func in PLAIN:
+        given: list[Any] = [value for value in args if isinstance(value, Tensor)]
+        if any(type(t) is not FakeTensor or t.constant is not None for t in given):
+            return None
+        mode, device = given[0].fake_mode, given[0].fake_device
+        if any(t.fake_mode is not mode or t.fake_device != device for t in given):
+            return None
+    elif func in FACTORIES and kwargs.get("device") == CPU and not kwargs.get("pin_memory"):
+        mode, device = active_fake_mode(), CPU
+        kwargs = kwargs | {"device": META}
+    else:
+        return None
+    if mode is None or mode.shape_env is not None or mode.in_kernel_invocation:
+        return None
+    with in_kernel_invocation_manager(mode):
+        made = func(*args, **kwargs)
+    return FakeTensor(mode, made, device)
 
 
 @cache

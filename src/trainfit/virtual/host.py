@@ -136,6 +136,9 @@ def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name in NOT_FILLED:
         return
     try:
+        for arg in args:
+            if isinstance(arg, Tensor):
+                _value(arg)  # Most are not known, and this says so sooner.
         real_args, real_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
     except LookupError:
         known = getattr(out, VALUE, None)

@@ -37,6 +37,9 @@ from trainfit.virtual.traffic import bytes_moved
 from trainfit.virtual.workspaces import Workspaces
 
 aten = torch.ops.aten
+NESTED = (list, tuple, dict)
+LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""What most arguments are that hold no tensor."""
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """What ``torch.tensor`` ends with: its input is a real tensor whichever side the result is on."""
 CONVERSIONS = {aten._to_copy.default, aten.clone.default}
@@ -407,13 +410,15 @@ def _tensors(tree: Any) -> list[Tensor]:
         return [tree]
     if isinstance(tree, dict):
         tree = tree.values()
-    elif not isinstance(tree, list | tuple):
+    elif not isinstance(tree, NESTED):
         return []
     found: list[Tensor] = []
     for item in tree:
+        if type(item) in LEAVES:
+            continue
         if isinstance(item, Tensor):
             found.append(item)
-        elif isinstance(item, list | tuple | dict):
+        elif isinstance(item, NESTED):
             found += _tensors(item)
     return found
 

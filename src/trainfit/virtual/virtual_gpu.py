@@ -18,6 +18,7 @@ from trainfit.virtual.host import HostTensors, Residence
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.places import Groups, Place, Places
 from trainfit.virtual.real_fallback import fallbacks_told
+from trainfit.virtual.set_aside import set_aside
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.tracer import Tracer
 
@@ -85,6 +86,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
     places = Places()
     said: set[str] = set()
     with ExitStack() as stack:
+        stack.enter_context(set_aside())
         stack.enter_context(fallbacks_told(said))
         stack.enter_context(transformers_sees_real_tensors())
         if traits is not None:
