@@ -7,8 +7,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +107,30 @@ def test_eight_writers_some_killed_lose_nothing(tmp_path: Path):
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     records.append(path, record(999))
     assert len(records.read(path)) == len(found) + 1
+
+
+def test_a_file_made_while_it_is_looked_at_is_no_foreign_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another writer makes the file between two of the looks at what it is."""
+    path = tmp_path / "r.sqlite"
+    other = threading.Thread(target=lambda: records.append(path, record(1)))
+    plain = sqlite3.connect
+
+    def watched(*args: Any, **settings: Any) -> sqlite3.Connection:
+        database = plain(*args, **settings)
+
+        def look(statement: str) -> None:
+            if statement.startswith("PRAGMA user_version") and not other.ident:
+                monkeypatch.setattr(sqlite3, "connect", plain)
+                other.start()
+                other.join(1.0)
+
+        database.set_trace_callback(look)
+        return database
+
+    monkeypatch.setattr(sqlite3, "connect", watched)
+    records.append(path, record(2))
+    other.join()
+    assert {one.recipe["seed"] for one in records.read(path)} == {1, 2}
 
 
 def test_foreign_and_damaged_files_are_refused(tmp_path: Path):

@@ -249,9 +249,13 @@ def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
 
 def _check(database: sqlite3.Connection, path: Path, create: bool) -> None:
     database.execute("PRAGMA synchronous = FULL")
-    if not _is_ours(database, path) and create:
+    # One transaction, so all is read at one moment: another process may be making the file.
+    database.execute("BEGIN")
+    ours = _is_ours(database, path)
+    database.execute("COMMIT")
+    if not ours and create:
         _make(database, path)
-    elif not _is_ours(database, path):
+    elif not ours:
         raise InputError("holds no records", "append one first", file=str(path))
 
 
