@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernel_runs import between, interpreted
+from kernel_runs import between, interpreted, run
 from trainfit.kernels import adafactor
 from trainfit.kernels.stochastic_rounding import round_stochastically
 
@@ -17,18 +17,10 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter((torch.randn(shape) / 5).to(dtype)) for shape in shapes]
 
 
-def trained(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: int = 6) -> None:
-    for step in range(steps):
-        torch.manual_seed(step)
-        for weight in weights:
-            weight.grad = (torch.randn(weight.shape) / 10**step).to(weight.dtype)
-        optimizer.step()
-
-
 def test_it_is_torchs_adafactor_in_fp32() -> None:
     ours, theirs = parameters(), parameters()
-    trained(adafactor.FusedAdafactor(ours, lr=0.02, weight_decay=0.1, stochastic=False, seed=0), ours)
-    trained(torch.optim.Adafactor(theirs, lr=0.02, weight_decay=0.1, foreach=False), theirs)
+    run(adafactor.FusedAdafactor(ours, lr=0.02, weight_decay=0.1, stochastic=False, seed=0), ours)
+    run(torch.optim.Adafactor(theirs, lr=0.02, weight_decay=0.1, foreach=False), theirs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
 
@@ -110,7 +102,7 @@ def test_equal_seeds_round_equally() -> None:
     runs = []
     for seed in (1, 1, 2):
         weights = parameters(torch.bfloat16)
-        trained(adafactor.FusedAdafactor(weights, lr=0.02, stochastic=True, seed=seed), weights)
+        run(adafactor.FusedAdafactor(weights, lr=0.02, stochastic=True, seed=seed), weights)
         runs.append(torch.cat([w.detach().flatten() for w in weights]))
     assert torch.equal(runs[0], runs[1])
     assert not torch.equal(runs[0], runs[2])

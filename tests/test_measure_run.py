@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,28 @@ def test_suite_says_which_line_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
         read_recipes(recipes)
     assert suite([str(recipes), str(tmp_path / "out.jsonl")]) == 65
     assert "did you mean 'model'?" in capsys.readouterr().err
+
+
+def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(
+    tmp_path: Path, measured: Measurement, monkeypatch: pytest.MonkeyPatch
+):
+    recipes, records = tmp_path / "recipes.jsonl", tmp_path / "records.jsonl"
+    recipes.write_text(json.dumps(recipe().content()) + "\n")
+    steps: list[int] = []
+
+    def trial(_: Recipe, **settings: Any) -> Measurement:
+        steps.append(settings["steps"])
+        return measured
+
+    monkeypatch.setattr("trainfit.measure.suite.measure", trial)
+    common = [str(recipes), str(records), "--device", "cpu", "--spawn", "--again", "--steps", "4"]
+    assert suite(common) == suite([*common, "--shared"]) == 0
+    alone, shared = (parse(Record, json.loads(line)).measurement for line in records.read_text().splitlines())
+    assert steps == [4, 0]
+    assert alone is not None
+    assert shared is not None
+    assert alone.peak_device_bytes is not None
+    assert shared == alone.model_copy(update={"peak_device_bytes": None})
 
 
 def test_utilisation(measured: Measurement):
