@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import typer
 
 import trainfit
-from trainfit.cli import catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
+from trainfit.cli import bench, catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 
 EXIT_USAGE, EXIT_BUG, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
@@ -38,7 +38,7 @@ def app() -> typer.Typer:
     ) -> None:
         pass
 
-    for verb in (predict, explain, measure, verify, train, sweep, report, records, mfu, catalog):
+    for verb in (predict, explain, measure, verify, train, sweep, bench, report, records, mfu, catalog):
         verb.register(verbs)
     return verbs
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from trainfit.spec.result import Record
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file that --record made.")]
-Kind = Annotated[Literal["predict", "measure", "train"] | None, typer.Option(help="Only this kind.")]
+Kind = Annotated[Literal["predict", "measure", "train", "bench"] | None, typer.Option(help="Only this kind.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +39,9 @@ def _line(record: "Record") -> list[str]:
     from trainfit.cli.words import quantity
     from trainfit.spec.recipe_file import recipe_from
 
+    if record.bench is not None:
+        what = f"{record.bench.experiment}, {record.bench.form}: {len(record.bench.rows)} rows"
+        return [record.created_at[:19].replace("T", " "), record.kind, "", what, "", ""]
     recipe = recipe_from(record.recipe)
     result = record.estimate or record.measurement
     trained = record.train or {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import trainfit
+from trainfit.spec.bench import BenchResult
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 
@@ -47,6 +48,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
 def now() -> str:
     """The time as ISO 8601 in UTC, to the microsecond, such as ``2026-11-20T23:12:00.000000+00:00``."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
+def new_bench_record(result: BenchResult) -> Record:
+    """A Record of a benchmark, which is of no recipe, made now by this code."""
+    return Record(
+        kind="bench", created_at=now(), version=trainfit.__version__, commit=commit(),
+        recipe={}, recipe_id="", bench=result,
+    )  # fmt: skip
 
 
 def new_record(kind: Literal["predict", "measure", "train"], recipe: Recipe, **fields: Any) -> Record:

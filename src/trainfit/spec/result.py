@@ -5,6 +5,8 @@ Sizes in bytes, times in seconds, FLOPs of one optimizer step on one GPU unless 
 
 from typing import Any, Literal
 
+from trainfit.spec.bench import BenchResult
+from trainfit.spec.samples import Environment, Spread
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
 CATEGORIES: tuple[str, ...] = (
@@ -140,52 +142,6 @@ class Estimate(Value):
         return self.device_bytes - self.peak_device_bytes
 
 
-class Environment(Value):
-    """Where a measurement was made."""
-
-    device: str
-    """Name of the GPU, or of the CPU."""
-    device_bytes: Bytes
-    driver: str | None = None
-    torch: str
-    cuda: str | None = None
-    transformers: str | None = None
-    python: str
-    platform: str
-    clocks_mhz: dict[str, int] = {}
-    """Sampled while the last timed step ran: ``sm``, ``memory``, and the most each can do."""
-    throttled: tuple[str, ...] = ()
-    """Why the driver held the clocks below their most while the steps were timed (NVML's names)."""
-    variables: dict[str, str] = {}
-    """Environment variables that change memory or speed, such as PYTORCH_CUDA_ALLOC_CONF, as they were set."""
-    commit: str | None = None
-
-
-class Spread(Value):
-    """Samples of one quantity, in the order taken, and their summary."""
-
-    samples: tuple[float, ...]
-    median: float
-    low: float
-    """10th percentile."""
-    high: float
-    """90th percentile."""
-
-    @classmethod
-    def of(cls, samples: list[float]) -> "Spread":
-        """Summarise at least one sample (nearest-rank percentiles)."""
-        if not samples:
-            raise ValueError("samples is empty: a spread needs at least one sample")
-        ordered = sorted(samples)
-
-        def at(share: float) -> float:
-            return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
-        middle = len(ordered) // 2
-        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        return cls(samples=tuple(samples), median=median, low=at(0.1), high=at(0.9))
-
-
 class Measurement(Value):
     """One recipe measured on a real device. Out of memory is a result: ``status`` and the peak reached."""
 
@@ -228,12 +184,13 @@ class Outcome(Value):
 class Record(Value):
     """One line of evidence: what was asked, what came out, with which code."""
 
-    kind: Literal["predict", "measure", "train"]
+    kind: Literal["predict", "measure", "train", "bench"]
     created_at: str
     """ISO 8601, UTC."""
     version: str
     commit: str | None
     recipe: dict[str, Any]
+    """Empty for a benchmark, which is of no recipe."""
     recipe_id: str
     estimate: Estimate | None = None
     measurement: Measurement | None = None
@@ -242,5 +199,6 @@ class Record(Value):
     tags: tuple[str, ...] = ()
     outcome: Outcome | None = None
     """Only of a sweep's trials: also one that came to nothing leaves a record."""
+    bench: BenchResult | None = None
     planned: dict[str, Any] | None = None
     """Only of a sweep's prediction: the recipe with its GiB budget planned, which the estimate is of."""

@@ -1,0 +1,1 @@
+"""Benchmarks: one timing harness, and one file for each experiment."""

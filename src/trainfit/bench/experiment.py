@@ -1,0 +1,182 @@
+"""What every experiment is given, and how its rows come to be.
+
+A row is made in one place, so that whatever happens to a point (out of memory, refused, failed, no time left, clocks held down,
+faster than possible) becomes a row that says so, and the experiment goes on to its next point.
+"""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from trainfit.bench.roofline import Work, is_impossible, least_seconds
+from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
+from trainfit.bench.timing import TOTAL, Lap, Rule, Timing, take
+from trainfit.measure.meter import is_out_of_memory
+from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.units import format_seconds
+
+Point = dict[str, Cell]
+Rates = Callable[[float], Mapping[str, Cell]]
+"""What follows from a median of so many seconds, such as TFLOP/s."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row to be made of one lap of a run: its point, the work it does, and its rates."""
+
+    point: Point
+    lap: str = TOTAL
+    work: Work | None = None
+    rates: Rates = lambda seconds: {}
+
+
+@dataclass
+class Bench:
+    """One run of one experiment on one device."""
+
+    device: torch.device
+    form: Literal["tiny", "full"]
+    stopwatch: Stopwatch
+    gpu: Gpu | None
+    """The data sheet; None: nothing is called impossible."""
+    rule: Rule
+    ends_at: float
+    """On ``time.perf_counter``: no further point begins."""
+
+    @property
+    def tiny(self) -> bool:
+        return self.form == "tiny"
+
+    def left_s(self) -> float:
+        """Seconds of the experiment's limit that are left."""
+        return self.ends_at - time.perf_counter()
+
+    def time(
+        self,
+        parts: list[Part],
+        build: Callable[[], Callable[[Lap], object]],
+        rule: Rule | None = None,
+        *,
+        numbers: Mapping[str, Cell] | None = None,
+        on_host: bool = False,
+    ) -> Iterator[BenchRow]:
+        """Rows of ``parts``, all from one series of runs of what ``build`` returns.
+
+        Args:
+            build: makes tensors and modules; its memory running out is a row, too.
+            rule: other than the experiment's; the time that is left caps it.
+            numbers: beside the rates in every row; read when the runs are over.
+            on_host: the work is the CPU's, whatever the device.
+        """
+        points = [part.point for part in parts]
+        timing = self.series(build, rule or self.rule, on_host=on_host)
+        if isinstance(timing, tuple):
+            yield from failures(points, *timing)
+            return
+        for part in parts:
+            yield self.row(part, timing, numbers or {})
+
+    def series(
+        self, build: Callable[[], Callable[[Lap], object]], rule: Rule, *, on_host: bool = False
+    ) -> "Timing | Failure":
+        """The samples, or why there are none."""
+        if self.left_s() <= 0:
+            return ("not-run", "the experiment's time limit came first")
+        rule = replace(rule, cap_s=min(rule.cap_s, self.left_s()))
+        stopwatch = CpuStopwatch() if on_host else self.stopwatch
+        failure: Failure | None = None
+        try:
+            return take(build(), stopwatch, rule)
+        except Exception as error:  # Whatever it is, it is this point's result.
+            failure = told(error)
+        finally:
+            self.tidy()
+        return failure
+
+    def row(self, part: Part, timing: Timing, numbers: Mapping[str, Cell]) -> BenchRow:
+        """One part's row, held against the data sheet."""
+        times = timing.spread(part.lap)
+        if times is None:
+            return BenchRow(
+                point=part.point, status=timing.status, message=timing.message, discarded=timing.discarded
+            )
+        known: dict[str, Any] = {"point": part.point, "times": times, "discarded": timing.discarded}
+        least_s = self._least_seconds(part.work)
+        if least_s is not None and is_impossible(times.median, least_s):
+            why = f"{format_seconds(times.median)} is less than the {format_seconds(least_s)} that the data sheet allows"
+            return BenchRow(**known, status="impossible", message=why)
+        rates = dict(numbers) | dict(part.rates(times.median))
+        return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
+
+    def _least_seconds(self, work: Work | None) -> float | None:
+        if work is None or self.gpu is None:
+            return None
+        return least_seconds(work, self.gpu, self.stopwatch.flush_bytes)
+
+    def tidy(self) -> None:
+        """Give back what a point left, so that the next one has the whole memory."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run"], str]
+
+
+def told(error: Exception) -> Failure:
+    """What an exception makes of a row: its status and one line."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    if is_out_of_memory(error):
+        return ("out-of-memory", line)
+    if isinstance(error, InputError):
+        return ("refused", line)
+    return ("failed", f"{type(error).__name__}: {line}")
+
+
+def failures(points: list[Point], status: Any, message: str) -> Iterator[BenchRow]:
+    """Rows of points that came to nothing."""
+    for point in points:
+        yield BenchRow(point=point, status=status, message=message)
+
+
+def value(point: Point, **numbers: Cell) -> BenchRow:
+    """A row of what is known without a clock.
+
+    Raises:
+        ValueError: a number is not finite, which is no result.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ValueError(f"{name} = {number}: not a finite number")
+    return BenchRow(point=point, status="done", numbers=numbers)
+
+
+def of_work(flops: float = 0.0, num_bytes: float = 0.0) -> Rates:
+    """Rates of so much work: ``tflops_per_s`` and ``gb_per_s``, each where there is such work."""
+
+    def rates(seconds: float) -> dict[str, Cell]:
+        found: dict[str, Cell] = {}
+        if flops:
+            found["tflops_per_s"] = flops / seconds / 1e12
+        if num_bytes:
+            found["gb_per_s"] = num_bytes / seconds / 1e9
+        return found
+
+    return rates
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A file of ``experiments/``: what ``trainfit bench NAME`` runs."""
+
+    name: str
+    run: Callable[[Bench], Iterator[BenchRow]]
+    limit_s: float
+    """Seconds it may take in full form unless told otherwise."""

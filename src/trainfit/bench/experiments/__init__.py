@@ -1,0 +1,1 @@
+"""One file for each experiment: ``EXPERIMENT`` says its name and how it runs."""

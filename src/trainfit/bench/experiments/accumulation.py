@@ -1,0 +1,113 @@
+"""``accumulation``: what happens to a sum of many small floats, by the dtypes of sum and addend, and by the order.
+
+0.01 is no binary fraction: fp16's nearest is 0.01000213623046875, so a thousand of them are 10.0021 however exactly they are
+added. Between 8 and 16 fp16's numbers lie 2**-7 apart, so each addition there rounds 0.01 to 0.0078125.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from trainfit.bench.experiment import Bench, Experiment, Part, value
+from trainfit.bench.timing import Lap, Rule
+from trainfit.spec.bench import BenchRow
+
+NUM_ADDENDS, ADDEND = 1000, 0.01
+SUMS = (
+    ("fp32", "fp32", False, "each addition rounds to 24 bits"),
+    ("fp16", "fp16", False, "each addition rounds to 11 bits: past 8 in steps of 0.0078"),
+    ("fp32", "fp16", False, "added in fp32, but the addend is already 0.010002136"),
+    ("fp32", "fp16", True, "casting to fp32 does not bring back what fp16 lost"),
+)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+NUM_FLOATS = {"tiny": 500, "full": 100_000}
+
+
+def run(bench: Bench) -> Iterator[BenchRow]:
+    """The four sums, then five ways to add many floats."""
+    for into, addend, cast, why in SUMS:
+        point = {"sum": into, "addend": addend, "cast": cast}
+        yield value(point, total=thousand_hundredths(into, addend, cast), why=why)
+    floats = spread_out(NUM_FLOATS[bench.form])
+    exact = math.fsum(floats.astype(np.float64).tolist())
+    for name, add in METHODS.items():
+        error = abs(float(add(floats)) - exact) / exact
+        rule = Rule(warmup=1, min_samples=6, max_samples=20, spread=0.05, cap_s=5.0, flush=False)
+        part = Part({"method": name, "floats": len(floats)})
+        yield from bench.time([part], _runs(add, floats), rule, numbers={"relative_error": error}, on_host=True)
+
+
+def thousand_hundredths(into: str, addend: str, cast: bool) -> float:
+    """1000 x 0.01 added one by one into a sum of dtype ``into``; ``cast``: each addend is cast to it first."""
+    total = torch.tensor(0, dtype=DTYPES[into])
+    for _ in range(NUM_ADDENDS):
+        one = torch.tensor(ADDEND, dtype=DTYPES[addend])
+        total += one.type(DTYPES[into]) if cast else one
+    return total.item()
+
+
+def spread_out(count: int) -> np.ndarray:
+    """``count`` positive fp32 of magnitudes from 1e-4 to 1e4, the same each time."""
+    random = np.random.default_rng(0)
+    return (10.0 ** random.uniform(-4, 4, count)).astype(np.float32)
+
+
+def naive(floats: np.ndarray) -> np.float32:
+    """One after the other."""
+    total = np.float32(0)
+    for one in floats:
+        total += one
+    return total
+
+
+def ascending(floats: np.ndarray) -> np.float32:
+    """One after the other, the smallest first."""
+    return naive(np.sort(floats))
+
+
+def pairwise(floats: np.ndarray) -> np.float32:
+    """Halves, each summed so: the error grows with the logarithm of the count (Higham, SIAM J. Sci. Comput., 1993)."""
+    if len(floats) == 1:
+        return floats[0]
+    middle = len(floats) // 2
+    return pairwise(floats[:middle]) + pairwise(floats[middle:])
+
+
+def kahan(floats: np.ndarray) -> np.float32:
+    """What each addition lost is added to the next (Kahan, CACM, 1965)."""
+    total = lost = np.float32(0)
+    for one in floats:
+        corrected = one - lost
+        larger = total + corrected
+        lost = (larger - total) - corrected
+        total = larger
+    return total
+
+
+def smallest_two(floats: np.ndarray) -> np.float32:
+    """The two smallest are replaced by their sum until one is left."""
+    heap = list(floats)
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        heapq.heapreplace(heap, heapq.heappop(heap) + heap[0])
+    return heap[0]
+
+
+METHODS: dict[str, Callable[[np.ndarray], np.float32]] = {
+    "naive": naive,
+    "sorted": ascending,
+    "pairwise": pairwise,
+    "Kahan": kahan,
+    "smallest two first": smallest_two,
+}
+"""All are plain Python over fp32 scalars, so that their times can be compared with each other and with nothing else."""
+
+
+def _runs(add: Callable[[np.ndarray], np.float32], floats: np.ndarray) -> Callable[[], Callable[[Lap], object]]:
+    return lambda: lambda lap: add(floats)
+
+
+EXPERIMENT = Experiment("accumulation", run, limit_s=60)

@@ -1,0 +1,107 @@
+"""``run``: an experiment's name in, a BenchResult out. ``experiments``: those there are, found by themselves."""
+
+import importlib
+import pkgutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Literal
+
+import torch
+
+from trainfit.bench import experiments as folder
+from trainfit.bench.experiment import Bench, Experiment
+from trainfit.bench.stopwatch import stopwatch_of
+from trainfit.bench.timing import Rule
+from trainfit.catalog import load as catalog
+from trainfit.measure.environment import host_environment
+from trainfit.measure.run import DEVICE
+from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
+
+Form = Literal["tiny", "full"]
+RULES: dict[Form, Rule] = {
+    "tiny": Rule(warmup=1, min_samples=6, max_samples=10, spread=0.5, cap_s=0.3, flush=False),
+    "full": Rule(cap_s=1.0),
+}
+TINY_LIMIT_S = 60.0
+
+
+def experiment_names() -> list[str]:
+    """The names of the experiments: the files of ``experiments/``."""
+    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+
+
+def experiment(name: str) -> Experiment:
+    """The experiment called ``name``.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in experiment_names():
+        raise InputError(
+            "no such experiment", f"use {', '.join(experiment_names())}", field="NAME", value=name
+        )
+    return importlib.import_module(f"{folder.__name__}.{name}").EXPERIMENT
+
+
+def run(
+    name: str,
+    *,
+    device: str = "auto",
+    form: Form | None = None,
+    limit_s: float | None = None,
+    on_row: Callable[[BenchRow], None] = lambda row: None,
+) -> BenchResult:
+    """Run one experiment in this process.
+
+    Args:
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
+        form: None: full on a GPU, tiny on a CPU.
+        limit_s: no further point begins after so long; None: the experiment's own.
+        on_row: hears each row as it is made.
+
+    Raises:
+        InputError: no such experiment, or no such device.
+    """
+    start = time.perf_counter()
+    asked, place = experiment(name), _device(device)
+    form = form or ("full" if place.type == "cuda" else "tiny")
+    limit_s = limit_s if limit_s is not None else asked.limit_s if form == "full" else TINY_LIMIT_S
+    stopwatch = stopwatch_of(place)
+    gpu = _data_sheet(place)
+    bench = Bench(place, form, stopwatch, gpu, RULES[form], start + limit_s)
+    rows = []
+    for row in asked.run(bench):
+        rows.append(row)
+        on_row(row)
+    settings = asdict(RULES[form]) | {"flush_bytes": stopwatch.flush_bytes}
+    environment = stopwatch.environment(host_environment(str(place)))
+    return BenchResult(
+        experiment=name, form=form, rows=tuple(rows), environment=environment, gpu=gpu.name if gpu else None,
+        limit_s=limit_s, elapsed_s=time.perf_counter() - start, settings=settings,
+    )  # fmt: skip
+
+
+def _device(name: str) -> torch.device:
+    if not DEVICE.fullmatch(name):
+        raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=name)
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices", "use cpu", field="device", value=name
+        )
+    return device
+
+
+def _data_sheet(device: torch.device) -> Gpu | None:
+    """The device's row of the catalog; None: a CPU, or a GPU that the catalog does not have."""
+    if device.type != "cuda":
+        return None
+    try:
+        return catalog.gpu_of_device(torch.cuda.get_device_name(device))
+    except InputError:  # The result says so: its ``gpu`` is None.
+        return None

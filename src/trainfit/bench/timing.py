@@ -1,0 +1,170 @@
+"""The timing harness: the one place where a benchmark's times come from.
+
+Enters: something to run, and a rule. Leaves: a Timing, which has samples only if the run was clean.
+
+Each sample: empty the cache, mark, run, mark, ask for the clocks while the device still works, wait. Samples are taken until the
+median is known well enough (``Rule.spread``), or the time cap. A sample in which the driver held the clocks down is thrown away
+and the device rests, longer each time; where most samples are lost so, the run has no number.
+
+The spread is that of the median, not of the samples: the 95 % confidence interval by order statistics, which needs no bell curve
+(Le Boudec, Performance Evaluation, 2010, section 2.2; Hoefler and Belli, SC 2015, rule 5).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trainfit.bench.stopwatch import Stopwatch
+from trainfit.spec.bench import BenchStatus
+from trainfit.spec.samples import Spread
+
+Lap = Callable[[str], None]
+"""Called by what is timed where a part of it begins."""
+TOTAL = "total"
+LONGEST_REST_S = 0.5
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How many samples."""
+
+    warmup: int = 3
+    """Runs before the first sample."""
+    min_samples: int = 10
+    max_samples: int = 200
+    spread: float = 0.02
+    """Width of the median's confidence interval over the median, at which it is known well enough."""
+    cap_s: float = 3.0
+    """Seconds after which no further sample begins, warm-up and resting included."""
+    flush: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_samples <= self.max_samples:
+            raise ValueError(f"min_samples = {self.min_samples}: must be 1 to max_samples ({self.max_samples})")
+
+
+@dataclass
+class Timing:
+    """Samples of one run; ``laps`` has the seconds of each part, ``total`` of the whole, in the order taken.
+
+    ``runs`` counts the runs before each kept sample, warm-up and discarded ones included.
+    """
+
+    status: BenchStatus = "done"
+    message: str = ""
+    laps: dict[str, list[float]] = field(default_factory=dict)
+    runs: list[int] = field(default_factory=list)
+    discarded: int = 0
+
+    def after(self, runs: int, num_samples: int) -> "Timing":
+        """The first ``num_samples`` kept samples that at least ``runs`` runs went before; not judged."""
+        kept = [index for index, before in enumerate(self.runs) if before >= runs][:num_samples]
+        laps = {name: [samples[index] for index in kept] for name, samples in self.laps.items()}
+        return Timing(laps=laps, runs=[self.runs[index] for index in kept], discarded=self.discarded)
+
+    def spread(self, lap: str = TOTAL) -> Spread | None:
+        """The samples' summary; None where there is no number."""
+        samples = self.laps.get(lap)
+        return Spread.of(samples) if samples else None
+
+
+def take(
+    run: Callable[[Lap], object],
+    stopwatch: Stopwatch,
+    rule: Rule,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
+    """Time ``run``. What it raises is the caller's.
+
+    Args:
+        run: is given a function to call with a part's name where that part begins; it need not call it.
+        clock: seconds for the time cap.
+    """
+    start = clock()
+    for _ in range(rule.warmup):
+        run(_no_lap)
+        stopwatch.wait()
+        if clock() - start > rule.cap_s:
+            break
+    timing, rest_s, count, reasons = Timing(), 0.01, rule.warmup, ()
+    while len(timing.runs) < rule.max_samples:
+        held, parts = _sample(run, stopwatch, rule.flush)
+        if held:
+            timing.discarded, reasons = timing.discarded + 1, held
+            stopwatch.rest(rest_s)
+            rest_s = min(2 * rest_s, LONGEST_REST_S)
+        else:
+            timing.runs.append(count)
+            for name, seconds in parts.items():
+                timing.laps.setdefault(name, []).append(seconds)
+        count += 1
+        if _enough(timing, rule) or (clock() - start > rule.cap_s and _tried(timing, rule)):
+            break
+    return judge(timing, rule, reasons)
+
+
+def _no_lap(name: str) -> None:
+    pass
+
+
+def _sample(
+    run: Callable[[Lap], object], stopwatch: Stopwatch, flush: bool
+) -> tuple[tuple[str, ...], dict[str, float]]:
+    """One run: why the clocks were held, and the seconds of each part (a name that comes twice is summed)."""
+    if flush:
+        stopwatch.flush()
+    marks = [(TOTAL, stopwatch.mark())]
+    result = run(lambda name: marks.append((name, stopwatch.mark())))
+    end = stopwatch.mark()
+    held = stopwatch.throttled()
+    stopwatch.wait()
+    del result  # freed outside of what is timed
+    ends = [mark for _, mark in marks[1:]] + [end]
+    parts = {TOTAL: stopwatch.between(marks[0][1], end)}
+    for (name, begin), until in zip(marks[1:], ends[1:], strict=True):
+        parts[name] = parts.get(name, 0.0) + stopwatch.between(begin, until)
+    return held, parts
+
+
+def _tried(timing: Timing, rule: Rule) -> bool:
+    """Whether the time cap may end it: a sample was kept, or so many were lost that none will be."""
+    return bool(timing.runs) or timing.discarded >= rule.min_samples
+
+
+def _enough(timing: Timing, rule: Rule) -> bool:
+    samples = timing.laps.get(TOTAL, [])
+    return len(samples) >= rule.min_samples and spread_of_median(samples) <= rule.spread
+
+
+def judge(timing: Timing, rule: Rule, reasons: tuple[str, ...] = ()) -> Timing:
+    """The timing with its status; without samples where most were lost to held clocks, for ``reasons``."""
+    if timing.discarded > len(timing.runs):
+        lost = f"{timing.discarded} of {timing.discarded + len(timing.runs)} samples"
+        why = f"the clocks were held down ({', '.join(reasons)}) in {lost}"
+        return Timing("throttled", why, discarded=timing.discarded)
+    if not _enough(timing, rule):
+        samples = timing.laps[TOTAL]
+        width = spread_of_median(samples)
+        known = "cannot be told" if math.isinf(width) else f"is {width:.1%} of it, not {rule.spread:.1%}"
+        timing.status = "unsteady"
+        timing.message = f"the median's confidence interval {known} after {len(samples)} samples"
+    return timing
+
+
+def spread_of_median(samples: list[float]) -> float:
+    """Width of the median's 95 % confidence interval over the median; infinite below six samples.
+
+    The ranks are those of the normal approximation of the binomial, n / 2 -+ 0.98 sqrt(n); six samples are the fewest whose
+    least and greatest hold the median with 95 % (1 - 2 / 2**6 = 96.9 %).
+    """
+    count = len(samples)
+    if count < 6:
+        return math.inf
+    ordered = sorted(samples)
+    reach = 0.98 * math.sqrt(count)
+    low = max(0, math.floor(count / 2 - reach) - 1)
+    high = min(count - 1, math.ceil(count / 2 + reach))
+    median = Spread.of(samples).median
+    return (ordered[high] - ordered[low]) / median if median > 0 else math.inf

@@ -1,0 +1,62 @@
+"""What a benchmark says: one typed row for each point, of which only a clean run has a number."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from trainfit.spec.samples import Environment, Spread
+from trainfit.spec.value import Count, Seconds, Value, disagreement
+
+Cell = bool | int | float | str
+BenchStatus = Literal[
+    "done", "unsteady", "impossible", "throttled", "out-of-memory", "refused", "failed", "not-run"
+]
+WITHOUT_NUMBERS: tuple[BenchStatus, ...] = ("throttled", "out-of-memory", "refused", "failed", "not-run")
+
+
+class BenchRow(Value):
+    """One point of an experiment.
+
+    status: done: the median's confidence interval is as narrow as asked; unsteady: the time cap came first, and
+    ``times`` says how wide it is; impossible: faster than the device's data sheet allows, so the timing is wrong: its
+    times are kept as evidence and no rate is made of them; throttled: the driver held the clocks down; refused: this
+    device or version does not have it; not-run: the experiment's time limit came first.
+    """
+
+    point: dict[str, Cell]
+    """What was asked: the values that tell this row from the others, such as ``{"seq": 256, "pass": "forward"}``."""
+    status: BenchStatus
+    message: str = ""
+    times: Spread | None = None
+    """Seconds of each kept sample."""
+    numbers: dict[str, Cell] = {}
+    """What came out beside the times, units in the names (``tflops_per_s``, ``bytes``); dtypes are text."""
+    discarded: Count = 0
+    """Samples that were thrown away because the clocks were held down while they ran."""
+
+    @model_validator(mode="after")
+    def _no_number_without_a_clean_run(self) -> "BenchRow":
+        has_numbers = self.times is not None or bool(self.numbers)
+        if self.status in WITHOUT_NUMBERS and has_numbers:
+            raise disagreement(f"a row that is {self.status} has no numbers", "leave them out", field="status")
+        if self.status == "impossible" and self.numbers:
+            raise disagreement("an impossible time makes no rates", "leave them out", field="numbers")
+        if self.status not in ("done", "unsteady") and not self.message:
+            raise disagreement(f"a row that is {self.status} says why", "add a message", field="message")
+        return self
+
+
+class BenchResult(Value):
+    """One run of one experiment."""
+
+    experiment: str
+    form: Literal["tiny", "full"]
+    """tiny: seconds on a CPU, to show that it works; full: what is worth quoting."""
+    rows: tuple[BenchRow, ...]
+    environment: Environment
+    gpu: str | None = None
+    """The catalog's name of the device, whose data sheet bounds the times; None: not in the catalog, nothing is bounded."""
+    limit_s: Seconds
+    elapsed_s: Seconds
+    settings: dict[str, Any] = {}
+    """How samples were taken unless the experiment says otherwise: the rule's fields, and the bytes that the cache flush writes."""
