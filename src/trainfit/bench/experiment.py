@@ -8,6 +8,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -170,6 +171,17 @@ def of_work(flops: float = 0.0, num_bytes: float = 0.0) -> Rates:
         return found
 
     return rates
+
+
+@contextmanager
+def fp32_products(kind: Literal["fp32", "tf32"]) -> Iterator[None]:
+    """Products of fp32 matrices in fp32 or in tf32: their peaks differ eightfold, so none is left to chance."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

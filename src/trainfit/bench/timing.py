@@ -36,7 +36,7 @@ class Rule:
     spread: float = 0.02
     """Width of the median's confidence interval over the median, at which it is known well enough."""
     cap_s: float = 3.0
-    """Seconds after which no further sample begins, warm-up and resting included."""
+    """Seconds after which no further sample begins, resting included; as many again for the warm-up, whose first run always runs."""
     flush: bool = True
 
     def __post_init__(self) -> None:
@@ -82,13 +82,12 @@ def take(
         run: is given a function to call with a part's name where that part begins; it need not call it.
         clock: seconds for the time cap.
     """
-    start = clock()
-    for _ in range(rule.warmup):
+    count, start = 0, clock()
+    while count < rule.warmup and (count == 0 or clock() - start <= rule.cap_s):
         run(_no_lap)
         stopwatch.wait()
-        if clock() - start > rule.cap_s:
-            break
-    timing, rest_s, count, reasons = Timing(), 0.01, rule.warmup, ()
+        count += 1
+    timing, rest_s, reasons, start = Timing(), 0.01, (), clock()
     while len(timing.runs) < rule.max_samples:
         held, parts = _sample(run, stopwatch, rule.flush)
         if held:
@@ -147,9 +146,9 @@ def judge(timing: Timing, rule: Rule, reasons: tuple[str, ...] = ()) -> Timing:
     if not _enough(timing, rule):
         samples = timing.laps[TOTAL]
         width = spread_of_median(samples)
-        known = "cannot be told" if math.isinf(width) else f"is {width:.1%} of it, not {rule.spread:.1%}"
+        known = "not known" if math.isinf(width) else f"known to {width:.1%}, not {rule.spread:.1%},"
         timing.status = "unsteady"
-        timing.message = f"the median's confidence interval {known} after {len(samples)} samples"
+        timing.message = f"the median is {known} after {len(samples)} samples"
     return timing
 
 

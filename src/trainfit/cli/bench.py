@@ -86,8 +86,8 @@ def _tell(row: "BenchRow") -> None:
 
 def show(result: "BenchResult") -> None:
     """The result for people: where, then a table for each question."""
-    from trainfit.cli.show import console, rows
-    from trainfit.report.bench_table import grids
+    from trainfit.cli.show import console, notes, rows
+    from trainfit.report.bench_table import grids, reasons
 
     out = console()
     where = result.environment
@@ -96,8 +96,10 @@ def show(result: "BenchResult") -> None:
         out.print("no data sheet of this device in the catalog: no time is called impossible")
     for grid in grids(result.rows):
         out.print()
-        justify = ["right" if number else "left" for number in grid.is_number]
+        justify = ["right" if number else "left" for number in grid.is_number[:-1]]
+        justify += ["right" if grid.is_number[-1] else "wrap"]
         rows(out, [grid.titles, *grid.lines], *justify)
+    notes(out, "Rows without a rate", reasons(result.rows))
     counts = {row.status: 0 for row in result.rows}
     for row in result.rows:
         counts[row.status] += 1

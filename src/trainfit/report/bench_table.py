@@ -1,7 +1,7 @@
 """A benchmark's rows as cells, for the terminal and for the docs.
 
-Rows that answer the same question (equal keys in their points) make one table: its columns are the keys, then the median with its
-10 % to 90 % range, then the numbers, then the status with its message where it is not done.
+Rows that answer the same question (equal keys in their points) make one table: its columns are the keys, then the median with the
+samples' spread, then the numbers, then the status where it is not done.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,10 @@ from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
 UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s"}
+
+
+SPREAD = "spread"
+"""From the 10th to the 90th percentile, over the median."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
     names = list(dict.fromkeys(name for row in rows for name in row.numbers))
     titles, numeric = list(keys), [not isinstance(rows[0].point[key], str) for key in keys]
     if timed := any(row.times for row in rows):
-        titles += ["median", "10 % to 90 %", "samples"]
+        titles += ["median", SPREAD, "samples"]
         numeric += [True] * 3
     titles += [title(name) for name in names]
     numeric += [not any(isinstance(row.numbers.get(name), str) for row in rows) for name in names]
@@ -47,7 +51,7 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
         line = [cell_text("", row.point[key]) for key in keys]
         line += _times(row.times) if timed else []
         line += [cell_text(name, row.numbers[name]) if name in row.numbers else "" for name in names]
-        line += [status_text(row)] if noted else []
+        line += ["" if row.status == "done" else row.status] if noted else []
         lines.append(tuple(line))
     return Grid(tuple(titles), tuple(lines), tuple(numeric))
 
@@ -55,8 +59,8 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
 def _times(times: Spread | None) -> list[str]:
     if times is None:
         return ["", "", ""]
-    between = f"{format_seconds(times.low)} to {format_seconds(times.high)}"
-    return [format_seconds(times.median), between, str(len(times.samples))]
+    share = (times.high - times.low) / times.median if times.median > 0 else 0.0
+    return [format_seconds(times.median), f"{share:.0%}", str(len(times.samples))]
 
 
 def title(name: str) -> str:
@@ -79,6 +83,17 @@ def cell_text(name: str, cell: Cell) -> str:
     return str(cell) if isinstance(cell, int) else f"{cell:.4f}" if 1 <= abs(cell) < 100 else f"{cell:.4g}"
 
 
-def status_text(row: BenchRow) -> str:
-    """Nothing for a row that is done, else why it is not."""
-    return "" if row.status == "done" else f"{row.status}: {row.message}"
+def reasons(rows: Sequence[BenchRow]) -> list[str]:
+    """Why rows are not done: each reason once, with its first point and the number of rows that it is of.
+
+    An unsteady row's spread is in its table, so it needs no line.
+    """
+    points: dict[str, list[str]] = {}
+    for row in rows:
+        if row.status not in ("done", "unsteady"):
+            point = ", ".join(f"{key} {cell_text('', cell)}" for key, cell in row.point.items())
+            points.setdefault(f"{row.status}: {row.message}", []).append(point)
+    return [
+        f"{why} ({found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''})"
+        for why, found in points.items()
+    ]

@@ -1,0 +1,121 @@
+"""``gpu``: what this device is, what its memory gives at each size of the data, what its matrix units give in each dtype.
+
+Numbers of a data sheet that the driver tells are read; bandwidth and matrix products are measured, on random data (zeros make
+a GPU draw less power and run faster) and beside the data sheet.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.bench.experiment import Bench, Experiment, Part, fp32_products, of_work, value
+from trainfit.bench.roofline import Work
+from trainfit.bench.timing import Lap
+from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.hardware import PeakDtype
+from trainfit.spec.units import KIB, MIB
+
+COPY_BYTES = {"tiny": (256 * KIB, 4 * MIB), "full": (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB)}
+MATMUL_SIZES = {"tiny": (128,), "full": (4096, 8192)}
+CPU_DTYPES: tuple[PeakDtype, ...] = ("fp64", "fp32", "bf16")
+CUDA_DTYPES: tuple[PeakDtype, ...] = ("bf16", "fp16", "tf32", "fp8", "int8", "fp32", "fp64")
+PROPERTIES = {
+    "multi_processor_count": "streaming multiprocessors",
+    "regs_per_multiprocessor": "registers of 32 bits a multiprocessor",
+    "max_threads_per_multi_processor": "threads a multiprocessor",
+    "warp_size": "threads a warp",
+    "shared_memory_per_multiprocessor": "shared memory a multiprocessor, bytes",
+    "shared_memory_per_block_optin": "shared memory a block at most, bytes",
+    "L2_cache_size": "L2 cache, bytes",
+    "total_memory": "memory, bytes",
+    "memory_bus_width": "memory bus, bits",
+}
+"""What ``torch.cuda.get_device_properties`` tells; versions of torch that do not know a name leave it out."""
+
+
+def run(bench: Bench) -> Iterator[BenchRow]:
+    """Properties, bandwidth cold and warm, matrix products, copies to and from the host."""
+    for quantity, number in properties(bench.device).items():
+        yield value({"property": quantity}, value=number)
+    for num_bytes in COPY_BYTES[bench.form]:
+        for cache in ("cold", "warm"):
+            yield from _copy(bench, num_bytes, cache)
+    dtypes = CUDA_DTYPES if bench.device.type == "cuda" else CPU_DTYPES
+    for size in MATMUL_SIZES[bench.form]:
+        for dtype in dtypes:
+            yield from _matmul(bench, dtype, size)
+    if bench.device.type == "cuda":
+        for pinned in (True, False):
+            for direction in ("to the GPU", "to the host"):
+                yield from _host_copy(bench, direction, pinned)
+
+
+def properties(device: torch.device) -> dict[str, int]:
+    """What the driver tells of a GPU; of a CPU the threads torch uses."""
+    if device.type != "cuda":
+        return {"threads that torch uses": torch.get_num_threads()}
+    known = torch.cuda.get_device_properties(device)
+    found = {title: int(getattr(known, name)) for name, title in PROPERTIES.items() if hasattr(known, name)}
+    return found | {"compute capability, times ten": known.major * 10 + known.minor}
+
+
+def _copy(bench: Bench, num_bytes: int, cache: str) -> Iterator[BenchRow]:
+    """A copy within the device's memory: as many bytes are read as written. Cold: the cache is flushed before each sample."""
+    def build() -> Callable[[Lap], object]:
+        source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=bench.device)
+        target = torch.empty_like(source)
+        return lambda lap: target.copy_(source)
+
+    cold = cache == "cold"
+    work = Work(cold_read_bytes=num_bytes, write_bytes=num_bytes) if cold else None  # The cache has no data sheet.
+    point: dict[str, Cell] = {"copied_mib": num_bytes / MIB, "cache": cache}
+    part = Part(point, work=work, rates=of_work(num_bytes=2 * num_bytes))
+    yield from bench.time([part], build, replace(bench.rule, flush=cold))
+
+
+def _matmul(bench: Bench, dtype: PeakDtype, size: int) -> Iterator[BenchRow]:
+    """One square product of ``size``, held against the data sheet's peak of that dtype."""
+    flops = 2.0 * size**3
+    peak = bench.gpu.peak_flops_per_s.get(dtype) if bench.gpu else None
+
+    def rates(seconds: float) -> dict[str, Cell]:
+        of_peak = {} if peak is None else {"of_data_sheet": flops / seconds / peak}
+        return {**of_work(flops)(seconds), **of_peak}
+
+    part = Part({"dtype": dtype, "size": size}, work=Work(flops, dtype), rates=rates)
+    with fp32_products("tf32" if dtype == "tf32" else "fp32"):
+        yield from bench.time([part], lambda: product(dtype, size, bench.device))
+
+
+def product(dtype: PeakDtype, size: int, device: torch.device) -> Callable[[Lap], object]:
+    """A function that multiplies two random matrices [size, size] in ``dtype``; the caller allows tf32 or not."""
+    a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
+    if dtype == "fp8":
+        one = torch.ones((), device=device)
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        return lambda lap: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
+    if dtype == "int8":
+        ai, bi = ((40 * x).clamp(-127, 127).to(torch.int8) for x in (a, b))
+        return lambda lap: torch._int_mm(ai, bi.t())
+    dtypes: dict[str, Any] = {"fp64": torch.float64, "fp16": torch.float16, "bf16": torch.bfloat16}
+    x, y = a.to(dtypes.get(dtype, torch.float32)), b.to(dtypes.get(dtype, torch.float32))
+    return lambda lap: x @ y
+
+
+def _host_copy(bench: Bench, direction: str, pinned: bool) -> Iterator[BenchRow]:
+    num_bytes = COPY_BYTES[bench.form][-1] // 4
+
+    def build() -> Callable[[Lap], object]:
+        host: Tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).fill_(1)
+        device = torch.ones(num_bytes, dtype=torch.uint8, device=bench.device)
+        into, source = (device, host) if direction == "to the GPU" else (host, device)
+        return lambda lap: into.copy_(source, non_blocking=pinned)
+
+    point: dict[str, Cell] = {"host_copy": direction, "pinned": pinned, "copied_mib": num_bytes // MIB}
+    yield from bench.time([Part(point, rates=of_work(num_bytes=num_bytes))], build)
+
+
+EXPERIMENT = Experiment("gpu", run, limit_s=120)
