@@ -92,7 +92,10 @@ def _device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"this machine has {torch.cuda.device_count()} CUDA devices", "use cpu", field="device", value=name
+            f"this machine has {torch.cuda.device_count()} CUDA devices",
+            "use cpu",
+            field="device",
+            value=name,
         )
     return device
 

@@ -41,7 +41,9 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
-            raise ValueError(f"min_samples = {self.min_samples}: must be 1 to max_samples ({self.max_samples})")
+            raise ValueError(
+                f"min_samples = {self.min_samples}: must be 1 to max_samples ({self.max_samples})"
+            )
 
 
 @dataclass

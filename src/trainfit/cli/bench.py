@@ -26,7 +26,13 @@ def run(
     ] = None,
     limit: Annotated[
         float | None,
-        typer.Option("--limit-s", metavar="SECONDS", min=0, callback=finite, help="Begin no further point after so long."),
+        typer.Option(
+            "--limit-s",
+            metavar="SECONDS",
+            min=0,
+            callback=finite,
+            help="Begin no further point after so long.",
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
     json: Json = False,
@@ -86,8 +92,8 @@ def _tell(row: "BenchRow") -> None:
 
 def show(result: "BenchResult") -> None:
     """The result for people: where, then a table for each question."""
-    from trainfit.cli.show import console, notes, rows
-    from trainfit.report.bench_table import grids, reasons
+    from trainfit.cli.show import console, notes
+    from trainfit.report.bench_table import aligned, grids, reasons
 
     out = console()
     where = result.environment
@@ -95,13 +101,15 @@ def show(result: "BenchResult") -> None:
     if result.gpu is None:
         out.print("no data sheet of this device in the catalog: no time is called impossible")
     for grid in grids(result.rows):
-        out.print()
-        justify = ["right" if number else "left" for number in grid.is_number[:-1]]
-        justify += ["right" if grid.is_number[-1] else "wrap"]
-        rows(out, [grid.titles, *grid.lines], *justify)
+        out.print(f"\n{grid.same}" if grid.same else "")
+        # Not wrapped: a table that is wider than the terminal is still a table.
+        out.file.write("".join(f"  {line}\n" for line in aligned(grid)))
     notes(out, "Rows without a rate", reasons(result.rows))
     counts = {row.status: 0 for row in result.rows}
     for row in result.rows:
         counts[row.status] += 1
     out.print()
-    out.print(f"{result.elapsed_s:.1f} s; rows: " + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    out.print(
+        f"{result.elapsed_s:.1f} s; rows: "
+        + ", ".join(f"{count} {status}" for status, count in counts.items())
+    )

@@ -1,7 +1,7 @@
 """A benchmark's rows as cells, for the terminal and for the docs.
 
 Rows that answer the same question (equal keys in their points) make one table: its columns are the keys, then the median with the
-samples' spread, then the numbers, then the status where it is not done.
+samples' spread, then the numbers, then the status where it is not done. What is the same in every row is told once, above.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
 UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s"}
-
-
 SPREAD = "spread"
 """From the 10th to the 90th percentile, over the median."""
+MEAN, DEVIATION = "_mean_s", "_std_s"
+"""Two numbers of one quantity share a column: ``forward_mean_s`` and ``forward_std_s``."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One table: titles, and lines of as many cells."""
+    """One table: titles, lines of as many cells, which columns are numbers, and what is the same in every row."""
 
     titles: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
     is_number: tuple[bool, ...]
+    same: str
 
 
 def grids(rows: Sequence[BenchRow]) -> list[Grid]:
@@ -36,38 +37,45 @@ def grids(rows: Sequence[BenchRow]) -> list[Grid]:
 
 
 def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
-    names = list(dict.fromkeys(name for row in rows for name in row.numbers))
-    titles, numeric = list(keys), [not isinstance(rows[0].point[key], str) for key in keys]
-    if timed := any(row.times for row in rows):
-        titles += ["median", SPREAD, "samples"]
-        numeric += [True] * 3
-    titles += [title(name) for name in names]
-    numeric += [not any(isinstance(row.numbers.get(name), str) for row in rows) for name in names]
-    if noted := any(row.status != "done" for row in rows):
-        titles.append("status")
-        numeric.append(False)
-    lines = []
-    for row in rows:
-        line = [cell_text("", row.point[key]) for key in keys]
-        line += _times(row.times) if timed else []
-        line += [cell_text(name, row.numbers[name]) if name in row.numbers else "" for name in names]
-        line += ["" if row.status == "done" else row.status] if noted else []
-        lines.append(tuple(line))
-    return Grid(tuple(titles), tuple(lines), tuple(numeric))
+    varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
+    same = ", ".join(f"{key} {cell_text('', rows[0].point[key])}" for key in keys if key not in varied)
+    columns: list[tuple[str, bool, list[str]]] = [
+        (key, not isinstance(rows[0].point[key], str), [cell_text("", row.point[key]) for row in rows])
+        for key in varied
+    ]
+    if any(row.times for row in rows):
+        cells = [_times(row.times) for row in rows]
+        names = ("median", SPREAD, "samples")
+        columns += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(names)]
+    for name in dict.fromkeys(name for row in rows for name in row.numbers if not name.endswith(DEVIATION)):
+        is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
+        columns.append((title(name), not is_text, [_number(row, name) for row in rows]))
+    if any(row.status != "done" for row in rows):
+        columns.append(("status", False, ["" if row.status == "done" else row.status for row in rows]))
+    titles, is_number, cells = zip(*columns, strict=True)
+    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, same)
 
 
-def _times(times: Spread | None) -> list[str]:
+def _number(row: BenchRow, name: str) -> str:
+    if name not in row.numbers:
+        return ""
+    text = cell_text(name, row.numbers[name])
+    deviation = row.numbers.get(name.removesuffix(MEAN) + DEVIATION) if name.endswith(MEAN) else None
+    return text if deviation is None else f"{text} ± {cell_text(DEVIATION, deviation)}"
+
+
+def _times(times: Spread | None) -> tuple[str, str, str]:
     if times is None:
-        return ["", "", ""]
+        return "", "", ""
     share = (times.high - times.low) / times.median if times.median > 0 else 0.0
-    return [format_seconds(times.median), f"{share:.0%}", str(len(times.samples))]
+    return format_seconds(times.median), f"{share:.0%}", str(len(times.samples))
 
 
 def title(name: str) -> str:
     """A number's name as a column's title; units that the cells print are left out."""
     if name in UNITS:
         return UNITS[name]
-    return name.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    return name.removesuffix("_bytes").removesuffix(MEAN).removesuffix("_s").replace("_", " ")
 
 
 def cell_text(name: str, cell: Cell) -> str:
@@ -80,7 +88,22 @@ def cell_text(name: str, cell: Cell) -> str:
         return format_bytes(cell)
     if name.endswith("_s") and not name.endswith("_per_s"):
         return format_seconds(cell)
-    return str(cell) if isinstance(cell, int) else f"{cell:.4f}" if 1 <= abs(cell) < 100 else f"{cell:.4g}"
+    if isinstance(cell, int) or cell == int(cell):
+        return str(int(cell))
+    return f"{cell:.4f}" if name == "total" else f"{cell:.4g}"
+
+
+def aligned(grid: Grid) -> list[str]:
+    """The table as lines of text, as wide as it needs to be."""
+    lines = [grid.titles, *grid.lines]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(grid.titles))]
+    return [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(line, widths, grid.is_number, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:

@@ -38,7 +38,9 @@ class BenchRow(Value):
     def _no_number_without_a_clean_run(self) -> "BenchRow":
         has_numbers = self.times is not None or bool(self.numbers)
         if self.status in WITHOUT_NUMBERS and has_numbers:
-            raise disagreement(f"a row that is {self.status} has no numbers", "leave them out", field="status")
+            raise disagreement(
+                f"a row that is {self.status} has no numbers", "leave them out", field="status"
+            )
         if self.status == "impossible" and self.numbers:
             raise disagreement("an impossible time makes no rates", "leave them out", field="numbers")
         if self.status not in ("done", "unsteady") and not self.message:

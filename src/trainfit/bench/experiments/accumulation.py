@@ -37,7 +37,9 @@ def run(bench: Bench) -> Iterator[BenchRow]:
         error = abs(float(add(floats)) - exact) / exact
         rule = Rule(warmup=1, min_samples=6, max_samples=20, spread=0.05, cap_s=5.0, flush=False)
         part = Part({"method": name, "floats": len(floats)})
-        yield from bench.time([part], _runs(add, floats), rule, numbers={"relative_error": error}, on_host=True)
+        yield from bench.time(
+            [part], _runs(add, floats), rule, numbers={"relative_error": error}, on_host=True
+        )
 
 
 def thousand_hundredths(into: str, addend: str, cast: bool) -> float:
@@ -106,7 +108,9 @@ METHODS: dict[str, Callable[[np.ndarray], np.float32]] = {
 """All are plain Python over fp32 scalars, so that their times can be compared with each other and with nothing else."""
 
 
-def _runs(add: Callable[[np.ndarray], np.float32], floats: np.ndarray) -> Callable[[], Callable[[Lap], object]]:
+def _runs(
+    add: Callable[[np.ndarray], np.float32], floats: np.ndarray
+) -> Callable[[], Callable[[Lap], object]]:
     return lambda: lambda lap: add(floats)
 
 

@@ -11,7 +11,7 @@ from trainfit.bench.timing import Rule
 from trainfit.spec.bench import BenchRow
 
 BATCH = {"tiny": 2, "full": 8}
-HEAD_SIZES = {"tiny": (16,), "full": (64, 128, 16, 32)}
+HEAD_SIZES = {"tiny": (64,), "full": (64, 128, 16, 32)}
 SEQUENCES = {"tiny": (64, 128), "full": (256, 1024, 4096, 8192, 16384, 32768, 65536)}
 DTYPES = {"tiny": ("fp32",), "full": ("fp32", "bf16")}
 BODIES = {"tiny": ("eager", "ours"), "full": ("eager", "compiled", "ours")}

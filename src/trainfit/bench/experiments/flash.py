@@ -10,7 +10,7 @@ from trainfit.bench.experiment import Bench, Experiment
 from trainfit.bench.timing import Rule
 from trainfit.spec.bench import BenchRow
 
-HEAD_SIZES = {"tiny": (16,), "full": (64, 128, 16, 32)}
+HEAD_SIZES = {"tiny": (64,), "full": (64, 128, 16, 32)}
 SEQUENCES = {"tiny": (100, 128), "full": tuple(2**power for power in range(7, 17))}
 DTYPES = {"tiny": ("fp32",), "full": ("bf16", "fp32")}
 BODIES = ("ours", "pytorch", "eager")

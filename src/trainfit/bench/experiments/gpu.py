@@ -64,13 +64,16 @@ def properties(device: torch.device) -> dict[str, int]:
 
 def _copy(bench: Bench, num_bytes: int, cache: str) -> Iterator[BenchRow]:
     """A copy within the device's memory: as many bytes are read as written. Cold: the cache is flushed before each sample."""
+
     def build() -> Callable[[Lap], object]:
         source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=bench.device)
         target = torch.empty_like(source)
         return lambda lap: target.copy_(source)
 
     cold = cache == "cold"
-    work = Work(cold_read_bytes=num_bytes, write_bytes=num_bytes) if cold else None  # The cache has no data sheet.
+    work = (
+        Work(cold_read_bytes=num_bytes, write_bytes=num_bytes) if cold else None
+    )  # The cache has no data sheet.
     point: dict[str, Cell] = {"copied_mib": num_bytes / MIB, "cache": cache}
     part = Part(point, work=work, rates=of_work(num_bytes=2 * num_bytes))
     yield from bench.time([part], build, replace(bench.rule, flush=cold))

@@ -53,7 +53,9 @@ def run(bench: Bench) -> Iterator[BenchRow]:
                 if name != "tf32" or bench.device.type == "cuda":
                     point: Point = {"model": size, "precision": name, "compile": str(compiled).lower()}
                     with fp32_products(precision.products):
-                        yield from _rows(bench, point, recipe_of(size, precision, compiled, bench), precision.peak)
+                        yield from _rows(
+                            bench, point, recipe_of(size, precision, compiled, bench), precision.peak
+                        )
 
 
 def recipe_of(size: str, precision: Precision, compiled: bool | str, bench: Bench) -> Recipe:

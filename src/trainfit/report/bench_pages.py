@@ -1,0 +1,155 @@
+"""A page for each experiment of ``trainfit bench``, made from records.
+
+``python -m trainfit.report.bench_pages RECORDS... [--into docs/bench]``
+
+Enters: files of Records. Leaves: NAME.md for each experiment that has a record in full form, its plot in ``plots/``, and README.md, the
+list. Of several records of one experiment and device the newest counts. The same records give the same bytes.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainfit.records import load
+from trainfit.report.bench_plot import plot_of
+from trainfit.report.bench_prose import Claim, Story, stories
+from trainfit.report.bench_table import Grid, cell_text, grids, reasons, title
+from trainfit.report.page_file import Page, on_white, write_page
+from trainfit.report.table import markdown_cell, markdown_grid
+from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.result import Record
+from trainfit.spec.units import format_seconds
+
+MADE_BY = "python -m trainfit.report.bench_pages RECORDS --into docs/bench"
+INDEX = "README"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the pages; exit code 0, or 65 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainfit.report.bench_pages", description="Write a page for each experiment."
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="records: JSON Lines or SQLite")
+    parser.add_argument("--into", type=Path, default=Path("docs/bench"), help="folder to write")
+    options = parser.parse_args(arguments)
+    try:
+        made = pages([record for file in options.files for record in load(file)])
+    except (InputError, FileNotFoundError) as error:
+        print(f"trainfit: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    for name, page in made.items():
+        write_page(page, options.into / f"{name}.md")
+    return 0
+
+
+def pages(records: Sequence[Record]) -> dict[str, Page]:
+    """Pages by the name of their file.
+
+    Raises:
+        InputError: no record is of a benchmark in full form.
+    """
+    newest: dict[tuple[str, str], Record] = {}
+    for record in sorted(records, key=lambda one: one.created_at):
+        if record.bench is not None and record.bench.form == "full":
+            newest[(record.bench.experiment, record.bench.environment.device)] = record
+    if not newest:
+        raise InputError(
+            "no benchmark in full form among the records",
+            "make one with trainfit bench NAME --form full --record FILE",
+        )
+    told = stories()
+    made: dict[str, Page] = {}
+    for name in sorted({experiment for experiment, _ in newest}):
+        mine = [record for (experiment, _), record in sorted(newest.items()) if experiment == name]
+        made[name] = _page(name, told[name], mine)
+    made[INDEX] = Page(_index({name: told[name] for name in made}), {})
+    return made
+
+
+def _index(told: dict[str, Story]) -> str:
+    lines = [f"- [{name}]({name}.md): {story.title}" for name, story in told.items()]
+    return "\n\n".join(["# Experiments", f"Made by `{MADE_BY}`; do not edit.", "\n".join(lines)]) + "\n"
+
+
+def _page(name: str, story: Story, records: list[Record]) -> Page:
+    plots: dict[str, str] = {}
+    parts = [
+        f"# {story.title}",
+        f"Made from records by `{MADE_BY}`; do not edit. Run it: `trainfit bench {name}`.",
+        story.about,
+    ]
+    if story.claims:
+        parts += ["## What published results got wrong", "\n".join(_claim(claim) for claim in story.claims)]
+    for record in records:
+        assert record.bench is not None
+        parts += _result(story, record, record.bench, plots)
+    return Page("\n\n".join(parts) + "\n", plots)
+
+
+def _claim(claim: Claim) -> str:
+    said = f"[{claim.said}]({claim.source})" if claim.source else claim.said
+    return f"- Said: {said} Right: {claim.right}"
+
+
+def _result(story: Story, record: Record, result: BenchResult, plots: dict[str, str]) -> list[str]:
+    """One device's part of the page."""
+    where = result.environment
+    commit = (record.commit or "unknown")[:12]
+    clocks = f", SM clock at least {where.clocks_mhz['sm']} MHz" if "sm" in where.clocks_mhz else ""
+    sheet = "" if result.gpu else " No data sheet of this device is known, so no time is called impossible."
+    parts = [
+        f"## {where.device}",
+        f"torch {where.torch}{f', driver {where.driver}' if where.driver else ''}{clocks}, commit {commit}, {record.created_at[:10]}; "
+        f"{format_seconds(result.elapsed_s)}.{sheet} Spread: from the 10th to the 90th percentile, over the median. Unsteady: the median is "
+        f"known less well than {result.settings['spread']:.0%}.",
+    ]
+    svg = plot_of(result)
+    if svg is not None:
+        file = f"{result.experiment}-{result.gpu or 'cpu'}.svg"
+        plots[file] = on_white(svg)
+        parts.append(f"![{story.title}](plots/{file})")
+    tables = [pivoted(result.rows, story.pivot, story.shows)] if story.pivot else grids(result.rows)
+    for grid in tables:
+        parts += [grid.same] if grid.same else []
+        parts.append(markdown_grid(*_markdown(grid)))
+    if why := reasons(result.rows):
+        parts += ["Rows without a rate:", "\n".join(f"- {markdown_cell(line)}" for line in why)]
+    return parts
+
+
+def _markdown(grid: Grid) -> tuple[list[str], list[list[str]], int]:
+    """Titles, cells and how many columns are text: those before the first number."""
+    num_text = grid.is_number.index(True) if True in grid.is_number else len(grid.titles)
+    cells = [[markdown_cell(cell) for cell in line] for line in grid.lines]
+    return [markdown_cell(name) for name in grid.titles], cells, num_text
+
+
+def pivoted(rows: Sequence[BenchRow], pivot: str, shows: str) -> Grid:
+    """One line for each point without ``pivot``; a column for each of its values, with the median or a number, or the status."""
+    columns = list(dict.fromkeys(str(row.point[pivot]) for row in rows))
+    keys = [key for key in rows[0].point if key != pivot]
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        at = tuple(cell_text("", row.point[key]) for key in keys)
+        lines.setdefault(at, {})[str(row.point[pivot])] = _shown(row, shows)
+    titles = [
+        *keys,
+        *(f"{column}, {'median' if shows == 'median_s' else title(shows)}" for column in columns),
+    ]
+    cells = [(*at, *(found.get(column, "") for column in columns)) for at, found in lines.items()]
+    return Grid(tuple(titles), tuple(cells), (False,) * len(keys) + (True,) * len(columns), "")
+
+
+def _shown(row: BenchRow, name: str) -> str:
+    if row.status not in ("done", "unsteady"):
+        return row.status
+    mark = "" if row.status == "done" else " (unsteady)"
+    if name == "median_s":
+        return cell_text(name, row.times.median if row.times else 0.0) + mark
+    return cell_text(name, row.numbers[name]) + mark
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What each experiment's page says beside its records: the question, and what published results of the course got wrong."""
+
+from dataclasses import dataclass
+
+from trainfit.catalog.load import gpu
+
+COURSE = "https://github.com/stanford-cs336/assignment2-systems"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something published, and what is right instead; ``source`` is an address where one is known."""
+
+    said: str
+    right: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Story:
+    """A page's words. ``pivot``: the part of a point whose values become columns of the page's table; ``shows``: the number in them."""
+
+    title: str
+    about: str
+    claims: tuple[Claim, ...] = ()
+    pivot: str = ""
+    shows: str = ""
+
+
+def stories() -> dict[str, Story]:
+    """Every experiment's words, by name."""
+    return {
+        "accumulation": Story("Adding many small floats", ACCUMULATION, ACCUMULATION_CLAIMS),
+        "autocast": Story("Which dtype autocast gives", AUTOCAST, AUTOCAST_CLAIMS),
+        "attention": Story("Attention: time and memory", ATTENTION, (_unsynchronised(),), "body", "median_s"),
+        "flash": Story("FlashAttention against PyTorch", FLASH, (), "body", "tflops_per_s"),
+        "gpu": Story("What this GPU is", GPU),
+        "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
+    }
+
+
+ACCUMULATION = """\
+1000 times 0.01 is added up in four ways, and many floats of magnitudes 1e-4 to 1e4 in five orders. The error is relative to the exactly
+rounded sum. The five orders are plain Python loops over fp32 scalars: their times compare with each other and with nothing else."""
+ACCUMULATION_CLAIMS = (
+    Claim(
+        "Adding fp16 values into an fp32 sum is nearly as good as fp32 throughout.",
+        "It is 10.0021 against 10.0001: the error is 16 times as large, and no order of addition would help, because fp16's nearest "
+        "to 0.01 is 0.01000213623. What an fp32 accumulator saves is the sum (9.9531 in fp16), not what was rounded before it came.",
+        "https://github.com/copecc/CS336",
+    ),
+)
+AUTOCAST = """\
+Each entry is found by running it under `torch.autocast`: the output's dtype of fp32 inputs, and of inputs that are low already. The
+components are those of the course's toy model (linear, ReLU, LayerNorm, linear, cross-entropy). The CPU's lists are not CUDA's:
+a CPU leaves LayerNorm and softmax in their input's dtype, CUDA runs them in fp32."""
+AUTOCAST_CLAIMS = (
+    Claim(
+        "The loss is fp16, as the logits are.",
+        "The loss is fp32: cross-entropy is on autocast's fp32 list, so the logits are cast before it. The table below says what each "
+        "component got.",
+    ),
+)
+ATTENTION = """\
+Batch 8, no heads, unmasked: softmax(Q K^T / sqrt(d)) V as the course has it, written out, the same compiled, and our FlashAttention.
+Forward and backward are timed in one run by events on the device, so neither can hide in the other. FLOPs are what the mathematics
+needs: 4 b n^2 d forward, twice that backward; what a kernel computes a second time is not counted. The memory before backward is what
+the forward's output and saved tensors hold."""
+FLASH = """\
+Batch 1, one head, causal: our FlashAttention, PyTorch's own choice of kernel, and attention written out, side by side in one run. FLOPs
+count the pairs that are not masked, once. One head fills few of a large GPU's multiprocessors, so these are rates of small work."""
+GPU = """\
+What the driver tells, and what was measured: copies within memory with a flushed and with a warm cache (bytes read and written are both
+counted), square matrix products of random data by dtype beside the data sheet's dense peak, copies to and from the host."""
+TRANSFORMER = """\
+The course's five sizes on the native decoder, batch 4, 512 tokens, AdamW. One series of steps from the first one on: with w warm-up
+steps the row is of steps w to w + 9. Mean and standard deviation of forward, backward and optimizer are by events on the device."""
+TRANSFORMER_CLAIMS = (
+    Claim(
+        "Times without warm-up, or of collectives without warm-up, given as the operation's time.",
+        "The first step also loads kernels, picks algorithms and fills the allocator; compare the rows of 0 and 5 warm-up steps. The same "
+        "holds of a first all-reduce, which also connects the GPUs.",
+    ),
+)
+
+
+def _unsynchronised() -> Claim:
+    """How many tokens a forward of 0.23 ms can have had at the most, by the data sheet."""
+    h200, seconds, batch = gpu("h200"), 0.23e-3, 8
+    peak = h200.peak_flops_per_s["fp32"]
+    most = {d: int((peak * seconds / (4 * batch * d)) ** 0.5) for d in (16, 64, 128)}
+    limits = ", ".join(f"{tokens:,} tokens of head size {d}" for d, tokens in most.items())
+    return Claim(
+        "0.23 ms for an attention forward, timed on the host without synchronisation.",
+        f"That is the time to ask for the kernels. In 0.23 ms an {h200.title} at its data sheet's fp32 peak does batch {batch} of at most "
+        f"{limits}. Times below what the data sheet allows are marked impossible here, and make no rate.",
+    )

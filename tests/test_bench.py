@@ -1,0 +1,226 @@
+"""The experiments: their exactly known numbers, that all run on a CPU in seconds, and that their pages say what the records say."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trainfit.bench.attention import before_backward, body, flops, forward_and_backward, pairs
+from trainfit.bench.experiments import accumulation, autocast, transformer
+from trainfit.bench.run import experiment_names, run
+from trainfit.cli.main import main
+from trainfit.records import read
+from trainfit.report.bench_pages import pages, pivoted
+from trainfit.report.bench_plot import AXES, lines_of, plot_of
+from trainfit.report.bench_prose import stories
+from trainfit.report.bench_table import aligned, grids, reasons
+from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import new_bench_record
+from trainfit.spec.result import Record
+from trainfit.spec.samples import Environment, Spread
+
+WHERE = Environment(device="a CPU", device_bytes=1, torch="2", python="3", platform="x")
+
+
+@pytest.fixture(scope="module", params=experiment_names())
+def tiny(request: pytest.FixtureRequest) -> BenchResult:
+    return run(request.param, device="cpu", form="tiny")
+
+
+def full(result: BenchResult) -> Record:
+    return new_bench_record(result.model_copy(update={"form": "full"}))
+
+
+def test_every_experiment_runs_on_a_cpu_in_seconds(tiny: BenchResult) -> None:
+    assert tiny.rows
+    assert {row.status for row in tiny.rows} <= {"done", "unsteady"}, reasons(tiny.rows)
+    assert tiny.elapsed_s < 60
+    points = [json.dumps(row.point) for row in tiny.rows]
+    assert len(points) == len(set(points))
+
+
+def test_every_experiment_has_a_table_and_a_page(tiny: BenchResult) -> None:
+    for grid in grids(tiny.rows):
+        assert len({len(line) for line in (grid.titles, *grid.lines)}) == 1
+    page = pages([full(tiny)])[tiny.experiment]
+    assert stories()[tiny.experiment].title in page.text
+    assert set(page.plots) == ({f"{tiny.experiment}-cpu.svg"} if tiny.experiment in AXES else set())
+
+
+def test_a_limit_of_no_time_leaves_rows_that_say_so() -> None:
+    result = run("flash", device="cpu", form="tiny", limit_s=0)
+    assert {row.status for row in result.rows} == {"not-run"}
+
+
+def test_unknown_experiments_and_devices_are_refused() -> None:
+    with pytest.raises(InputError, match="accumulation"):
+        run("acumulation")
+    with pytest.raises(InputError, match="device"):
+        run("accumulation", device="tpu")
+
+
+def test_a_thousand_hundredths() -> None:
+    sums = [
+        accumulation.thousand_hundredths(into, addend, cast) for into, addend, cast, _ in accumulation.SUMS
+    ]
+    assert [f"{total:.4f}" for total in sums] == ["10.0001", "9.9531", "10.0021", "10.0021"]
+
+
+def test_ways_to_add_agree_with_the_exact_sum_as_theory_says() -> None:
+    floats = accumulation.spread_out(3000)
+    exact, unit = math.fsum(floats.astype(np.float64).tolist()), 2.0**-24
+    errors = {name: abs(float(add(floats)) - exact) / exact for name, add in accumulation.METHODS.items()}
+    assert errors["Kahan"] <= 2 * unit  # Kahan's bound for positive addends (Higham, 1993, section 4)
+    assert errors["pairwise"] <= math.ceil(math.log2(3000)) * unit
+    assert errors["naive"] <= 2999 * unit
+    assert errors["Kahan"] < errors["naive"]
+    # Integers that fp32 holds are added exactly in any order.
+    assert {float(add(np.arange(100, dtype=np.float32))) for add in accumulation.METHODS.values()} == {4950.0}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_autocast_on_a_cpu(low: str) -> None:
+    cpu, dtype = torch.device("cpu"), autocast.LOW[low]
+    found = {
+        name: tuple(autocast.operation_dtypes(operation, cpu, dtype).values())
+        for name, operation in autocast.OPERATIONS.items()
+    }
+    assert {found[name] for name in ("linear", "matmul", "bmm", "einsum", "attention (SDPA)")} == {(low, low)}
+    assert {found[name] for name in ("cross_entropy", "mse_loss", "add of fp32", "cat with fp32")} == {
+        ("fp32", "fp32")
+    }
+    followers = (
+        "softmax",
+        "log_softmax",
+        "layer_norm",
+        "rms_norm",
+        "exp",
+        "pow",
+        "rsqrt",
+        "sum",
+        "mean",
+        "relu",
+        "gelu",
+        "silu",
+    )
+    assert {found[name] for name in followers} == {("fp32", low)}
+
+
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_the_toy_models_loss_and_gradients_are_fp32(low: str) -> None:
+    found = autocast.component_dtypes(torch.device("cpu"), autocast.LOW[low])
+    assert found == {
+        "weights": "fp32", "fc1": low, "relu": low, "layer norm": low, "fc2 (logits)": low, "loss": "fp32", "gradients": "fp32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_bodies_of_attention_agree(is_causal: bool) -> None:
+    q, k, v = torch.randn(3, 2, 37, 16, dtype=torch.float64).unbind(0)
+    outs = [body(name)(q, k, v, is_causal) for name in ("eager", "pytorch", "ours")]
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0])
+
+
+def test_flops_of_attention_are_those_of_the_unmasked_pairs() -> None:
+    assert pairs(5, True) == sum(range(1, 6))
+    assert flops((8, 256, 16), False, "forward") == 2 * (2 * 8 * 256 * 256 * 16)
+    assert flops((8, 256, 16), False, "both") == 3 * flops((8, 256, 16), False, "forward")
+    assert flops((1, 2, 512, 64), True, "forward") == pytest.approx(
+        flops((1, 2, 512, 64), False, "forward") / 2, rel=0.01
+    )
+
+
+def test_a_run_of_attention_marks_its_forward_and_its_backward() -> None:
+    laps: list[str] = []
+    cpu = torch.device("cpu")
+    attention = forward_and_backward(body("eager"), (2, 8, 4), torch.float32, cpu, False)
+    assert [gradient.shape for gradient in attention(laps.append)] == [(2, 8, 4)] * 3  # pyright: ignore
+    assert laps == ["forward", "backward"]
+    assert before_backward(attention, cpu) == {}
+
+
+def test_the_least_flops_of_a_step_are_below_the_models() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 8, bias=False), torch.nn.ReLU(), torch.nn.Linear(8, 2, bias=False)
+    )
+
+    class Asked:
+        class batch:  # noqa: N801
+            micro, seq = 3, 5
+
+    assert transformer.least_flops(model, Asked()) == 6 * (4 * 8 + 8 * 2) * 15  # pyright: ignore[reportArgumentType]
+
+
+def result_of(*rows: BenchRow, experiment: str = "flash") -> BenchResult:
+    return BenchResult(
+        experiment=experiment, form="full", rows=rows, environment=WHERE, limit_s=1.0, elapsed_s=1.0, settings={"spread": 0.02},
+    )  # fmt: skip
+
+
+def point(seq: int, name: str) -> dict[str, bool | int | float | str]:
+    return {"dtype": "bf16", "head": 64, "seq": seq, "body": name, "pass": "both"}
+
+
+ROWS = (
+    BenchRow(
+        point=point(128, "ours"), status="done", times=Spread.of([2e-3] * 6), numbers={"tflops_per_s": 123.4}
+    ),
+    BenchRow(point=point(128, "eager"), status="out-of-memory", message="tried 64 GiB"),
+    BenchRow(
+        point=point(256, "ours"),
+        status="impossible",
+        message="faster than light",
+        times=Spread.of([1e-9] * 6),
+    ),
+    BenchRow(point=point(256, "eager"), status="throttled", message="software power cap", discarded=9),
+)
+
+
+def test_a_page_has_rates_of_clean_rows_only_and_says_why_of_the_others() -> None:
+    text = pages([new_bench_record(result_of(*ROWS))])["flash"].text
+    assert "| bf16 | 64 | 128 | both | 123.4 | out-of-memory |" in text
+    assert "| bf16 | 64 | 256 | both | impossible | throttled |" in text
+    assert "faster than light" in text
+    assert "software power cap" in text
+    assert pivoted(ROWS, "body", "tflops_per_s").titles[-2:] == ("ours, TFLOP/s", "eager, TFLOP/s")
+
+
+def test_an_impossible_time_is_not_drawn() -> None:
+    assert lines_of(result_of(*ROWS), AXES["flash"]) == {"bf16, ours": [(128, 123.4)]}
+    assert plot_of(result_of(*ROWS[1:])) is None
+
+
+def test_the_newest_full_record_of_a_device_makes_the_page() -> None:
+    old, new = (new_bench_record(result_of(row)) for row in (ROWS[3], ROWS[0]))
+    text = pages([new, old])["flash"].text
+    assert "123.4" in text
+    assert "throttled" not in text
+    tiny = new_bench_record(result_of(*ROWS).model_copy(update={"form": "tiny"}))
+    with pytest.raises(InputError, match="full form"):
+        pages([tiny])
+
+
+def test_a_table_tells_once_what_all_rows_share() -> None:
+    (grid,) = grids(ROWS)
+    assert grid.same == "dtype bf16, head 64, pass both"
+    assert grid.titles[:2] == ("seq", "body")
+    assert aligned(grid)[1].split() == ["128", "ours", "2", "ms", "0%", "6", "123.4"]
+
+
+def test_the_command_prints_json_and_keeps_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "records.sqlite"
+    assert main(["bench", "autocast", "--device", "cpu", "--json", "--record", str(file)]) == 0
+    printed = BenchResult.model_validate_json(capsys.readouterr().out)
+    (record,) = read(file, "bench")
+    assert record.bench == printed
+    assert main(["records", "list", str(file)]) == 0
+    assert "autocast, tiny" in capsys.readouterr().out
+    assert main(["bench", "nonsense"]) == 65
+    assert "NAME" in capsys.readouterr().err
