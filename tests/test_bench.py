@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from trainfit.bench.attention import before_backward, body, flops, forward_and_backward, pairs
-from trainfit.bench.experiments import accumulation, autocast, transformer
+from trainfit.bench.experiments import accumulation, autocast, dataloader, transformer
 from trainfit.bench.run import experiment_names, run
 from trainfit.cli.main import main
 from trainfit.records import read
@@ -154,6 +155,31 @@ def test_the_least_flops_of_a_step_are_below_the_models() -> None:
             micro, seq = 3, 5
 
     assert transformer.least_flops(model, Asked()) == 6 * (4 * 8 + 8 * 2) * 15  # pyright: ignore[reportArgumentType]
+
+
+def test_a_batch_costs_the_host_its_time_and_a_loader_gives_the_same_ones() -> None:
+    there: dict[str, bool | int | float | str] = {
+        "data": "already there",
+        "pinned": False,
+        "workers": 0,
+        "prefetch": 0,
+    }
+    loaded = dataloader.batches_of({**there, "data": "loaded"}, (16, 8), 0.02)
+    start = time.perf_counter()
+    batches = [next(loaded) for _ in range(3)]
+    assert time.perf_counter() - start >= 3 * 0.02
+    assert {batch.shape for batch in batches} == {torch.Size([16, 8])}
+    assert next(dataloader.batches_of(there, (16, 8), 0.0)).shape == (16, 8)
+
+
+def test_a_loader_without_workers_makes_the_device_wait() -> None:
+    rows = run("dataloader", device="cpu", form="tiny").rows
+    alone, first = rows[0], rows[1]
+    assert alone.times is not None
+    assert "waiting_share" not in alone.numbers
+    assert first.times is not None
+    assert first.times.median >= dataloader.STEPS["tiny"] * dataloader.PREPARE_S["tiny"]
+    assert first.numbers["waiting_share"] == pytest.approx(1 - alone.times.median / first.times.median)
 
 
 def result_of(*rows: BenchRow, experiment: str = "flash") -> BenchResult:

@@ -1,7 +1,7 @@
 """The timing harness: when it stops, what it throws away, and what it never gives a number for."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -170,9 +170,9 @@ def test_the_roofline_is_the_longer_of_arithmetic_and_memory() -> None:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench() -> Bench:
     watch = ScriptedStopwatch(lambda sample: 2.3e-4)
-    yield Bench(torch.device("cpu"), "tiny", watch, gpu("h200"), Rule(warmup=0, min_samples=6), math.inf)
+    return Bench(torch.device("cpu"), "tiny", watch, gpu("h200"), Rule(warmup=0, min_samples=6), math.inf)
 
 
 def one_row(bench: Bench, part: Part, build: Callable[[], Callable[[Lap], object]]) -> BenchRow:

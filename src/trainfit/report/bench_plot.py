@@ -27,6 +27,7 @@ AXES: dict[str, Axes] = {
     "flash": Axes("seq", "tflops_per_s", ("dtype", "body"), (("head", 64), ("pass", "both"))),
     "transformer": Axes("model", MEDIAN, ("precision", "compile"), (("warm-up", 5),)),
     "accumulation": Axes("method", "relative_error", ("floats",)),
+    "dataloader": Axes("workers", MEDIAN, ("prefetch", "pinned"), (("data", "loaded"),)),
     "gpu": Axes("copied_mib", "gb_per_s", ("cache",)),
 }
 """By experiment; one that is not here has no plot."""

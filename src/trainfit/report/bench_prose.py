@@ -33,6 +33,7 @@ def stories() -> dict[str, Story]:
         "accumulation": Story("Adding many small floats", ACCUMULATION, ACCUMULATION_CLAIMS),
         "autocast": Story("Which dtype autocast gives", AUTOCAST, AUTOCAST_CLAIMS),
         "attention": Story("Attention: time and memory", ATTENTION, (_unsynchronised(),), "body", "median_s"),
+        "dataloader": Story("Loading data while the device computes", DATALOADER),
         "flash": Story("FlashAttention against PyTorch", FLASH, (), "body", "tflops_per_s"),
         "gpu": Story("What this GPU is", GPU),
         "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
@@ -66,6 +67,10 @@ Batch 8, no heads, unmasked: softmax(Q K^T / sqrt(d)) V as the course has it, wr
 Forward and backward are timed in one run by events on the device, so neither can hide in the other. FLOPs are what the mathematics
 needs: 4 b n^2 d forward, twice that backward; what a kernel computes a second time is not counted. The memory before backward is what
 the forward's output and saved tensors hold."""
+DATALOADER = """\
+A batch costs the host a fixed time of work; the step is a chain of matrix products. The first row has its batch on the host already: it is
+the least that the loop can take, and the waiting share of the others is what they take beyond it. Workers prepare batches in processes of
+their own, prefetch is how many each keeps ready, pinned memory lets the copy to the GPU go on beside its work."""
 FLASH = """\
 Batch 1, one head, causal: our FlashAttention, PyTorch's own choice of kernel, and attention written out, side by side in one run. FLOPs
 count the pairs that are not masked, once. One head fills few of a large GPU's multiprocessors, so these are rates of small work."""

@@ -21,7 +21,7 @@ def rows_of(sweep: Sweep, records: Iterable[Record]) -> tuple[Row, ...]:
     """
     newest: dict[tuple[str, Part], Record] = {}
     for record in records:
-        if record.outcome is not None:
+        if record.outcome is not None and record.kind != "bench":
             newest[record.recipe_id, record.kind] = record
     return tuple(
         row_of(variant, sweep.file, _of_variant(variant, sweep.file, newest)) for variant in sweep.variants

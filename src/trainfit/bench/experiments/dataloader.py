@@ -1,0 +1,107 @@
+"""``dataloader``: workers, prefetch and pinned memory, until the device no longer waits for its data.
+
+Each sample is some steps over a loader that is already running. A batch costs the host ``PREPARE_S`` of work (it computes, so workers
+need cores); the step is a chain of matrix products. A step alone, its batch already there, is the least that the loop can take.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainfit.bench.experiment import Bench, Experiment, Part, Point
+from trainfit.bench.timing import Lap, Rule
+from trainfit.spec.bench import BenchRow, Cell
+
+PREPARE_S = {"tiny": 0.001, "full": 0.02}
+SHAPE = {"tiny": (16, 64), "full": (256, 4096)}
+"""Of a batch: 4 MiB, so that what all workers keep ready fits into a container's shared memory."""
+PRODUCTS = {"tiny": 2, "full": 64}
+STEPS = {"tiny": 3, "full": 20}
+WORKERS = {"tiny": (0, 1), "full": (0, 1, 2, 4, 8)}
+PREFETCH = {"tiny": (2,), "full": (2, 8)}
+RULE = {
+    "tiny": Rule(warmup=1, min_samples=6, max_samples=6, spread=0.5, cap_s=1.0, flush=False),
+    "full": Rule(warmup=1, min_samples=6, max_samples=15, spread=0.05, cap_s=8.0, flush=False),
+}
+
+
+class Batches(IterableDataset[Tensor]):
+    """Endless random batches of ``shape``, fp32, each after ``prepare_s`` of the host's work."""
+
+    def __init__(self, shape: tuple[int, int], prepare_s: float):
+        self.shape, self.prepare_s = shape, prepare_s
+
+    def __iter__(self) -> Iterator[Tensor]:
+        values = np.random.default_rng(0).standard_normal(self.shape, dtype=np.float32)
+        while True:
+            until = time.perf_counter() + self.prepare_s
+            batch = np.roll(values, 1)
+            while time.perf_counter() < until:  # Computing, not sleeping: a core is busy, as with tokenising.
+                batch[:8].sort()
+            yield torch.from_numpy(batch)
+
+
+def run(bench: Bench) -> Iterator[BenchRow]:
+    """Without and with pinned memory: the step alone, then with loaders."""
+    for pinned in (False, True) if bench.device.type == "cuda" else (False,):
+        alone_s = None
+        for row in _row(
+            bench, {"workers": 0, "prefetch": 0, "pinned": pinned, "data": "already there"}, None
+        ):
+            alone_s = row.times.median if row.times is not None else None
+            yield row
+        for workers in WORKERS[bench.form]:
+            for prefetch in PREFETCH[bench.form] if workers else (0,):
+                point: Point = {"workers": workers, "prefetch": prefetch, "pinned": pinned, "data": "loaded"}
+                yield from _row(bench, point, alone_s)
+
+
+def _row(bench: Bench, point: Point, alone_s: float | None) -> Iterator[BenchRow]:
+    """One loader: seconds of ``STEPS`` steps, and the share of them that the device waited."""
+
+    def rates(seconds: float) -> dict[str, Cell]:
+        found: dict[str, Cell] = {"step_s": seconds / STEPS[bench.form]}
+        if alone_s is not None:
+            found["waiting_share"] = max(0.0, 1 - alone_s / seconds)
+        return found
+
+    yield from bench.time([Part(point, rates=rates)], lambda: steps(bench, point), RULE[bench.form])
+
+
+def steps(bench: Bench, point: Point) -> Callable[[Lap], object]:
+    """A run of ``STEPS`` steps, each on the next batch."""
+    shape, device = SHAPE[bench.form], bench.device
+    weight = torch.randn(shape[1], shape[1], device=device) / shape[1] ** 0.5
+    batches = batches_of(point, shape, PREPARE_S[bench.form])
+
+    def run(lap: Lap) -> Tensor:
+        x = weight
+        for batch in islice(batches, STEPS[bench.form]):
+            x = batch.to(device, non_blocking=True)
+            for _ in range(PRODUCTS[bench.form]):
+                x = x @ weight
+        return x
+
+    return run
+
+
+def batches_of(point: Point, shape: tuple[int, int], prepare_s: float) -> Iterator[Tensor]:
+    """Endless batches as the point asks for them: one that is there already, or a running loader's."""
+    source = Batches(shape, prepare_s)
+    if point["data"] == "already there":
+        one = next(iter(source))
+        return repeat(one.pin_memory() if point["pinned"] else one)
+    workers = int(point["workers"])
+    ahead: dict[str, Any] = {"prefetch_factor": int(point["prefetch"])} if workers else {}
+    return iter(
+        DataLoader(source, batch_size=None, num_workers=workers, pin_memory=bool(point["pinned"]), **ahead)
+    )
+
+
+EXPERIMENT = Experiment("dataloader", run, limit_s=180)
