@@ -169,6 +169,18 @@ def test_the_roofline_is_the_longer_of_arithmetic_and_memory() -> None:
     assert least_seconds(copy, h200, 2 * 10**9) == pytest.approx(1e9 / 4.8e12)
 
 
+def test_clocks_above_the_data_sheets_are_not_called_impossible() -> None:
+    assert not is_impossible(0.93, 1.0)  # 1830 MHz over 1980 MHz is 0.924.
+    assert is_impossible(0.91, 1.0)
+    assert not is_impossible(1e-9, None)
+
+
+def test_a_device_that_stays_throttled_is_given_up_before_the_cap() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: True)
+    timing = timed(watch, Rule(warmup=0, min_samples=10, cap_s=1e9))
+    assert (timing.status, timing.discarded, watch.samples) == ("throttled", 20, 20)
+
+
 @pytest.fixture
 def bench() -> Bench:
     watch = ScriptedStopwatch(lambda sample: 2.3e-4)
@@ -196,6 +208,15 @@ def test_a_published_attention_time_is_impossible(bench: Bench) -> None:
         bench, Part({"seq": 256}, work=Work(4.0 * 8 * 256**2 * 64, "fp32")), lambda: lambda lap: watch.ran()
     )
     assert possible.status == "done"
+
+
+@pytest.mark.parametrize(("flush", "status"), [(True, "impossible"), (False, "done")])
+def test_what_a_warm_cache_may_hold_bounds_no_time(bench: Bench, flush: bool, status: str) -> None:
+    watch, part = bench.stopwatch, Part({"copy": 1}, work=Work(cold_read_bytes=4.8e9))  # 1 ms at 4.8 TB/s
+    assert isinstance(watch, ScriptedStopwatch)
+    rule = Rule(warmup=0, min_samples=6, cap_s=1.0, flush=flush)
+    (row,) = bench.time([part], lambda: lambda lap: watch.ran(), rule)
+    assert row.status == status
 
 
 def failing(error: Exception) -> Callable[[], Callable[[Lap], object]]:

@@ -101,7 +101,9 @@ def take(
             for name, seconds in parts.items():
                 timing.laps.setdefault(name, []).append(seconds)
         count += 1
-        if _enough(timing, rule) or (clock() - start > rule.cap_s and _tried(timing, rule)):
+        if _enough(timing, rule) or _hopeless(timing, rule):
+            break
+        if clock() - start > rule.cap_s and _tried(timing, rule):
             break
     return judge(timing, rule, reasons)
 
@@ -132,6 +134,11 @@ def _sample(
 def _tried(timing: Timing, rule: Rule) -> bool:
     """Whether the time cap may end it: a sample was kept, or so many were lost that none will be."""
     return bool(timing.runs) or timing.discarded >= rule.min_samples
+
+
+def _hopeless(timing: Timing, rule: Rule) -> bool:
+    """Whether so many samples were lost, in spite of the rests, that most will be."""
+    return timing.discarded >= 2 * max(rule.min_samples, len(timing.runs))
 
 
 def _enough(timing: Timing, rule: Rule) -> bool:

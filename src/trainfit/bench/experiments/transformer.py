@@ -23,7 +23,7 @@ from trainfit.spec.result import PHASES
 from trainfit.step import Batch, assemble
 
 WARMUPS, NUM_TIMED = (0, 1, 2, 5), 10
-SERIES = Rule(warmup=0, min_samples=15, max_samples=15, spread=0.1, cap_s=60.0, flush=False)
+SERIES = Rule(warmup=0, min_samples=15, max_samples=15, spread=0.1, cap_s=180.0, flush=False)
 SIZES = {"tiny": ("tiny-llama-demo",), "full": ("small", "medium", "large", "xl", "2.7b")}
 COMPILE = {"tiny": (False,), "full": (False, "block", "model")}
 BATCH = {"tiny": (1, 16), "full": (4, 512)}
