@@ -24,6 +24,10 @@ from trainfit.spec.units import format_seconds
 
 MADE_BY = "python -m trainfit.report.bench_pages RECORDS --into docs/bench"
 INDEX = "README"
+TIMED = (
+    " Spread: from the 10th to the 90th percentile, over the median. Unsteady: the time cap came before the median was known as well "
+    "as the experiment asks."
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,11 +103,11 @@ def _result(story: Story, record: Record, result: BenchResult, plots: dict[str, 
     commit = (record.commit or "unknown")[:12]
     clocks = f", SM clock at least {where.clocks_mhz['sm']} MHz" if "sm" in where.clocks_mhz else ""
     sheet = "" if result.gpu else " No data sheet of this device is known, so no time is called impossible."
+    timed = TIMED if any(row.times for row in result.rows) else ""
     parts = [
         f"## {where.device}",
         f"torch {where.torch}{f', driver {where.driver}' if where.driver else ''}{clocks}, commit {commit}, {record.created_at[:10]}; "
-        f"{format_seconds(result.elapsed_s)}.{sheet} Spread: from the 10th to the 90th percentile, over the median. Unsteady: the median is "
-        f"known less well than {result.settings['spread']:.0%}.",
+        f"{format_seconds(result.elapsed_s)}.{sheet}{timed}",
     ]
     svg = plot_of(result)
     if svg is not None:

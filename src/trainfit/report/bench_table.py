@@ -40,7 +40,7 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
     varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
     same = ", ".join(f"{key} {cell_text('', rows[0].point[key])}" for key in keys if key not in varied)
     columns: list[tuple[str, bool, list[str]]] = [
-        (key, not isinstance(rows[0].point[key], str), [cell_text("", row.point[key]) for row in rows])
+        (key, not isinstance(rows[0].point[key], str | bool), [cell_text("", row.point[key]) for row in rows])
         for key in varied
     ]
     if any(row.times for row in rows):
