@@ -17,7 +17,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from trainfit.kernels import adafactor, adamw, flash_attention, nf4, rows, stochastic_rounding
+from trainfit.kernels import (
+    adafactor,
+    adamw,
+    flash_attention,
+    fused_cross_entropy,
+    nf4,
+    rows,
+    stochastic_rounding,
+)
 from trainfit.kernels.moment_levels import BLOCK
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -118,6 +126,19 @@ def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     return run
 
 
+def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing: float) -> Call:
+    logits, targets = empty(c, v, dtype=dtype), empty(c, dtype=torch.int64)
+    terms = fused_cross_entropy.Terms(smoothing, 1e-4)
+
+    def run(step: int) -> None:
+        for wants_gradient in (True, False):
+            fused_cross_entropy.triton_cross_entropy(
+                logits, targets, empty(dtype=FP32), 1.0, softcap, terms, wants_gradient
+            )
+
+    return run
+
+
 def calls() -> Iterator[tuple[str, Call]]:
     """Name and call, each with other types, alignments or widths of its arguments."""
     yield "adamw fp32", plain_adamw(FP32, False, 2047)
@@ -135,6 +156,9 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
+    yield "cross entropy bf16", cross_entropy(BF16, 2048, 131072, 0.0, 0.0)
+    yield "cross entropy large, odd, all terms", cross_entropy(BF16, 2**17, 50257, 30.0, 0.1)
+    yield "cross entropy fp32", cross_entropy(FP32, 2048, 128256, 0.0, 0.1)
 
 
 def main() -> None:

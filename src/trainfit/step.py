@@ -36,6 +36,7 @@ ORDER = (
     "recompute_budget",
     "recompute_layers",
     "chunked_loss",
+    "fused_loss",
     "compile_block",
     "compile_model",
     "offload_weights",

@@ -75,6 +75,10 @@ def _chunked(chance: random.Random, _: Data) -> Data:
     return {"loss": "chunked"}
 
 
+def _fused_loss(chance: random.Random, _: Data) -> Data:
+    return {"loss": "fused"}
+
+
 def _low_bit(chance: random.Random, _: Data) -> Data:
     return {"optimizer": {"name": chance.choice(("adamw8bit", "adamw4bit"))}}
 
@@ -140,6 +144,7 @@ TECHNIQUES: dict[str, Asking] = {
     "offload_activations": _offload_activations,
     "offload_weights": _offload_weights,
     "chunked_loss": _chunked,
+    "fused_loss": _fused_loss,
     "adamw_low_bit": _low_bit,
     "muon": _muon,
     "stochastic_rounding": _rounding,

@@ -16,6 +16,7 @@ and experts whose own loss balances them (``output_router_logits``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
@@ -25,8 +26,6 @@ from trainfit.techniques.draft import Draft
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from trainfit.models.language_head import LanguageHead
 
 COVERS = {"loss": ("chunked",)}
 OWN_FORWARD = ("prompt", "prefix", "p-tuning")
@@ -39,6 +38,15 @@ def applies(recipe: Recipe) -> bool:
 
 def check(recipe: Recipe) -> None:
     """Whether a family's output layer is known shows once the model is built."""
+    check_adapter(recipe)
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Nothing, if the model's forward is its own.
+
+    Raises:
+        InputError: an adapter that adds tokens around it.
+    """
     if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
         raise InputError(
             f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
@@ -54,30 +62,34 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the way from hidden states to logits is not known for this model.
     """
-    from trainfit.models.language_head import language_head
+    from trainfit.kernels.chunked_cross_entropy import linear_cross_entropy
 
-    parts = language_head(draft.model)
-    draft.body = parts.body
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return _loss(parts, batch, _expected_gradient(draft))
-
-    draft.loss = loss
+    take_place(draft, "chunked", linear_cross_entropy)
 
 
-def _loss(
-    parts: LanguageHead, batch: dict[str, torch.Tensor], expected_gradient: torch.Tensor | float
-) -> torch.Tensor:
+def take_place(draft: Draft, loss: str, linear_cross_entropy: Callable[..., torch.Tensor]) -> None:
+    """Compute the loss from hidden states by a function like ``chunked_cross_entropy.linear_cross_entropy``.
+
+    Raises:
+        InputError: the way from hidden states to logits is not known for this model; it names ``loss``.
+    """
     import torch.nn.functional as F
 
-    from trainfit.kernels.chunked_cross_entropy import IGNORED_LABEL, Head, linear_cross_entropy
+    from trainfit.kernels.chunked_cross_entropy import IGNORED_LABEL, Head
+    from trainfit.models.language_head import language_head
 
-    hidden_bse = parts.hidden(batch["input_ids"])
-    targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
-    return linear_cross_entropy(
-        hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=expected_gradient
-    )
+    parts = language_head(draft.model, loss)
+    draft.body = parts.body
+
+    def next_token_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden_bse = parts.hidden(batch["input_ids"])
+        targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
+        return linear_cross_entropy(
+            hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=_expected_gradient(draft)
+        )
+
+    draft.loss = next_token_loss
 
 
 def _expected_gradient(draft: Draft) -> torch.Tensor | float:
