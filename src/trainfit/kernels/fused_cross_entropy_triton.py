@@ -44,14 +44,14 @@ def cross_entropy_kernel(
     else:
         valid = (target >= 0) & (target < v)
         # Read before the reductions below, whose barriers keep it before any thread's writes.
-        right, _ = _logits(LOGITS + target, valid, scale, softcap, SOFTCAP)
+        right, _t = _logits(LOGITS + target, valid, scale, softcap, SOFTCAP)
         right = tl.where(valid, right, float("nan"))
         highest = tl.full((BLOCK,), -1.0e38, tl.float32)  # finite: -inf less -inf would be NaN
         sums = tl.zeros((BLOCK,), tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, v, BLOCK):
             inside = start + columns < v
-            x, _ = _logits(LOGITS + start + columns, inside, scale, softcap, SOFTCAP)
+            x, _squashed = _logits(LOGITS + start + columns, inside, scale, softcap, SOFTCAP)
             difference = x - highest
             e = tl.exp(-tl.abs(difference))
             sums = tl.where(difference > 0, sums * e + 1.0, sums + e)
