@@ -36,7 +36,6 @@ ORDER = (
     "recompute_budget",
     "recompute_layers",
     "chunked_loss",
-    "fused_loss",
     "compile_block",
     "compile_model",
     "offload_weights",

@@ -44,7 +44,7 @@ def cross_entropy_kernel(
     else:
         valid = (target >= 0) & (target < v)
         # Read before the reductions below, whose barriers keep it before any thread's writes.
-        right, _t = _logits(LOGITS + target, valid, scale, softcap, SOFTCAP)
+        right, _t = _logits(LOGITS + target, valid, scale, softcap, SOFTCAP)  # pyright: ignore[reportGeneralTypeIssues]
         right = tl.where(valid, right, float("nan"))
         highest = tl.full((BLOCK,), -1.0e38, tl.float32)  # finite: -inf less -inf would be NaN
         sums = tl.zeros((BLOCK,), tl.float32)

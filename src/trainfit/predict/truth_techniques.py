@@ -72,11 +72,7 @@ def _offload_weights(chance: random.Random, data: Data) -> Data:
 
 
 def _chunked(chance: random.Random, _: Data) -> Data:
-    return {"loss": "chunked"}
-
-
-def _fused_loss(chance: random.Random, _: Data) -> Data:
-    return {"loss": "fused"}
+    return {"loss": chance.choice(("chunked", "fused"))}
 
 
 def _low_bit(chance: random.Random, _: Data) -> Data:
@@ -144,7 +140,6 @@ TECHNIQUES: dict[str, Asking] = {
     "offload_activations": _offload_activations,
     "offload_weights": _offload_weights,
     "chunked_loss": _chunked,
-    "fused_loss": _fused_loss,
     "adamw_low_bit": _low_bit,
     "muon": _muon,
     "stochastic_rounding": _rounding,

@@ -69,7 +69,6 @@ ASKINGS: dict[str, Asking] = {
     "compile_model": _asking(("compile",), {"compile": "model"}),
     "empty_cache": _asking(("empty_cache_every",), {"empty_cache_every": 1}),
     "fp8": _asking(("precision",), {"precision": "fp8"}, beside={"compile": "block"}),
-    "fused_loss": _asking(("loss",), {"loss": "fused"}),
     "gradient_clipping": _asking(("optimizer.clip_norm",), {"optimizer": {"clip_norm": 1.0}}),
     "loader": _asking(("loader",), {"loader": {"workers": 2}}),
     "lora": _asking(("adapter",), LORA),
