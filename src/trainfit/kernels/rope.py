@@ -85,7 +85,7 @@ def triton_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) ->
         kernels.rotate_kernel[(b * n,)](
             q, k, *turned, cos, sin, n, half, more, h, k.shape[1], -1.0 if back else 1.0,
             *q.stride(), *k.stride(), *turned[0].stride(), *turned[1].stride(), *cos.stride(), *sin.stride(),
-            BLOCK_H=4, BLOCK_D=_power(half), BLOCK_MORE=_power(more), num_warps=4,
+            BLOCK_H=8, BLOCK_D=_power(half), BLOCK_MORE=_power(more), num_warps=2,
         )  # fmt: skip
     return turned
 
