@@ -2,7 +2,8 @@
 
 The first pass keeps, in each lane, the highest logit it has seen and the sum of exponentials relative to it: one exponential a
 logit, no exchange between threads until the row's end. The second writes the gradient over the logits. A row of 131,072
-bf16 logits is 256 KiB, so one row for each of an H200's 132 multiprocessors fits its L2: the second read mostly hits.
+bf16 logits is 256 KiB: one for each of an H200's 132 multiprocessors would fit its L2 (50 MB), the four that run on each do not,
+so the second read may be from memory: 6 bytes a logit.
 """
 
 from __future__ import annotations

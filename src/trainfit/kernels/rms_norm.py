@@ -17,7 +17,7 @@ from trainfit.kernels.operations import declare
 from trainfit.spec.errors import InputError
 
 MAX_SIZE = 16384
-"""Elements of a row that a program holds at once; with twice as many, registers spill."""
+"""Elements of a row that a program holds at once; with twice as many the backward spills kilobytes a thread."""
 PROGRAMS = 528
 """Of the backward, four for each of an H200's multiprocessors: each adds up its rows' part of the weight's gradient, in order,
 so the result repeats bit for bit on every GPU."""
