@@ -17,7 +17,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from trainfit.kernels import adafactor, adamw, flash_attention, nf4, rows, stochastic_rounding
+from trainfit.kernels import (
+    adafactor,
+    adamw,
+    flash_attention,
+    fused_cross_entropy,
+    nf4,
+    rms_norm,
+    rope,
+    rows,
+    stochastic_rounding,
+    swiglu,
+)
 from trainfit.kernels.moment_levels import BLOCK
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -118,6 +129,44 @@ def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     return run
 
 
+def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing: float) -> Call:
+    logits, targets = empty(c, v, dtype=dtype), empty(c, dtype=torch.int64)
+    terms = fused_cross_entropy.Terms(smoothing, 1e-4)
+
+    def run(step: int) -> None:
+        for wants_gradient in (True, False):
+            fused_cross_entropy.triton_cross_entropy(
+                logits, targets, empty(dtype=FP32), 1.0, softcap, terms, wants_gradient
+            )
+
+    return run
+
+
+def norm(dtype: torch.dtype, n: int, e: int) -> Call:
+    x, weight, scale = empty(n, e, dtype=dtype), empty(e, dtype=dtype), empty(n, dtype=FP32)
+
+    def run(step: int) -> None:
+        rms_norm.triton_forward(x, weight, 1e-5)
+        rms_norm.triton_backward(x, x, weight, scale)
+
+    return run
+
+
+def gates(dtype: torch.dtype, n: int, f: int) -> Call:
+    gate, up = empty(n, 2 * f, dtype=dtype).chunk(2, 1)
+
+    def run(step: int) -> None:
+        swiglu.triton_backward(swiglu.triton_forward(gate, up), gate, up)
+
+    return run
+
+
+def rotation(dtype: torch.dtype, b: int, n: int, d: int, r: int) -> Call:
+    q, k = empty(b, n, 32, d, dtype=dtype).transpose(1, 2), empty(b, n, 8, d, dtype=dtype).transpose(1, 2)
+    angles = empty(n, r // 2, dtype=FP32)
+    return lambda step: [rope.triton_rotate(q, k, angles, angles, back) for back in (False, True)]
+
+
 def calls() -> Iterator[tuple[str, Call]]:
     """Name and call, each with other types, alignments or widths of its arguments."""
     yield "adamw fp32", plain_adamw(FP32, False, 2047)
@@ -135,6 +184,17 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
+    for name, dtype in (("bf16", BF16), ("fp32", FP32)):
+        yield f"norm {name}", norm(dtype, 8192, 4096)
+        yield f"gates {name}", gates(dtype, 8192, 14336)
+        yield f"rotation {name}", rotation(dtype, 2, 4096, 128, 128)
+    yield "norm large and odd", norm(BF16, 2**20, 2049)
+    yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
+    yield "gates large", gates(BF16, 2**18, 14337)
+    yield "rotation of a part, large", rotation(BF16, 2**8, 4096, 80, 32)
+    yield "cross entropy bf16", cross_entropy(BF16, 2048, 131072, 0.0, 0.0)
+    yield "cross entropy large, odd, all terms", cross_entropy(BF16, 2**17, 50257, 30.0, 0.1)
+    yield "cross entropy fp32", cross_entropy(FP32, 2048, 128256, 0.0, 0.1)
 
 
 def main() -> None:

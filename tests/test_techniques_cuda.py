@@ -82,6 +82,7 @@ CASES = {
     "empty cache": Case({"empty_cache_every": 1}, {}),
     "clip": Case({"optimizer": {"clip_norm": 0.1}}),
     "chunked": Case({"loss": "chunked"}, codes=BOTH),
+    "fused loss": Case({"loss": "fused"}, codes=BOTH),
     "accumulation": Case({"batch": {"accumulate": 2}}),
     "adafactor": Case({"optimizer": {"name": "adafactor", "implementation": "fused"}}),
     "adafactor of torch": Case({"optimizer": {"name": "adafactor"}}, waits=True),

@@ -26,7 +26,6 @@ BF16 = {"precision": "bf16"}
 @pytest.mark.parametrize(
     ("fields", "field", "remedy"),
     [
-        ({"loss": "fused"}, "loss = 'fused'", "there is now: standard"),
         ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "plan.recompute.resolve"),
         ({"attention": "triton"}, "attention = 'triton'", "sdpa, flash, cudnn, efficient, math, eager"),
         (

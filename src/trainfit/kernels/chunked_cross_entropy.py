@@ -16,20 +16,17 @@ weight's own dtype: products accumulate in fp32 inside a chunk, and bf16 rounds 
 0.31 % of its norm with one chunk (as the usual way is), 0.42 % with 8, 0.65 % with 32, the most there are
 (tests/test_chunked_loss.py); an fp32 sum would cost 4 e v bytes more at the step's peak. Under autocast the weight is
 fp32 and so is the sum.
-
-The idea of computing gradients in the forward is Liger-Kernel's (Hsu et al., https://arxiv.org/abs/2410.10989, section
-3.2). A gradient that comes in scaled (accumulation, a loss scaler) can be said in advance, so that small fp16 or bf16
-gradients are rounded after they are scaled, as in the usual way.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-IGNORED_LABEL = -100
+from trainfit.kernels.gradients_in_forward import IGNORED_LABEL, Gradients, loss_with_gradients, multiply
+
 MIN_ROWS = 1024
 """Fewest tokens of a chunk. With fewer, reading and writing the weight's gradient once a chunk takes as long as the
 products: 4 e v bytes at 3.5 TB/s against 2 c e v FLOPs at 700 TFLOP/s are equal at c = 400."""
@@ -78,46 +75,19 @@ def linear_cross_entropy(
         rows: tokens of one chunk; None: ``chunk_rows``.
     """
     rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
-    wanted = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (hidden, head.weight, head.bias)
-    )
-    settings = _Settings(head.scale, head.softcap, rows, wanted, expected_gradient)
-    return _LinearCrossEntropy.apply(hidden, head.weight, head.bias, targets, settings)  # pyright: ignore[reportReturnType]
+    settings = _Settings(head.scale, head.softcap, rows, expected_gradient)
+
+    def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
+        return _forward(hidden, head.weight, head.bias, targets, settings, dtype, needed)
+
+    return loss_with_gradients(run, hidden, head.weight, head.bias, expected_gradient)
 
 
 class _Settings(NamedTuple):
     scale: float
     softcap: float | None
     rows: int
-    wants_gradients: bool
     expected_gradient: Tensor | float
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: _Settings
-    ) -> Tensor:
-        device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        needed = ctx.needs_input_grad[:3] if settings.wants_gradients else (False, False, False)
-        with torch.autocast(device, enabled=False):
-            loss, ctx.gradients = _forward(hidden, weight, bias, targets, settings, dtype, needed)
-        ctx.expected_gradient = settings.expected_gradient
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Nothing may hold the gradients any more when the engine gets them: it would copy the weight's.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError("the gradients of this loss were used up by its first backward")
-        ratio = grad / ctx.expected_gradient
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(ratio)
-        return (*gradients, None, None)
 
 
 class _Rows(NamedTuple):
@@ -138,7 +108,7 @@ def _forward(
     settings: _Settings,
     dtype: torch.dtype,
     needed: tuple[bool, ...],
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+) -> tuple[Tensor, Gradients]:
     """Loss, and the gradients of hidden states, weight and bias that are ``needed``, else None.
 
     Args:
@@ -163,23 +133,13 @@ def _forward(
         del logits
         loss += losses
         if grad_hidden is not None:
-            _multiply(grad, matrix, into=grad_hidden[part])
+            multiply(grad, matrix, into=grad_hidden[part])
         if grad_weight is not None:
-            _multiply(grad.t(), x, into=grad_weight, add=first > 0)
+            multiply(grad.t(), x, into=grad_weight, add=first > 0)
         if grad_bias is not None:
             grad_bias += grad.sum(0)
         del grad
     return loss / count, (grad_hidden, grad_weight, grad_bias)
-
-
-def _multiply(first: Tensor, second: Tensor, *, into: Tensor, add: bool = False) -> None:
-    """The product, written or added ``into`` a tensor that may have another dtype."""
-    if into.dtype == first.dtype:
-        into.addmm_(first, second, beta=int(add))
-    elif add:
-        into.add_(torch.mm(first, second))
-    else:
-        into.copy_(torch.mm(first, second))
 
 
 def _chunk(

@@ -57,8 +57,8 @@ class NativeBody(nn.Module):
         return self.decoder.hidden(input_ids)
 
 
-def language_head(model: nn.Module) -> LanguageHead:
-    """The parts of a model.
+def language_head(model: nn.Module, loss: str) -> LanguageHead:
+    """The parts of a model, for the loss that a recipe calls ``loss``.
 
     Raises:
         InputError: a family that is not known here, an output layer that is no plain linear one, or a loss that has
@@ -67,7 +67,7 @@ def language_head(model: nn.Module) -> LanguageHead:
     if hasattr(model, "get_base_model"):  # PEFT's; its adapters stand inside the model's own modules.
         model = model.get_base_model()  # pyright: ignore[reportCallIssue]
     if isinstance(model, NativeDecoder):
-        return LanguageHead(NativeBody(model), _linear(model.lm_head))
+        return LanguageHead(NativeBody(model), _linear(model.lm_head, loss))
     hf: Any = model
     config = hf.config.get_text_config()
     if getattr(config, "output_router_logits", False):
@@ -75,13 +75,13 @@ def language_head(model: nn.Module) -> LanguageHead:
             "this model's own loss also balances its experts (output_router_logits)",
             "use loss: standard, or set output_router_logits: false in the config",
             field="loss",
-            value="chunked",
+            value=loss,
         )
-    scale, softcap = _after_the_head(config)
-    return LanguageHead(hf.base_model, _linear(hf.get_output_embeddings()), scale, softcap)
+    scale, softcap = _after_the_head(config, loss)
+    return LanguageHead(hf.base_model, _linear(hf.get_output_embeddings(), loss), scale, softcap)
 
 
-def _after_the_head(config: Any) -> tuple[float, float | None]:
+def _after_the_head(config: Any, loss: str) -> tuple[float, float | None]:
     """Scale and soft cap of a transformers family's logits."""
     family = config.model_type
     if family in PLAIN:
@@ -95,16 +95,16 @@ def _after_the_head(config: Any) -> tuple[float, float | None]:
         f"how {family} makes logits of hidden states is not known here",
         "use loss: standard",
         field="loss",
-        value="chunked",
+        value=loss,
     )
 
 
-def _linear(layer: Any) -> nn.Linear:
+def _linear(layer: Any, loss: str) -> nn.Linear:
     if isinstance(layer, nn.Linear):
         return layer
     raise InputError(
         f"the model's output layer is a {type(layer).__name__}, not a plain linear layer",
         "use loss: standard, or leave the output layer out of adapter.targets",
         field="loss",
-        value="chunked",
+        value=loss,
     )

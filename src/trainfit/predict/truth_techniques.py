@@ -72,7 +72,7 @@ def _offload_weights(chance: random.Random, data: Data) -> Data:
 
 
 def _chunked(chance: random.Random, _: Data) -> Data:
-    return {"loss": "chunked"}
+    return {"loss": chance.choice(("chunked", "fused"))}
 
 
 def _low_bit(chance: random.Random, _: Data) -> Data:

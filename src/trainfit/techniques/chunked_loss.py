@@ -1,17 +1,20 @@
-"""Chunked loss: the next-token loss from hidden states, a chunk of tokens at a time, without all logits.
+"""Chunked and fused loss: the next-token loss from hidden states, a chunk of tokens at a time, without all logits.
 
-In as many FLOPs as ``standard`` (kernels/chunked_cross_entropy.py says how, and how large
-a chunk is). For a model of vocabulary v and hidden size e, n tokens of bf16 hold 10 n v bytes with ``standard`` where
+In as many FLOPs as ``standard`` (kernels/chunked_cross_entropy.py and kernels/fused_cross_entropy.py say how, and how
+large a chunk is). For a model of vocabulary v and hidden size e, n tokens of bf16 hold 10 n v bytes with ``standard`` where
 the loss begins its backward; here 6 c v for a chunk of c tokens, and already the gradients of the output weight
 (2 e v) and of the hidden states (2 n e). With ``compile: model`` everything below the output layer is compiled, the loss
 runs as it is.
+
+``fused`` takes larger chunks and has one kernel between the products: 2 c v bytes, at most 512 MiB, which it reads twice and writes
+once.
 
 Helps where the vocabulary is large beside the model, or activations are recomputed: then the logits are the peak.
 
 Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
 
-Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it),
-and experts whose own loss balances them (``output_router_logits``).
+Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it)
+or, with ``fused``, has a bias, and experts whose own loss balances them (``output_router_logits``).
 """
 
 from __future__ import annotations
@@ -26,15 +29,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainfit.models.language_head import LanguageHead
-
-COVERS = {"loss": ("chunked",)}
+COVERS = {"loss": ("chunked", "fused")}
 OWN_FORWARD = ("prompt", "prefix", "p-tuning")
 """Adapters whose tokens PEFT's forward adds around the model's."""
 
 
 def applies(recipe: Recipe) -> bool:
-    return recipe.loss == "chunked"
+    return recipe.loss in COVERS["loss"]
 
 
 def check(recipe: Recipe) -> None:
@@ -52,32 +53,30 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """Take the place of the model's own loss.
 
     Raises:
-        InputError: the way from hidden states to logits is not known for this model.
+        InputError: the way from hidden states to logits is not known for this model, or not to this loss.
     """
-    from trainfit.models.language_head import language_head
-
-    parts = language_head(draft.model)
-    draft.body = parts.body
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return _loss(parts, batch, _expected_gradient(draft))
-
-    draft.loss = loss
-
-
-def _loss(
-    parts: LanguageHead, batch: dict[str, torch.Tensor], expected_gradient: torch.Tensor | float
-) -> torch.Tensor:
     import torch.nn.functional as F
 
-    from trainfit.kernels.chunked_cross_entropy import IGNORED_LABEL, Head, linear_cross_entropy
+    from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
+    from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy, refuse_bias
+    from trainfit.kernels.gradients_in_forward import IGNORED_LABEL
+    from trainfit.models.language_head import language_head
 
-    hidden_bse = parts.hidden(batch["input_ids"])
-    targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
-    head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
-    return linear_cross_entropy(
-        hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=expected_gradient
-    )
+    parts = language_head(draft.model, recipe.loss)
+    draft.body = parts.body
+    if recipe.loss == "fused":
+        refuse_bias(parts.layer.bias)
+    function = fused_linear_cross_entropy if recipe.loss == "fused" else linear_cross_entropy
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden_bse = parts.hidden(batch["input_ids"])
+        targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
+        return function(
+            hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=_expected_gradient(draft)
+        )
+
+    draft.loss = loss
 
 
 def _expected_gradient(draft: Draft) -> torch.Tensor | float:

@@ -114,7 +114,8 @@ LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
 
 OWN_VECTOR_WORK = frozenset(
     """
-    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded add_rounded
+    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded add_rounded cross_entropy
+    own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
     """.split()
 )
 """Kernels of ours that do no products."""

@@ -1,0 +1,53 @@
+"""Rotary embedding in Triton: a program takes one position of one sequence, all its query and key heads."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _turn_heads(
+    X, OUT, num_heads, head_stride, column_stride, out_head_stride, out_column_stride, cos, sin, half, more,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_MORE: tl.constexpr,
+):  # fmt: skip
+    pairs = tl.arange(0, BLOCK_D)[None, :]
+    for start in range(0, num_heads, BLOCK_H):
+        heads = start + tl.arange(0, BLOCK_H)[:, None]
+        inside = (heads < num_heads) & (pairs < half)
+        at, out = X + heads * head_stride, OUT + heads * out_head_stride
+        first = tl.load(at + pairs * column_stride, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(at + (pairs + half) * column_stride, mask=inside, other=0.0).to(tl.float32)
+        dtype = OUT.dtype.element_ty
+        tl.store(out + pairs * out_column_stride, (first * cos - second * sin).to(dtype), mask=inside)
+        tl.store(
+            out + (pairs + half) * out_column_stride, (second * cos + first * sin).to(dtype), mask=inside
+        )
+        if BLOCK_MORE > 0:
+            rest = tl.arange(0, BLOCK_MORE)[None, :]
+            there = (heads < num_heads) & (rest < more)
+            kept = tl.load(at + (rest + 2 * half) * column_stride, mask=there, other=0.0)
+            tl.store(out + (rest + 2 * half) * out_column_stride, kept, mask=there)
+
+
+@triton.jit
+def rotate_kernel(
+    Q, K, Q_OUT, K_OUT, COS, SIN, n, half, more, q_heads, k_heads, sign,
+    qb, qh, qn, qd, kb, kh, kn, kd, qob, qoh, qon, qod, kob, koh, kon, kod, cb, cn, cd, sb, sn, sd,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_MORE: tl.constexpr,
+):  # fmt: skip
+    """Pairs (x_i, x_{i + half}) turned by their angle; ``sign`` -1 turns back. Strides by tensor: batch, head, position, column."""
+    b = (tl.program_id(0) // n).to(tl.int64)
+    i = (tl.program_id(0) % n).to(tl.int64)
+    pairs = tl.arange(0, BLOCK_D)
+    inside = pairs < half
+    cos = tl.load(COS + b * cb + i * cn + pairs * cd, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(SIN + b * sb + i * sn + pairs * sd, mask=inside, other=0.0).to(tl.float32)[None, :] * sign
+    _turn_heads(
+        Q + b * qb + i * qn, Q_OUT + b * qob + i * qon, q_heads, qh, qd, qoh, qod, cos, sin, half, more,
+        BLOCK_H, BLOCK_D, BLOCK_MORE,
+    )  # fmt: skip
+    _turn_heads(
+        K + b * kb + i * kn, K_OUT + b * kob + i * kon, k_heads, kh, kd, koh, kod, cos, sin, half, more,
+        BLOCK_H, BLOCK_D, BLOCK_MORE,
+    )  # fmt: skip

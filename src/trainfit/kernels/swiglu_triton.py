@@ -1,0 +1,32 @@
+"""SwiGLU in Triton: a program takes BLOCK elements of one row of [n, f]. Computed in fp32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def swiglu_kernel(GATE, UP, OUT, gate_stride, up_stride, f, BLOCK: tl.constexpr):
+    """out = gate sigmoid(gate) up."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < f
+    g = tl.load(GATE + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(UP + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(OUT + row * f + at, (g * tl.sigmoid(g) * u).to(OUT.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(D, GATE, UP, BOTH, gate_stride, up_stride, f, BLOCK: tl.constexpr):
+    """BOTH [n, 2f]: the gate's gradient, then up's."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < f
+    d = tl.load(D + row * f + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(GATE + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(UP + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    dtype = BOTH.dtype.element_ty
+    tl.store(BOTH + row * 2 * f + at, (d * u * s * (1.0 + g * (1.0 - s))).to(dtype), mask=inside)
+    tl.store(BOTH + row * 2 * f + f + at, (d * g * s).to(dtype), mask=inside)

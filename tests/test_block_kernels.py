@@ -1,0 +1,195 @@
+"""RMSNorm, SwiGLU and RoPE: bodies against their definitions in PyTorch's autograd, kernels in the interpreter, operations' rules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernel_runs import interpreted
+from trainfit.kernels import rms_norm, rope, swiglu
+from trainfit.spec.errors import InputError
+
+EPS = 1e-6
+ERROR = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TRITON = (torch.float32, torch.float16)
+SIZES = [(1, 1), (3, 16), (7, 131), (1030, 5)]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(
+        dtype
+    )
+
+
+def agree(
+    run: Callable[..., Any], definition: Callable[..., Any], given: list[Tensor], dtype: torch.dtype
+) -> None:
+    """Results and gradients, relative to the largest, against the definition in fp64 from the same values."""
+    results = []
+    for function, kind in ((run, dtype), (definition, torch.float64)):
+        leaves = [x.to(kind).requires_grad_() for x in given]
+        out = function(*leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        upstream = [randn(*x.shape, dtype=dtype).to(kind) for x in outs]
+        results.append([*outs, *torch.autograd.grad(outs, leaves, upstream)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == dtype
+        assert got.shape == want.shape
+        # A row of one element has a norm of 1 whatever it is: its gradient is a difference of numbers of size 1.
+        assert (got.double() - want).abs().max() <= ERROR[dtype] * max(want.abs().max().item(), 1.0)
+
+
+def rms(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, w.shape, w, EPS)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def angles(n: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    turns = torch.arange(n)[:, None] * 10.0 ** -torch.arange(half)
+    return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers' rule: x cos + rotate_half(x) sin over the first r, both halves with the same angles."""
+    r = 2 * cos.shape[-1]
+    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x[..., :r].chunk(2, -1)
+        rotated = x[..., :r] * cos + torch.cat((-second, first), -1) * sin
+        return torch.cat((rotated, x[..., r:]), -1)
+
+    return turn(q), turn(k)
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors take the Triton bodies."""
+    for module in (rms_norm, swiglu):
+        monkeypatch.setattr(module, "plain_forward", module.triton_forward)
+        monkeypatch.setattr(module, "plain_backward", module.triton_backward)
+    monkeypatch.setattr(rope, "plain_rotate", rope.triton_rotate)
+
+
+def check_norm(n: int, e: int, dtype: torch.dtype) -> None:
+    agree(
+        lambda x, w: rms_norm.rms_norm(x, w, EPS),
+        rms,
+        [randn(n, e, dtype=dtype), randn(e, dtype=dtype)],
+        dtype,
+    )
+
+
+def check_swiglu(n: int, f: int, dtype: torch.dtype) -> None:
+    both = randn(n, 2 * f, dtype=dtype)
+    agree(swiglu.swiglu, gated, list(both.chunk(2, 1)), dtype)
+    agree(swiglu.swiglu, lambda x: gated(*x.chunk(2, -1)), [both], dtype)
+
+
+def check_rope(n: int, d: int, half: int, dtype: torch.dtype) -> None:
+    """Queries as a model has them: heads beside each other in memory."""
+    q, k = randn(2, n, 6, d, dtype=dtype).transpose(1, 2), randn(2, 2, n, d, dtype=dtype)
+    cos, sin = angles(n, half, dtype)
+    wide = cos.double(), sin.double()
+    agree(lambda a, b: rope.rope(a, b, cos, sin), lambda a, b: turned(a, b, *wide), [q, k], dtype)
+    each = cos.repeat(2, 1, 1), sin.repeat(2, 1, 1)
+    for one, other in zip(rope.rope(q, k, cos, sin), rope.rope(q, k, *each), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_bodies_are_the_definitions(dtype: torch.dtype):
+    for n, e in SIZES:
+        check_norm(n, e, dtype)
+        check_swiglu(n, e, dtype)
+    for n, d, half in ((1, 2, 1), (7, 16, 8), (5, 12, 3)):
+        check_rope(n, d, half, dtype)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", TRITON, ids=str)
+def test_kernels_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rms_norm, "PROGRAMS", 4)
+    for n, e in ((1, 1), (3, 16), (7, 131)):
+        check_norm(n, e, dtype)
+        check_swiglu(n, e, dtype)
+    check_swiglu(2, 1500, dtype)
+    for n, d, half in ((1, 2, 1), (7, 16, 8), (5, 12, 3)):
+        check_rope(n, d, half, dtype)
+
+
+@interpreted
+@pytest.mark.usefixtures("triton")
+def test_the_weights_gradient_of_many_rows_repeats_itself():
+    x, w, g = randn(41, 8), randn(8), randn(41, 8)
+    scale = rms_norm.plain_forward(x, w, EPS)[1]
+    runs = [rms_norm.triton_backward(g, x, w, scale)[1] for _ in range(2)]
+    assert torch.equal(*runs)
+
+
+def test_large_and_zero_inputs():
+    """fp16's largest square is beyond fp16; a row of zeros has the norm zero and finite gradients."""
+    x = torch.tensor([[60000.0, -60000.0], [0.0, 0.0]], dtype=torch.float16).requires_grad_()
+    y = rms_norm.rms_norm(x, torch.ones(2, dtype=torch.float16), EPS)
+    assert y.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+    assert torch.autograd.grad(y.sum(), x)[0].isfinite().all()
+    extreme = torch.tensor([[1e4, -1e4, 0.0]])
+    assert swiglu.swiglu(extreme, torch.ones(1, 3)).tolist() == [[1e4, 0.0, 0.0]]
+
+
+def test_empty_tensors_stay_empty():
+    x = torch.empty(0, 8, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    rms_norm.rms_norm(x, weight, EPS).sum().backward()
+    assert not weight.grad.any()
+    assert swiglu.swiglu(torch.empty(0, 8)).shape == (0, 4)
+
+
+def test_the_operations_keep_the_rules():
+    rms_norm.register(), swiglu.register(), rope.register()
+    x, w = randn(3, 8), randn(8)
+    scale = rms_norm.plain_forward(x, w, EPS)[1]
+    q, k = randn(2, 3, 4, 8), randn(2, 1, 4, 8)
+    for name, arguments in {
+        "own_rms_norm": (x, w, EPS), "own_rms_norm_backward": (x, x, w, scale), "swiglu": (x, x),
+        "swiglu_backward": (x, x, x), "rotate_pairs": (q, k, *angles(4, 4, torch.float32), True),
+    }.items():  # fmt: skip
+        torch.library.opcheck(getattr(torch.ops.trainfit, name), arguments)
+
+
+def test_they_compile_and_recompute():
+    """In one graph, and through checkpointing: the same gradients."""
+    rms_norm.register(), swiglu.register()
+    w, x = randn(16).requires_grad_(), randn(5, 16).requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        return swiglu.swiglu(rms_norm.rms_norm(x, w, EPS)).sum()
+
+    expected = torch.autograd.grad(block(x), (x, w))
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    again = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    for found in (torch.autograd.grad(compiled(x), (x, w)), torch.autograd.grad(again, (x, w))):
+        for want, got in zip(expected, found, strict=True):
+            assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: rms_norm.rms_norm(randn(2, 8), randn(7), EPS),
+        lambda: swiglu.swiglu(randn(2, 7)),
+        lambda: swiglu.swiglu(randn(2, 8), randn(2, 7)),
+        lambda: rope.rope(randn(1, 2, 3, 8), randn(1, 2, 4, 8), *angles(3, 4, torch.float32)),
+        lambda: rope.rope(randn(1, 2, 3, 8), randn(1, 2, 3, 8), *angles(3, 5, torch.float32)),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], Any]):
+    with pytest.raises(InputError):
+        call()
