@@ -1,0 +1,132 @@
+"""FlashAttention on Hopper: who launches the kernels of flash_attention_tma_triton.py, and with which tiles.
+
+Shapes as in flash_attention.py. ``fits`` says which tensors the tensor memory accelerator can carry; all others keep to the
+plain kernels. ``Tiles`` is one kernel's configuration; the tuning command tries many (flash_attention_tune.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 128
+"""Rows of a program that prepares the backward; the padded length is a multiple of it and of every BLOCK_M."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of queries and keys of a tile, warps, pipeline stages, and how many heads run at once."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    heads_at_once: int = 8
+    specialize: bool = False
+    """Let Triton split loads and products between warps."""
+
+    def arguments(self, d: int) -> dict[str, Any]:
+        """What the launch of a kernel takes."""
+        return {
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
+            "HEADS_AT_ONCE": self.heads_at_once, "SPECIALIZE": self.specialize,
+            "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward's kernels. ``queries`` None: dQ is added up in fp32 by the keys' kernel (not bit for bit repeatable)."""
+
+    keys: Tiles
+    queries: Tiles | None = None
+
+
+def block_d(d: int) -> int:
+    """Columns of a tile: the next power of two."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def fits(*tensors: Tensor, scale: float) -> bool:
+    """Whether TMA carries these [b, heads, rows, d] tensors and the kernels hold for ``scale``: 16 bits, d up to 128,
+    contiguous heads, everything else on multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
+    return scale > 0 and all(
+        x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.stride(-1) == 1 and x.numel() > 0
+        and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+        for x in tensors
+    )  # fmt: skip
+
+
+def _descriptor(x: Tensor, rows: int, d: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d(d)])
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """Output (q's dtype and layout) and log-sum-exp ([b, h, n], fp32)."""
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_tma_triton
+
+    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
+
+    b, h, n, d = q.shape
+    out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
+    rows, keys = tiles.block_m, tiles.block_n
+    kernels.forward_tma_kernel[(cdiv(n, rows) * b * h,)](
+        _descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d), _descriptor(out, rows, d),
+        lse, scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1],
+        CAUSAL=is_causal, **tiles.arguments(d),
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    how: Backward,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, in their dtypes and layouts.
+
+    Beside them: two fp32 numbers a row, and without ``how.queries`` an fp32 dQ.
+    """
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_tma_triton
+
+    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
+
+    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
+    with_dq = how.queries is None
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dq = torch.empty_like(q, dtype=torch.float32 if with_dq else q.dtype)
+    padded = cdiv(n, ROWS) * ROWS
+    lse_2, delta = torch.empty(2, b, h, padded, dtype=torch.float32, device=q.device)
+    kernels.prepare_tma_kernel[(cdiv(n, ROWS), b * h)](
+        _descriptor(out, ROWS, d), _descriptor(gradient, ROWS, d), _descriptor(dq, ROWS, d), lse, lse_2, delta,
+        n, padded, h, BLOCK_M=ROWS, BLOCK_D=block_d(d), WITH_DQ=with_dq,
+    )  # fmt: skip
+
+    def inputs(tiles: Tiles) -> list[Any]:
+        rows, keys = tiles.block_m, tiles.block_n
+        return [_descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d),
+                _descriptor(gradient, rows, d), lse_2, delta, _descriptor(dq, rows, d)]  # fmt: skip
+
+    tiles, sizes = how.keys, (scale, scale * math.log2(math.e), n, m, padded, h)
+    kernels.key_gradient_tma_kernel[(cdiv(m, tiles.block_n) * b * kv_heads,)](
+        *inputs(tiles), _descriptor(dk, tiles.block_n, d), _descriptor(dv, tiles.block_n, d), *sizes, kv_heads,
+        b * kv_heads, CAUSAL=is_causal, WITH_DQ=with_dq, **tiles.arguments(d),
+    )  # fmt: skip
+    if how.queries is None:
+        return dq.mul_(scale).to(q.dtype), dk, dv
+    tiles = how.queries
+    kernels.query_gradient_tma_kernel[(cdiv(n, tiles.block_m) * b * h,)](
+        *inputs(tiles), *sizes, b * h, h // kv_heads, CAUSAL=is_causal, **tiles.arguments(d)
+    )
+    return dq, dk, dv
