@@ -1,4 +1,4 @@
-"""FlashAttention on Hopper: who launches the kernels of flash_attention_tma_triton.py, and with which tiles.
+"""FlashAttention on Hopper: who launches the kernels of flash_attention_tma_triton.py and flash_attention_gluon.py.
 
 Shapes as in flash_attention.py. ``fits`` says which tensors the tensor memory accelerator can carry; all others keep to the
 plain kernels. ``Tiles`` is one kernel's configuration; the tuning command tries many (flash_attention_tune.py).
@@ -36,6 +36,17 @@ class Tiles:
             "HEADS_AT_ONCE": self.heads_at_once, "SPECIALIZE": self.specialize,
             "num_warps": self.warps, "num_stages": self.stages,
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once, whether groups alternate."""
+
+    groups: int
+    block_n: int
+    stages: int
+    heads_at_once: int = 8
+    take_turns: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,37 @@ def forward(
         _descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d), _descriptor(out, rows, d),
         lse, scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1],
         CAUSAL=is_causal, **tiles.arguments(d),
+    )  # fmt: skip
+    return out, lse
+
+
+def gluon_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, how: Groups
+) -> tuple[Tensor, Tensor]:
+    """As ``forward``, with warps that only load and groups of warps that only compute."""
+    from triton import cdiv
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from trainfit.kernels import flash_attention_gluon
+
+    kernels: Any = flash_attention_gluon  # a constexpr argument takes a plain value
+
+    b, h, n, d = q.shape
+    dtype: Any = gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+    out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
+
+    def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+        block = [1, 1, rows, block_d(d)]
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+    rows = kernels.GROUP_ROWS.value
+    kernels.forward_gluon_kernel[(cdiv(n, how.groups * rows) * b * h,)](
+        descriptor(q, rows), descriptor(k, how.block_n), descriptor(v, how.block_n), descriptor(out, rows), lse,
+        scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1],
+        GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
+        HEADS_AT_ONCE=how.heads_at_once, TAKE_TURNS=how.take_turns, num_warps=4,
     )  # fmt: skip
     return out, lse
 
