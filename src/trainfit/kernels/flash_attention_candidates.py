@@ -134,9 +134,7 @@ def _flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _public(
-    name: str, direction: str, tensors: Tensors, is_causal: bool
-) -> Callable[[], tuple[Tensor, ...]]:
+def _public(name: str, direction: str, tensors: Tensors, is_causal: bool) -> Callable[[], tuple[Tensor, ...]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -208,9 +206,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
     wanted = _public("flash", candidate.direction, tensors, True)()
     run = _prepared(candidate, tensors, True)
     for _ in range(3):
-        apart = [
-            a / b.abs().max().item() for a, b in zip(_largest(run(), wanted), wanted, strict=True)
-        ]
+        apart = [a / b.abs().max().item() for a, b in zip(_largest(run(), wanted), wanted, strict=True)]
         if not all(each <= FARTHEST for each in apart):
             return {**row, "error": f"apart from flash at the timed shape: {apart}"}
     return row
@@ -228,7 +224,9 @@ def time(candidate: Candidate) -> dict[str, Any]:
     run = _prepared(candidate, _timed_tensors(candidate), True)
     low, median_ms, high = do_bench(run, warmup=50, rep=150, quantiles=[0.2, 0.5, 0.8])
     products = {"forward": 2, "backward": 5}[candidate.direction]
-    flops = products * HEADS * LENGTHS[candidate.d] ** 2 * candidate.d  # 2 a multiply-add, half of them masked
+    flops = (
+        products * HEADS * LENGTHS[candidate.d] ** 2 * candidate.d
+    )  # 2 a multiply-add, half of them masked
     return {
         "name": candidate.name, "direction": candidate.direction, "d": candidate.d, "n": LENGTHS[candidate.d],
         "heads": HEADS, "median_s": median_ms * 1e-3, "p20_s": low * 1e-3, "p80_s": high * 1e-3,

@@ -70,14 +70,10 @@ def _load_tiles(
         slot, phase = step % STAGES, (step // STAGES) & 1
         mbarrier.wait(k_empty.index(slot), phase ^ 1)
         mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot)
-        )
+        tma.async_copy_global_to_shared(K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot))
         mbarrier.wait(v_empty.index(slot), phase ^ 1)
         mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot)
-        )
+        tma.async_copy_global_to_shared(V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot))
 
 
 @gluon.jit
@@ -191,9 +187,7 @@ def _compute(
     )  # fmt: skip
     last = tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = warpgroup_mma(
-        p, v_tiles.index(last % STAGES).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True
-    )
+    acc = warpgroup_mma(p, v_tiles.index(last % STAGES).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
     none = row_sum == 0.0
@@ -205,9 +199,7 @@ def _compute(
     q.store(out.to(q_tiles.dtype))  # this group's queries are read: their place takes the output on its way
     fence_async_shared()
     _barrier()
-    tma.async_copy_shared_to_global(
-        OUT, [batch, head, first + member * GROUP_ROWS, 0], q_tiles.index(member)
-    )
+    tma.async_copy_shared_to_global(OUT, [batch, head, first + member * GROUP_ROWS, 0], q_tiles.index(member))
     tma.store_wait(0)
 
 

@@ -56,7 +56,9 @@ def _forward_range(
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         offset = new_max
-        if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number
+        if (
+            MASKED
+        ):  # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number
             offset = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale_log2 - offset[:, None])
         shrink = tl.exp2(row_max - offset)
