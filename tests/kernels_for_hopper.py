@@ -17,7 +17,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from trainfit.kernels import adafactor, adamw, flash_attention, nf4, rows, stochastic_rounding
+from trainfit.kernels import (
+    adafactor,
+    adamw,
+    flash_attention,
+    flash_attention_tma,
+    nf4,
+    rows,
+    stochastic_rounding,
+)
 from trainfit.kernels.moment_levels import BLOCK
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -118,6 +126,25 @@ def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     return run
 
 
+def hopper_attention(d: int, n: int) -> Call:
+    """All that TMA carries: the backward in one pass and in two, and the kernels in Gluon."""
+    q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
+    tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
+    hows = (
+        flash_attention_tma.Backward(tiles),
+        flash_attention_tma.Backward(tiles, tiles),
+        flash_attention_tma.GroupsBackward(2),
+    )
+
+    def run(step: int) -> None:
+        flash_attention_tma.forward(q, k, k, True, 0.1, tiles)
+        flash_attention_tma.gluon_forward(q, k, k, True, 0.1, flash_attention_tma.Groups(2, 64, 2))
+        for how in hows:
+            flash_attention_tma.backward(q, q, k, k, q, lse, True, 0.1, how)
+
+    return run
+
+
 def calls() -> Iterator[tuple[str, Call]]:
     """Name and call, each with other types, alignments or widths of its arguments."""
     yield "adamw fp32", plain_adamw(FP32, False, 2047)
@@ -135,6 +162,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
+    for d in (64, 128):
+        yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000)
 
 
 def main() -> None:

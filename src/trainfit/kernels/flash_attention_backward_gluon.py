@@ -1,3 +1,5 @@
+# Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
+# ruff: noqa: RUF005
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """FlashAttention's backward for Hopper in Gluon: one warp loads by TMA, two groups of four warps compute.
@@ -11,6 +13,8 @@ Descriptors and ``prepare_tma_kernel``'s results as in flash_attention_tma_trito
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from triton._C.libtriton import ir  # the reduction that Gluon does not name
 from triton.experimental import gluon
@@ -33,7 +37,7 @@ HALF = gl.constexpr(64)
 
 
 @builtin
-def _add_to_memory(descriptor, place, tile, _semantic=None):
+def _add_to_memory(descriptor, place, tile, _semantic: Any = None):
     """TMA's reduction: ``tile`` added to what is there."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
     _semantic.builder.create_async_tma_reduce(

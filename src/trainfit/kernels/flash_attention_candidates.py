@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels import flash_attention, flash_attention_tma
-from trainfit.kernels.flash_attention_tma import Backward, Groups, Tiles
+from trainfit.kernels.flash_attention_tma import Backward, Groups, GroupsBackward, Tiles
 
 HEADS = 16
 LENGTHS = {128: 8192, 64: 16384}
@@ -29,26 +29,31 @@ FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 
 
+How = Tiles | Groups | Backward | GroupsBackward | str | None
+"""A configuration of ours; None for the plain kernels; or the name of one of PyTorch's."""
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """``how``: Tiles, Groups, Backward; None for the plain kernels; or the name of one of PyTorch's."""
+    """One direction of one implementation, causal, with heads of size d."""
 
     direction: str
     d: int
-    how: Tiles | Groups | Backward | str | None
+    how: How
 
     @property
     def name(self) -> str:
         return f"{self.direction} d{self.d} {_spelled(self.how)}"
 
 
-def _spelled(how: Tiles | Groups | Backward | str | None) -> str:
+def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
-        special = " specialized" if how.specialize else ""
-        return f"tma {how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}{special}"
+        return f"tma {how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
     if isinstance(how, Groups):
         turns = " turns" if how.take_turns else ""
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{turns}"
+    if isinstance(how, GroupsBackward):
+        return f"gluon s{how.stages} heads{how.heads_at_once}"
     if isinstance(how, Backward):
         return f"{_spelled(how.keys)} + " + (_spelled(how.queries) if how.queries else "sums")
     return how or "plain"
@@ -67,33 +72,30 @@ def candidates() -> list[Candidate]:
 
 def _forwards(d: int) -> list[Tiles | Groups]:
     if d == 128:
-        tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3),
-                 (64, 128, 4, 2), (64, 64, 4, 3)]  # fmt: skip
-        groups = [(2, 128, 2), (2, 64, 2), (2, 64, 4), (3, 64, 2), (3, 128, 2)]
+        tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3)]  # fmt: skip
+        groups = [(2, 128, 2), (2, 64, 2), (2, 64, 4), (3, 64, 2)]
     else:
         tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3),
                  (64, 64, 4, 3)]  # fmt: skip
         groups = [(2, 128, 2), (2, 128, 3), (2, 64, 3), (3, 128, 2), (3, 128, 3), (3, 64, 3)]
     made: list[Tiles | Groups] = [Tiles(*each) for each in tiles]
     made.append(replace(Tiles(*tiles[0]), heads_at_once=16))
-    made.append(replace(Tiles(*tiles[0]), specialize=True))
     made += [Groups(*each, take_turns=turns) for each in groups for turns in (False, True)]
     return [*made, Groups(*groups[0], heads_at_once=16), Groups(*groups[0], heads_at_once=4)]
 
 
-def _backwards(d: int) -> list[Backward]:
+def _backwards(d: int) -> list[Backward | GroupsBackward]:
     if d == 128:
-        keys = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (32, 128, 4, 2), (128, 64, 8, 1),
-                (64, 64, 8, 2)]  # fmt: skip
+        keys = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 8, 2)]  # fmt: skip
         queries = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 1)]
     else:
-        keys = [(128, 128, 8, 1), (128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 4, 2), (64, 128, 8, 3), (64, 64, 4, 2),
-                (128, 64, 4, 2)]  # fmt: skip
+        keys = [(128, 128, 8, 1), (128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 4, 2)]  # fmt: skip
         queries = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
     alone = [Backward(Tiles(*each)) for each in keys]
-    both = [Backward(Tiles(*each), Tiles(*queries[0])) for each in keys[:4]]
+    both = [Backward(Tiles(*each), Tiles(*queries[0])) for each in keys[:3]]
     both += [Backward(Tiles(*keys[1]), Tiles(*each)) for each in queries[1:]]
-    return [*alone, replace(alone[1], keys=replace(alone[1].keys, heads_at_once=16)), *both]
+    groups = [GroupsBackward(stages, heads) for stages, heads in ((1, 8), (2, 4), (2, 8), (2, 16))]
+    return [*groups, *alone, replace(alone[1], keys=replace(alone[1].keys, heads_at_once=16)), *both]
 
 
 # -- running one ------------------------------------------------------------------------------------------------------
@@ -222,7 +224,8 @@ def time(candidate: Candidate) -> dict[str, Any]:
     from triton.testing import do_bench
 
     run = _prepared(candidate, _timed_tensors(candidate), True)
-    low, median_ms, high = do_bench(run, warmup=50, rep=150, quantiles=[0.2, 0.5, 0.8])
+    times: Any = do_bench(run, warmup=50, rep=150, quantiles=[0.2, 0.5, 0.8])
+    low, median_ms, high = times
     products = {"forward": 2, "backward": 5}[candidate.direction]
     flops = (
         products * HEADS * LENGTHS[candidate.d] ** 2 * candidate.d

@@ -1,3 +1,7 @@
+# Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
+# ruff: noqa: RUF005
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """FlashAttention's forward for Hopper in Gluon: one warp loads by TMA, two or three groups of four warps compute.
 
 Each group owns 64 query rows. While the tensor cores multiply scores of the next keys and the probabilities of the last, the
@@ -58,7 +62,7 @@ def _load_tiles(
     """The loading warp: q once, then keys and values as the groups free their places."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
     first, batch, head = _place(n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
-    tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+    tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
     kv_head = head // group
     mbarrier.expect(q_full, GROUPS * Q.block_type.nbytes)
     for member in gl.static_range(GROUPS):
@@ -170,7 +174,7 @@ def _compute(
     )  # fmt: skip
     scores = warpgroup_mma_wait(0, deps=(scores,))
     _release(k_empty.index(0))
-    prob, row_max, row_sum, shrink = _probabilities(
+    prob, row_max, row_sum, _ = _probabilities(
         scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
         gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL,
     )  # fmt: skip

@@ -1,5 +1,7 @@
 """FlashAttention for Hopper in Triton: tiles come and go by TMA, and the backward makes dK, dV and dQ in one pass.
 
+Triton 3.6 and 3.7 ignore ``warp_specialize`` on sm_90 (the PTX is the same with it), so it is not asked for.
+
 Shapes as in flash_attention_triton.py: b batch, h query heads, k key-value heads, n queries, m keys, d head size. Q, K, V,
 O, dO, dK, dV and dQ are tensor descriptors [b, heads, rows, d] with blocks [1, 1, rows, BLOCK_D]: the hardware gives zeros
 outside and drops what is written there, so no tile needs a mask of its own. The scale is positive.
@@ -42,10 +44,10 @@ def _store(descriptor, batch, head, row, tile, ROWS: tl.constexpr, BLOCK_D: tl.c
 @triton.jit
 def _forward_range(
     acc, row_sum, row_max, q, K, V, batch, kv_head, start, stop, rows, n, m, scale_log2,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SPECIALIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the running output, sum and maximum of the query rows."""
-    for first in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
+    for first in range(start, stop, BLOCK_N):
         k = _load(K, batch, kv_head, first, BLOCK_N, BLOCK_D)
         scores = tl.dot(q, k.T)
         if MASKED:
@@ -74,7 +76,7 @@ def _forward_range(
 def forward_tma_kernel(
     Q, K, V, OUT, LSE, scale_log2, n, m, heads, all_heads, group,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr, SPECIALIZE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -96,11 +98,11 @@ def forward_tma_kernel(
         whole = m // BLOCK_N * BLOCK_N
     acc, row_sum, row_max = _forward_range(
         acc, row_sum, row_max, q, K, V, batch, kv_head, 0, whole, rows, n, m, scale_log2,
-        BLOCK_N, BLOCK_D, False, CAUSAL, SPECIALIZE,
+        BLOCK_N, BLOCK_D, False, CAUSAL,
     )  # fmt: skip
     acc, row_sum, row_max = _forward_range(
         acc, row_sum, row_max, q, K, V, batch, kv_head, whole, stop, rows, n, m, scale_log2,
-        BLOCK_N, BLOCK_D, True, CAUSAL, False,
+        BLOCK_N, BLOCK_D, True, CAUSAL,
     )  # fmt: skip
     none = row_sum == 0.0
     acc = acc / tl.where(none, 1.0, row_sum)[:, None]
@@ -135,10 +137,10 @@ def prepare_tma_kernel(
 def _key_range(
     dk, dv, k, v, Q, DO, DQ, lse_base, delta_base, batch, head, start, stop, keys, n, m, scale_log2,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WITH_DQ: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
+   
 ):  # fmt: skip
     """Query rows ``start`` to ``stop`` folded into the gradients of one block of keys and values."""
-    for first in tl.range(start, stop, BLOCK_M, warp_specialize=SPECIALIZE):
+    for first in range(start, stop, BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
         q = _load(Q, batch, head, first, BLOCK_M, BLOCK_D)
         lse = tl.load(lse_base + rows)
@@ -165,10 +167,11 @@ def _key_range(
 def key_gradient_tma_kernel(
     Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, scale, scale_log2, n, m, padded, heads, kv_heads, all_kv_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    WITH_DQ: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, SPECIALIZE: tl.constexpr,
+    WITH_DQ: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
-    place, batch_head = _block_and_head(tl.cdiv(m, BLOCK_N), all_kv_heads, HEADS_AT_ONCE)
+    blocks = tl.cdiv(m, BLOCK_N)
+    place, batch_head = _block_and_head(blocks, all_kv_heads, HEADS_AT_ONCE)
     key = place * BLOCK_N  # under a causal mask the first keys have the most queries
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     group = heads // kv_heads
@@ -190,11 +193,11 @@ def key_gradient_tma_kernel(
         row = (batch * heads + head).to(tl.int64) * padded
         dk, dv = _key_range(
             dk, dv, k, v, Q, DO, DQ, LSE_2 + row, DELTA + row, batch, head, begin, whole, keys, n, m, scale_log2,
-            BLOCK_M, BLOCK_D, True, CAUSAL, WITH_DQ, False,
+            BLOCK_M, BLOCK_D, True, CAUSAL, WITH_DQ,
         )  # fmt: skip
         dk, dv = _key_range(
             dk, dv, k, v, Q, DO, DQ, LSE_2 + row, DELTA + row, batch, head, whole, n, keys, n, m, scale_log2,
-            BLOCK_M, BLOCK_D, False, CAUSAL, WITH_DQ, SPECIALIZE,
+            BLOCK_M, BLOCK_D, False, CAUSAL, WITH_DQ,
         )  # fmt: skip
     _store(DK, batch, kv_head, key, dk * scale, BLOCK_N, BLOCK_D)
     _store(DV, batch, kv_head, key, dv, BLOCK_N, BLOCK_D)
@@ -203,10 +206,10 @@ def key_gradient_tma_kernel(
 @triton.jit
 def _query_range(
     dq, q, do, lse, delta, K, V, batch, kv_head, start, stop, rows, n, m, scale_log2,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, SPECIALIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the gradient of one block of queries."""
-    for first in tl.range(start, stop, BLOCK_N, warp_specialize=SPECIALIZE):
+    for first in range(start, stop, BLOCK_N):
         k = _load(K, batch, kv_head, first, BLOCK_N, BLOCK_D)
         scores = tl.dot(q, k.T)
         v = _load(V, batch, kv_head, first, BLOCK_N, BLOCK_D)
@@ -227,7 +230,7 @@ def _query_range(
 def query_gradient_tma_kernel(
     Q, K, V, DO, LSE_2, DELTA, DQ, scale, scale_log2, n, m, padded, heads, all_heads, group,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
-    HEADS_AT_ONCE: tl.constexpr, SPECIALIZE: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -249,10 +252,10 @@ def query_gradient_tma_kernel(
         whole = m // BLOCK_N * BLOCK_N
     dq = _query_range(
         dq, q, do, lse, delta, K, V, batch, kv_head, 0, whole, rows, n, m, scale_log2,
-        BLOCK_N, BLOCK_D, False, CAUSAL, SPECIALIZE,
+        BLOCK_N, BLOCK_D, False, CAUSAL,
     )  # fmt: skip
     dq = _query_range(
         dq, q, do, lse, delta, K, V, batch, kv_head, whole, stop, rows, n, m, scale_log2,
-        BLOCK_N, BLOCK_D, True, CAUSAL, False,
+        BLOCK_N, BLOCK_D, True, CAUSAL,
     )  # fmt: skip
     _store(DQ, batch, head, first, dq * scale, BLOCK_M, BLOCK_D)

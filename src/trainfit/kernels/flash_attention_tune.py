@@ -28,7 +28,9 @@ TIME_LIMIT_S = 40
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description="Check and time FlashAttention's configurations on this GPU."
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written here")
     parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) - 2))
     parser.add_argument("--only", default="", help="names that contain this")
