@@ -15,7 +15,6 @@ from trainfit.kernels import flash_attention_tma as hopper
 from trainfit.kernels.flash_attention_candidates import candidates
 from trainfit.spec.errors import InputError
 
-
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 

@@ -23,8 +23,11 @@ from trainfit.kernels.flash_attention_tma import Backward, Groups, GroupsBackwar
 HEADS = 16
 LENGTHS = {128: 8192, 64: 16384}
 """Head size -> tokens: the two shapes that the goals name."""
-SMALL = [(2, 4, 2, 777, 777), (1, 4, 4, 200, 520), (1, 2, 1, 520, 200)]
-"""b, h, k, n, m of the checks against fp64; each causal and not."""
+SMALL = [(2, 4, 2, 777, 777), (1, 4, 2, 200, 520), (1, 4, 2, 520, 200)]
+"""b, h, k, n, m of the checks against fp64; each causal and not.
+
+Triton compiles anew for sizes of 1 and for multiples of 16, so these share one kernel.
+"""
 FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 

@@ -22,8 +22,8 @@ from typing import Any
 from trainfit.kernels.flash_attention_candidates import Candidate, candidates
 
 CHECK_LIMIT_S = 90
-"""Of one candidate's process: start, compilation of four variants, four small runs and a large one."""
-TIME_LIMIT_S = 40
+"""Of one candidate's process: start, compilation of three variants, six small runs and a large one."""
+TIME_LIMIT_S = 60
 """Of one candidate among those that are timed."""
 
 
@@ -32,20 +32,20 @@ def main() -> None:
         description="Check and time FlashAttention's configurations on this GPU."
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written here")
-    parser.add_argument("--workers", type=int, default=max(2, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--only", default="", help="names that contain this")
     chosen = parser.parse_args()
     asked = [each for each in candidates() if chosen.only in each.name]
     with ThreadPoolExecutor(chosen.workers) as pool:
         checked = list(pool.map(_checked, asked))
-    told = [row for row in checked if "error" in row]
-    told += _timed([each for each, row in zip(asked, checked, strict=True) if "error" not in row])
-    order = {each.name: place for place, each in enumerate(asked)}
     errors = {row["name"]: row.get("errors") for row in checked}
+    wrong = [row for row in checked if "error" in row]
+    right = [each for each, row in zip(asked, checked, strict=True) if "error" not in row]
     with chosen.out.open("w") as file:
-        for row in sorted(told, key=lambda row: order[row["name"]]):
+        for row in (*wrong, *timed(right)):
             file.write(json.dumps({**row, "errors": errors[row["name"]]}) + "\n")
-            print(_line(row))
+            file.flush()
+            print(_line(row), flush=True)
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -69,8 +69,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _checked(candidate: Candidate) -> dict[str, Any]:
     process = _process("check", [candidate.name])
-    alarm = threading.Timer(CHECK_LIMIT_S, _end, [process])
-    alarm.start()
+    alarm = _alarm(process, CHECK_LIMIT_S)
     try:
         output = process.communicate()[0]
     finally:
@@ -82,30 +81,33 @@ def _checked(candidate: Candidate) -> dict[str, Any]:
     return {"name": candidate.name, "error": ended[-2000:]}
 
 
-def _timed(waiting: list[Candidate]) -> list[dict[str, Any]]:
-    """Rows of these; where the timing process ends before its work, it is begun again behind the one it died of."""
-    told: list[dict[str, Any]] = []
+def timed(waiting: list[Candidate]) -> Iterator[dict[str, Any]]:
+    """A row each; where the timing process ends before its work, it is begun again behind the one it died of."""
     while waiting:
-        process, before = _process("time", [each.name for each in waiting]), len(told)
+        process, done = _process("time", [each.name for each in waiting]), 0
         assert process.stdout is not None
-        alarm = threading.Timer(2 * TIME_LIMIT_S, _end, [process])
-        alarm.start()
+        alarm = _alarm(process, 2 * TIME_LIMIT_S)
         other: list[str] = []
         for line in process.stdout:
             rows = list(_rows([line]))
-            other += [] if rows else [line]
-            if rows:
-                told += rows
-                alarm.cancel()
-                alarm = threading.Timer(TIME_LIMIT_S, _end, [process])
-                alarm.start()
+            if not rows:
+                other.append(line)
+                continue
+            alarm.cancel()
+            yield from rows
+            done += len(rows)
+            alarm = _alarm(process, TIME_LIMIT_S)
         process.wait()
         alarm.cancel()
-        done = len(told) - before
         if done < len(waiting):
-            told.append({"name": waiting[done].name, "error": "timing ended: " + "".join(other)[-2000:]})
+            yield {"name": waiting[done].name, "error": "timing ended: " + "".join(other)[-2000:]}
         waiting = waiting[done + 1 :]
-    return told
+
+
+def _alarm(process: subprocess.Popen[str], seconds: float) -> threading.Timer:
+    alarm = threading.Timer(seconds, _end, [process])
+    alarm.start()
+    return alarm
 
 
 def _rows(lines: list[str]) -> Iterator[dict[str, Any]]:
