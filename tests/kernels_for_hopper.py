@@ -126,7 +126,7 @@ def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     return run
 
 
-def hopper_attention(d: int, n: int) -> Call:
+def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     """All that TMA carries: the backward in one pass and in two, and the kernels in Gluon."""
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
     tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
@@ -137,10 +137,10 @@ def hopper_attention(d: int, n: int) -> Call:
     )
 
     def run(step: int) -> None:
-        flash_attention_tma.forward(q, k, k, True, 0.1, tiles)
-        flash_attention_tma.gluon_forward(q, k, k, True, 0.1, flash_attention_tma.Groups(2, 64, 2))
+        flash_attention_tma.forward(q, k, k, is_causal, 0.1, tiles)
+        flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, flash_attention_tma.Groups(2, 64, 2))
         for how in hows:
-            flash_attention_tma.backward(q, q, k, k, q, lse, True, 0.1, how)
+            flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, how)
 
     return run
 
@@ -162,8 +162,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
-    for d in (64, 128):
-        yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000)
+    for d, is_causal in ((64, False), (128, True)):
+        yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000, is_causal)
 
 
 def main() -> None:
