@@ -21,6 +21,7 @@ from trainfit.kernels import (
     adafactor,
     adamw,
     flash_attention,
+    flash_attention_tma,
     fused_cross_entropy,
     nf4,
     rms_norm,
@@ -129,6 +130,25 @@ def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     return run
 
 
+def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
+    """All that TMA carries: the backward in one pass and in two, and the kernels in Gluon."""
+    q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
+    tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
+    hows = (
+        flash_attention_tma.Backward(tiles),
+        flash_attention_tma.Backward(tiles, tiles),
+        flash_attention_tma.GroupsBackward(2),
+    )
+
+    def run(step: int) -> None:
+        flash_attention_tma.forward(q, k, k, is_causal, 0.1, tiles)
+        flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, flash_attention_tma.Groups(2, 64, 2))
+        for how in hows:
+            flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, how)
+
+    return run
+
+
 def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing: float) -> Call:
     logits, targets = empty(c, v, dtype=dtype), empty(c, dtype=torch.int64)
     terms = fused_cross_entropy.Terms(smoothing, 1e-4)
@@ -195,6 +215,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "cross entropy bf16", cross_entropy(BF16, 2048, 131072, 0.0, 0.0)
     yield "cross entropy large, odd, all terms", cross_entropy(BF16, 2**17, 50257, 30.0, 0.1)
     yield "cross entropy fp32", cross_entropy(FP32, 2048, 128256, 0.0, 0.1)
+    for d, is_causal in ((64, False), (128, True)):
+        yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000, is_causal)
 
 
 def main() -> None:

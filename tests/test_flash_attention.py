@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels import flash_attention as flash
+from trainfit.kernels import flash_attention_tma as hopper
+from trainfit.kernels.flash_attention_candidates import candidates
 from trainfit.spec.errors import InputError
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -89,6 +93,91 @@ def test_kernels_in_the_interpreter(shape, is_causal, dtype, monkeypatch) -> Non
     assert max(errors(Interpreted.apply, tensors, is_causal)) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.fixture
+def interpreted_reduction(monkeypatch) -> None:
+    """Triton's interpreter lacks TMA's reduction; one program runs at a time there, so this is it."""
+    from triton.runtime import interpreter
+
+    def reduce(self, kind, descriptor, value, offsets):
+        pointers, mask = descriptor.materialize_pointers(offsets)
+        old = self.create_masked_load(pointers, mask, None, None, None, False)
+        total = interpreter.TensorHandle(old.data.reshape(value.data.shape) + value.data, value.dtype)
+        self.create_masked_store(pointers, total, mask, None, None)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_descriptor_reduce", reduce, raising=False)
+
+
+WIDE_ROWS, WIDE_KEYS = hopper.Tiles(64, 32, 4, 2, 3), hopper.Tiles(32, 64, 4, 2, 2)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU they run for real, see below")
+@pytest.mark.usefixtures("interpreted_reduction")
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 6, 2, 90, 90, 64)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("tiles", "how"),
+    [
+        (WIDE_KEYS, hopper.Backward(WIDE_ROWS)),
+        (WIDE_ROWS, hopper.Backward(WIDE_KEYS)),
+        (WIDE_ROWS, hopper.Backward(WIDE_ROWS, WIDE_KEYS)),
+    ],
+    ids=["one pass, wide rows", "one pass, wide keys", "two passes"],
+)
+def test_tma_kernels_in_the_interpreter(shape, is_causal, tiles, how) -> None:
+    class Interpreted(flash.TiledAttention):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal=False, scale=None):
+            return flash._forward(ctx, q, k, v, is_causal, scale, lambda *each: hopper.forward(*each, tiles))
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return flash._backward(ctx, gradients[0], lambda *each: hopper.backward(*each, how))
+
+    assert max(errors(Interpreted.apply, inputs(*shape, torch.float16), is_causal)) < 5e-3
+
+
+def test_candidates_have_names_of_their_own() -> None:
+    names = [each.name for each in candidates()]
+    assert len(names) == len(set(names))
+    assert {each.d for each in candidates()} == {64, 128}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="Hopper's instructions",
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2, 4, 2, 777, 777, 128), (1, 2, 1, 520, 200, 64), (1, 2, 2, 200, 520, 80)], ids=str
+)
+@pytest.mark.parametrize("groups", [False, True], ids=["Triton", "Gluon"])
+def test_tma_kernels_on_hopper(shape, is_causal, groups) -> None:
+    """At most twice the error of softmax(QK^T)V written out in bf16, against fp64."""
+    tiles = hopper.Tiles(64, 64, 8, 2)
+    how = hopper.GroupsBackward(2) if groups else hopper.Backward(tiles)
+
+    class Fast(flash.TiledAttention):
+        @staticmethod
+        def forward(ctx, q, k, v, is_causal=False, scale=None):
+            def run(*each):
+                if groups:
+                    return hopper.gluon_forward(*each, hopper.Groups(2, 64, 2))
+                return hopper.forward(*each, tiles)
+
+            return flash._forward(ctx, q, k, v, is_causal, scale, run)
+
+        @staticmethod
+        def backward(ctx, *gradients):
+            return flash._backward(ctx, gradients[0], lambda *each: hopper.backward(*each, how))
+
+    tensors = [x.cuda() for x in inputs(*shape, BF16)]
+    found = errors(Fast.apply, [x.detach() for x in tensors], is_causal)
+    eager = errors(plain, [x.detach() for x in tensors], is_causal)
+    for ours, theirs in zip(found, eager, strict=True):
+        assert ours <= 2 * theirs + 1e-6
+
+
 def test_three_dimensions_and_refusals() -> None:
     q, k, v, _ = (x[:, 0] for x in inputs(2, 1, 1, 20, 20, 8, torch.float32))
     out = flash.flash_attention(q, k, v, True)
@@ -109,7 +198,6 @@ def test_nothing_of_size_n_by_n_is_kept() -> None:
 
 
 WIDE = [(2, 8, 2, 1000, 1000, 128), (1, 2, 2, 513, 513, 256)]
-FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ON_A_GPU = [
     *((BF16, is_causal, shape) for is_causal in (False, True) for shape in (*SHAPES, *WIDE)),
     *((FP16, *case) for case in ((True, SHAPES[1]), (False, SHAPES[3]), (False, WIDE[0]), (True, WIDE[1]))),

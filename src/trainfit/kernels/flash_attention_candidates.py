@@ -1,0 +1,255 @@
+"""The configurations of FlashAttention that flash_attention_tune.py compares, and the process that checks or times them.
+
+``python -m trainfit.kernels.flash_attention_candidates check|time NAME...`` prints one JSON line a name. A candidate is
+one direction of one implementation on one shape: causal, bf16, one sequence of 16 heads, each head with its own keys.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.kernels import flash_attention, flash_attention_tma
+from trainfit.kernels.flash_attention_tma import Backward, Groups, GroupsBackward, Tiles
+
+HEADS = 16
+LENGTHS = {128: 8192, 64: 16384}
+"""Head size -> tokens: the two shapes that the goals name."""
+SMALL = [(2, 4, 2, 777, 777), (1, 4, 2, 200, 520), (1, 4, 2, 520, 200)]
+"""b, h, k, n, m of the checks against fp64; each causal and not.
+
+Triton compiles anew for sizes of 1 and for multiples of 16, so these share one kernel.
+"""
+FARTHEST = 0.02
+"""Of the largest entry: how far bf16 results of two right kernels may be apart."""
+
+
+How = Tiles | Groups | Backward | GroupsBackward | str | None
+"""A configuration of ours; None for the plain kernels; or the name of one of PyTorch's."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One direction of one implementation, causal, with heads of size d."""
+
+    direction: str
+    d: int
+    how: How
+
+    @property
+    def name(self) -> str:
+        return f"{self.direction} d{self.d} {_spelled(self.how)}"
+
+
+def _spelled(how: How) -> str:
+    if isinstance(how, Tiles):
+        return f"tma {how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
+    if isinstance(how, Groups):
+        turns = " turns" if how.take_turns else ""
+        return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{turns}"
+    if isinstance(how, GroupsBackward):
+        return f"gluon s{how.stages} heads{how.heads_at_once}"
+    if isinstance(how, Backward):
+        return f"{_spelled(how.keys)} + " + (_spelled(how.queries) if how.queries else "sums")
+    return how or "plain"
+
+
+def candidates() -> list[Candidate]:
+    """All that is compared, the public ones first."""
+    made: list[Candidate] = []
+    for d in LENGTHS:
+        for direction in ("forward", "backward"):
+            made += [Candidate(direction, d, how) for how in ("flash", "cudnn", "flex", None)]
+        made += [Candidate("forward", d, how) for how in _forwards(d)]
+        made += [Candidate("backward", d, how) for how in _backwards(d)]
+    return made
+
+
+def _forwards(d: int) -> list[Tiles | Groups]:
+    if d == 128:
+        tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3)]  # fmt: skip
+        groups = [(2, 128, 2), (2, 64, 2), (2, 64, 4), (3, 64, 2)]
+    else:
+        tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3),
+                 (64, 64, 4, 3)]  # fmt: skip
+        groups = [(2, 128, 2), (2, 128, 3), (2, 64, 3), (3, 128, 2), (3, 128, 3), (3, 64, 3)]
+    made: list[Tiles | Groups] = [Tiles(*each) for each in tiles]
+    made.append(replace(Tiles(*tiles[0]), heads_at_once=16))
+    made += [Groups(*each, take_turns=turns) for each in groups for turns in (False, True)]
+    return [*made, Groups(*groups[0], heads_at_once=16), Groups(*groups[0], heads_at_once=4)]
+
+
+def _backwards(d: int) -> list[Backward | GroupsBackward]:
+    if d == 128:
+        keys = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 8, 2)]  # fmt: skip
+        queries = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 1)]
+    else:
+        keys = [(128, 128, 8, 1), (128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 4, 2)]  # fmt: skip
+        queries = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
+    alone = [Backward(Tiles(*each)) for each in keys]
+    both = [Backward(Tiles(*each), Tiles(*queries[0])) for each in keys[:3]]
+    both += [Backward(Tiles(*keys[1]), Tiles(*each)) for each in queries[1:]]
+    groups = [GroupsBackward(stages, heads) for stages, heads in ((1, 8), (2, 4), (2, 8), (2, 16))]
+    return [*groups, *alone, replace(alone[1], keys=replace(alone[1].keys, heads_at_once=16)), *both]
+
+
+# -- running one ------------------------------------------------------------------------------------------------------
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""q, k, v and the gradient of the output."""
+
+
+def _tensors(b: int, h: int, k: int, n: int, m: int, d: int) -> Tensors:
+    torch.manual_seed(n + m + d)
+    shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
+    q, k_, v, gradient = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    return q, k_, v, gradient
+
+
+def _prepared(candidate: Candidate, tensors: Tensors, is_causal: bool) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that computes the candidate's direction once: the output, or dq, dk and dv."""
+    q, k, v, gradient = tensors
+    how, scale = candidate.how, 1 / math.sqrt(q.shape[-1])
+    if isinstance(how, str):
+        return _public(how, candidate.direction, tensors, is_causal)
+    if isinstance(how, Groups):
+        return lambda: flash_attention_tma.gluon_forward(q, k, v, is_causal, scale, how)[:1]
+    if isinstance(how, Tiles):
+        return lambda: flash_attention_tma.forward(q, k, v, is_causal, scale, how)[:1]
+    if candidate.direction == "forward":
+        return lambda: flash_attention.triton_forward(q, k, v, is_causal, scale)[:1]
+    out, lse = flash_attention.triton_forward(q, k, v, is_causal, scale)
+    if how is None:
+        return lambda: flash_attention.triton_backward(gradient, q, k, v, out, lse, is_causal, scale)
+    return lambda: flash_attention_tma.backward(gradient, q, k, v, out, lse, is_causal, scale, how)
+
+
+@cache
+def _flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _public(name: str, direction: str, tensors: Tensors, is_causal: bool) -> Callable[[], tuple[Tensor, ...]]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    grouped = q.shape[1] != k.shape[1]
+    if name == "flex":
+        n, m = q.shape[2], k.shape[2]
+        mask = create_block_mask(lambda b, h, i, j: i + (m - n) >= j, None, None, n, m) if is_causal else None
+
+        def run() -> Tensor:
+            return _flex()(q, k, v, block_mask=mask, enable_gqa=grouped)
+    else:
+        backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+
+        def run() -> Tensor:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=is_causal, enable_gqa=grouped
+                )
+
+    if direction == "forward":
+
+        def forward() -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return (run(),)
+
+        return forward
+    out = run()
+    return lambda: torch.autograd.grad(out, (q, k, v), tensors[3], retain_graph=True)
+
+
+def _exact(tensors: Tensors, is_causal: bool, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
+    """softmax(QK^T / sqrt d) V written out in ``dtype``, and its gradients."""
+    q, k, v = (x.to(dtype).requires_grad_() for x in tensors[:3])
+    group = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        n, m = scores.shape[-2:]
+        unseen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n).logical_not()
+        scores = scores.masked_fill(unseen, -math.inf)
+    out = scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(group, 1)
+    return {
+        "forward": (out.detach(),),
+        "backward": torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype)),
+    }
+
+
+def _largest(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
+    return [(a.double() - b.double()).abs().max().item() for a, b in zip(found, exact, strict=True)]
+
+
+def check(candidate: Candidate) -> dict[str, Any]:
+    """Errors on small odd shapes beside those of eager bf16 (at most twice as large is right), and near PyTorch's flash on
+    the timed shape, three times over: a race shows rarely.
+
+    Public implementations are run on the timed shape only.
+    """
+    row: dict[str, Any] = {"name": candidate.name, "errors": []}
+    for shape in SMALL if not isinstance(candidate.how, str) else []:
+        for is_causal in (True, False):
+            tensors = _tensors(*shape, candidate.d)
+            exact = _exact(tensors, is_causal, torch.float64)[candidate.direction]
+            eager = _largest(_exact(tensors, is_causal, torch.bfloat16)[candidate.direction], exact)
+            ours = _largest(_prepared(candidate, tensors, is_causal)(), exact)
+            row["errors"].append({"shape": shape, "causal": is_causal, "ours": ours, "eager": eager})
+            if not all(a <= 2 * b + 1e-6 for a, b in zip(ours, eager, strict=True)):
+                return {**row, "error": f"wrong at {shape}, causal {is_causal}: {ours}, eager bf16 {eager}"}
+    tensors = _timed_tensors(candidate)
+    wanted = _public("flash", candidate.direction, tensors, True)()
+    run = _prepared(candidate, tensors, True)
+    for _ in range(3):
+        apart = [a / b.abs().max().item() for a, b in zip(_largest(run(), wanted), wanted, strict=True)]
+        if not all(each <= FARTHEST for each in apart):
+            return {**row, "error": f"apart from flash at the timed shape: {apart}"}
+    return row
+
+
+def _timed_tensors(candidate: Candidate) -> Tensors:
+    n = LENGTHS[candidate.d]
+    return _tensors(1, HEADS, HEADS, n, n, candidate.d)
+
+
+def time(candidate: Candidate) -> dict[str, Any]:
+    """Median seconds and TFLOP/s: causal FLOPs, 2 products forward, 5 backward (Dao, arXiv:2307.08691, section 4.1)."""
+    from triton.testing import do_bench
+
+    run = _prepared(candidate, _timed_tensors(candidate), True)
+    times: Any = do_bench(run, warmup=50, rep=150, quantiles=[0.2, 0.5, 0.8])
+    low, median_ms, high = times
+    products = {"forward": 2, "backward": 5}[candidate.direction]
+    flops = (
+        products * HEADS * LENGTHS[candidate.d] ** 2 * candidate.d
+    )  # 2 a multiply-add, half of them masked
+    return {
+        "name": candidate.name, "direction": candidate.direction, "d": candidate.d, "n": LENGTHS[candidate.d],
+        "heads": HEADS, "median_s": median_ms * 1e-3, "p20_s": low * 1e-3, "p80_s": high * 1e-3,
+        "tflops_per_s": flops / median_ms * 1e-9, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def main() -> None:
+    task, *names = sys.argv[1:]
+    known = {candidate.name: candidate for candidate in candidates()}
+    for name in names:
+        try:
+            row = {"check": check, "time": time}[task](known[name])
+        except Exception as error:  # whatever a compiler or a kernel throws is this candidate's result
+            row = {"name": name, "error": f"{type(error).__name__}: {error}"[-2000:]}
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

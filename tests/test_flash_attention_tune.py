@@ -1,0 +1,52 @@
+"""The tuning command goes on behind a candidate that ends the process which times it, and says what it died of."""
+
+import json
+import subprocess
+import sys
+
+from trainfit.kernels import flash_attention_tune as tune
+from trainfit.kernels.flash_attention_candidates import candidates
+
+DIES_AT_SECOND = """
+import json, os, sys
+for place, name in enumerate(sys.argv[1:]):
+    if name == {fatal!r}:
+        print("an illegal address", flush=True)
+        os._exit(1)
+    print(json.dumps({{"name": name, "median_s": 1e-3, "tflops_per_s": 1.0}}), flush=True)
+"""
+
+
+def scripted(monkeypatch, fatal: str) -> None:
+    def process(task: str, names: list[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", DIES_AT_SECOND.format(fatal=fatal), *names]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    monkeypatch.setattr(tune, "_process", process)
+
+
+def test_a_deadly_candidate_costs_only_itself(monkeypatch) -> None:
+    asked = candidates()[:4]
+    scripted(monkeypatch, asked[1].name)
+    rows = list(tune.timed(asked))
+    assert [row["name"] for row in rows] == [each.name for each in asked]
+    assert ["error" in row for row in rows] == [False, True, False, False]
+    assert "an illegal address" in rows[1]["error"]
+
+
+def test_the_last_one_may_be_deadly_too(monkeypatch) -> None:
+    asked = candidates()[:2]
+    scripted(monkeypatch, asked[1].name)
+    assert ["error" in row for row in tune.timed(asked)] == [False, True]
+
+
+def test_a_hanging_check_is_ended(monkeypatch) -> None:
+    def process(task: str, names: list[str]) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+    monkeypatch.setattr(tune, "_process", process)
+    monkeypatch.setattr(tune, "CHECK_LIMIT_S", 0.3)
+    row = tune._checked(candidates()[0])
+    assert row["error"] == "hung or compiled too long"
+    json.dumps(row)
