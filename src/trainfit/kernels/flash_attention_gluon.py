@@ -128,7 +128,6 @@ def _steps(
         scores = warpgroup_mma(
             q, k, gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True
         )
-        mbarrier.wait(v_full.index(old_slot), old_phase)
         acc = warpgroup_mma(p, v, acc, is_async=True)
         if TAKE_TURNS:
             _release(turns.index((member + 1) % GROUPS))
@@ -138,6 +137,7 @@ def _steps(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
             gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL,
         )  # fmt: skip
+        mbarrier.wait(v_full.index(slot), phase)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))  # the product read p's registers until here
         _release(v_empty.index(old_slot))
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -179,6 +179,7 @@ def _compute(
         gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL,
     )  # fmt: skip
     p = gl.convert_layout(prob.to(v_tiles.dtype), p_layout)
+    mbarrier.wait(v_full.index(0), 0)
     acc, p, row_max, row_sum = _steps(
         acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
         1, tiles - whole, tiles, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
@@ -190,7 +191,6 @@ def _compute(
         GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, False,
     )  # fmt: skip
     last = tiles - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(p, v_tiles.index(last % STAGES).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
 
