@@ -31,13 +31,31 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Tr
 
 
 @gluon.jit
-def _place(n, heads, all_heads, BLOCK_M: gl.constexpr, HEADS_AT_ONCE: gl.constexpr):
-    """First row, batch and head of this program: a few heads at a time, their longest rows (the last) first."""
+def _tiles_of_program(TABLE, most, PERSISTENT: gl.constexpr):
+    """How many tiles of queries this program takes, and where their numbers stand."""
+    if PERSISTENT:
+        mine = TABLE + gl.program_id(0) * most
+        return gl.load(mine), mine + 1
+    else:
+        return 1, TABLE
+
+
+@gluon.jit
+def _number(mine, turn, PERSISTENT: gl.constexpr):
+    """The tile that is this program's next."""
+    if PERSISTENT:
+        return gl.load(mine + turn)
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def _place(number, n, heads, all_heads, BLOCK_M: gl.constexpr, HEADS_AT_ONCE: gl.constexpr):
+    """First row, batch and head of a tile: a few heads at a time, their longest rows (the last) first."""
     blocks = gl.cdiv(n, BLOCK_M)
-    program = gl.program_id(0)
-    first_head = program // (HEADS_AT_ONCE * blocks) * HEADS_AT_ONCE
+    first_head = number // (HEADS_AT_ONCE * blocks) * HEADS_AT_ONCE
     here = gl.minimum(HEADS_AT_ONCE, all_heads - first_head)
-    place = program - first_head * blocks
+    place = number - first_head * blocks
     batch_head = first_head + place % here
     return (blocks - 1 - place // here) * BLOCK_M, batch_head // heads, batch_head % heads
 
@@ -54,30 +72,43 @@ def _tile_numbers(first, n, m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAU
 
 
 @gluon.jit
+def _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, row, member: gl.constexpr):
+    mbarrier.wait(q_empty.index(member), (turn & 1) ^ 1)
+    mbarrier.expect(q_full.index(member), Q.block_type.nbytes)
+    tma.async_copy_global_to_shared(
+        Q, [batch, head, row + member * GROUP_ROWS, 0], q_full.index(member), q_tiles.index(member)
+    )
+
+
+@gluon.jit
 def _load_tiles(
-    Q, K, V, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, n, m, heads, all_heads, group,
+    Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    n, m, heads, all_heads, group, most,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: q once, then keys and values as the groups free their places."""
+    """The loading warp: each group's q, keys and values, as the groups free their places."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
-    first, batch, head = _place(n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
-    tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
-    kv_head = head // group
-    mbarrier.expect(q_full, GROUPS * Q.block_type.nbytes)
-    for member in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(
-            Q, [batch, head, first + member * GROUP_ROWS, 0], q_full, q_tiles.index(member)
-        )
-    for step in range(tiles):
-        key = (tiles - 1 - step) * BLOCK_N
-        slot, phase = step % STAGES, (step // STAGES) & 1
-        mbarrier.wait(k_empty.index(slot), phase ^ 1)
-        mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
-        tma.async_copy_global_to_shared(K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot))
-        mbarrier.wait(v_empty.index(slot), phase ^ 1)
-        mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
-        tma.async_copy_global_to_shared(V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot))
+    count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
+    done = 0
+    for turn in range(count):
+        first, batch, head = _place(_number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
+        tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+        kv_head = head // group
+        _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 0)
+        for step in range(tiles):
+            key = (tiles - 1 - step) * BLOCK_N
+            slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
+            tma.async_copy_global_to_shared(K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot))
+            if step == 0:  # the first group may begin before the others' queries have come
+                for member in gl.static_range(1, GROUPS):
+                    _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, member)
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
+            tma.async_copy_global_to_shared(V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot))
+        done += tiles
 
 
 @gluon.jit
@@ -102,134 +133,171 @@ def _probabilities(
 
 
 @gluon.jit
-def _release(barrier):
-    """All warps of the group are through with what the barrier guards."""
-    _barrier()
+def _release(barrier, ALONE: gl.constexpr):
+    """The group is through with what the barrier guards; ``ALONE``: its first thread knows that without asking."""
+    if not ALONE:
+        _barrier()
     mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit
 def _steps(
-    acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-    start, stop, tiles, rows, n, m, scale_log2,
+    acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+    start, stop, tiles, done, turn, rows, n, m, scale_log2,
     member: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, ALONE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps ``start`` to ``stop``: scores of this step's keys beside the last step's probabilities times values."""
     for step in range(start, stop):
-        slot, phase = step % STAGES, (step // STAGES) & 1
-        old_slot, old_phase = (step - 1) % STAGES, ((step - 1) // STAGES) & 1
+        slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
+        old_slot = (done + step - 1) % STAGES
         k = k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
         v = v_tiles.index(old_slot).reshape([BLOCK_N, BLOCK_D])
         mbarrier.wait(k_full.index(slot), phase)
         if TAKE_TURNS:
-            mbarrier.wait(turns.index(member), (step - 1) & 1)
+            mbarrier.wait(turns.index(member), (done - turn + step - 1) & 1)
         scores = warpgroup_mma(
             q, k, gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True
         )
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        if LATE >= 1:  # under the product just begun
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+        probabilities = p
+        if LATE == 2:
+            probabilities = gl.convert_layout(p.to(v_tiles.dtype), p_layout)
+        acc = warpgroup_mma(probabilities, v, acc, is_async=True)
         if TAKE_TURNS:
-            _release(turns.index((member + 1) % GROUPS))
+            _release(turns.index((member + 1) % GROUPS), ALONE)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        _release(k_empty.index(slot))
-        prob, row_max, row_sum, shrink = _probabilities(
+        _release(k_empty.index(slot), ALONE)
+        new_p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
             gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL,
         )  # fmt: skip
+        # This step's values, wanted next: the loop in this wait keeps ptxas from waiting for the product above before the softmax.
         mbarrier.wait(v_full.index(slot), phase)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))  # the product read p's registers until here
-        _release(v_empty.index(old_slot))
-        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        p = gl.convert_layout(prob.to(v_tiles.dtype), p_layout)
-    return acc, p, row_max, row_sum
+        acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))  # their registers were read until here
+        _release(v_empty.index(old_slot), ALONE)
+        if LATE == 0:
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+        if LATE == 2:
+            p = new_p
+        else:
+            p = gl.convert_layout(new_p.to(v_tiles.dtype), p_layout)
+    return acc, p, shrink, row_max, row_sum
 
 
 @gluon.jit
 def _compute(
-    OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, turns,
-    scale_log2, n, m, heads, all_heads, member: gl.constexpr,
+    OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+    scale_log2, n, m, heads, all_heads, most, member: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    LATE: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """One group: 64 query rows from the first score to the stored output."""
+    """One group: 64 query rows of each of the program's tiles, from the first score to the stored output."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    first, batch, head = _place(n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
-    tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
-    rows = first + member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, row_layout)
     q = q_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D])
-    row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
-    row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
-    acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
+    out_tile = o_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D])
+    count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
+    done = 0
+    for turn in range(count):
+        first, batch, head = _place(_number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
+        tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+        rows = first + member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, row_layout)
+        row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
+        row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
+        acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
 
-    mbarrier.wait(q_full, 0)
-    mbarrier.wait(k_full.index(0), 0)
-    scores = warpgroup_mma(
-        q, k_tiles.index(0).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)),
-        gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True,
-    )  # fmt: skip
-    scores = warpgroup_mma_wait(0, deps=(scores,))
-    _release(k_empty.index(0))
-    prob, row_max, row_sum, _ = _probabilities(
-        scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
-        gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL,
-    )  # fmt: skip
-    p = gl.convert_layout(prob.to(v_tiles.dtype), p_layout)
-    mbarrier.wait(v_full.index(0), 0)
-    acc, p, row_max, row_sum = _steps(
-        acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-        1, tiles - whole, tiles, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, True,
-    )  # fmt: skip
-    acc, p, row_max, row_sum = _steps(
-        acc, p, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-        tiles - whole, tiles, tiles, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-        GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, False,
-    )  # fmt: skip
-    last = tiles - 1
-    acc = warpgroup_mma(p, v_tiles.index(last % STAGES).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        slot, phase = done % STAGES, (done // STAGES) & 1
+        mbarrier.wait(q_full.index(member), turn & 1)
+        mbarrier.wait(k_full.index(slot), phase)
+        scores = warpgroup_mma(
+            q, k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)),
+            gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True,
+        )  # fmt: skip
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        _release(k_empty.index(slot), ALONE)
+        p, row_max, row_sum, shrink = _probabilities(
+            scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
+            gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL,
+        )  # fmt: skip
+        if LATE < 2:
+            p = gl.convert_layout(p.to(v_tiles.dtype), p_layout)
+        mbarrier.wait(v_full.index(slot), phase)
+        acc, p, shrink, row_max, row_sum = _steps(
+            acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+            1, tiles - whole, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, ALONE, True,
+        )  # fmt: skip
+        acc, p, shrink, row_max, row_sum = _steps(
+            acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+            tiles - whole, tiles, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, ALONE, False,
+        )  # fmt: skip
+        if PERSISTENT:
+            _release(q_empty.index(member), ALONE)
+        if LATE >= 1:
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+        last = (done + tiles - 1) % STAGES
+        probabilities = p
+        if LATE == 2:
+            probabilities = gl.convert_layout(p.to(v_tiles.dtype), p_layout)
+        acc = warpgroup_mma(probabilities, v_tiles.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
+        if PERSISTENT:
+            _release(v_empty.index(last), ALONE)
 
-    none = row_sum == 0.0
-    total = gl.where(none, 1.0, row_sum)
-    lse = gl.where(none, float("-inf"), (row_max + gl.log2(total)) * LN_2)
-    at = (batch * heads + head).to(gl.int64) * n + rows
-    gl.store(LSE + at, lse, mask=rows < n)
-    out = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
-    q.store(out.to(q_tiles.dtype))  # this group's queries are read: their place takes the output on its way
-    fence_async_shared()
-    _barrier()
-    tma.async_copy_shared_to_global(OUT, [batch, head, first + member * GROUP_ROWS, 0], q_tiles.index(member))
+        none = row_sum == 0.0
+        total = gl.where(none, 1.0, row_sum)
+        lse = gl.where(none, float("-inf"), (row_max + gl.log2(total)) * LN_2)
+        at = (batch * heads + head).to(gl.int64) * n + rows
+        gl.store(LSE + at, lse, mask=rows < n)
+        out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
+        if PERSISTENT:
+            tma.store_wait(0)
+            _barrier()
+        out_tile.store(out.to(q_tiles.dtype))
+        fence_async_shared()
+        _barrier()
+        tma.async_copy_shared_to_global(OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member))
+        done += tiles
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_gluon_kernel(
-    Q, K, V, OUT, LSE, scale_log2, n, m, heads, all_heads, group,
+    Q, K, V, OUT, LSE, TABLE, scale_log2, n, m, heads, all_heads, group, most,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    LATE: gl.constexpr, ALONE: gl.constexpr,
 ):  # fmt: skip
-    """One program: GROUPS x 64 query rows of one head."""
+    """A program takes GROUPS x 64 query rows of one head or, ``PERSISTENT``, as many such tiles as TABLE gives it."""
     q_tiles = gl.allocate_shared_memory(Q.dtype, [GROUPS] + Q.block_type.shape, Q.layout)
+    o_tiles = q_tiles  # the queries are read when the output comes, and only then does it need their place
+    if PERSISTENT:
+        o_tiles = gl.allocate_shared_memory(Q.dtype, [GROUPS] + Q.block_type.shape, Q.layout)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
     v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(k_empty.index(slot), count=GROUPS)
         mbarrier.init(v_empty.index(slot), count=GROUPS)
     for member in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(member), count=1)
+        mbarrier.init(q_empty.index(member), count=1)
         mbarrier.init(turns.index(member), count=1)
     fence_async_shared()
     _barrier()
@@ -238,14 +306,15 @@ def forward_gluon_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, turns,
-                            scale_log2, n, m, heads, all_heads, 0,
-                            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, TAKE_TURNS)),
-                (_compute, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, turns,
-                            scale_log2, n, m, heads, all_heads, 1,
-                            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, TAKE_TURNS)),
-                (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
-                               n, m, heads, all_heads, group, GROUPS, BLOCK_N, STAGES, CAUSAL, HEADS_AT_ONCE)),
+                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                               v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
+                               CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -253,17 +322,18 @@ def forward_gluon_kernel(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_compute, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, turns,
-                            scale_log2, n, m, heads, all_heads, 0,
-                            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, TAKE_TURNS)),
-                (_compute, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, turns,
-                            scale_log2, n, m, heads, all_heads, 1,
-                            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, TAKE_TURNS)),
-                (_compute, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty, turns,
-                            scale_log2, n, m, heads, all_heads, 2,
-                            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, TAKE_TURNS)),
-                (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, k_full, k_empty, v_full, v_empty,
-                               n, m, heads, all_heads, group, GROUPS, BLOCK_N, STAGES, CAUSAL, HEADS_AT_ONCE)),
+                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 2, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                               v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
+                               CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
             ],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

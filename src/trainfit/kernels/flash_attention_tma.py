@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -38,13 +40,21 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Groups:
-    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once, whether groups alternate."""
+    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once, whether groups alternate.
+
+    ``programs``: how many run, each many tiles one after the other; 0: a program each tile. ``late``: 1, earlier results shrink
+    under the next scores' product instead of before it; 2, so do the probabilities become 16 bits. ``alone``: one thread gives
+    a place free without a barrier of its group.
+    """
 
     groups: int
     block_n: int
     stages: int
     heads_at_once: int = 8
     take_turns: bool = True
+    programs: int = 0
+    late: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,14 +143,40 @@ def gluon_forward(
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
 
     rows = kernels.GROUP_ROWS.value
-    kernels.forward_gluon_kernel[(cdiv(n, how.groups * rows) * b * h,)](
+    tiles = cdiv(n, how.groups * rows) * b * h
+    table = _table(n, k.shape[2], b * h, is_causal, how, q.device) if how.programs else lse
+    kernels.forward_gluon_kernel[(how.programs or tiles,)](
         _gluon(q, rows, block_d(d)), _gluon(k, how.block_n, block_d(d)), _gluon(v, how.block_n, block_d(d)),
-        _gluon(out, rows, block_d(d)), lse,
-        scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1],
+        _gluon(out, rows, block_d(d)), lse, table,
+        scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1], table.shape[-1],
         GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, TAKE_TURNS=how.take_turns, num_warps=4,
+        HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.programs > 0, TAKE_TURNS=how.take_turns, LATE=how.late,
+        ALONE=how.alone, num_warps=4,
     )  # fmt: skip
     return out, lse
+
+
+@cache
+def _table(n: int, m: int, heads: int, is_causal: bool, how: Groups, device: torch.device) -> Tensor:
+    """Each program's tiles, [programs, columns], int32: their count, then their numbers.
+
+    In the order of ``_place`` (heads in groups, longest rows first), each tile goes to the program that is free first.
+    """
+    from trainfit.kernels import flash_attention_gluon
+
+    rows = how.groups * flash_attention_gluon.GROUP_ROWS.value
+    blocks = -(-n // rows)
+    free, lists = [(0, program) for program in range(how.programs)], [[] for _ in range(how.programs)]
+    for number in range(blocks * heads):
+        first_head = number // (how.heads_at_once * blocks) * how.heads_at_once
+        block = blocks - 1 - (number - first_head * blocks) // min(how.heads_at_once, heads - first_head)
+        keys = max(0, min(m, (block + 1) * rows + m - n)) if is_causal else m
+        until, program = heappop(free)
+        lists[program].append(number)
+        heappush(free, (until + max(1, -(-keys // how.block_n)) + 1, program))  # and 1 to begin and end it
+    columns = -(-(1 + max(map(len, lists))) // 16) * 16
+    padded = [[len(each), *each, *[0] * (columns - 1 - len(each))] for each in lists]
+    return torch.tensor(padded, dtype=torch.int32, device=device)
 
 
 def backward(
