@@ -119,9 +119,10 @@ def _probabilities(
     """exp2 of the scores, their rows' new maximum and sum, and by what earlier results shrink."""
     if MASKED:
         keys = key + gl.arange(0, BLOCK_N, keys_layout)
-        seen = (keys < m)[None, :]
         if CAUSAL:
-            seen = seen & (rows[:, None] + (m - n) >= keys[None, :])
+            seen = gl.minimum(rows + (m - n), m - 1)[:, None] >= keys[None, :]
+        else:
+            seen = (keys < m)[None, :]
         scores = gl.where(seen, scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     offset = new_max
@@ -133,11 +134,37 @@ def _probabilities(
 
 
 @gluon.jit
-def _release(barrier, ALONE: gl.constexpr):
-    """The group is through with what the barrier guards; ``ALONE``: its first thread knows that without asking."""
-    if not ALONE:
-        _barrier()
+def _release(barrier):
+    """All warps of the group are through with what the barrier guards."""
+    _barrier()
     mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _packed(p, dtype: gl.constexpr):
+    """[rows, keys] fp32 as 16-bit numbers, two neighbours in an int32: loops carry single 16-bit numbers by shuffling bytes."""
+    low, high = p.reshape([GROUP_ROWS, p.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr, p_layout: gl.constexpr, PACKED: gl.constexpr):
+    """Probabilities, fp32 or ``_packed``, as the product takes them."""
+    if PACKED:
+        low, high = gl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+        )
+        halves = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+        return gl.convert_layout(halves.reshape([GROUP_ROWS, 2 * p.shape[1]]), p_layout, assert_trivial=True)
+    else:
+        return gl.convert_layout(p.to(dtype), p_layout)
 
 
 @gluon.jit
@@ -146,7 +173,7 @@ def _steps(
     start, stop, tiles, done, turn, rows, n, m, scale_log2,
     member: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, ALONE: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, TOGETHER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps ``start`` to ``stop``: scores of this step's keys beside the last step's probabilities times values."""
     for step in range(start, stop):
@@ -162,14 +189,13 @@ def _steps(
         )
         if LATE >= 1:  # under the product just begun
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        probabilities = p
-        if LATE == 2:
-            probabilities = gl.convert_layout(p.to(v_tiles.dtype), p_layout)
+        probabilities = _operand(p, v_tiles.dtype, p_layout, LATE < 2)
         acc = warpgroup_mma(probabilities, v, acc, is_async=True)
         if TAKE_TURNS:
-            _release(turns.index((member + 1) % GROUPS), ALONE)
+            _release(turns.index((member + 1) % GROUPS))
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        _release(k_empty.index(slot), ALONE)
+        if not TOGETHER:
+            _release(k_empty.index(slot))
         new_p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
             gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL,
@@ -177,13 +203,14 @@ def _steps(
         # This step's values, wanted next: the loop in this wait keeps ptxas from waiting for the product above before the softmax.
         mbarrier.wait(v_full.index(slot), phase)
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))  # their registers were read until here
-        _release(v_empty.index(old_slot), ALONE)
+        _release(v_empty.index(old_slot))
+        if TOGETHER:
+            mbarrier.arrive(k_empty.index(slot), count=1)
         if LATE == 0:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        if LATE == 2:
-            p = new_p
-        else:
-            p = gl.convert_layout(new_p.to(v_tiles.dtype), p_layout)
+        p = new_p
+        if LATE < 2:
+            p = _packed(p, v_tiles.dtype)
     return acc, p, shrink, row_max, row_sum
 
 
@@ -193,7 +220,7 @@ def _compute(
     scale_log2, n, m, heads, all_heads, most, member: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, ALONE: gl.constexpr,
+    LATE: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """One group: 64 query rows of each of the program's tiles, from the first score to the stored output."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
@@ -221,36 +248,34 @@ def _compute(
             gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True,
         )  # fmt: skip
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        _release(k_empty.index(slot), ALONE)
+        _release(k_empty.index(slot))
         p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
             gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL,
         )  # fmt: skip
         if LATE < 2:
-            p = gl.convert_layout(p.to(v_tiles.dtype), p_layout)
+            p = _packed(p, v_tiles.dtype)
         mbarrier.wait(v_full.index(slot), phase)
         acc, p, shrink, row_max, row_sum = _steps(
             acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             1, tiles - whole, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, ALONE, True,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, TOGETHER, True,
         )  # fmt: skip
         acc, p, shrink, row_max, row_sum = _steps(
             acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             tiles - whole, tiles, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, ALONE, False,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, TOGETHER, False,
         )  # fmt: skip
         if PERSISTENT:
-            _release(q_empty.index(member), ALONE)
+            _release(q_empty.index(member))
         if LATE >= 1:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
         last = (done + tiles - 1) % STAGES
-        probabilities = p
-        if LATE == 2:
-            probabilities = gl.convert_layout(p.to(v_tiles.dtype), p_layout)
+        probabilities = _operand(p, v_tiles.dtype, p_layout, LATE < 2)
         acc = warpgroup_mma(probabilities, v_tiles.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
         if PERSISTENT:
-            _release(v_empty.index(last), ALONE)
+            _release(v_empty.index(last))
 
         none = row_sum == 0.0
         total = gl.where(none, 1.0, row_sum)
@@ -274,7 +299,7 @@ def forward_gluon_kernel(
     Q, K, V, OUT, LSE, TABLE, scale_log2, n, m, heads, all_heads, group, most,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, ALONE: gl.constexpr,
+    LATE: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """A program takes GROUPS x 64 query rows of one head or, ``PERSISTENT``, as many such tiles as TABLE gives it."""
     q_tiles = gl.allocate_shared_memory(Q.dtype, [GROUPS] + Q.block_type.shape, Q.layout)
@@ -308,10 +333,10 @@ def forward_gluon_kernel(
             [
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
                 (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                                v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
                                CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
@@ -324,13 +349,13 @@ def forward_gluon_kernel(
             [
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 2, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, ALONE)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
                 (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                                v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
                                CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
