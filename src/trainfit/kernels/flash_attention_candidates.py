@@ -53,8 +53,10 @@ def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
         return f"tma {how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
     if isinstance(how, Groups):
-        turns = " turns" if how.take_turns else ""
-        return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{turns}"
+        set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " together": how.together,
+                f" programs{how.programs}": how.programs}  # fmt: skip
+        more = "".join(name for name, value in set_.items() if value)
+        return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{more}"
     if isinstance(how, GroupsBackward):
         return f"gluon s{how.stages} heads{how.heads_at_once}"
     if isinstance(how, Backward):
@@ -76,15 +78,38 @@ def candidates() -> list[Candidate]:
 def _forwards(d: int) -> list[Tiles | Groups]:
     if d == 128:
         tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3)]  # fmt: skip
-        groups = [(2, 128, 2), (2, 64, 2), (2, 64, 4), (3, 64, 2)]
     else:
         tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3),
                  (64, 64, 4, 3)]  # fmt: skip
-        groups = [(2, 128, 2), (2, 128, 3), (2, 64, 3), (3, 128, 2), (3, 128, 3), (3, 64, 3)]
     made: list[Tiles | Groups] = [Tiles(*each) for each in tiles]
     made.append(replace(Tiles(*tiles[0]), heads_at_once=16))
-    made += [Groups(*each, take_turns=turns) for each in groups for turns in (False, True)]
-    return [*made, Groups(*groups[0], heads_at_once=16), Groups(*groups[0], heads_at_once=4)]
+    return [*made, *_groups(d)]
+
+
+def _groups(d: int) -> list[Groups]:
+    """Each idea alone, then the promising ones together."""
+    turns = (False, True)
+    if d == 128:
+        base = Groups(2, 128, 2)
+        made = [replace(base, late=late, take_turns=each) for late in (0, 1, 2) for each in turns]
+        made += [replace(base, late=late, take_turns=each, programs=132) for late in (1, 2) for each in turns]
+        made += [replace(base, late=1, take_turns=each, programs=132, together=True) for each in turns]
+        alone = replace(base, late=1, take_turns=False)
+        made += [replace(alone, stages=3), replace(alone, together=True), replace(alone, heads_at_once=16)]
+        made += [replace(alone, programs=132, heads_at_once=heads) for heads in (4, 16)]
+        return [
+            *made,
+            replace(alone, groups=3, block_n=64),
+            replace(alone, groups=3, block_n=64, programs=132),
+        ]
+    three, two, short = Groups(3, 128, 2), Groups(2, 128, 2), Groups(3, 64, 4, late=2)
+    made = [replace(three, late=late, take_turns=each) for late in (0, 1) for each in turns]
+    made += [replace(two, late=late, take_turns=each) for late in (1, 2) for each in turns]
+    made += [replace(short, take_turns=each) for each in turns]
+    made += [
+        replace(each, programs=132) for each in (three, replace(three, late=1), replace(two, late=2), short)
+    ]
+    return [*made, replace(two, late=2, take_turns=False, programs=132), replace(two, late=2, stages=4)]
 
 
 def _backwards(d: int) -> list[Backward | GroupsBackward]:
