@@ -53,7 +53,7 @@ def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
         return f"tma {how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
     if isinstance(how, Groups):
-        set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " together": how.together,
+        set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " short": how.short,
                 f" programs{how.programs}": how.programs}  # fmt: skip
         more = "".join(name for name, value in set_.items() if value)
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{more}"
@@ -92,24 +92,17 @@ def _groups(d: int) -> list[Groups]:
     if d == 128:
         base = Groups(2, 128, 2)
         made = [replace(base, late=late, take_turns=each) for late in (0, 1, 2) for each in turns]
-        made += [replace(base, late=late, take_turns=each, programs=132) for late in (1, 2) for each in turns]
-        made += [replace(base, late=1, take_turns=each, programs=132, together=True) for each in turns]
+        made += [replace(each, programs=132) for each in made[2:]]
+        made += [replace(each, short=True) for each in made[2:4] + made[6:]]
         alone = replace(base, late=1, take_turns=False)
-        made += [replace(alone, stages=3), replace(alone, together=True), replace(alone, heads_at_once=16)]
+        made += [replace(alone, stages=3), replace(alone, heads_at_once=16)]
         made += [replace(alone, programs=132, heads_at_once=heads) for heads in (4, 16)]
-        return [
-            *made,
-            replace(alone, groups=3, block_n=64),
-            replace(alone, groups=3, block_n=64, programs=132),
-        ]
-    three, two, short = Groups(3, 128, 2), Groups(2, 128, 2), Groups(3, 64, 4, late=2)
-    made = [replace(three, late=late, take_turns=each) for late in (0, 1) for each in turns]
-    made += [replace(two, late=late, take_turns=each) for late in (1, 2) for each in turns]
-    made += [replace(short, take_turns=each) for each in turns]
-    made += [
-        replace(each, programs=132) for each in (three, replace(three, late=1), replace(two, late=2), short)
-    ]
-    return [*made, replace(two, late=2, take_turns=False, programs=132), replace(two, late=2, stages=4)]
+        return [*made, replace(alone, groups=3, block_n=64, short=True, programs=132)]
+    three, two, less = Groups(3, 128, 2), Groups(2, 128, 2, late=2), Groups(3, 64, 4, late=2)
+    made = [replace(each, take_turns=turn) for each in (three, two, less) for turn in turns]
+    made += [replace(made[0], programs=132), replace(made[2], programs=132)]
+    short = [replace(each, short=True) for each in made[2:5]]
+    return [*made, *short, *(replace(each, programs=132) for each in short), replace(short[0], stages=4)]
 
 
 def _backwards(d: int) -> list[Backward | GroupsBackward]:

@@ -4,9 +4,11 @@
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """FlashAttention's forward for Hopper in Gluon: one warp loads by TMA, two or three groups of four warps compute.
 
-Each group owns 64 query rows. While the tensor cores multiply scores of the next keys and the probabilities of the last, the
-group computes the softmax between them; with ``TAKE_TURNS`` the groups start their products one after the other, so that
-one's softmax runs under the other's products (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2).
+Each group owns 64 query rows. While the tensor cores multiply the probabilities of the last keys by their values, the group
+computes the softmax of the next; with ``TAKE_TURNS`` the groups start their products one after the other, so that one's
+softmax runs under the other's products (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2).
+``PERSISTENT``: as many programs as the GPU has multiprocessors, each with a list of tiles; the loading warp is already at the
+next tile when the groups end one.
 
 Shapes and descriptors as in flash_attention_tma_triton.py. Keys are walked from the last to the first, so the masked tiles
 come first; a program without any key (causal, n > m) still takes one tile, all of it masked.
@@ -27,6 +29,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 LN_2 = gl.constexpr(0.6931471805599453)
 GROUP_ROWS = gl.constexpr(64)
 """Query rows of a group: what one instruction multiplies."""
+THREADS_OF_ROW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+"""[rows, 4]: the threads that hold a row of a product's result (PTX ISA, wgmma.mma_async, matrix D)."""
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
 
 
@@ -92,7 +100,9 @@ def _load_tiles(
     count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
     done = 0
     for turn in range(count):
-        first, batch, head = _place(_number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
+        first, batch, head = _place(
+            _number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+        )
         tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         kv_head = head // group
         _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 0)
@@ -101,36 +111,52 @@ def _load_tiles(
             slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
-            tma.async_copy_global_to_shared(K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot))
+            tma.async_copy_global_to_shared(
+                K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot)
+            )
             if step == 0:  # the first group may begin before the others' queries have come
                 for member in gl.static_range(1, GROUPS):
                     _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, member)
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
-            tma.async_copy_global_to_shared(V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot))
+            tma.async_copy_global_to_shared(
+                V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot)
+            )
         done += tiles
 
 
 @gluon.jit
 def _probabilities(
     scores, row_max, row_sum, rows, key, n, m, scale_log2, keys_layout: gl.constexpr,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """exp2 of the scores, their rows' new maximum and sum, and by what earlier results shrink."""
     if MASKED:
         keys = key + gl.arange(0, BLOCK_N, keys_layout)
+        last = m - 1
         if CAUSAL:
-            seen = gl.minimum(rows + (m - n), m - 1)[:, None] >= keys[None, :]
-        else:
-            seen = (keys < m)[None, :]
+            last = gl.minimum(rows + (m - n), m - 1)[:, None]
+        seen = keys[None, :] <= last
         scores = gl.where(seen, scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    if SHORT:  # four chains of comparisons beside one another
+        largest = gl.max(gl.max(scores.reshape([GROUP_ROWS, 4, BLOCK_N // 4]), 1), 1)
+        largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
+    else:
+        largest = gl.max(scores, 1)
+    new_max = gl.maximum(row_max, largest * scale_log2)
     offset = new_max
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number
         offset = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(scores * scale_log2 - offset[:, None])
     shrink = gl.exp2(row_max - offset)
-    return p, new_max, row_sum * shrink + gl.sum(p, 1), shrink
+    if SHORT:
+        parts = gl.sum(gl.sum(p.reshape([GROUP_ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+        layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+        shrinks = gl.convert_layout(shrink, layout, assert_trivial=True)[:, None]
+        row_sum = row_sum * shrinks + gl.convert_layout(parts, row_sum.type.layout, assert_trivial=True)
+    else:
+        row_sum = row_sum * shrink + gl.sum(p, 1)
+    return p, new_max, row_sum, shrink
 
 
 @gluon.jit
@@ -173,7 +199,7 @@ def _steps(
     start, stop, tiles, done, turn, rows, n, m, scale_log2,
     member: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, TOGETHER: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, SHORT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps ``start`` to ``stop``: scores of this step's keys beside the last step's probabilities times values."""
     for step in range(start, stop):
@@ -194,18 +220,17 @@ def _steps(
         if TAKE_TURNS:
             _release(turns.index((member + 1) % GROUPS))
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        if not TOGETHER:
-            _release(k_empty.index(slot))
+        _release(k_empty.index(slot))
         new_p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
-            gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL,
+            gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL, SHORT,
         )  # fmt: skip
         # This step's values, wanted next: the loop in this wait keeps ptxas from waiting for the product above before the softmax.
         mbarrier.wait(v_full.index(slot), phase)
-        acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))  # their registers were read until here
+        acc, probabilities = warpgroup_mma_wait(
+            0, deps=(acc, probabilities)
+        )  # their registers were read until here
         _release(v_empty.index(old_slot))
-        if TOGETHER:
-            mbarrier.arrive(k_empty.index(slot), count=1)
         if LATE == 0:
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
         p = new_p
@@ -220,7 +245,7 @@ def _compute(
     scale_log2, n, m, heads, all_heads, most, member: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, TOGETHER: gl.constexpr,
+    LATE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """One group: 64 query rows of each of the program's tiles, from the first score to the stored output."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
@@ -233,11 +258,16 @@ def _compute(
     count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
     done = 0
     for turn in range(count):
-        first, batch, head = _place(_number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
+        first, batch, head = _place(
+            _number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+        )
         tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         rows = first + member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, row_layout)
         row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
-        row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
+        if SHORT:  # a sum for each of the four threads of a row
+            row_sum = gl.zeros([GROUP_ROWS, 4], gl.float32, THREADS_OF_ROW)
+        else:
+            row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
         acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
 
         slot, phase = done % STAGES, (done // STAGES) & 1
@@ -251,7 +281,7 @@ def _compute(
         _release(k_empty.index(slot))
         p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
-            gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL,
+            gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL, SHORT,
         )  # fmt: skip
         if LATE < 2:
             p = _packed(p, v_tiles.dtype)
@@ -259,12 +289,12 @@ def _compute(
         acc, p, shrink, row_max, row_sum = _steps(
             acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             1, tiles - whole, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, TOGETHER, True,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, True,
         )  # fmt: skip
         acc, p, shrink, row_max, row_sum = _steps(
             acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
             tiles - whole, tiles, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, TOGETHER, False,
+            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, False,
         )  # fmt: skip
         if PERSISTENT:
             _release(q_empty.index(member))
@@ -272,11 +302,15 @@ def _compute(
             acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
         last = (done + tiles - 1) % STAGES
         probabilities = _operand(p, v_tiles.dtype, p_layout, LATE < 2)
-        acc = warpgroup_mma(probabilities, v_tiles.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        acc = warpgroup_mma(
+            probabilities, v_tiles.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True
+        )
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
         if PERSISTENT:
             _release(v_empty.index(last))
 
+        if SHORT:
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
         none = row_sum == 0.0
         total = gl.where(none, 1.0, row_sum)
         lse = gl.where(none, float("-inf"), (row_max + gl.log2(total)) * LN_2)
@@ -289,7 +323,9 @@ def _compute(
         out_tile.store(out.to(q_tiles.dtype))
         fence_async_shared()
         _barrier()
-        tma.async_copy_shared_to_global(OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member))
+        tma.async_copy_shared_to_global(
+            OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member)
+        )
         done += tiles
     tma.store_wait(0)
 
@@ -299,7 +335,7 @@ def forward_gluon_kernel(
     Q, K, V, OUT, LSE, TABLE, scale_log2, n, m, heads, all_heads, group, most,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, TOGETHER: gl.constexpr,
+    LATE: gl.constexpr, SHORT: gl.constexpr,
 ):  # fmt: skip
     """A program takes GROUPS x 64 query rows of one head or, ``PERSISTENT``, as many such tiles as TABLE gives it."""
     q_tiles = gl.allocate_shared_memory(Q.dtype, [GROUPS] + Q.block_type.shape, Q.layout)
@@ -333,10 +369,10 @@ def forward_gluon_kernel(
             [
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
                 (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                                v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
                                CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
@@ -349,13 +385,13 @@ def forward_gluon_kernel(
             [
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 2, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, TOGETHER)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
                 (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                                v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
                                CAUSAL, HEADS_AT_ONCE, PERSISTENT)),

@@ -42,9 +42,9 @@ class Tiles:
 class Groups:
     """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once, whether groups alternate.
 
-    ``programs``: how many run, each many tiles one after the other; 0: a program each tile. ``late``: 1, earlier results shrink
-    under the next scores' product instead of before it; 2, so do the probabilities become 16 bits. ``together``: a step
-    gives its keys free only with the values, by one barrier for both.
+    ``programs``: how many run, each many tiles one after the other; 0: a program each tile. ``late``: 1, earlier results
+    shrink under the next scores' product instead of before it; 2, the probabilities become 16 bits there, too. ``short``:
+    maxima in four chains, and a row's four threads add up their sums only at the end.
     """
 
     groups: int
@@ -54,7 +54,7 @@ class Groups:
     take_turns: bool = True
     programs: int = 0
     late: int = 0
-    together: bool = False
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def gluon_forward(
         scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1], table.shape[-1],
         GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
         HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.programs > 0, TAKE_TURNS=how.take_turns, LATE=how.late,
-        TOGETHER=how.together, num_warps=4,
+        SHORT=how.short, num_warps=4,
     )  # fmt: skip
     return out, lse
 
