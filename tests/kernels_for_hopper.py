@@ -134,6 +134,10 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     """All that TMA carries: the backward in one pass and in two, and the kernels in Gluon."""
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
     tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
+    forwards = (
+        flash_attention_tma.Groups(2, 64, 2),
+        flash_attention_tma.Groups(2, 128, 2, programs=132, late=1, short=True),
+    )
     hows = (
         flash_attention_tma.Backward(tiles),
         flash_attention_tma.Backward(tiles, tiles),
@@ -142,7 +146,8 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
 
     def run(step: int) -> None:
         flash_attention_tma.forward(q, k, k, is_causal, 0.1, tiles)
-        flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, flash_attention_tma.Groups(2, 64, 2))
+        for groups in forwards:
+            flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, groups)
         for how in hows:
             flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, how)
 
