@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,10 +57,20 @@ class Backward:
 
 @dataclass(frozen=True)
 class GroupsBackward:
-    """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32."""
+    """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32.
+
+    ``late``: dQ one step late (flash_attention_backward_late.py, two stages), where ``low_p`` takes dS from P in 16 bits,
+    ``dp_first`` issues dP before dQ is stored. ``fused``: one kernel scales and casts dQ. ``part``: a part that is left out, to
+    see its time; the results are wrong then.
+    """
 
     stages: int
     heads_at_once: int = 8
+    late: bool = False
+    low_p: bool = False
+    dp_first: bool = False
+    fused: bool = True
+    part: Literal["", "dq", "around"] = ""
 
 
 def block_d(d: int) -> int:
@@ -160,7 +170,11 @@ def backward(
         _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
     else:
         _tma_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
-    return (dq.mul_(scale).to(q.dtype) if summed else dq), dk, dv
+    if not summed:
+        return dq, dk, dv
+    if isinstance(how, GroupsBackward) and how.fused:
+        return _scaled(dq, q, scale), dk, dv
+    return dq.mul_(scale).to(q.dtype), dk, dv
 
 
 def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
@@ -177,6 +191,21 @@ def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor, summed: bo
         n, blocks * ROWS, h, BLOCK_M=ROWS, BLOCK_D=block_d(d), WITH_DQ=summed,
     )  # fmt: skip
     return lse_2, delta
+
+
+def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+    """``sums`` ([b, h, n, d], fp32) times ``scale`` in the dtype of ``like``, whose layout they have."""
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_backward_late
+
+    kernels: Any = flash_attention_backward_late  # a constexpr argument takes a plain value
+
+    if not sums.is_contiguous():
+        return sums.mul_(scale).to(like.dtype)
+    made = torch.empty_like(sums, dtype=like.dtype)
+    kernels.scale_kernel[(cdiv(sums.numel(), 4096),)](sums, made, scale, sums.numel(), BLOCK=4096, num_warps=8)
+    return made
 
 
 def _tma_gradients(
@@ -219,7 +248,7 @@ def _gluon_gradients(
     """Fills dq (its unscaled sums), dk and dv."""
     from triton import cdiv
 
-    from trainfit.kernels import flash_attention_backward_gluon
+    from trainfit.kernels import flash_attention_backward_gluon, flash_attention_backward_late
 
     kernels: Any = flash_attention_backward_gluon  # a constexpr argument takes a plain value
 
@@ -229,10 +258,15 @@ def _gluon_gradients(
     rows = (
         128 * half // columns
     )  # a tile's part of dQ is two halves: of columns, or with a small head of rows
-    kernels.backward_gluon_kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
+    kernel, options = kernels.backward_gluon_kernel, {}
+    if how.late:
+        late: Any = flash_attention_backward_late  # a constexpr argument takes a plain value
+        kernel = late.backward_late_kernel
+        options = {"LOW_P": how.low_p, "DP_FIRST": how.dp_first, "ADD_DQ": how.part != "dq"}
+    kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
         _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), _gluon(dq, half, half),
         _gluon(dk, keys, columns), _gluon(dv, keys, columns), scale, scale * math.log2(math.e), n, m, h, kv_heads,
         b * kv_heads, BLOCK_M=rows, BLOCK_D=columns, STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, num_warps=4,
+        HEADS_AT_ONCE=how.heads_at_once, **options, num_warps=4,
     )  # fmt: skip
