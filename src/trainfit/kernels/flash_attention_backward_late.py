@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -166,9 +165,8 @@ def _compute(
     other: gl.constexpr = 1 - member
     key, batch, kv_head = _place(m, kv_heads, all_kv_heads, HEADS_AT_ONCE)
     begin, whole, tiles = _row_tiles(key, n, m, BLOCK_M, CAUSAL)
-    dk = warpgroup_mma_init(gl.zeros([GROUP_KEYS, BLOCK_D], gl.float32, acc_layout))
+    dk = gl.zeros([GROUP_KEYS, BLOCK_D], gl.float32, acc_layout)
     dv = gl.zeros([GROUP_KEYS, BLOCK_D], gl.float32, acc_layout)
-    ds_low = gl.zeros([GROUP_KEYS, BLOCK_M], q_tiles.dtype, operand)
     zeros = gl.zeros([GROUP_KEYS, BLOCK_M], gl.float32, s_layout)
     k = k_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
     v = v_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
@@ -191,11 +189,10 @@ def _compute(
         if DP_FIRST:
             mbarrier.wait(do_full.index(slot), phase)
             dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dq, dk, ds_low = warpgroup_mma_wait(2, deps=(dq, dk, ds_low))
+            dq = warpgroup_mma_wait(2, deps=(dq,))
         else:
-            dq, dk, ds_low = warpgroup_mma_wait(1, deps=(dq, dk, ds_low))
+            dq = warpgroup_mma_wait(1, deps=(dq,))
         if step > 0:
-            _arrive_at(Q_EMPTY + (step + STAGES - 1) % STAGES, readers)
             _arrive_at(DS_EMPTY + member * DS_PLACES + (place ^ 1), both)
         if ADD_DQ:
             _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, step > 0, member, BLOCK_M)
@@ -225,6 +222,8 @@ def _compute(
         dk = warpgroup_mma(ds_low, q, dk, is_async=True)
         dv, p_low = warpgroup_mma_wait(1, deps=(dv, p_low))
         _arrive_at(DO_EMPTY + slot, readers)
+        dk, ds_low = warpgroup_mma_wait(0, deps=(dk, ds_low))
+        _arrive_at(Q_EMPTY + slot, readers)
         last_head, last_tile = head, tile
         tile += 1
         if tile == tiles:
@@ -233,7 +232,7 @@ def _compute(
     if steps > 0:
         _wait_for(DS_FULL + other * DS_PLACES + ((steps - 1) & 1), both, 4)
     dq = _query_gradient(ds_tiles, k_tiles, (steps - 1) & 1, member, BLOCK_M, BLOCK_D)
-    dq, dk, ds_low = warpgroup_mma_wait(0, deps=(dq, dk, ds_low))
+    dq = warpgroup_mma_wait(0, deps=(dq,))
     if ADD_DQ:
         _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, steps > 0, member, BLOCK_M)
     at = [batch, kv_head, key + member * GROUP_KEYS, 0]
