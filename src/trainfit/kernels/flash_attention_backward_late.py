@@ -80,7 +80,9 @@ def _load_tiles(
     begin, _, tiles = _row_tiles(key, n, m, BLOCK_M, CAUSAL)
     mbarrier.expect(k_full, GROUPS * K.block_type.nbytes)
     for member in gl.static_range(GROUPS):
-        tma.async_copy_global_to_shared(K, [batch, kv_head, key + member * GROUP_KEYS, 0], k_full, k_tiles.index(member))
+        tma.async_copy_global_to_shared(
+            K, [batch, kv_head, key + member * GROUP_KEYS, 0], k_full, k_tiles.index(member)
+        )
     group, per_head = heads // kv_heads, tiles - begin
     for step in range(group * per_head):
         head, row = kv_head * group + step // per_head, (begin + step % per_head) * BLOCK_M
@@ -89,7 +91,9 @@ def _load_tiles(
             _wait_for(Q_EMPTY + slot, readers, 1)
         mbarrier.expect(q_full.index(slot), Q.block_type.nbytes + LSE_2.block_type.nbytes)
         tma.async_copy_global_to_shared(Q, [batch, head, row, 0], q_full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(LSE_2, [batch * heads + head, row], q_full.index(slot), lse_tiles.index(slot))
+        tma.async_copy_global_to_shared(
+            LSE_2, [batch * heads + head, row], q_full.index(slot), lse_tiles.index(slot)
+        )
         if step == 0:
             mbarrier.expect(v_full, GROUPS * V.block_type.nbytes)
             for member in gl.static_range(GROUPS):
@@ -99,11 +103,15 @@ def _load_tiles(
             _wait_for(DO_EMPTY + slot, readers, 1)
         mbarrier.expect(do_full.index(slot), DO.block_type.nbytes + DELTA.block_type.nbytes)
         tma.async_copy_global_to_shared(DO, [batch, head, row, 0], do_full.index(slot), do_tiles.index(slot))
-        tma.async_copy_global_to_shared(DELTA, [batch * heads + head, row], do_full.index(slot), delta_tiles.index(slot))
+        tma.async_copy_global_to_shared(
+            DELTA, [batch * heads + head, row], do_full.index(slot), delta_tiles.index(slot)
+        )
 
 
 @gluon.jit
-def _query_gradient(ds_tiles, k_tiles, place, member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr):
+def _query_gradient(
+    ds_tiles, k_tiles, place, member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
+):
     """This group's half of dS K over both groups' keys, on its way: rows where a tile has 128, else columns."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     dq = gl.zeros([HALF, HALF], gl.float32, layout)
@@ -119,7 +127,33 @@ def _query_gradient(ds_tiles, k_tiles, place, member: gl.constexpr, BLOCK_M: gl.
 
 
 @gluon.jit
-def _add_query_gradient(DQ, dq_tiles, dq, batch, head, tile, wanted, member: gl.constexpr, BLOCK_M: gl.constexpr):
+def _add_from_registers(
+    sums,
+    dq,
+    batch_head,
+    rows_padded,
+    tile,
+    member: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+):
+    """This group's half of a tile of dQ added to ``sums``, [heads of all batches, rows_padded, BLOCK_D]."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    row, column = tile * BLOCK_M, 0
+    if BLOCK_M > HALF:
+        row += member * HALF
+    else:
+        column = member * HALF
+    rows = gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    first = sums + (batch_head * rows_padded + row).to(gl.int64) * BLOCK_D + column
+    gl.atomic_add(first + (rows[:, None] * BLOCK_D + columns[None, :]), dq, sem="relaxed")
+
+
+@gluon.jit
+def _add_query_gradient(
+    DQ, dq_tiles, dq, batch, head, tile, wanted, member: gl.constexpr, BLOCK_M: gl.constexpr
+):
     """This group's half of a tile of dQ added to memory, by way of its shared tile, where the last one has left it."""
     dq_tiles.index(member).reshape([HALF, HALF]).store(dq)
     fence_async_shared()
@@ -151,10 +185,10 @@ def _probabilities(
 
 @gluon.jit
 def _compute(
-    DQ, DK, DV, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
+    DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
     k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DP_FIRST: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, ADD_DQ: gl.constexpr,
 ):  # fmt: skip
     """One group: dK and dV of its 64 keys over all query heads that read them."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -186,22 +220,32 @@ def _compute(
             mbarrier.wait(v_full, 0)
         dq = _query_gradient(ds_tiles, k_tiles, place ^ 1, member, BLOCK_M, BLOCK_D)  # the last step's
         scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if DP_FIRST:
-            mbarrier.wait(do_full.index(slot), phase)
-            dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(2, deps=(dq,))
-        else:
-            dq = warpgroup_mma_wait(1, deps=(dq,))
+        dq = warpgroup_mma_wait(1, deps=(dq,))
         if step > 0:
             _arrive_at(DS_EMPTY + member * DS_PLACES + (place ^ 1), both)
-        if ADD_DQ:
+        if DIRECT:
+            if step > 0:
+                _add_from_registers(
+                    sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D
+                )
+        elif ADD_DQ:
             _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, step > 0, member, BLOCK_M)
-        if not DP_FIRST:
-            mbarrier.wait(do_full.index(slot), phase)
-            dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(do_full.index(slot), phase)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = _probabilities(
-            scores, lse_tiles.index(slot).load(s_layout), tile, whole, key, n, m, scale_log2, member, s_layout, BLOCK_M, CAUSAL
+            scores,
+            lse_tiles.index(slot).load(s_layout),
+            tile,
+            whole,
+            key,
+            n,
+            m,
+            scale_log2,
+            member,
+            s_layout,
+            BLOCK_M,
+            CAUSAL,
         )
         p_small = p.to(q_tiles.dtype)
         p_low = gl.convert_layout(p_small, operand)
@@ -214,7 +258,7 @@ def _compute(
             _wait_for(DS_EMPTY + other * DS_PLACES + place, both, 4)
         ds_tiles.index(place * GROUPS + member).store(ds)
         fence_async_shared()
-        if ADD_DQ:
+        if ADD_DQ and not DIRECT:
             tma.store_wait(0)  # the last part of dQ has left its tile, behind the barrier that follows
         _barrier()
         _arrive_at(DS_FULL + member * DS_PLACES + place, both)
@@ -233,7 +277,12 @@ def _compute(
         _wait_for(DS_FULL + other * DS_PLACES + ((steps - 1) & 1), both, 4)
     dq = _query_gradient(ds_tiles, k_tiles, (steps - 1) & 1, member, BLOCK_M, BLOCK_D)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    if ADD_DQ:
+    if DIRECT:
+        if steps > 0:
+            _add_from_registers(
+                sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D
+            )
+    elif ADD_DQ:
         _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, steps > 0, member, BLOCK_M)
     at = [batch, kv_head, key + member * GROUP_KEYS, 0]
     v_tile = v_tiles.index(member)  # this group alone reads it, and is through
@@ -243,9 +292,9 @@ def _compute(
 
 @gluon.jit
 def backward_late_kernel(
-    Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
+    Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, sums, rows_padded, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DP_FIRST: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, ADD_DQ: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of 128 keys of one key-value head, and their part of dQ."""
     gl.static_assert(BLOCK_M // HALF * (BLOCK_D // HALF) == 2)  # two groups share dQ
@@ -272,12 +321,12 @@ def backward_late_kernel(
     _barrier()
     gl.warp_specialize(
         [
-            (_compute, (DQ, DK, DV, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
+            (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 0,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DP_FIRST, ADD_DQ)),
-            (_compute, (DQ, DK, DV, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, ADD_DQ)),
+            (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 1,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DP_FIRST, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, ADD_DQ)),
             (_load_tiles, (Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                            k_full, v_full, q_full, do_full, n, m, heads, kv_heads, all_kv_heads,
                            BLOCK_M, STAGES, CAUSAL, HEADS_AT_ONCE)),

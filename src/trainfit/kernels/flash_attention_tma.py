@@ -60,17 +60,17 @@ class GroupsBackward:
     """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32.
 
     ``late``: dQ one step late (flash_attention_backward_late.py, two stages), where ``low_p`` takes dS from P in 16 bits,
-    ``dp_first`` issues dP before dQ is stored. ``fused``: one kernel scales and casts dQ. ``part``: a part that is left out, to
-    see its time; the results are wrong then.
+    ``direct`` adds dQ from registers instead of by TMA. ``fused``: one kernel scales and casts dQ. ``part``: what is
+    left out to see its time, the adding of dQ or the main kernel; the results are wrong then.
     """
 
     stages: int
     heads_at_once: int = 8
     late: bool = False
     low_p: bool = False
-    dp_first: bool = False
+    direct: bool = False
     fused: bool = True
-    part: Literal["", "dq", "around"] = ""
+    part: Literal["", "dq", "main"] = ""
 
 
 def block_d(d: int) -> int:
@@ -164,16 +164,21 @@ def backward(
     summed = isinstance(how, GroupsBackward) or how.queries is None
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dq = torch.empty_like(q, dtype=torch.float32 if summed else q.dtype)
+    if isinstance(how, GroupsBackward) and how.direct:
+        b, h, n, d = q.shape
+        dq = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
     lse_2, delta = _prepared(gradient, out, lse, dq, summed)
     inputs = (q, k, v, gradient, lse_2, delta)
-    if isinstance(how, GroupsBackward):
+    if isinstance(how, GroupsBackward) and how.part == "main":
+        pass
+    elif isinstance(how, GroupsBackward):
         _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
     else:
         _tma_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
     if not summed:
         return dq, dk, dv
     if isinstance(how, GroupsBackward) and how.fused:
-        return _scaled(dq, q, scale), dk, dv
+        return _scaled(dq[:, :, : q.shape[2], : q.shape[3]], q, scale), dk, dv
     return dq.mul_(scale).to(q.dtype), dk, dv
 
 
@@ -204,7 +209,9 @@ def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
     if not sums.is_contiguous():
         return sums.mul_(scale).to(like.dtype)
     made = torch.empty_like(sums, dtype=like.dtype)
-    kernels.scale_kernel[(cdiv(sums.numel(), 4096),)](sums, made, scale, sums.numel(), BLOCK=4096, num_warps=8)
+    kernels.scale_kernel[(cdiv(sums.numel(), 4096),)](
+        sums, made, scale, sums.numel(), BLOCK=4096, num_warps=8
+    )
     return made
 
 
@@ -258,15 +265,15 @@ def _gluon_gradients(
     rows = (
         128 * half // columns
     )  # a tile's part of dQ is two halves: of columns, or with a small head of rows
-    kernel, options = kernels.backward_gluon_kernel, {}
+    kernel, extra, options = kernels.backward_gluon_kernel, (), {}
     if how.late:
         late: Any = flash_attention_backward_late  # a constexpr argument takes a plain value
-        kernel = late.backward_late_kernel
-        options = {"LOW_P": how.low_p, "DP_FIRST": how.dp_first, "ADD_DQ": how.part != "dq"}
+        kernel, extra = late.backward_late_kernel, (dq, dq.shape[2])
+        options = {"LOW_P": how.low_p, "DIRECT": how.direct, "ADD_DQ": how.part != "dq"}
     kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
         _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), _gluon(dq, half, half),
-        _gluon(dk, keys, columns), _gluon(dv, keys, columns), scale, scale * math.log2(math.e), n, m, h, kv_heads,
+        _gluon(dk, keys, columns), _gluon(dv, keys, columns), *extra, scale, scale * math.log2(math.e), n, m, h, kv_heads,
         b * kv_heads, BLOCK_M=rows, BLOCK_D=columns, STAGES=how.stages, CAUSAL=is_causal,
         HEADS_AT_ONCE=how.heads_at_once, **options, num_warps=4,
     )  # fmt: skip
