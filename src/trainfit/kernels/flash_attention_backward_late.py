@@ -1,5 +1,5 @@
 # Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM102
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """FlashAttention's backward for Hopper in Gluon, with dQ one step late.
@@ -38,8 +38,8 @@ from trainfit.kernels.flash_attention_gluon import _barrier
 
 DS_PLACES = gl.constexpr(2)
 GROUP_THREADS = gl.constexpr(128)
-Q_EMPTY = gl.constexpr(4)  # Triton keeps the named barriers 0 to 3 (CUDA has 16)
-DO_EMPTY = gl.constexpr(6)
+EMPTY = gl.constexpr(4)  # Triton keeps the named barriers 0 to 3 (CUDA has 16)
+TURN = gl.constexpr(6)
 DS_FULL = gl.constexpr(8)
 DS_EMPTY = gl.constexpr(12)
 
@@ -88,7 +88,7 @@ def _load_tiles(
         head, row = kv_head * group + step // per_head, (begin + step % per_head) * BLOCK_M
         slot = step % STAGES
         if step >= STAGES:
-            _wait_for(Q_EMPTY + slot, readers, 1)
+            _wait_for(EMPTY + slot, readers, 1)  # of the queries and the output gradients
         mbarrier.expect(q_full.index(slot), Q.block_type.nbytes + LSE_2.block_type.nbytes)
         tma.async_copy_global_to_shared(Q, [batch, head, row, 0], q_full.index(slot), q_tiles.index(slot))
         tma.async_copy_global_to_shared(
@@ -99,8 +99,6 @@ def _load_tiles(
             for member in gl.static_range(GROUPS):
                 at = [batch, kv_head, key + member * GROUP_KEYS, 0]
                 tma.async_copy_global_to_shared(V, at, v_full, v_tiles.index(member))
-        if step >= STAGES:
-            _wait_for(DO_EMPTY + slot, readers, 1)
         mbarrier.expect(do_full.index(slot), DO.block_type.nbytes + DELTA.block_type.nbytes)
         tma.async_copy_global_to_shared(DO, [batch, head, row, 0], do_full.index(slot), do_tiles.index(slot))
         tma.async_copy_global_to_shared(
@@ -188,7 +186,7 @@ def _compute(
     DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
     k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, ADD_DQ: gl.constexpr,
 ):  # fmt: skip
     """One group: dK and dV of its 64 keys over all query heads that read them."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -218,6 +216,9 @@ def _compute(
             _wait_for(DS_FULL + other * DS_PLACES + (place ^ 1), both, 4)
         else:
             mbarrier.wait(v_full, 0)
+        if TURNS:
+            if member + step > 0:
+                _wait_for(TURN + member, both, 4)
         dq = _query_gradient(ds_tiles, k_tiles, place ^ 1, member, BLOCK_M, BLOCK_D)  # the last step's
         scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -232,10 +233,13 @@ def _compute(
             _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, step > 0, member, BLOCK_M)
         mbarrier.wait(do_full.index(slot), phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if TURNS:
+            _arrive_at(TURN + other, both)  # its products behind ours, its softmax beside them
+        lse_2 = lse_tiles.index(slot).load(s_layout)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = _probabilities(
             scores,
-            lse_tiles.index(slot).load(s_layout),
+            lse_2,
             tile,
             whole,
             key,
@@ -264,10 +268,8 @@ def _compute(
         _arrive_at(DS_FULL + member * DS_PLACES + place, both)
         ds_low = gl.convert_layout(ds, operand)
         dk = warpgroup_mma(ds_low, q, dk, is_async=True)
-        dv, p_low = warpgroup_mma_wait(1, deps=(dv, p_low))
-        _arrive_at(DO_EMPTY + slot, readers)
-        dk, ds_low = warpgroup_mma_wait(0, deps=(dk, ds_low))
-        _arrive_at(Q_EMPTY + slot, readers)
+        dv, p_low, dk, ds_low = warpgroup_mma_wait(0, deps=(dv, p_low, dk, ds_low))
+        _arrive_at(EMPTY + slot, readers)
         last_head, last_tile = head, tile
         tile += 1
         if tile == tiles:
@@ -294,7 +296,7 @@ def _compute(
 def backward_late_kernel(
     Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, sums, rows_padded, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, ADD_DQ: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of 128 keys of one key-value head, and their part of dQ."""
     gl.static_assert(BLOCK_M // HALF * (BLOCK_D // HALF) == 2)  # two groups share dQ
@@ -323,10 +325,10 @@ def backward_late_kernel(
         [
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 0,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, ADD_DQ)),
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 1,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, ADD_DQ)),
             (_load_tiles, (Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                            k_full, v_full, q_full, do_full, n, m, heads, kv_heads, all_kv_heads,
                            BLOCK_M, STAGES, CAUSAL, HEADS_AT_ONCE)),

@@ -56,7 +56,7 @@ def _spelled(how: How) -> str:
         turns = " turns" if how.take_turns else ""
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{turns}"
     if isinstance(how, GroupsBackward):
-        fields = ("late", "low_p", "direct", "fused")
+        fields = ("late", "low_p", "direct", "turns", "fused")
         chosen = "".join(f" {field}" for field in fields if getattr(how, field))
         part = f" PART without {how.part}" if how.part else ""
         return f"gluon s{how.stages} heads{how.heads_at_once}{chosen}{part}"
@@ -112,12 +112,11 @@ def _group_backwards() -> list[GroupsBackward]:
     """The earlier winner first; then with each change alone, then together."""
     base = GroupsBackward(2, 4, fused=False)
     late = GroupsBackward(2, 4, late=True)
-    made = [base, replace(base, fused=True), late, replace(late, low_p=True), replace(late, direct=True)]
-    made += [
-        replace(late, low_p=True, direct=True),
-        replace(late, heads_at_once=2),
-        replace(late, heads_at_once=8),
-    ]
+    changes: list[dict[str, Any]] = [
+        {}, {"low_p": True}, {"direct": True}, {"turns": True}, {"low_p": True, "direct": True}, {"low_p": True, "turns": True},
+        {"low_p": True, "direct": True, "turns": True}, {"heads_at_once": 2}, {"heads_at_once": 8},
+    ]  # fmt: skip
+    made = [base, replace(base, fused=True), *(replace(late, **change) for change in changes)]
     return [*made, replace(late, part="dq"), replace(late, part="main")]
 
 

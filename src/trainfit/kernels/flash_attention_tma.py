@@ -59,9 +59,10 @@ class Backward:
 class GroupsBackward:
     """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32.
 
-    ``late``: dQ one step late (flash_attention_backward_late.py, two stages), where ``low_p`` takes dS from P in 16 bits,
-    ``direct`` adds dQ from registers instead of by TMA. ``fused``: one kernel scales and casts dQ. ``part``: what is
-    left out to see its time, the adding of dQ or the main kernel; the results are wrong then.
+    ``late``: dQ one step late (flash_attention_backward_late.py, two stages); there ``low_p`` takes dS from P in 16 bits,
+    ``direct`` adds dQ from registers instead of by TMA, ``turns`` lets the groups issue their products one after the other.
+    ``fused``: one kernel scales and casts dQ. ``part``: what is left out to see its time, the adding of dQ or the main kernel;
+    the results are wrong then.
     """
 
     stages: int
@@ -69,6 +70,7 @@ class GroupsBackward:
     late: bool = False
     low_p: bool = False
     direct: bool = False
+    turns: bool = False
     fused: bool = True
     part: Literal["", "dq", "main"] = ""
 
@@ -269,7 +271,7 @@ def _gluon_gradients(
     if how.late:
         late: Any = flash_attention_backward_late  # a constexpr argument takes a plain value
         kernel, extra = late.backward_late_kernel, (dq, dq.shape[2])
-        options = {"LOW_P": how.low_p, "DIRECT": how.direct, "ADD_DQ": how.part != "dq"}
+        options = {"LOW_P": how.low_p, "DIRECT": how.direct, "TURNS": how.turns, "ADD_DQ": how.part != "dq"}
     kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
         _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), _gluon(dq, half, half),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,9 +34,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written here")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--only", default="", help="names in which this regular expression is found")
     chosen = parser.parse_args()
-    asked = [each for each in candidates() if chosen.only in each.name]
+    asked = [each for each in candidates() if re.search(chosen.only, each.name)]
     with ThreadPoolExecutor(chosen.workers) as pool:
         checked = list(pool.map(_checked, asked))
     errors = {row["name"]: row.get("errors") for row in checked}
