@@ -56,7 +56,7 @@ def _spelled(how: How) -> str:
         turns = " turns" if how.take_turns else ""
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{turns}"
     if isinstance(how, GroupsBackward):
-        fields = ("late", "low_p", "direct", "turns", "fused")
+        fields = ("late", "low_p", "direct", "turns", "flat", "fused")
         chosen = "".join(f" {field}" for field in fields if getattr(how, field))
         part = f" PART without {how.part}" if how.part else ""
         return f"gluon s{how.stages} heads{how.heads_at_once}{chosen}{part}"
@@ -113,8 +113,9 @@ def _group_backwards() -> list[GroupsBackward]:
     base = GroupsBackward(2, 4, fused=False)
     late = GroupsBackward(2, 4, late=True)
     changes: list[dict[str, Any]] = [
-        {}, {"low_p": True}, {"direct": True}, {"turns": True}, {"low_p": True, "direct": True}, {"low_p": True, "turns": True},
-        {"low_p": True, "direct": True, "turns": True}, {"heads_at_once": 2}, {"heads_at_once": 8},
+        {}, {"low_p": True}, {"direct": True}, {"turns": True}, {"flat": True}, {"flat": True, "turns": True},
+        {"flat": True, "low_p": True}, {"flat": True, "low_p": True, "turns": True},
+        {"flat": True, "heads_at_once": 2}, {"flat": True, "heads_at_once": 8},
     ]  # fmt: skip
     made = [base, replace(base, fused=True), *(replace(late, **change) for change in changes)]
     return [*made, replace(late, part="dq"), replace(late, part="main")]

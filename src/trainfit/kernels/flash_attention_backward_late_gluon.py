@@ -13,8 +13,6 @@ arXiv:2407.08608, has them too).
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -150,14 +148,21 @@ def _add_from_registers(
 
 @gluon.jit
 def _add_query_gradient(
-    DQ, dq_tiles, dq, batch, head, tile, wanted, member: gl.constexpr, BLOCK_M: gl.constexpr
-):
+    DQ, dq_tiles, dq, batch, head, batch_head, rows_padded, tile, wanted,
+    member: gl.constexpr, BLOCK_M: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
     """This group's half of a tile of dQ added to memory, by way of its shared tile, where the last one has left it."""
-    dq_tiles.index(member).reshape([HALF, HALF]).store(dq)
+    if FLAT:  # [row warp, row 8, row, column 8, column 2, column] in the order that a thread holds 16 bytes
+        by_thread = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([32, 128])
+        dq_tiles.index(member).store(by_thread)
+    else:
+        dq_tiles.index(member).reshape([HALF, HALF]).store(dq)
     fence_async_shared()
     _barrier()
     if wanted:
-        if BLOCK_M > HALF:
+        if FLAT:
+            place = [(batch_head * (rows_padded // BLOCK_M) + tile) * 64 + member * 32, 0]
+        elif BLOCK_M > HALF:
             place = [batch, head, tile * BLOCK_M + member * HALF, 0]
         else:
             place = [batch, head, tile * BLOCK_M, member * HALF]
@@ -186,7 +191,7 @@ def _compute(
     DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
     k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
 ):  # fmt: skip
     """One group: dK and dV of its 64 keys over all query heads that read them."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -230,7 +235,20 @@ def _compute(
                     sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D
                 )
         elif ADD_DQ:
-            _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, step > 0, member, BLOCK_M)
+            _add_query_gradient(
+                DQ,
+                dq_tiles,
+                dq,
+                batch,
+                last_head,
+                batch * heads + last_head,
+                rows_padded,
+                last_tile,
+                step > 0,
+                member,
+                BLOCK_M,
+                FLAT,
+            )
         mbarrier.wait(do_full.index(slot), phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if TURNS:
@@ -285,7 +303,20 @@ def _compute(
                 sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D
             )
     elif ADD_DQ:
-        _add_query_gradient(DQ, dq_tiles, dq, batch, last_head, last_tile, steps > 0, member, BLOCK_M)
+        _add_query_gradient(
+            DQ,
+            dq_tiles,
+            dq,
+            batch,
+            last_head,
+            batch * heads + last_head,
+            rows_padded,
+            last_tile,
+            steps > 0,
+            member,
+            BLOCK_M,
+            FLAT,
+        )
     at = [batch, kv_head, key + member * GROUP_KEYS, 0]
     v_tile = v_tiles.index(member)  # this group alone reads it, and is through
     _put(DV, at, v_tile, dv, BLOCK_D)
@@ -296,7 +327,7 @@ def _compute(
 def backward_late_kernel(
     Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, sums, rows_padded, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of 128 keys of one key-value head, and their part of dQ."""
     gl.static_assert(BLOCK_M // HALF * (BLOCK_D // HALF) == 2)  # two groups share dQ
@@ -325,20 +356,13 @@ def backward_late_kernel(
         [
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 0,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 1,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
             (_load_tiles, (Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                            k_full, v_full, q_full, do_full, n, m, heads, kv_heads, all_kv_heads,
                            BLOCK_M, STAGES, CAUSAL, HEADS_AT_ONCE)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
-
-
-@triton.jit
-def scale_kernel(sums, made, scale, size, BLOCK: tl.constexpr):
-    """``made`` = ``sums`` * ``scale`` in made's dtype; both flat."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(made + at, tl.load(sums + at, mask=at < size, other=0.0) * scale, mask=at < size)
