@@ -113,11 +113,10 @@ def _group_backwards() -> list[GroupsBackward]:
     base = GroupsBackward(2, 4, fused=False)
     late = GroupsBackward(2, 4, late=True)
     changes: list[dict[str, Any]] = [
-        {}, {"low_p": True}, {"direct": True}, {"turns": True}, {"flat": True}, {"flat": True, "turns": True},
-        {"flat": True, "low_p": True}, {"flat": True, "low_p": True, "turns": True},
-        {"flat": True, "heads_at_once": 2}, {"flat": True, "heads_at_once": 8},
+        {}, {"direct": True}, {"turns": True}, {"flat": True}, {"flat": True, "turns": True}, {"flat": True, "low_p": True},
+        {"flat": True, "low_p": True, "turns": True}, {"flat": True, "heads_at_once": 2},
     ]  # fmt: skip
-    made = [base, replace(base, fused=True), *(replace(late, **change) for change in changes)]
+    made = [base, *(replace(late, **change) for change in changes)]
     return [*made, replace(late, part="dq"), replace(late, part="main")]
 
 
