@@ -123,27 +123,31 @@ def _query_gradient(
 
 
 @gluon.jit
+def _by_thread(dq):
+    """[row warp, row 8, row, column 8, column 2, column] to [32, 128] in the order in which a thread holds 16 bytes."""
+    return dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([32, 128])
+
+
+@gluon.jit
 def _add_from_registers(
-    sums,
-    dq,
-    batch_head,
-    rows_padded,
-    tile,
-    member: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-):
+    sums, dq, batch_head, rows_padded, tile,
+    member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
     """This group's half of a tile of dQ added to ``sums``, [heads of all batches, rows_padded, BLOCK_D]."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    row, column = tile * BLOCK_M, 0
-    if BLOCK_M > HALF:
-        row += member * HALF
+    first = sums + (batch_head * rows_padded + tile * BLOCK_M).to(gl.int64) * BLOCK_D
+    if FLAT:
+        value = _by_thread(dq)
+        layout: gl.constexpr = value.type.layout
+        first += member * HALF * HALF
+        row_stride: gl.constexpr = 128
     else:
-        column = member * HALF
-    rows = gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    columns = gl.arange(0, HALF, gl.SliceLayout(0, layout))
-    first = sums + (batch_head * rows_padded + row).to(gl.int64) * BLOCK_D + column
-    gl.atomic_add(first + (rows[:, None] * BLOCK_D + columns[None, :]), dq, sem="relaxed")
+        value = dq
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        first += member * HALF * (BLOCK_D if BLOCK_M > HALF else 1)
+        row_stride: gl.constexpr = BLOCK_D
+    rows = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    columns = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    gl.atomic_add(first + (rows[:, None] * row_stride + columns[None, :]), value, sem="relaxed")
 
 
 @gluon.jit
@@ -152,9 +156,8 @@ def _add_query_gradient(
     member: gl.constexpr, BLOCK_M: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """This group's half of a tile of dQ added to memory, by way of its shared tile, where the last one has left it."""
-    if FLAT:  # [row warp, row 8, row, column 8, column 2, column] in the order that a thread holds 16 bytes
-        by_thread = dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([32, 128])
-        dq_tiles.index(member).store(by_thread)
+    if FLAT:
+        dq_tiles.index(member).store(_by_thread(dq))
     else:
         dq_tiles.index(member).reshape([HALF, HALF]).store(dq)
     fence_async_shared()
@@ -232,7 +235,15 @@ def _compute(
         if DIRECT:
             if step > 0:
                 _add_from_registers(
-                    sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D
+                    sums,
+                    dq,
+                    batch * heads + last_head,
+                    rows_padded,
+                    last_tile,
+                    member,
+                    BLOCK_M,
+                    BLOCK_D,
+                    FLAT,
                 )
         elif ADD_DQ:
             _add_query_gradient(
@@ -300,7 +311,7 @@ def _compute(
     if DIRECT:
         if steps > 0:
             _add_from_registers(
-                sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D
+                sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT
             )
     elif ADD_DQ:
         _add_query_gradient(

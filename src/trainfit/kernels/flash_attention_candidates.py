@@ -113,8 +113,9 @@ def _group_backwards() -> list[GroupsBackward]:
     base = GroupsBackward(2, 4, fused=False)
     late = GroupsBackward(2, 4, late=True)
     changes: list[dict[str, Any]] = [
-        {}, {"direct": True}, {"turns": True}, {"flat": True}, {"flat": True, "turns": True}, {"flat": True, "low_p": True},
+        {}, {"turns": True}, {"flat": True}, {"flat": True, "turns": True}, {"flat": True, "low_p": True},
         {"flat": True, "low_p": True, "turns": True}, {"flat": True, "heads_at_once": 2},
+        {"flat": True, "direct": True}, {"flat": True, "direct": True, "turns": True},
     ]  # fmt: skip
     made = [base, *(replace(late, **change) for change in changes)]
     return [*made, replace(late, part="dq"), replace(late, part="main")]
