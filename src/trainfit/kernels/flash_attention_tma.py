@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,10 +67,23 @@ class Backward:
 
 @dataclass(frozen=True)
 class GroupsBackward:
-    """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32."""
+    """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32.
+
+    ``late``: dQ one step late (flash_attention_backward_late_gluon.py, two stages); there ``low_p`` takes dS from P in 16
+    bits, ``direct`` adds dQ from registers instead of by TMA, ``flat`` adds it in the order in which threads hold it, ``turns``
+    lets the groups issue their products one after the other. ``fused``: one kernel scales and casts dQ (always with ``flat``).
+    ``part``: what is left out to see its time, the adding of dQ or the main kernel; the results are wrong then.
+    """
 
     stages: int
     heads_at_once: int = 8
+    late: bool = False
+    low_p: bool = False
+    direct: bool = False
+    turns: bool = False
+    flat: bool = False
+    fused: bool = True
+    part: Literal["", "dq", "main"] = ""
 
 
 def block_d(d: int) -> int:
@@ -95,13 +108,14 @@ def _descriptor(x: Tensor, rows: int, d: int) -> Any:
 
 
 def _gluon(x: Tensor, rows: int, columns: int) -> Any:
-    """Gluon's descriptor of x, [b, heads, rows, d] or [heads, rows] (the latter one head a tile)."""
+    """Gluon's descriptor of x, [b, heads, rows, d], or [heads, rows] one head a tile (``columns`` 0), or two-dimensional."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if x.dim() == 2:
         layout: Any = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], layout)
+        block = [rows, columns] if columns else [1, rows]
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
     types = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
     block = [1, 1, rows, columns]
     layout = gl.NVMMASharedLayout.get_default_for(block, types[x.dtype])
@@ -190,13 +204,24 @@ def backward(
     summed = isinstance(how, GroupsBackward) or how.queries is None
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     dq = torch.empty_like(q, dtype=torch.float32 if summed else q.dtype)
+    if isinstance(how, GroupsBackward) and (how.direct or how.flat):
+        b, h, n, d = q.shape
+        dq = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
     lse_2, delta = _prepared(gradient, out, lse, dq, summed)
     inputs = (q, k, v, gradient, lse_2, delta)
-    if isinstance(how, GroupsBackward):
+    if isinstance(how, GroupsBackward) and how.part == "main":
+        pass
+    elif isinstance(how, GroupsBackward):
         _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
     else:
         _tma_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
-    return (dq.mul_(scale).to(q.dtype) if summed else dq), dk, dv
+    if not summed:
+        return dq, dk, dv
+    if isinstance(how, GroupsBackward) and how.flat:
+        return _scaled_by_thread(dq, q, scale), dk, dv
+    if isinstance(how, GroupsBackward) and how.fused:
+        return _scaled(dq[:, :, : q.shape[2], : q.shape[3]], q, scale), dk, dv
+    return dq.mul_(scale).to(q.dtype), dk, dv
 
 
 def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
@@ -213,6 +238,47 @@ def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor, summed: bo
         n, blocks * ROWS, h, BLOCK_M=ROWS, BLOCK_D=block_d(d), WITH_DQ=summed,
     )  # fmt: skip
     return lse_2, delta
+
+
+def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+    """``sums`` ([b, h, n, d], fp32) times ``scale`` in the dtype of ``like``, whose layout they have."""
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_scale_triton
+
+    kernels: Any = flash_attention_scale_triton  # a constexpr argument takes a plain value
+
+    if not sums.is_contiguous():
+        return sums.mul_(scale).to(like.dtype)
+    made = torch.empty_like(sums, dtype=like.dtype)
+    kernels.scale_kernel[(cdiv(sums.numel(), 4096),)](
+        sums, made, scale, sums.numel(), BLOCK=4096, num_warps=8
+    )
+    return made
+
+
+def _scaled_by_thread(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+    """As ``_scaled`` for [b, h, padded rows, columns] in the threads' order."""
+    from trainfit.kernels import flash_attention_scale_triton
+
+    kernels: Any = flash_attention_scale_triton  # a constexpr argument takes a plain value
+
+    made, (b, h, n, d) = torch.empty_like(like), like.shape
+    rows, columns = sums.shape[2:]
+    kernels.scale_by_thread_kernel[(rows * columns // 4096, b * h)](
+        sums,
+        made,
+        scale,
+        *made.stride()[:3],
+        h,
+        n,
+        rows,
+        d,
+        BLOCK_M=8192 // columns,
+        BLOCK_D=columns,
+        num_warps=4,
+    )
+    return made
 
 
 def _tma_gradients(
@@ -255,7 +321,7 @@ def _gluon_gradients(
     """Fills dq (its unscaled sums), dk and dv."""
     from triton import cdiv
 
-    from trainfit.kernels import flash_attention_backward_gluon
+    from trainfit.kernels import flash_attention_backward_gluon, flash_attention_backward_late_gluon
 
     kernels: Any = flash_attention_backward_gluon  # a constexpr argument takes a plain value
 
@@ -265,10 +331,22 @@ def _gluon_gradients(
     rows = (
         128 * half // columns
     )  # a tile's part of dQ is two halves: of columns, or with a small head of rows
-    kernels.backward_gluon_kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
+    sums = _gluon(dq.view(-1, 128), 32, 128) if how.flat else _gluon(dq, half, half)
+    kernel, extra, options = kernels.backward_gluon_kernel, (), {}
+    if how.late:
+        late: Any = flash_attention_backward_late_gluon  # a constexpr argument takes a plain value
+        kernel, extra = late.backward_late_kernel, (dq, dq.shape[2])
+        options = {
+            "LOW_P": how.low_p,
+            "DIRECT": how.direct,
+            "TURNS": how.turns,
+            "FLAT": how.flat,
+            "ADD_DQ": how.part != "dq",
+        }
+    kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
-        _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), _gluon(dq, half, half),
-        _gluon(dk, keys, columns), _gluon(dv, keys, columns), scale, scale * math.log2(math.e), n, m, h, kv_heads,
+        _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), sums,
+        _gluon(dk, keys, columns), _gluon(dv, keys, columns), *extra, scale, scale * math.log2(math.e), n, m, h, kv_heads,
         b * kv_heads, BLOCK_M=rows, BLOCK_D=columns, STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, num_warps=4,
+        HEADS_AT_ONCE=how.heads_at_once, **options, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,379 @@
+# Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
+# ruff: noqa: RUF005, SIM102
+# pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""FlashAttention's backward for Hopper in Gluon, with dQ one step late.
+
+As flash_attention_backward_gluon.py, whose pieces it takes, but dS has two places, and a step's part of dQ is computed at the
+beginning of the next step, in front of its scores. So the two groups need not meet in every step: one may be half a step
+ahead, and its softmax runs beside the other's products; dK's product runs on into the next step. Named barriers, at which
+threads only arrive, stand where the other kernel stops a group to let one thread signal for it (Shah et al. 2024,
+arXiv:2407.08608, has them too).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trainfit.kernels.flash_attention_backward_gluon import (
+    GROUP_KEYS,
+    GROUPS,
+    HALF,
+    _add_to_memory,
+    _place,
+    _put,
+    _row_tiles,
+)
+from trainfit.kernels.flash_attention_gluon import _barrier
+
+DS_PLACES = gl.constexpr(2)
+GROUP_THREADS = gl.constexpr(128)
+EMPTY = gl.constexpr(4)  # Triton keeps the named barriers 0 to 3 (CUDA has 16)
+TURN = gl.constexpr(6)
+DS_FULL = gl.constexpr(8)
+DS_EMPTY = gl.constexpr(12)
+
+
+@gluon.jit
+def _wait_for(barrier, threads: gl.constexpr, warps: gl.constexpr):
+    """This group waits at a named barrier until ``threads`` in all are there."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    which = gl.full([32 * warps], barrier, gl.int32, layout)
+    many = gl.full([32 * warps], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _arrive_at(barrier, threads: gl.constexpr):
+    """This group has come to a named barrier and goes on."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    which = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
+    many = gl.full([GROUP_THREADS], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_tiles(
+    Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, k_full, v_full, q_full, do_full,
+    n, m, heads, kv_heads, all_kv_heads,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: keys and values once, then queries and output gradients as the groups free their places."""
+    readers: gl.constexpr = GROUPS * GROUP_THREADS + 32
+    key, batch, kv_head = _place(m, kv_heads, all_kv_heads, HEADS_AT_ONCE)
+    begin, _, tiles = _row_tiles(key, n, m, BLOCK_M, CAUSAL)
+    mbarrier.expect(k_full, GROUPS * K.block_type.nbytes)
+    for member in gl.static_range(GROUPS):
+        tma.async_copy_global_to_shared(
+            K, [batch, kv_head, key + member * GROUP_KEYS, 0], k_full, k_tiles.index(member)
+        )
+    group, per_head = heads // kv_heads, tiles - begin
+    for step in range(group * per_head):
+        head, row = kv_head * group + step // per_head, (begin + step % per_head) * BLOCK_M
+        slot = step % STAGES
+        if step >= STAGES:
+            _wait_for(EMPTY + slot, readers, 1)  # of the queries and the output gradients
+        mbarrier.expect(q_full.index(slot), Q.block_type.nbytes + LSE_2.block_type.nbytes)
+        tma.async_copy_global_to_shared(Q, [batch, head, row, 0], q_full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(
+            LSE_2, [batch * heads + head, row], q_full.index(slot), lse_tiles.index(slot)
+        )
+        if step == 0:
+            mbarrier.expect(v_full, GROUPS * V.block_type.nbytes)
+            for member in gl.static_range(GROUPS):
+                at = [batch, kv_head, key + member * GROUP_KEYS, 0]
+                tma.async_copy_global_to_shared(V, at, v_full, v_tiles.index(member))
+        mbarrier.expect(do_full.index(slot), DO.block_type.nbytes + DELTA.block_type.nbytes)
+        tma.async_copy_global_to_shared(DO, [batch, head, row, 0], do_full.index(slot), do_tiles.index(slot))
+        tma.async_copy_global_to_shared(
+            DELTA, [batch * heads + head, row], do_full.index(slot), delta_tiles.index(slot)
+        )
+
+
+@gluon.jit
+def _query_gradient(
+    ds_tiles, k_tiles, place, member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr
+):
+    """This group's half of dS K over both groups' keys, on its way: rows where a tile has 128, else columns."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    dq = gl.zeros([HALF, HALF], gl.float32, layout)
+    for part in gl.static_range(GROUPS):
+        ds = ds_tiles.index(place * GROUPS + part)
+        k = k_tiles.index(part).reshape([GROUP_KEYS, BLOCK_D])
+        if BLOCK_M > HALF:
+            ds = ds.slice(member * HALF, HALF, dim=1)
+        if BLOCK_D > HALF:
+            k = k.slice(member * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds.permute((1, 0)), k, dq, use_acc=part > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _by_thread(dq):
+    """[row warp, row 8, row, column 8, column 2, column] to [32, 128] in the order in which a thread holds 16 bytes."""
+    return dq.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([32, 128])
+
+
+@gluon.jit
+def _add_from_registers(
+    sums, dq, batch_head, rows_padded, tile,
+    member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """This group's half of a tile of dQ added to ``sums``, [heads of all batches, rows_padded, BLOCK_D]."""
+    first = sums + (batch_head * rows_padded + tile * BLOCK_M).to(gl.int64) * BLOCK_D
+    if FLAT:
+        value = _by_thread(dq)
+        layout: gl.constexpr = value.type.layout
+        first += member * HALF * HALF
+        row_stride: gl.constexpr = 128
+    else:
+        value = dq
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+        first += member * HALF * (BLOCK_D if BLOCK_M > HALF else 1)
+        row_stride: gl.constexpr = BLOCK_D
+    rows = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    columns = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    gl.atomic_add(first + (rows[:, None] * row_stride + columns[None, :]), value, sem="relaxed")
+
+
+@gluon.jit
+def _add_query_gradient(
+    DQ, dq_tiles, dq, batch, head, batch_head, rows_padded, tile, wanted,
+    member: gl.constexpr, BLOCK_M: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """This group's half of a tile of dQ added to memory, by way of its shared tile, where the last one has left it."""
+    if FLAT:
+        dq_tiles.index(member).store(_by_thread(dq))
+    else:
+        dq_tiles.index(member).reshape([HALF, HALF]).store(dq)
+    fence_async_shared()
+    _barrier()
+    if wanted:
+        if FLAT:
+            place = [(batch_head * (rows_padded // BLOCK_M) + tile) * 64 + member * 32, 0]
+        elif BLOCK_M > HALF:
+            place = [batch, head, tile * BLOCK_M + member * HALF, 0]
+        else:
+            place = [batch, head, tile * BLOCK_M, member * HALF]
+        _add_to_memory(DQ, place, dq_tiles.index(member))
+
+
+@gluon.jit
+def _probabilities(
+    scores, lse_2, tile, whole, key, n, m, scale_log2,
+    member: gl.constexpr, s_layout: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """P transposed, [keys, queries]; tiles before ``whole`` have entries that do not count."""
+    p = gl.exp2(scores * scale_log2 - lse_2)
+    if tile < whole:
+        keys = key + member * GROUP_KEYS + gl.arange(0, GROUP_KEYS, gl.SliceLayout(1, s_layout))
+        seen = (keys < m)[:, None]
+        if CAUSAL:
+            rows = tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, s_layout))
+            seen = seen & (rows[None, :] + (m - n) >= keys[:, None])
+        p = gl.where(seen, p, 0.0)
+    return p
+
+
+@gluon.jit
+def _compute(
+    DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
+    k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
+    member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
+):  # fmt: skip
+    """One group: dK and dV of its 64 keys over all query heads that read them."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    both: gl.constexpr = GROUPS * GROUP_THREADS
+    readers: gl.constexpr = both + 32
+    other: gl.constexpr = 1 - member
+    key, batch, kv_head = _place(m, kv_heads, all_kv_heads, HEADS_AT_ONCE)
+    begin, whole, tiles = _row_tiles(key, n, m, BLOCK_M, CAUSAL)
+    dk = gl.zeros([GROUP_KEYS, BLOCK_D], gl.float32, acc_layout)
+    dv = gl.zeros([GROUP_KEYS, BLOCK_D], gl.float32, acc_layout)
+    zeros = gl.zeros([GROUP_KEYS, BLOCK_M], gl.float32, s_layout)
+    k = k_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
+    v = v_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
+    group = heads // kv_heads
+    head, last_head, last_tile, tile = kv_head * group, kv_head * group, begin, begin
+    steps = group * (tiles - begin)
+    mbarrier.wait(k_full, 0)
+    for step in range(steps):
+        slot, phase = step % STAGES, (step // STAGES) & 1
+        q = q_tiles.index(slot).reshape([BLOCK_M, BLOCK_D])
+        do = do_tiles.index(slot).reshape([BLOCK_M, BLOCK_D])
+        place = step & 1
+        mbarrier.wait(q_full.index(slot), phase)
+        if step > 0:
+            _wait_for(DS_FULL + other * DS_PLACES + (place ^ 1), both, 4)
+        else:
+            mbarrier.wait(v_full, 0)
+        if TURNS:
+            if member + step > 0:
+                _wait_for(TURN + member, both, 4)
+        dq = _query_gradient(ds_tiles, k_tiles, place ^ 1, member, BLOCK_M, BLOCK_D)  # the last step's
+        scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if step > 0:
+            _arrive_at(DS_EMPTY + member * DS_PLACES + (place ^ 1), both)
+        if DIRECT:
+            if step > 0:
+                _add_from_registers(
+                    sums,
+                    dq,
+                    batch * heads + last_head,
+                    rows_padded,
+                    last_tile,
+                    member,
+                    BLOCK_M,
+                    BLOCK_D,
+                    FLAT,
+                )
+        elif ADD_DQ:
+            _add_query_gradient(
+                DQ,
+                dq_tiles,
+                dq,
+                batch,
+                last_head,
+                batch * heads + last_head,
+                rows_padded,
+                last_tile,
+                step > 0,
+                member,
+                BLOCK_M,
+                FLAT,
+            )
+        mbarrier.wait(do_full.index(slot), phase)
+        dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if TURNS:
+            _arrive_at(TURN + other, both)  # its products behind ours, its softmax beside them
+        lse_2 = lse_tiles.index(slot).load(s_layout)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        p = _probabilities(
+            scores,
+            lse_2,
+            tile,
+            whole,
+            key,
+            n,
+            m,
+            scale_log2,
+            member,
+            s_layout,
+            BLOCK_M,
+            CAUSAL,
+        )
+        p_small = p.to(q_tiles.dtype)
+        p_low = gl.convert_layout(p_small, operand)
+        dv = warpgroup_mma(p_low, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        if LOW_P:
+            p = p_small.to(gl.float32)
+        ds = (p * (dp - delta_tiles.index(slot).load(s_layout))).to(q_tiles.dtype)
+        if step >= DS_PLACES:
+            _wait_for(DS_EMPTY + other * DS_PLACES + place, both, 4)
+        ds_tiles.index(place * GROUPS + member).store(ds)
+        fence_async_shared()
+        if ADD_DQ and not DIRECT:
+            tma.store_wait(0)  # the last part of dQ has left its tile, behind the barrier that follows
+        _barrier()
+        _arrive_at(DS_FULL + member * DS_PLACES + place, both)
+        ds_low = gl.convert_layout(ds, operand)
+        dk = warpgroup_mma(ds_low, q, dk, is_async=True)
+        dv, p_low, dk, ds_low = warpgroup_mma_wait(0, deps=(dv, p_low, dk, ds_low))
+        _arrive_at(EMPTY + slot, readers)
+        last_head, last_tile = head, tile
+        tile += 1
+        if tile == tiles:
+            tile = begin
+            head += 1
+    if steps > 0:
+        _wait_for(DS_FULL + other * DS_PLACES + ((steps - 1) & 1), both, 4)
+    dq = _query_gradient(ds_tiles, k_tiles, (steps - 1) & 1, member, BLOCK_M, BLOCK_D)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    if DIRECT:
+        if steps > 0:
+            _add_from_registers(
+                sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT
+            )
+    elif ADD_DQ:
+        _add_query_gradient(
+            DQ,
+            dq_tiles,
+            dq,
+            batch,
+            last_head,
+            batch * heads + last_head,
+            rows_padded,
+            last_tile,
+            steps > 0,
+            member,
+            BLOCK_M,
+            FLAT,
+        )
+    at = [batch, kv_head, key + member * GROUP_KEYS, 0]
+    v_tile = v_tiles.index(member)  # this group alone reads it, and is through
+    _put(DV, at, v_tile, dv, BLOCK_D)
+    _put(DK, at, v_tile, dk * scale, BLOCK_D)
+
+
+@gluon.jit
+def backward_late_kernel(
+    Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, sums, rows_padded, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
+):  # fmt: skip
+    """One program: dK and dV of 128 keys of one key-value head, and their part of dQ."""
+    gl.static_assert(BLOCK_M // HALF * (BLOCK_D // HALF) == 2)  # two groups share dQ
+    gl.static_assert(STAGES == 2)  # dK's product holds the last queries while this step's scores need theirs
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES] + Q.block_type.shape, Q.layout)
+    do_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES] + DO.block_type.shape, DO.layout)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES] + LSE_2.block_type.shape, LSE_2.layout)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES] + DELTA.block_type.shape, DELTA.layout)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [GROUPS] + K.block_type.shape, K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [GROUPS] + V.block_type.shape, V.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS] + DQ.block_type.shape, DQ.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_tiles = gl.allocate_shared_memory(Q.dtype, [DS_PLACES * GROUPS, GROUP_KEYS, BLOCK_M], ds_layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(do_full.index(slot), count=1)
+    fence_async_shared()
+    _barrier()
+    gl.warp_specialize(
+        [
+            (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
+                        k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 0,
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
+            (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
+                        k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 1,
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
+            (_load_tiles, (Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
+                           k_full, v_full, q_full, do_full, n, m, heads, kv_heads, all_kv_heads,
+                           BLOCK_M, STAGES, CAUSAL, HEADS_AT_ONCE)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip

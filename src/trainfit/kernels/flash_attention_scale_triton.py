@@ -1,0 +1,40 @@
+"""The end of FlashAttention's backward: dQ's fp32 sums, scaled and cast, in one pass over them."""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (kernel parameters annotated `tl.constexpr` are plain numbers to the caller)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_kernel(sums, made, scale, size, BLOCK: tl.constexpr):
+    """``made`` = ``sums`` * ``scale`` in made's dtype; both flat."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(made + at, tl.load(sums + at, mask=at < size, other=0.0) * scale, mask=at < size)
+
+
+@triton.jit
+def scale_by_thread_kernel(
+    sums, made, scale, batch_stride, head_stride, row_stride, heads, n, rows_padded, d,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same where half a tile of sums (64 x 64) lies as the threads that added it held it; made is [b, h, n, d].
+
+    Order: column 8, warp of 16 rows, row, column 2, half of the 16 rows, column (PTX manual, wgmma's accumulator, m64n64).
+    """
+    half, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    order = tl.arange(0, 4096)
+    x = tl.load(sums + batch_head * rows_padded * BLOCK_D + half * 4096 + order) * scale
+    x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (64, 64))
+    rows, columns = half // 2 * BLOCK_M + tl.arange(0, 64), tl.arange(0, 64)
+    if BLOCK_M > 64:
+        rows += half % 2 * 64
+    else:
+        columns += half % 2 * 64
+    first = made + batch_head // heads * batch_stride + batch_head % heads * head_stride
+    at = first + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
+    tl.store(at, x.to(made.dtype.element_ty), mask=(rows < n)[:, None] & (columns < d)[None, :])
