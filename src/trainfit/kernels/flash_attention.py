@@ -278,7 +278,10 @@ def triton_key_gradients(
 
     kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
 
-    (q, k, v, gradient, lse_2, _), (dk, dv) = inputs, (torch.empty_like(inputs[1]), torch.empty_like(inputs[2]))
+    (q, k, v, gradient, lse_2, _), (dk, dv) = (
+        inputs,
+        (torch.empty_like(inputs[1]), torch.empty_like(inputs[2])),
+    )
     (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
     kernels.key_gradient_kernel[(cdiv(m, how.block_n) * b * kv_heads,)](
         *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads, b * kv_heads,

@@ -36,7 +36,11 @@ def _tile(
 ):  # fmt: skip
     """Rows from ``first`` on x columns from memory, zeros outside. Only the step to ``first`` needs 64 bits, and the rest is
     the same for every tile."""
-    at = base + tl.cast(first, tl.int64) * row_stride + (rows[:, None] * row_stride + columns[None, :] * column_stride)
+    at = (
+        base
+        + tl.cast(first, tl.int64) * row_stride
+        + (rows[:, None] * row_stride + columns[None, :] * column_stride)
+    )
     if ALL_ROWS and ALL_COLUMNS:
         return tl.load(at)
     there = (first + rows < num_rows)[:, None]
@@ -47,7 +51,11 @@ def _tile(
 
 @triton.jit
 def _put(base, tile, first, rows, columns, row_stride, column_stride, num_rows, num_columns):
-    at = base + tl.cast(first, tl.int64) * row_stride + (rows[:, None] * row_stride + columns[None, :] * column_stride)
+    at = (
+        base
+        + tl.cast(first, tl.int64) * row_stride
+        + (rows[:, None] * row_stride + columns[None, :] * column_stride)
+    )
     there = (first + rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     tl.store(at, tile.to(base.dtype.element_ty), mask=there)
 
@@ -185,7 +193,8 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
-    place, batch_head = block_and_head(tl.cdiv(m, BLOCK_N), all_kv_heads, HEADS_AT_ONCE)
+    blocks = tl.cdiv(m, BLOCK_N)
+    place, batch_head = block_and_head(blocks, all_kv_heads, HEADS_AT_ONCE)
     key = place * BLOCK_N  # under a causal mask the first keys have the most queries
     batch, kv_head, group = (
         (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64), heads // kv_heads
@@ -284,4 +293,14 @@ def query_gradient_kernel(
         dq, q, do, lse, delta, k_base, v_base, whole, stop, rows, columns_n, columns_d,
         k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
-    _put(DQ + batch * dq_batch + head * dq_head, dq * scale, first, columns_m, columns_d, dq_row, dq_column, n, d)
+    _put(
+        DQ + batch * dq_batch + head * dq_head,
+        dq * scale,
+        first,
+        columns_m,
+        columns_d,
+        dq_row,
+        dq_column,
+        n,
+        d,
+    )

@@ -33,9 +33,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written here")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--only", default="", help="names that contain this, and flash and cuDNN")
     chosen = parser.parse_args()
-    asked = [each for each in candidates() if chosen.only in each.name]
+    asked = [each for each in candidates() if chosen.only in each.name or each.how in ("flash", "cudnn")]
     with ThreadPoolExecutor(chosen.workers) as pool:
         checked = list(pool.map(_checked, asked))
     errors = {row["name"]: row.get("errors") for row in checked}
