@@ -217,7 +217,7 @@ def triton_forward(
 
     b, h, n, d = q.shape
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
-    how = how or tiles("forward", d, q.dtype)
+    how = how or tiles("forward", q)
     if out.numel():
         q, scale, _ = _with_positive(scale, q)
         kernels.forward_kernel[(cdiv(n, how.block_m) * b * h,)](
@@ -238,7 +238,7 @@ def triton_backward(
     """
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    keys, queries = how or (tiles("keys", q.shape[3], q.dtype), tiles("queries", q.shape[3], q.dtype))
+    keys, queries = how or (tiles("keys", q), tiles("queries", q))
     q, scale, sign = _with_positive(scale, q)
     inputs = (q, k, v, gradient, *triton_prepared(gradient, out, lse))
     dk, dv = triton_key_gradients(inputs, is_causal, scale, keys)
@@ -316,17 +316,41 @@ def _constants(d: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"EVEN_D": block_d(d) == d, "PRECISION": precision}
 
 
-def tiles(kernel: str, d: int, dtype: torch.dtype) -> Tiles:
-    """Tiles, warps and pipeline stages of one of the three kernels (forward, keys, queries)."""
-    if dtype == torch.float32:
+def tiles(kernel: str, x: Tensor) -> Tiles:
+    """Tiles, warps and pipeline stages of one of the three kernels (forward, keys, queries) for such a q.
+
+    A multiprocessor of an H200 has 227 KB of shared memory for one program, most others 99 KB.
+    """
+    d, narrow = x.shape[-1], _shared_bytes(x.device) < HOPPER_SHARED_BYTES
+    if x.dtype == torch.float32:
         return Tiles(64, 32, 4, 2) if d <= 128 else Tiles(32, 32, 4, 1)
     if d > 128:
         return Tiles(64, 32, 4, 2)
-    if kernel == "forward":
-        return Tiles(128, 128, 8, 3) if d > 64 else Tiles(128, 64, 4, 4)
-    if kernel == "keys":
-        return Tiles(64, 128, 8, 2) if d > 64 else Tiles(64, 64, 4, 3)
-    return Tiles(128, 64, 8, 2) if d > 64 else Tiles(128, 64, 4, 3)
+    return (NARROW_TILES if narrow else TILES)[kernel][d > 64]
+
+
+HOPPER_SHARED_BYTES = 227 * 1024
+"""Of one program (CUDA programming guide, technical specifications of compute capability 9.0)."""
+TILES = {
+    "forward": (Tiles(128, 64, 4, 4), Tiles(128, 128, 8, 3)),
+    "keys": (Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 2)),
+    "queries": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
+}
+"""Kernel -> for heads up to 64 and up to 128, 16 bits, with the shared memory of an H200."""
+NARROW_TILES = {
+    "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2)),
+    "keys": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
+    "queries": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+}
+"""The same with 99 KB, which is what an RTX 4090 has (compute capability 8.9): at most 72 KB, compiled for 8.0."""
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of one program; where nothing runs, as on an H200."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 # -- the operations -----------------------------------------------------------------------------------------------------
