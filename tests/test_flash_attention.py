@@ -93,6 +93,21 @@ def test_kernels_in_the_interpreter(shape, is_causal, dtype, monkeypatch) -> Non
     assert max(errors(Interpreted.apply, tensors, is_causal)) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_kernels_with_a_scale_that_is_not_positive(scale: float) -> None:
+    q, k, v, gradient = inputs(1, 2, 1, 40, 37, 16, torch.float32)
+    out, lse = flash.triton_forward(q, k, v, True, scale)
+    wanted, wanted_lse = flash.tiled_forward(q, k, v, True, scale)
+    torch.testing.assert_close((out, lse), (wanted, wanted_lse), atol=1e-5, rtol=1e-5)
+    for found, exact in zip(
+        flash.triton_backward(gradient, q, k, v, out, lse, True, scale),
+        flash.tiled_backward(gradient, q, k, v, wanted, wanted_lse, True, scale),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
+
+
 @pytest.fixture
 def interpreted_reduction(monkeypatch) -> None:
     """Triton's interpreter lacks TMA's reduction; one program runs at a time there, so this is it."""

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,13 +32,23 @@ FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 
 
-How = Tiles | Groups | Backward | GroupsBackward | str | None
-"""A configuration of ours; None for the plain kernels; or the name of one of PyTorch's."""
+@dataclass(frozen=True)
+class Pointers:
+    """The kernels in Triton without TMA."""
+
+    tiles: Tiles
+
+
+How = Tiles | Pointers | Groups | Backward | GroupsBackward | str | None
+"""A configuration of ours; None for Triton without TMA as it is; or the name of one of PyTorch's."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One direction of one implementation, causal, with heads of size d."""
+    """One direction of one implementation, causal, with heads of size d.
+
+    The passes of a backward in Triton are also compared alone: ``keys`` (dK and dV) and ``queries`` (dQ).
+    """
 
     direction: str
     d: int
@@ -51,7 +61,11 @@ class Candidate:
 
 def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
-        return f"tma {how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
+        registers = f" r{how.most_registers}" if how.most_registers else ""
+        tile = f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
+        return f"triton tma {tile}{registers}"
+    if isinstance(how, Pointers):
+        return _spelled(how.tiles).replace("tma", "pointers")
     if isinstance(how, Groups):
         set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " short": how.short,
                 f" programs{how.programs}": how.programs}  # fmt: skip
@@ -64,7 +78,7 @@ def _spelled(how: How) -> str:
         return f"gluon s{how.stages} heads{how.heads_at_once}{chosen}{part}"
     if isinstance(how, Backward):
         return f"{_spelled(how.keys)} + " + (_spelled(how.queries) if how.queries else "sums")
-    return how or "plain"
+    return how or "triton pointers"
 
 
 def candidates() -> list[Candidate]:
@@ -75,21 +89,33 @@ def candidates() -> list[Candidate]:
             made += [Candidate(direction, d, how) for how in ("flash", "cudnn", "flex", None)]
         made += [Candidate("forward", d, how) for how in _forwards(d)]
         made += [Candidate("backward", d, how) for how in _backwards(d)]
-    return made
+    return made + [
+        Candidate(direction, d, Tiles(*tiles) if by_tma else Pointers(Tiles(*tiles)))
+        for (direction, d, by_tma), each in IN_TRITON.items()
+        for tiles in each
+    ]
 
 
-def _forwards(d: int) -> list[Tiles | Groups]:
-    if d == 128:
-        tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2), (64, 64, 4, 3)]  # fmt: skip
-    else:
-        tiles = [(128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3),
-                 (64, 64, 4, 3)]  # fmt: skip
-    made: list[Tiles | Groups] = [Tiles(*each) for each in tiles]
-    made.append(replace(Tiles(*tiles[0]), heads_at_once=16))
-    return [*made, *_groups(d)]
+IN_TRITON: dict[tuple[str, int, bool], list[tuple[int, ...]]] = {
+    ("forward", 128, False): [(128, 64, 4, 2), (256, 64, 8, 2), (64, 64, 4, 3)],
+    ("forward", 128, True): [
+        (128, 128, 8, 3), (128, 64, 4, 2), (128, 64, 4, 2, 16), (256, 64, 8, 2), (256, 64, 8, 3),
+    ],
+    ("keys", 128, False): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)],
+    ("keys", 128, True): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 1), (64, 64, 4, 2)],
+    ("queries", 128, False): [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2)],
+    ("queries", 128, True): [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (128, 32, 4, 3)],
+    ("forward", 64, False): [(128, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)],
+    ("forward", 64, True): [(128, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)],
+    ("keys", 64, False): [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 4, 3)],
+    ("keys", 64, True): [(128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2, 8, 168), (64, 128, 8, 2)],
+    ("queries", 64, False): [(128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)],
+    ("queries", 64, True): [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
+}  # fmt: skip
+"""Direction, head size, whether by TMA -> arguments of Tiles."""
 
 
-def _groups(d: int) -> list[Groups]:
+def _forwards(d: int) -> list[Groups]:
     """Each idea alone, then the promising ones together."""
     turns = (False, True)
     if d == 128:
@@ -110,20 +136,10 @@ def _groups(d: int) -> list[Groups]:
 
 def _backwards(d: int) -> list[Backward | GroupsBackward]:
     if d == 128:
-        keys = [(64, 128, 8, 1), (64, 128, 8, 2), (64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 8, 2)]  # fmt: skip
-        queries = [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (128, 128, 8, 1)]
+        tiles = [Backward(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 3)), Backward(Tiles(64, 128, 8, 2))]
     else:
-        keys = [(128, 128, 8, 1), (128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (128, 64, 4, 2)]  # fmt: skip
-        queries = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
-    alone = [Backward(Tiles(*each)) for each in keys]
-    both = [Backward(Tiles(*each), Tiles(*queries[0])) for each in keys[:3]]
-    both += [Backward(Tiles(*keys[1]), Tiles(*each)) for each in queries[1:]]
-    return [
-        *_group_backwards(),
-        *alone,
-        replace(alone[1], keys=replace(alone[1].keys, heads_at_once=16)),
-        *both,
-    ]
+        tiles = [Backward(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3)), Backward(Tiles(64, 64, 4, 2))]
+    return [*_group_backwards(), *tiles]
 
 
 def _group_backwards() -> list[GroupsBackward]:
@@ -153,21 +169,54 @@ def _tensors(b: int, h: int, k: int, n: int, m: int, d: int) -> Tensors:
 
 
 def _prepared(candidate: Candidate, tensors: Tensors, is_causal: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that computes the candidate's direction once: the output, or dq, dk and dv."""
+    """A call that computes the candidate's direction once: the output, or those of dq, dk and dv that it makes."""
     q, k, v, gradient = tensors
     how, scale = candidate.how, 1 / math.sqrt(q.shape[-1])
     if isinstance(how, str):
         return _public(how, candidate.direction, tensors, is_causal)
-    if isinstance(how, Groups):
-        return lambda: flash_attention_tma.gluon_forward(q, k, v, is_causal, scale, how)[:1]
-    if isinstance(how, Tiles):
-        return lambda: flash_attention_tma.forward(q, k, v, is_causal, scale, how)[:1]
     if candidate.direction == "forward":
-        return lambda: flash_attention.triton_forward(q, k, v, is_causal, scale)[:1]
+        return lambda: _forward(how, q, k, v, is_causal, scale)[:1]
     out, lse = flash_attention.triton_forward(q, k, v, is_causal, scale)
+    if isinstance(how, (Tiles, Pointers)):
+        inputs = (q, k, v, gradient, *flash_attention.triton_prepared(gradient, out, lse))
+        return lambda: _pass(candidate.direction, how, inputs, is_causal, scale)
     if how is None:
         return lambda: flash_attention.triton_backward(gradient, q, k, v, out, lse, is_causal, scale)
+    assert isinstance(how, (Backward, GroupsBackward)), candidate
     return lambda: flash_attention_tma.backward(gradient, q, k, v, out, lse, is_causal, scale, how)
+
+
+def _forward(
+    how: How, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    if isinstance(how, Groups):
+        return flash_attention_tma.gluon_forward(q, k, v, is_causal, scale, how)
+    if isinstance(how, Tiles):
+        return flash_attention_tma.forward(q, k, v, is_causal, scale, how)
+    tiles = how.tiles if isinstance(how, Pointers) else None
+    return flash_attention.triton_forward(q, k, v, is_causal, scale, tiles)
+
+
+def _pass(
+    direction: str, how: Tiles | Pointers, inputs: tuple[Tensor, ...], is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """dk and dv, or dq, by one kernel."""
+    if isinstance(how, Pointers):
+        if direction == "keys":
+            return flash_attention.triton_key_gradients(inputs, is_causal, scale, how.tiles)
+        return (flash_attention.triton_query_gradient(inputs, is_causal, scale, how.tiles),)
+    q, k, v = inputs[:3]
+    if direction == "keys":
+        found = torch.empty_like(k), torch.empty_like(v)
+        flash_attention_tma.key_gradients(inputs, found, is_causal, scale, how)
+        return found
+    dq = torch.empty_like(q)
+    flash_attention_tma.query_gradient(inputs, dq, is_causal, scale, how)
+    return (dq,)
+
+
+MADE = {"backward": slice(0, 3), "queries": slice(0, 1), "keys": slice(1, 3)}
+"""Direction -> which of dq, dk and dv."""
 
 
 @cache
@@ -205,8 +254,8 @@ def _public(name: str, direction: str, tensors: Tensors, is_causal: bool) -> Cal
                 return (run(),)
 
         return forward
-    out = run()
-    return lambda: torch.autograd.grad(out, (q, k, v), tensors[3], retain_graph=True)
+    out, made = run(), MADE[direction]
+    return lambda: torch.autograd.grad(out, (q, k, v), tensors[3], retain_graph=True)[made]
 
 
 def _exact(tensors: Tensors, is_causal: bool, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]]:
@@ -219,10 +268,8 @@ def _exact(tensors: Tensors, is_causal: bool, dtype: torch.dtype) -> dict[str, t
         unseen = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n).logical_not()
         scores = scores.masked_fill(unseen, -math.inf)
     out = scores.softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(group, 1)
-    return {
-        "forward": (out.detach(),),
-        "backward": torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype)),
-    }
+    gradients = torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype))
+    return {"forward": (out.detach(),)} | {direction: gradients[made] for direction, made in MADE.items()}
 
 
 def _largest(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float]:
@@ -263,13 +310,16 @@ def _timed_tensors(candidate: Candidate) -> Tensors:
 
 
 def time(candidate: Candidate) -> dict[str, Any]:
-    """Median seconds and TFLOP/s: causal FLOPs, 2 products forward, 5 backward (Dao, arXiv:2307.08691, section 4.1)."""
+    """Median seconds and TFLOP/s: causal FLOPs, 2 products forward, 5 backward (Dao, arXiv:2307.08691, section 4.1).
+
+    A pass alone: those that it does, 4 for dK and dV, 3 for dQ.
+    """
     from triton.testing import do_bench
 
     run = _prepared(candidate, _timed_tensors(candidate), True)
     times: Any = do_bench(run, warmup=50, rep=150, quantiles=[0.2, 0.5, 0.8])
     low, median_ms, high = times
-    products = {"forward": 2, "backward": 5}[candidate.direction]
+    products = {"forward": 2, "backward": 5, "keys": 4, "queries": 3}[candidate.direction]
     flops = (
         products * HEADS * LENGTHS[candidate.d] ** 2 * candidate.d
     )  # 2 a multiply-add, half of them masked

@@ -28,13 +28,15 @@ class Tiles:
     warps: int
     stages: int
     heads_at_once: int = 8
+    most_registers: int | None = None
+    """Of a thread; fewer let more programs share a multiprocessor."""
 
     def arguments(self, d: int) -> dict[str, Any]:
         """What the launch of a kernel takes."""
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
             "HEADS_AT_ONCE": self.heads_at_once,
-            "num_warps": self.warps, "num_stages": self.stages,
+            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers,
         }  # fmt: skip
 
 
@@ -285,30 +287,56 @@ def _tma_gradients(
     inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], is_causal: bool, scale: float, how: Backward
 ) -> None:
     """Fills dq (its unscaled sums without ``how.queries``), dk and dv."""
+    dq, dk, dv = results
+    key_gradients(inputs, (dk, dv), is_causal, scale, how.keys, dq if how.queries is None else None)
+    if how.queries is not None:
+        query_gradient(inputs, dq, is_causal, scale, how.queries)
+
+
+def _carried(inputs: tuple[Tensor, ...], dq: Tensor, tiles: Tiles) -> list[Any]:
+    q, k, v, gradient, lse_2, delta = inputs
+    rows, keys, d = tiles.block_m, tiles.block_n, q.shape[3]
+    return [_descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d),
+            _descriptor(gradient, rows, d), lse_2, delta, _descriptor(dq, rows, d)]  # fmt: skip
+
+
+def key_gradients(
+    inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor], is_causal: bool, scale: float, tiles: Tiles,
+    sums: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills dk and dv from q, k, v, dO, ``lse`` in base 2 and delta; adds the unscaled dQ to ``sums``, fp32."""
     from triton import cdiv
 
     from trainfit.kernels import flash_attention_tma_triton
 
     kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
 
-    (q, k, v, gradient, lse_2, delta), (dq, dk, dv) = inputs, results
+    (q, k, _, _, lse_2, _), (dk, dv) = inputs, results
     (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-
-    def carried(tiles: Tiles) -> list[Any]:
-        rows, keys = tiles.block_m, tiles.block_n
-        return [_descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d),
-                _descriptor(gradient, rows, d), lse_2, delta, _descriptor(dq, rows, d)]  # fmt: skip
-
-    tiles, sizes = how.keys, (scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], h)
     kernels.key_gradient_tma_kernel[(cdiv(m, tiles.block_n) * b * kv_heads,)](
-        *carried(tiles), _descriptor(dk, tiles.block_n, d), _descriptor(dv, tiles.block_n, d), *sizes, kv_heads,
-        b * kv_heads, CAUSAL=is_causal, WITH_DQ=how.queries is None, **tiles.arguments(d),
+        *_carried(inputs, q if sums is None else sums, tiles),
+        _descriptor(dk, tiles.block_n, d), _descriptor(dv, tiles.block_n, d),
+        scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], h, kv_heads, b * kv_heads,
+        CAUSAL=is_causal, WITH_DQ=sums is not None, **tiles.arguments(d),
     )  # fmt: skip
-    if how.queries is not None:
-        tiles = how.queries
-        kernels.query_gradient_tma_kernel[(cdiv(n, tiles.block_m) * b * h,)](
-            *carried(tiles), *sizes, b * h, h // kv_heads, CAUSAL=is_causal, **tiles.arguments(d)
-        )
+
+
+def query_gradient(
+    inputs: tuple[Tensor, ...], dq: Tensor, is_causal: bool, scale: float, tiles: Tiles
+) -> None:
+    """Fills dq from q, k, v, dO, ``lse`` in base 2 and delta."""
+    from triton import cdiv
+
+    from trainfit.kernels import flash_attention_tma_triton
+
+    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
+
+    (q, k, _, _, lse_2, _) = inputs
+    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
+    kernels.query_gradient_tma_kernel[(cdiv(n, tiles.block_m) * b * h,)](
+        *_carried(inputs, dq, tiles), scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], h, b * h, h // kv_heads,
+        CAUSAL=is_causal, **tiles.arguments(d),
+    )  # fmt: skip
 
 
 def _gluon_gradients(

@@ -16,19 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _block_and_head(blocks, all_heads, HEADS_AT_ONCE: tl.constexpr):
-    """This program's block and head. Heads are taken HEADS_AT_ONCE at a time, so that their keys stay in the L2 cache,
-    and of those the same block of every head runs side by side."""
-    program = tl.program_id(0)
-    first = program // (HEADS_AT_ONCE * blocks) * HEADS_AT_ONCE
-    here = tl.minimum(HEADS_AT_ONCE, all_heads - first)
-    place = program - first * blocks
-    return place // here, first + place % here
+from trainfit.kernels.flash_attention_triton import LN_2, LOG2_E, block_and_head
 
 
 @triton.jit
@@ -80,7 +68,7 @@ def forward_tma_kernel(
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
-    place, batch_head = _block_and_head(blocks, all_heads, HEADS_AT_ONCE)
+    place, batch_head = block_and_head(blocks, all_heads, HEADS_AT_ONCE)
     first = (blocks - 1 - place) * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
@@ -137,7 +125,6 @@ def prepare_tma_kernel(
 def _key_range(
     dk, dv, k, v, Q, DO, DQ, lse_base, delta_base, batch, head, start, stop, keys, n, m, scale_log2,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, WITH_DQ: tl.constexpr,
-   
 ):  # fmt: skip
     """Query rows ``start`` to ``stop`` folded into the gradients of one block of keys and values."""
     for first in range(start, stop, BLOCK_M):
@@ -171,7 +158,7 @@ def key_gradient_tma_kernel(
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
     blocks = tl.cdiv(m, BLOCK_N)
-    place, batch_head = _block_and_head(blocks, all_kv_heads, HEADS_AT_ONCE)
+    place, batch_head = block_and_head(blocks, all_kv_heads, HEADS_AT_ONCE)
     key = place * BLOCK_N  # under a causal mask the first keys have the most queries
     batch, kv_head = batch_head // kv_heads, batch_head % kv_heads
     group = heads // kv_heads
@@ -234,7 +221,7 @@ def query_gradient_tma_kernel(
 ):  # fmt: skip
     """One program: dQ of BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
-    place, batch_head = _block_and_head(blocks, all_heads, HEADS_AT_ONCE)
+    place, batch_head = block_and_head(blocks, all_heads, HEADS_AT_ONCE)
     first = (blocks - 1 - place) * BLOCK_M
     batch, head = batch_head // heads, batch_head % heads
     kv_head = head // group
