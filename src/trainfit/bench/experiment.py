@@ -146,7 +146,7 @@ def _warm(part: Part) -> Part:
     return part if part.work is None else replace(part, work=replace(part.work, cold_read_bytes=0.0))
 
 
-Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run"], str]
+Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
 
 
 def told(error: Exception) -> Failure:

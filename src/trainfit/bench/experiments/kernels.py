@@ -113,17 +113,18 @@ def _rows(bench: Bench, point: Point, recipe: Recipe) -> Iterator[BenchRow]:
         yield from failures([{**point, "pass": name} for name in PASSES], *timing)
         return
     found = _profiled(bench, built, point)
-    shares = None if isinstance(found, tuple) else found
     for name in PASSES:
-        yield _pass_row(bench, {**point, "pass": name}, timing, name, shares)
-    if shares is None:
+        yield _pass_row(
+            bench, {**point, "pass": name}, timing, name, [] if isinstance(found, tuple) else found
+        )
+    if isinstance(found, tuple):
         yield from failures([{**point, "profiled": WHOLE}], *found)
         return
     assert built.step is not None
-    yield value({**point, "profiled": WHOLE}, **by_part(shares))
-    yield from core_rows(point, shares, built.step.model, recipe)
+    yield value({**point, "profiled": WHOLE}, **by_part(found))
+    yield from core_rows(point, found, built.step.model, recipe)
     if (point["model"], point["context"]) in DETAILED:
-        yield from top_rows(point, shares)
+        yield from top_rows(point, found)
 
 
 def _timed(built: Built, lap: Lap) -> object:
@@ -131,14 +132,14 @@ def _timed(built: Built, lap: Lap) -> object:
     return built.step(built.batches, on_phase=lap)
 
 
-def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list[Launch] | None) -> BenchRow:
+def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list[Launch]) -> BenchRow:
     """The harness's median of a pass, and of the profiled one what its kernels did."""
     if timing.runs:
         parts = [timing.laps[phase] for phase in PASSES[name]]
         timing.laps[name] = (
             timing.laps[TOTAL] if name == WHOLE else [sum(samples) for samples in zip(*parts, strict=True)]
         )
-    mine = [launch for launch in found or () if launch.phase in PASSES[name]]
+    mine = [launch for launch in found if launch.phase in PASSES[name]]
 
     def rates(seconds: float) -> dict[str, Cell]:
         return {**busy(mine), "busy_share": seconds_of(mine) / seconds} if mine else {}
@@ -168,7 +169,7 @@ def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failu
         if (point["model"], point["context"]) in DETAILED:
             name = "kernels-{model}-{precision}-{context}.json.gz".format(**point)
             bench.keep(name, partial(_export, profile))
-        return launches(profile.events(), on_gpu=bench.device.type == "cuda")
+        return launches(profile.events() or (), on_gpu=bench.device.type == "cuda")
     except Exception as error:  # Whatever it is, it is this point's result.
         return told(error)
 
