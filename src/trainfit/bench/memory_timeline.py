@@ -142,6 +142,12 @@ class Follower(LiveBytes):
                     piece.category = "activations"
         self.phase, self.category = phase, "temporary"
 
+    def close(self) -> Account:
+        """The account is complete: what dies from here on is not of the run."""
+        for held in self._held.values():
+            held.ends.detach()
+        return self.account
+
     def assign(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         known = list(tensors)
         super().assign(known, category)

@@ -215,7 +215,7 @@ def core_rows(point: Point, found: Sequence[Launch], model: nn.Module, recipe: R
         softmax_s = seconds_of([one for one in mine if one.op in SOFTMAX])
         products_flops, softmax_flops = core_flops(model, recipe, phase)
         yield value(
-            {**point, "attention": phase},
+            {**point, "attention's core in": phase},
             products_s=products_s,
             softmax_s=softmax_s,
             scale_and_mask_s=seconds_of([one for one in mine if one.part == "scale and mask"]),

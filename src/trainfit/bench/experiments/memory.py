@@ -172,9 +172,10 @@ def measure(bench: Bench, step: Step, batches: list[Batch], once: Run, snapshot:
     bench.tidy()
     if bench.device.type != "cuda":
         first, steady = (follow(step, batches, once) for _ in range(2))
-        peaks = steady.peaks()
+        first_peaks, peaks = first.peaks(), steady.peaks()
+        peaks.pop(BEFORE)
         return Measured(
-            _told(peaks.pop(BEFORE), peaks, max(first.peaks().values()), steady), steady.at_peak()
+            _told(first_peaks[BEFORE], peaks, max(first_peaks.values()), steady), steady.at_peak()
         )
     before = torch.cuda.memory_allocated(bench.device)
     first, steady = (AllocatorPeaks(bench.device).of(once) for _ in range(2))
@@ -227,7 +228,7 @@ def follow(step: Step, batches: list[Batch], once: Run) -> Account:
         once(follower.begin)
         for hook in hooks:
             hook.remove()
-    return follower.account
+    return follower.close()
 
 
 def write_snapshot(once: Run, path: Path) -> None:

@@ -1,0 +1,127 @@
+"""Plots of experiments that no two axes tell: memory through a step, and a step's time by part of the model. Leaves: SVG as text."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainfit.report.bench_table import cell_text
+from trainfit.report.peak_curves import SHOWN
+from trainfit.report.plots import CATEGORY_COLOURS, INK, MODEL_COLOURS, MUTED, svg
+from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.units import GIB
+
+NUM_COLUMNS = 4
+SHARE = "_share"
+
+
+def memory_curves(result: BenchResult) -> str | None:
+    """Small plots, predicted and measured side by side: a line for each kind of run, attention and context."""
+    rows = [row for row in result.rows if row.curve is not None]
+    if not rows:
+        return None
+    lines: dict[str, list[BenchRow]] = {}
+    for row in rows:
+        lines.setdefault(
+            ", ".join(cell_text("", row.point[key]) for key in ("pass", "attention", "context")), []
+        ).append(row)
+
+    def draw(plt: Any) -> Any:
+        figure, grid = plt.subplots(len(lines), NUM_COLUMNS, figsize=(10.4, 1.9 * len(lines)), squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for line, (name, mine) in zip(grid, lines.items(), strict=True):
+            _draw_line(line, name, mine)
+        used = [name for name in SHOWN if any(row.curve and name in row.curve.columns for row in rows)]
+        handles = [plt.Rectangle((0, 0), 1, 1, color=CATEGORY_COLOURS[name]) for name in used]
+        figure.legend(
+            handles, used, loc="lower center", ncols=len(used), fontsize=9, bbox_to_anchor=(0.5, 1.0)
+        )
+        figure.tight_layout(pad=0.4)
+        return figure
+
+    return svg(draw, f"bench-{result.experiment}")
+
+
+def _draw_line(line: Sequence[Any], name: str, rows: Sequence[BenchRow]) -> None:
+    """One line of plots, all of one scale: what can be compared stands side by side."""
+    modes = list(dict.fromkeys(str(row.point["precision"]) for row in rows))
+    highest = max(max(_totals(row)) for row in rows) / GIB * 1.05
+    for row in rows:
+        axes = line[2 * modes.index(str(row.point["precision"])) + (row.point["source"] == "measured")]
+        axes.set_axis_on()
+        _draw_curve(axes, row, highest)
+    line[0].set_axis_on()
+    line[0].set_ylabel(f"{name}\nGiB", fontsize=8)
+
+
+def _draw_curve(axes: Any, row: BenchRow, highest: float) -> None:
+    assert row.curve is not None
+    phases, columns = row.curve.phases, row.curve.columns
+    parts = [part for part in SHOWN if part in columns]
+    axes.stackplot(
+        range(len(phases)),
+        [[size / GIB for size in columns[part]] for part in parts],
+        colors=[CATEGORY_COLOURS[part] for part in parts],
+        linewidth=0,
+    )
+    for phase in dict.fromkeys(phases[1:]):
+        begins = phases.index(phase)
+        if begins:
+            axes.axvline(begins, color=INK, linewidth=0.6, linestyle=":")
+            axes.annotate(
+                phase,
+                (begins, highest),
+                xytext=(2, -7),
+                textcoords="offset points",
+                fontsize=6.5,
+                color=MUTED,
+            )
+    axes.set(xlim=(0, max(1, len(phases) - 1)), ylim=(0, highest), xticks=[])
+    axes.tick_params(labelsize=7)
+    said = f"{row.point['precision']}, {row.point['source']}: {float(row.numbers['peak_bytes']) / GIB:.2f}"
+    axes.set_title(said, fontsize=8, loc="left")
+
+
+def _totals(row: BenchRow) -> list[int]:
+    assert row.curve is not None
+    return [sum(values) for values in zip(*row.curve.columns.values(), strict=True)]
+
+
+def part_bars(result: BenchResult) -> str | None:
+    """The whole step's time by part of the model: a bar for each profiled point."""
+    rows = [row for row in result.rows if "profiled" in row.point and row.numbers]
+    if not rows:
+        return None
+    names = [name for name in rows[0].numbers if name.endswith(SHARE)]
+    colours = [*MODEL_COLOURS, *CATEGORY_COLOURS.values()]
+
+    def draw(plt: Any) -> Any:
+        figure, axes = plt.subplots(figsize=(8.6, 0.9 + 0.34 * len(rows)))
+        places, left = range(len(rows)), [0.0] * len(rows)
+        for index, name in enumerate(names):
+            shares = [100 * float(row.numbers[name]) for row in rows]
+            label = name.removesuffix(SHARE).replace("_", " ")
+            hatch = "//" if index >= len(MODEL_COLOURS) else ""
+            axes.barh(
+                places,
+                shares,
+                left=left,
+                color=colours[index],
+                label=label,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0.3,
+            )
+            left = [before + share for before, share in zip(left, shares, strict=True)]
+        axes.set_yticks(
+            places,
+            [
+                " ".join(cell_text("", row.point[key]) for key in ("model", "precision", "context"))
+                for row in rows
+            ],
+        )
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 100), xlabel="% of the time that the device works in a whole step")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
+        return figure
+
+    return svg(draw, f"bench-{result.experiment}")
