@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,14 @@ from trainfit.bench.profiling import (
     run_in_phases,
 )
 from trainfit.bench.run import RULES, run
-from trainfit.bench.stopwatch import CpuStopwatch
+from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.timing import Timing
 from trainfit.models.native import decoder
 from trainfit.report.bench_pages import pages
 from trainfit.spec.bench import BenchResult
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
+from trainfit.spec.samples import Environment
 from trainfit.step import Step, assemble
 
 LAYERS = 4
@@ -42,12 +44,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, Path]:
     return run("kernels", device="cpu", form="tiny", folder=folder), folder
 
 
-class Held(CpuStopwatch):
-    """Clocks that are held down the first ``times`` times one asks."""
+class Held(Stopwatch):
+    """A CPU whose clocks are held down the first ``times`` times one asks."""
 
     def __init__(self, times: int) -> None:
-        super().__init__()
-        self.times, self.rested = times, 0
+        self.times, self.rested, self.flush_bytes = times, 0, 0
+
+    def flush(self) -> None:
+        raise AssertionError("a profiled step needs no flush")
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+    def wait(self) -> None:
+        pass
+
+    def environment(self, host: Environment) -> Environment:
+        return host
 
     def throttled(self) -> tuple[str, ...]:
         self.times -= 1
@@ -57,7 +73,7 @@ class Held(CpuStopwatch):
         self.rested += 1
 
 
-def bench(stopwatch: CpuStopwatch) -> Bench:
+def bench(stopwatch: Stopwatch) -> Bench:
     return Bench(torch.device("cpu"), "tiny", stopwatch, None, RULES["tiny"], float("inf"))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainfit.bench import memory_measure
 from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import memory
 from trainfit.bench.memory_prediction import FORWARD_ONLY, WHOLE_STEP, Told, forward_ledger, predictions
@@ -72,9 +73,9 @@ def test_what_is_followed_is_what_the_ledger_says(attention: str) -> None:
     recipe = memory.recipe_of(bench(), {**POINT, "attention": attention})
     step = assemble(recipe, CPU)
     batches = step.random_batches()
-    once = partial(memory.whole_step, step, batches)
-    memory.follow(step, batches, once)
-    followed = memory.follow(step, batches, once)
+    once = partial(memory_measure.whole_step, step, batches)
+    memory_measure.follow(step, batches, once)
+    followed = memory_measure.follow(step, batches, once)
     ledger = of_ledger(ledger_of(recipe), "steady")
     assert followed.peaks() == ledger.peaks()
     for category in ("weights", "gradients", "optimizer", "activations"):
@@ -85,7 +86,7 @@ def test_what_is_followed_is_what_the_ledger_says(attention: str) -> None:
 def test_what_dies_after_the_run_is_not_of_the_run() -> None:
     step = assemble(memory.recipe_of(bench(), POINT), CPU)
     batches = step.random_batches()
-    account = memory.follow(step, batches, partial(memory.whole_step, step, batches))
+    account = memory_measure.follow(step, batches, partial(memory_measure.whole_step, step, batches))
     num_events = len(account.events)
     del step, batches
     assert len(account.events) == num_events
@@ -95,7 +96,7 @@ def test_scores_come_from_the_line_that_makes_them() -> None:
     recipe = memory.recipe_of(bench(), POINT)
     step = assemble(recipe, CPU)
     batches = step.random_batches()
-    account = memory.follow(step, batches, partial(memory.whole_step, step, batches))
+    account = memory_measure.follow(step, batches, partial(memory_measure.whole_step, step, batches))
     scores = [
         piece for piece in account.pieces if piece.op == "aten.bmm.default" and piece.phase == "forward"
     ]
@@ -166,6 +167,30 @@ def test_out_of_memory_is_one_runs_and_leaves_the_rest(monkeypatch: pytest.Monke
         (FORWARD_ONLY, "measured"): "done", (FORWARD_ONLY, "predicted"): "done",
     }  # fmt: skip
     assert {row.numbers["fits"] for row in rows if row.point.get("source") == "predicted"} == {False}
+
+
+def test_the_allocators_peaks_are_told_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, highest = [100], [100]
+
+    def allocate(num_bytes: int) -> None:
+        now[0] += num_bytes
+        highest[0] = max(highest[0], now[0])
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: highest[0])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: highest.__setitem__(0, now[0]))
+
+    def once(begin: memory_measure.Begin) -> None:
+        for _ in range(2):  # micro-batches: a phase that comes twice has its higher peak
+            begin("forward")
+            allocate(30)
+            begin("backward")
+            allocate(20)
+            allocate(-45)
+        begin("optimizer")
+        allocate(1)
+
+    peaks = memory_measure.AllocatorPeaks(torch.device("cuda"), held=60).of(once)
+    assert peaks == {"forward": 75, "backward": 95, "optimizer": 51}
 
 
 def test_no_time_left_is_told() -> None:

@@ -19,13 +19,13 @@ def memory_curves(result: BenchResult) -> str | None:
     if not rows:
         return None
     lines: dict[str, list[BenchRow]] = {}
-    for row in rows:
+    for row in sorted(rows, key=_order):
         lines.setdefault(
             ", ".join(cell_text("", row.point[key]) for key in ("pass", "attention", "context")), []
         ).append(row)
 
     def draw(plt: Any) -> Any:
-        figure, grid = plt.subplots(len(lines), NUM_COLUMNS, figsize=(10.4, 1.9 * len(lines)), squeeze=False)
+        figure, grid = plt.subplots(len(lines), NUM_COLUMNS, figsize=(10.4, 1.7 * len(lines)), squeeze=False)
         for axes in grid.flat:
             axes.set_axis_off()
         for line, (name, mine) in zip(grid, lines.items(), strict=True):
@@ -39,6 +39,11 @@ def memory_curves(result: BenchResult) -> str | None:
         return figure
 
     return svg(draw, f"bench-{result.experiment}")
+
+
+def _order(row: BenchRow) -> tuple[bool, str, int]:
+    """Whole steps before forwards, short contexts before long ones."""
+    return row.point["pass"] != "whole step", str(row.point["attention"]), int(row.point["context"])
 
 
 def _draw_line(line: Sequence[Any], name: str, rows: Sequence[BenchRow]) -> None:

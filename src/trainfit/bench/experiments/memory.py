@@ -5,32 +5,29 @@ the timeline and what holds the peak. On a CPU, which has no caching allocator, 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from trainfit.bench.experiment import Bench, Experiment, Failure, Point, failures, fp32_products, told, value
 from trainfit.bench.experiments.transformer import PRECISIONS
+from trainfit.bench.memory_measure import Measured, forward_only, held_already, measure, whole_step
 from trainfit.bench.memory_prediction import (
     FORWARD_ONLY,
-    NUM_POINTS,
     WHOLE_STEP,
     Prediction,
     Told,
     predictions,
 )
-from trainfit.bench.memory_timeline import BEFORE, Account, Follower, Piece
+from trainfit.bench.memory_timeline import BEFORE, Piece
 from trainfit.catalog.this_cpu import CPU
-from trainfit.measure.meter import name_holders, tree_tensors
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GB, MB, MIB
-from trainfit.step import Batch, Step, assemble
+from trainfit.step import assemble
 
 MODEL = {"tiny": "tiny-llama-demo", "full": "2.7b"}
 BATCH = {"tiny": 1, "full": 4}
@@ -43,20 +40,6 @@ DETAILED = {64, 512}
 """Contexts whose largest holders are told, and whose snapshots are written."""
 MODES = ("fp32", "amp-bf16")
 NUM_HOLDERS = 5
-MOST_ENTRIES = 500_000
-"""Allocations and frees that a snapshot keeps."""
-
-Begin = Callable[[str], None]
-Run = Callable[[Begin], object]
-"""Runs once, calling its argument as each phase begins."""
-
-
-@dataclass
-class Measured:
-    """What was measured of one kind of run, and what held its peak."""
-
-    told: Told
-    at_peak: list[Piece] = field(default_factory=list)
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
@@ -135,6 +118,7 @@ def _measured(
     if bench.left_s() <= 0:
         return found, None
     seen: list[torch.Tensor] = []
+    held = held_already(bench.device)
     try:
         step = assemble(recipe, bench.device)
         batches = step.random_batches()
@@ -147,7 +131,7 @@ def _measured(
             lambda _, inputs: seen.append(inputs[0].to("meta"))
         )
         for kind, once in runs.items():
-            found[kind] = measure(bench, step, batches, once, snapshot_name(point, kind))
+            found[kind] = measure(bench, step, batches, once, held, snapshot_name(point, kind))
             hook.remove()
     except Exception as error:  # Whatever it is, it is the result of what is not measured yet.
         failure = told(error)
@@ -155,90 +139,11 @@ def _measured(
     return found, seen[0] if seen else None
 
 
-def forward_only(step: Step, batches: list[Batch], begin: Begin) -> object:
-    """A forward without gradients, as for inference."""
-    begin("forward")
-    with torch.no_grad():
-        return step.loss(batches[0])
-
-
-def whole_step(step: Step, batches: list[Batch], begin: Begin) -> object:
-    """Forward, backward and optimizer."""
-    return step(batches, on_phase=begin)
-
-
-def measure(bench: Bench, step: Step, batches: list[Batch], once: Run, snapshot: str) -> Measured:
-    """Run it a first time, a second time, and followed; on CUDA once more for the snapshot, where its name is given."""
-    bench.tidy()
-    if bench.device.type != "cuda":
-        first, steady = (follow(step, batches, once) for _ in range(2))
-        first_peaks, peaks = first.peaks(), steady.peaks()
-        peaks.pop(BEFORE)
-        return Measured(
-            _told(first_peaks[BEFORE], peaks, max(first_peaks.values()), steady), steady.at_peak()
-        )
-    before = torch.cuda.memory_allocated(bench.device)
-    first, steady = (AllocatorPeaks(bench.device).of(once) for _ in range(2))
-    account = follow(step, batches, once)
-    if snapshot:
-        bench.keep(snapshot, partial(write_snapshot, once))
-    return Measured(_told(before, steady, max(first.values()), account), account.at_peak())
-
-
-def _told(before: int, phases: dict[str, int], first: int, account: Account) -> Told:
-    return Told(before, phases, first, account.curve(NUM_POINTS))
-
-
 def snapshot_name(point: Point, kind: str) -> str:
     """The file of a detailed point's snapshot; empty: none."""
     if point["context"] not in DETAILED:
         return ""
     return "memory-{model}-{precision}-{context}-".format(**point) + f"{kind.replace(' ', '-')}.pickle"
-
-
-class AllocatorPeaks:
-    """The highest bytes that CUDA's allocator handed out in each phase."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.phase = device, ""
-        self.found: dict[str, int] = {}
-
-    def of(self, once: Run) -> dict[str, int]:
-        """Run it once. The count is the host's, so it needs no synchronisation."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        once(self.begin)
-        self.begin("")
-        return self.found
-
-    def begin(self, phase: str) -> None:
-        """A phase begins, the one before it ends."""
-        if self.phase:
-            peak = torch.cuda.max_memory_allocated(self.device)
-            self.found[self.phase] = max(peak, self.found.get(self.phase, 0))
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self.phase = phase
-
-
-def follow(step: Step, batches: list[Batch], once: Run) -> Account:
-    """Run it once with every storage followed."""
-    follower = Follower(step.device)
-    with follower:
-        hooks = name_holders(follower, step)
-        follower.assign(tree_tensors(batches), "activations")
-        once(follower.begin)
-        for hook in hooks:
-            hook.remove()
-    return follower.close()
-
-
-def write_snapshot(once: Run, path: Path) -> None:
-    """What pytorch.org/memory_viz reads, with the Python stack of every allocation of one run."""
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
-    try:
-        once(lambda phase: None)
-        torch.cuda.memory._dump_snapshot(str(path))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
