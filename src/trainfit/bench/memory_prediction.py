@@ -25,7 +25,7 @@ from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.virtual_gpu import virtual_gpu
 
-NUM_POINTS = 48
+NUM_POINTS = 32
 """Of a curve."""
 NUM_PROCESSES = 2
 FORWARD_ONLY, WHOLE_STEP = "forward only", "whole step"
