@@ -91,7 +91,8 @@ class AllocatorPeaks:
 
 def follow(step: Step, batches: list[Batch], once: Run) -> Account:
     """Run it once with every storage followed."""
-    follower = Follower(step.device)
+    # A parameter's device has its number; the one that was asked for may not, and they would not be equal.
+    follower = Follower(next(step.model.parameters()).device)
     with follower:
         hooks = name_holders(follower, step)
         follower.assign(tree_tensors(batches), "activations")

@@ -28,7 +28,6 @@ PARTS = (
 """``projections``: query, key, value and output of attention; ``other``: what no part could be found for."""
 PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 """Operations that are a matrix product; helpers that they launch (split-K sums) count as theirs."""
-SOFTMAX = frozenset({"aten::_softmax", "aten::_softmax_backward_data"})
 ENGINE = "autograd::engine::evaluate_function"
 """The engine around one node: it also sums gradients, which is the node's work too."""
 BACKWARD_SCOPE = 1

@@ -87,7 +87,7 @@ the harness's, without the profiler. Then one more step runs under `torch.profil
 sum of its kernels' times as the GPU's own clock has them, and the shares are of that; busy share is busy over the median, so what is
 missing to 1 is the GPU waiting for the host. `forward` is the forward of a training step, and every pass is a part of the same step.
 Kernels of the backward count for the part whose forward made their node (autograd gives both one number). A product's share has what the
-operation launches (split-K sums too); `scale and mask` has the kernels that make the mask. FLOPs of the core are 4 d for each score and
+operation launches (split-K sums too), softmax has its casts; `scale and mask` has the kernels that make the mask. FLOPs of the core are 4 d for each score and
 head size d in the forward and 8 d in the backward, masked ones too because written out they are computed, against 5 and 4 for softmax.
 On a CPU (tiny form) the profiler's operations stand for kernels, and the profiler's own cost is in them.
 
@@ -101,7 +101,7 @@ KERNELS_CLAIMS = (
         f"{DAMEK}/nsys_report.md",
     ),
     Claim(
-        "In every forward 35 to 55 % of the time is matrix products and 3 to 4 % softmax.",
+        "In every forward 30 to 55 % of the time is matrix products and 3 to 4 % softmax.",
         "That table is, as it says itself, estimated from the architecture. The shares below are of the kernels that ran.",
         f"{DAMEK}/nsys_report.md",
     ),

@@ -28,7 +28,6 @@ from trainfit.bench.experiments.transformer import PRECISIONS, Precision
 from trainfit.bench.profiling import (
     PARTS,
     PRODUCTS,
-    SOFTMAX,
     Launch,
     launches,
     profiler,
@@ -55,7 +54,7 @@ CASES: dict[str, tuple[tuple[str, int], ...]] = {
 DETAILED = {("tiny-llama-demo", 64), (LARGEST, 512), (SMALLEST, 512)}
 """Whose single kernels are told, and whose traces are written."""
 MODES = ("fp32", "amp-bf16")
-SERIES = Rule(warmup=1, min_samples=6, max_samples=6, spread=0.1, cap_s=2.0, flush=False)
+SERIES = Rule(warmup=1, min_samples=6, max_samples=6, spread=0.1, cap_s=1.5, flush=False)
 TRIES, REST_S = 3, 0.5
 """Profiled steps until one runs at full clocks."""
 TOP = 5
@@ -190,7 +189,7 @@ def busy(some: Sequence[Launch]) -> dict[str, Cell]:
         "busy_s": total,
         "kernels": len(some),
         "products_share": seconds_of([one for one in some if one.op in PRODUCTS]) / total,
-        "softmax_share": seconds_of([one for one in some if one.op in SOFTMAX]) / total,
+        "softmax_share": seconds_of([one for one in some if one.part == "softmax"]) / total,
         "optimizer_share": seconds_of([one for one in some if one.phase == "optimizer"]) / total,
     }
 
@@ -212,7 +211,7 @@ def core_rows(point: Point, found: Sequence[Launch], model: nn.Module, recipe: R
         products_s = seconds_of(
             [one for one in mine if one.op in PRODUCTS and one.part in ("scores", "values")]
         )
-        softmax_s = seconds_of([one for one in mine if one.op in SOFTMAX])
+        softmax_s = seconds_of([one for one in mine if one.part == "softmax"])
         products_flops, softmax_flops = core_flops(model, recipe, phase)
         yield value(
             {**point, "attention's core in": phase},
