@@ -15,7 +15,7 @@ from trainfit.bench.run import experiment_names, run
 from trainfit.cli.main import main
 from trainfit.records import read
 from trainfit.report.bench_pages import pages, pivoted
-from trainfit.report.bench_plot import AXES, lines_of, plot_of
+from trainfit.report.bench_plot import AXES, OWN_PLOTS, lines_of, plot_of
 from trainfit.report.bench_prose import stories
 from trainfit.report.bench_table import aligned, grids, reasons
 from trainfit.spec.bench import BenchResult, BenchRow
@@ -49,7 +49,9 @@ def test_every_experiment_has_a_table_and_a_page(tiny: BenchResult) -> None:
         assert len({len(line) for line in (grid.titles, *grid.lines)}) == 1
     page = pages([full(tiny)])[tiny.experiment]
     assert stories()[tiny.experiment].title in page.text
-    assert set(page.plots) == ({f"{tiny.experiment}-cpu.svg"} if tiny.experiment in AXES else set())
+    assert set(page.plots) == (
+        {f"{tiny.experiment}-cpu.svg"} if tiny.experiment in {*AXES, *OWN_PLOTS} else set()
+    )
 
 
 def test_a_limit_of_no_time_leaves_rows_that_say_so() -> None:

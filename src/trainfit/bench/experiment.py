@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -50,6 +51,17 @@ class Bench:
     rule: Rule
     ends_at: float
     """On ``time.perf_counter``: no further point begins."""
+    folder: Path | None = None
+    """Where files go that are too large for a record (traces, snapshots); None: none are written."""
+    on_file: Callable[[Path], None] = lambda path: None
+    """Hears of each file that was written."""
+
+    def keep(self, name: str, write: Callable[[Path], object]) -> None:
+        """Have ``write`` make the file ``name``, if files are asked for."""
+        if self.folder is not None:
+            path = self.folder / name
+            write(path)
+            self.on_file(path)
 
     @property
     def tiny(self) -> bool:
@@ -134,7 +146,7 @@ def _warm(part: Part) -> Part:
     return part if part.work is None else replace(part, work=replace(part.work, cold_read_bytes=0.0))
 
 
-Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run"], str]
+Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
 
 
 def told(error: Exception) -> Failure:
@@ -198,3 +210,5 @@ class Experiment:
     run: Callable[[Bench], Iterator[BenchRow]]
     limit_s: float
     """Seconds it may take in full form unless told otherwise."""
+    files: str = ""
+    """Which files it writes beside its rows; empty: none."""

@@ -5,6 +5,7 @@ import pkgutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -53,6 +54,8 @@ def run(
     form: Form | None = None,
     limit_s: float | None = None,
     on_row: Callable[[BenchRow], None] = lambda row: None,
+    folder: Path | None = None,
+    on_file: Callable[[Path], None] = lambda path: None,
 ) -> BenchResult:
     """Run one experiment in this process.
 
@@ -61,17 +64,21 @@ def run(
         form: None: full on a GPU, tiny on a CPU.
         limit_s: no further point begins after so long; None: the experiment's own.
         on_row: hears each row as it is made.
+        folder: write the experiment's files there (``Experiment.files``); None: write none.
+        on_file: hears each file's path.
 
     Raises:
-        InputError: no such experiment, or no such device.
+        InputError: no such experiment or device, or files asked of an experiment that has none.
     """
     start = time.perf_counter()
     asked, place = experiment(name), _device(device)
+    if folder is not None:
+        _make(folder, asked)
     form = form or ("full" if place.type == "cuda" else "tiny")
     limit_s = limit_s if limit_s is not None else asked.limit_s if form == "full" else TINY_LIMIT_S
     stopwatch = stopwatch_of(place)
     gpu = _data_sheet(place)
-    bench = Bench(place, form, stopwatch, gpu, RULES[form], start + limit_s)
+    bench = Bench(place, form, stopwatch, gpu, RULES[form], start + limit_s, folder, on_file)
     rows = []
     for row in asked.run(bench):
         rows.append(row)
@@ -82,6 +89,17 @@ def run(
         experiment=name, form=form, rows=tuple(rows), environment=environment, gpu=gpu.name if gpu else None,
         limit_s=limit_s, elapsed_s=time.perf_counter() - start, settings=settings,
     )  # fmt: skip
+
+
+def _make(folder: Path, asked: Experiment) -> None:
+    if not asked.files:
+        raise InputError(f"{asked.name} writes no files", "leave it out", field="files", value=str(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"cannot be made: {error.strerror}", "name a folder", field="files", value=str(folder)
+        ) from error
 
 
 def _device(name: str) -> torch.device:

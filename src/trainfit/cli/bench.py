@@ -35,6 +35,10 @@ def run(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write traces (kernels) or snapshots (memory) there."),
+    ] = None,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
@@ -47,7 +51,9 @@ def run(
         return 0
     _check(record)
     with only_json(json):
-        result = run_experiment(name, device=device, form=form, limit_s=limit, on_row=_tell)
+        result = run_experiment(
+            name, device=device, form=form, limit_s=limit, on_row=_tell, folder=files, on_file=_tell_file
+        )
         _keep(record, result)
         if plot is not None:
             _draw(plot, result)
@@ -88,6 +94,10 @@ def _tell(row: "BenchRow") -> None:
     """One line a row on stderr, so that one sees it go on."""
     point = ", ".join(f"{key} {value}" for key, value in row.point.items())
     typer.echo(f"{row.status:>13}  {point}", err=True)
+
+
+def _tell_file(path: Path) -> None:
+    typer.echo(f"{'wrote':>13}  {path}", err=True)
 
 
 def show(result: "BenchResult") -> None:

@@ -1,8 +1,10 @@
 """The plot of a benchmark, as an SVG in text: lines over one of the point's numbers, or bars over its names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trainfit.report.bench_curves import memory_curves, part_bars
 from trainfit.report.bench_table import cell_text, title
 from trainfit.report.plots import MARKERS, MODEL_COLOURS, plain_logarithms, svg
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
@@ -30,11 +32,15 @@ AXES: dict[str, Axes] = {
     "dataloader": Axes("workers", MEDIAN, ("prefetch", "pinned"), (("data", "loaded"),)),
     "gpu": Axes("copied_mib", "gb_per_s", ("cache",)),
 }
-"""By experiment; one that is not here has no plot."""
+"""By experiment."""
+OWN_PLOTS: dict[str, Callable[[BenchResult], str | None]] = {"kernels": part_bars, "memory": memory_curves}
+"""Experiments whose plot is of another kind; one that is in neither has no plot."""
 
 
 def plot_of(result: BenchResult) -> str | None:
     """The experiment's plot; None where it has none, or where no row has what would be drawn."""
+    if result.experiment in OWN_PLOTS:
+        return OWN_PLOTS[result.experiment](result)
     axes = AXES.get(result.experiment)
     if axes is None:
         return None

@@ -36,6 +36,8 @@ def stories() -> dict[str, Story]:
         "dataloader": Story("Loading data while the device computes", DATALOADER),
         "flash": Story("FlashAttention against PyTorch", FLASH, (), "body", "tflops_per_s"),
         "gpu": Story("What this GPU is", GPU),
+        "kernels": Story("Where a training step's time goes", KERNELS, KERNELS_CLAIMS),
+        "memory": Story("Memory through a step", MEMORY, MEMORY_CLAIMS),
         "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
     }
 
@@ -77,6 +79,73 @@ count the pairs that are not masked, once. One head fills few of a large GPU's m
 GPU = """\
 What the driver tells, and what was measured: copies within memory with a flushed and with a warm cache (bytes read and written are both
 counted), square matrix products of random data by dtype beside the data sheet's dense peak, copies to and from the host."""
+DAMEK = "https://github.com/damek/cs336-assignment2-systems/blob/main/cs336_systems/outputs"
+GAOYUE = "https://github.com/GAOYUEtianc/Stanford-CS336-assignments/blob/main/assignment2-systems/answers.md"
+KERNELS = """\
+The course's sizes on the native decoder, batch 4, attention written out so that its parts are kernels of their own, AdamW. The median is
+the harness's, without the profiler. Then one more step runs under `torch.profiler`, with ranges around the parts of the model: busy is the
+sum of its kernels' times as the GPU's own clock has them, and the shares are of that; busy share is busy over the median, so what is
+missing to 1 is the GPU waiting for the host. `forward` is the forward of a training step, and every pass is a part of the same step.
+Kernels of the backward count for the part whose forward made their node (autograd gives both one number). A product's share has what the
+operation launches (split-K sums too), softmax has its casts; `scale and mask` has the kernels that make the mask. FLOPs of the core are 4 d for each score and
+head size d in the forward and 8 d in the backward, masked ones too because written out they are computed, against 5 and 4 for softmax.
+On a CPU (tiny form) the profiler's operations stand for kernels, and the profiler's own cost is in them.
+
+`--files DIR` also writes a trace of each detailed point for https://ui.perfetto.dev (Chrome JSON, gzip); it is no part of the record."""
+KERNELS_CLAIMS = (
+    Claim(
+        "Softmax is about 5 to 10 % of the time of attention's matrix products.",
+        "Those products' times were estimated, not measured, and one of that report's own rows has 29.5 %. In the table of attention's core "
+        "`time ratio` is products over softmax, both measured, beside `flops ratio`: the times are far nearer to each other than the "
+        "FLOPs, because softmax and the mask read and write every score in memory and compute little.",
+        f"{DAMEK}/nsys_report.md",
+    ),
+    Claim(
+        "In every forward 30 to 55 % of the time is matrix products and 3 to 4 % softmax.",
+        "That table is, as it says itself, estimated from the architecture. The shares below are of the kernels that ran.",
+        f"{DAMEK}/nsys_report.md",
+    ),
+    Claim(
+        "Attention's products have about 206 times the FLOPs of softmax (head size 64).",
+        "4 x 64 FLOPs a score against 5 (compare, subtract, exp, add, divide) are 51 times. 206 times would leave softmax 1.2 FLOPs a score.",
+        GAOYUE,
+    ),
+    Claim(
+        "A share of less than 10 % that is 12.2 %.",
+        "We know this claim by hearsay and did not find where it was published, nor which share was meant. Nearest to it are the 5 to 10 % "
+        "above and a softmax of 12.3 % of a forward in another report. What to hold it against here is `softmax share` of the pass "
+        "`forward`, of the same size and context; `optimizer share` of the whole step is the other share of that order.",
+    ),
+)
+MEMORY = """\
+The 2.7B model of the course on the native decoder, batch 4. `forward only` is without gradients, as for inference. Measured peaks are
+the caching allocator's, phase by phase, of a step that nothing looks at; `first peak` is that of the very first step, in which AdamW has
+no state yet. Predicted is the virtual GPU's ledger of the same recipe, replayed on the same allocator: no formula and no GPU. The
+measured timeline and the largest holders come from one more step in which every storage is followed from its birth to its death; the
+horizontal axis counts allocations and frees, not seconds. What libraries and the insides of kernels allocate is not in that timeline.
+Categories are final ones: what becomes a gradient is one from its first byte, and of what a forward makes, activations are what is
+alive as the backward begins. `made at` is the line of the model whose operation made it, in the backward the autograd node.
+The residual stream's size is in bytes, MiB (2^20 bytes: what the course calls MB), MB (10^6) and GB (10^9).
+On a CPU (tiny form) there is no caching allocator: live tensors are followed instead, and the ledger is that of a virtual CPU.
+
+`--files DIR` also writes a snapshot of each detailed point for https://pytorch.org/memory_viz, with the Python stack of each allocation
+of one run (CUDA only; what was there before that run has no stack). It is no part of the record."""
+MEMORY_CLAIMS = (
+    Claim(
+        "A training step of the 2.7B model takes 51.4 GB at a context of 128, of 256 and of 512: the activations are gone before the "
+        "optimizer's state comes, so the context does not matter.",
+        "That is so in the first step alone. From the second one on AdamW's state is there while the forward makes its activations, so "
+        "the peak grows with the context: compare `first peak` with `peak`.",
+        f"{DAMEK}/memory_viz_report.md",
+    ),
+    Claim(
+        "Mixed precision does not change the memory of a training step.",
+        "It does, in both directions, and again the first step hides it: autocast keeps a bf16 copy of every matrix it multiplies with "
+        "(half the weights' bytes) until its context ends, and fp32 copies where softmax asks for them, while activations that are saved in "
+        "bf16 take half. Compare the two precisions at each context below, forward only and whole step.",
+        f"{DAMEK}/memory_viz_report.md",
+    ),
+)
 TRANSFORMER = """\
 The course's five sizes on the native decoder, batch 4, 512 tokens, AdamW. One series of steps from the first one on: with w warm-up
 steps the row is of steps w to w + 9. Mean and standard deviation of forward, backward and optimizer are by events on the device."""

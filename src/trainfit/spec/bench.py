@@ -14,6 +14,26 @@ BenchStatus = Literal[
 WITHOUT_NUMBERS: tuple[BenchStatus, ...] = ("throttled", "out-of-memory", "refused", "failed", "not-run")
 
 
+class Curve(Value):
+    """How something went on, for a plot and not for a table: columns of equally many values."""
+
+    phases: tuple[str, ...]
+    """Which phase of the step each point is in."""
+    columns: dict[str, tuple[int, ...]]
+    """Bytes by category; a category that is not here is 0 throughout."""
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> "Curve":
+        lengths = {len(column) for column in self.columns.values()}
+        if lengths - {len(self.phases)}:
+            raise disagreement(
+                f"{len(self.phases)} phases, columns of {sorted(lengths)}",
+                "make them equally long",
+                field="columns",
+            )
+        return self
+
+
 class BenchRow(Value):
     """One point of an experiment.
 
@@ -33,10 +53,11 @@ class BenchRow(Value):
     """What came out beside the times, units in the names (``tflops_per_s``, ``bytes``); dtypes are text."""
     discarded: Count = 0
     """Samples that were thrown away because the clocks were held down while they ran."""
+    curve: Curve | None = None
 
     @model_validator(mode="after")
     def _no_number_without_a_clean_run(self) -> "BenchRow":
-        has_numbers = self.times is not None or bool(self.numbers)
+        has_numbers = self.times is not None or bool(self.numbers) or self.curve is not None
         if self.status in WITHOUT_NUMBERS and has_numbers:
             raise disagreement(
                 f"a row that is {self.status} has no numbers", "leave them out", field="status"

@@ -1,0 +1,202 @@
+"""``memory``: phases and timeline of the 2.7B model, forward only and a whole step, measured beside predicted.
+
+On CUDA peaks are the caching allocator's, of steps that nothing looks at; one more step, in which every storage is followed, gives
+the timeline and what holds the peak. On a CPU, which has no caching allocator, the followed step gives both.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from trainfit.bench.experiment import Bench, Experiment, Failure, Point, failures, fp32_products, told, value
+from trainfit.bench.experiments.transformer import PRECISIONS
+from trainfit.bench.memory_measure import Measured, forward_only, held_already, measure, whole_step
+from trainfit.bench.memory_prediction import (
+    FORWARD_ONLY,
+    WHOLE_STEP,
+    Prediction,
+    Told,
+    predictions,
+)
+from trainfit.bench.memory_timeline import BEFORE, Piece
+from trainfit.catalog.this_cpu import CPU
+from trainfit.models.native.decoder import NativeDecoder
+from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.units import GB, MB, MIB
+from trainfit.step import assemble
+
+MODEL = {"tiny": "tiny-llama-demo", "full": "2.7b"}
+BATCH = {"tiny": 1, "full": 4}
+CASES: dict[str, tuple[tuple[str, int], ...]] = {
+    "tiny": (("eager", 64),),
+    "full": (("eager", 512), ("eager", 128), ("eager", 256), ("sdpa", 2048), ("eager", 2048)),
+}
+"""Attention and context, the most telling first. Written out, 2048 tokens need more than a GPU has; PyTorch's kernel does not."""
+DETAILED = {64, 512}
+"""Contexts whose largest holders are told, and whose snapshots are written."""
+MODES = ("fp32", "amp-bf16")
+NUM_HOLDERS = 5
+
+
+def run(bench: Bench) -> Iterator[BenchRow]:
+    """Both precisions of each case: forward only, then whole steps, of one model."""
+    if bench.folder is not None and bench.device.type != "cuda":
+        raise InputError(
+            "snapshots are of CUDA's allocator", "leave it out", field="files", value=str(bench.folder)
+        )
+    points: list[Point] = [
+        {"model": MODEL[bench.form], "attention": attention, "context": context, "precision": mode}
+        for attention, context in CASES[bench.form]
+        for mode in MODES
+    ]
+    recipes = [recipe_of(bench, point) for point in points]
+    with predictions(recipes if bench.gpu else (), bench.device) as predict:
+        for point, recipe in zip(points, recipes, strict=True):
+            with fp32_products("fp32"):
+                yield from _rows(bench, point, recipe, predict)
+            bench.tidy()
+
+
+def recipe_of(bench: Bench, point: Point) -> Recipe:
+    """The recipe of one point: native, fused AdamW on a GPU."""
+    on_gpu = bench.device.type == "cuda"
+    return recipe_from(
+        {
+            "model": {"config": point["model"], "implementation": "native"},
+            "batch": {"micro": BATCH[bench.form], "seq": point["context"]},
+            "precision": PRECISIONS[str(point["precision"])].recipe,
+            "attention": point["attention"],
+            "optimizer": {"name": "adamw", "implementation": "fused" if on_gpu else "foreach"},
+            "hardware": {"gpu": bench.gpu.name if bench.gpu else "h200" if on_gpu else CPU},
+        }
+    )
+
+
+def _rows(
+    bench: Bench, point: Point, recipe: Recipe, predict: Callable[[Recipe], Prediction]
+) -> Iterator[BenchRow]:
+    measured, residual = _measured(bench, point, recipe)
+    predicted = _predicted(bench, recipe, predict)
+    for kind in (WHOLE_STEP, FORWARD_ONLY):
+        found = measured[kind]
+        at: Point = {**point, "pass": kind}
+        if isinstance(found, tuple):
+            yield from failures([{**at, "source": "measured"}], *found)
+        else:
+            yield _row({**at, "source": "measured"}, found.told)
+        if isinstance(predicted, tuple):
+            yield from failures([{**at, "source": "predicted"}], *predicted)
+        else:
+            reference = None if isinstance(found, tuple) else found.told
+            yield _row({**at, "source": "predicted"}, predicted[kind], reference)
+    for kind, found in measured.items():
+        if isinstance(found, Measured) and point["context"] in DETAILED:
+            yield from holder_rows({**point, "peak of": kind}, found.at_peak)
+    if residual is not None:
+        yield _residual_row(point, recipe, residual)
+
+
+def _predicted(bench: Bench, recipe: Recipe, predict: Callable[[Recipe], Prediction]) -> Prediction | Failure:
+    if bench.gpu is None and bench.device.type == "cuda":
+        return ("refused", "the catalog does not have this GPU")
+    try:
+        return predict(recipe)
+    except Exception as error:  # Whatever it is, it is this point's result.
+        return told(error)
+
+
+def _measured(
+    bench: Bench, point: Point, recipe: Recipe
+) -> tuple[dict[str, Measured | Failure], torch.Tensor | None]:
+    """Each kind of run, measured or why not; and a tensor of the residual stream, on ``meta``."""
+    late: Failure = ("not-run", "the experiment's time limit came first")
+    found: dict[str, Measured | Failure] = {FORWARD_ONLY: late, WHOLE_STEP: late}
+    if bench.left_s() <= 0:
+        return found, None
+    seen: list[torch.Tensor] = []
+    held = held_already(bench.device)
+    try:
+        step = assemble(recipe, bench.device)
+        batches = step.random_batches()
+        runs = {
+            FORWARD_ONLY: partial(forward_only, step, batches),
+            WHOLE_STEP: partial(whole_step, step, batches),
+        }
+        assert isinstance(step.model, NativeDecoder)
+        hook = step.model.layers[-1].register_forward_pre_hook(
+            lambda _, inputs: seen.append(inputs[0].to("meta"))
+        )
+        for kind, once in runs.items():
+            found[kind] = measure(bench, step, batches, once, held, snapshot_name(point, kind))
+            hook.remove()
+    except Exception as error:  # Whatever it is, it is the result of what is not measured yet.
+        failure = told(error)
+        found |= {kind: failure for kind, so_far in found.items() if so_far is late}
+    return found, seen[0] if seen else None
+
+
+def snapshot_name(point: Point, kind: str) -> str:
+    """The file of a detailed point's snapshot; empty: none."""
+    if point["context"] not in DETAILED:
+        return ""
+    return "memory-{model}-{precision}-{context}-".format(**point) + f"{kind.replace(' ', '-')}.pickle"
+
+
+def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
+    """Peaks of one source; of a prediction also whether it fits, and its error where there is a measurement."""
+    peak = max(found.phases.values())
+    numbers: dict[str, Cell] = {"before_bytes": found.before}
+    numbers |= {f"{phase}_bytes": size for phase, size in found.phases.items()}
+    numbers |= {"peak_bytes": peak, "first_peak_bytes": found.first}
+    if point["source"] == "predicted":
+        numbers["fits"] = found.fits
+    if measured is not None:
+        numbers["error"] = f"{peak / max(measured.phases.values()) - 1:+.2%}"
+    return value(point, **numbers).model_copy(update={"curve": found.curve})
+
+
+def holder_rows(point: Point, alive: list[Piece]) -> Iterator[BenchRow]:
+    """What the run itself made and holds at its peak, by the line that made it, the most first."""
+    groups: dict[tuple[str, str], list[Piece]] = {}
+    for piece in alive:
+        if piece.phase != BEFORE:
+            groups.setdefault(
+                (piece.where, piece.op.removeprefix("aten.").removesuffix(".default")), []
+            ).append(piece)
+    largest = sorted(groups.items(), key=lambda item: -_total(item[1]))[:NUM_HOLDERS]
+    for (where, op), pieces in largest:
+        yield value(
+            {**point, "made at": where, "operation": op},
+            category=pieces[0].category,
+            count=len(pieces),
+            largest_bytes=max(piece.num_bytes for piece in pieces),
+            together_bytes=_total(pieces),
+        )
+
+
+def _total(pieces: list[Piece]) -> int:
+    return sum(piece.num_bytes for piece in pieces)
+
+
+def _residual_row(point: Point, recipe: Recipe, residual: torch.Tensor) -> BenchRow:
+    """One tensor of the residual stream, as the last block got it: batch x context x d_model x bytes of its dtype."""
+    batch, context, width = residual.shape
+    assert (batch, context) == (recipe.batch.micro, recipe.batch.seq)
+    return value(
+        {**point, "tensor": "residual stream"},
+        dtype=str(residual.dtype).removeprefix("torch."),
+        shape=f"{batch} x {context} x {width}",
+        bytes=residual.nbytes,
+        MiB=residual.nbytes / MIB,
+        MB=residual.nbytes / MB,
+        GB=residual.nbytes / GB,
+    )
+
+
+EXPERIMENT = Experiment(
+    "memory", run, limit_s=100, files="snapshots of detailed points for pytorch.org/memory_viz (CUDA)"
+)
