@@ -1,8 +1,8 @@
 """Bandwidth of each level of a GPU's memory: a set that fits into the level is read again and again, nothing is written.
 
-Every multiprocessor reads, in blocks of 32 KiB: device memory by a set far larger than any cache, each byte once; L2 by sets of an eighth
+On CUDA every multiprocessor reads, in blocks of 32 KiB: device memory by a set far larger than any cache, each byte once; L2 by sets of an eighth
 to half of it, all read by all, past L1; L1 by 64 KiB, which each multiprocessor comes to have for itself; shared memory by 64 KiB that
-a kernel in CUDA C++ puts there. What is read is added up, and the sums are checked before anything is timed.
+a kernel in CUDA C++ puts there. On a CPU PyTorch's sum reads sets of some sizes. What is read is added up, and the sums are checked before anything is timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +18,14 @@ from trainfit.bench.timing import Lap
 from trainfit.kernels import repeated_reads
 from trainfit.kernels.repeated_reads import BLOCK, Reads
 from trainfit.spec.bench import BenchRow, Cell
-from trainfit.spec.units import GIB, KIB
+from trainfit.spec.units import GIB, KIB, MIB
 
 BLOCK_BYTES = 4 * BLOCK
 MEMORY_BYTES = 2 * GIB
 L2_SHARES = (8, 4, 2)
 PROGRAMS_EACH = 2
 """Of a multiprocessor: both always fit at once, so none waits for another."""
+CPU_SET_BYTES = {"tiny": (64 * KIB, MIB), "full": (64 * KIB, MIB, 16 * MIB, 256 * MIB)}
 L2_TURNS, L1_TURNS, SHARED_TURNS = 1024, 4096, 4096
 TOLERANCE = 1e-3
 """Of a sum of many fp32 between 0 and 1."""
@@ -32,6 +33,10 @@ TOLERANCE = 1e-3
 
 def rows(bench: Bench) -> Iterator[BenchRow]:
     """A row for each level, from the farthest to the nearest."""
+    if bench.device.type != "cuda":
+        for set_bytes in CPU_SET_BYTES[bench.form]:
+            yield from _summed(bench, set_bytes)
+        return
     properties: Any = torch.cuda.get_device_properties(bench.device)
     programs = PROGRAMS_EACH * properties.multi_processor_count
     blocks = MEMORY_BYTES // BLOCK_BYTES
@@ -51,6 +56,16 @@ def _read(bench: Bench, level: str, how: Reads, *, past_l1: bool) -> Iterator[Be
 
     once = how.num_blocks * BLOCK_BYTES if level == "device memory" else 0
     yield from _row(bench, _point(level, how.num_blocks * BLOCK_BYTES, "Triton"), build, how.num_bytes, once)
+
+
+def _summed(bench: Bench, set_bytes: int) -> Iterator[BenchRow]:
+    """A CPU's caches hold the small sets and not the large."""
+
+    def build() -> Callable[[Lap], object]:
+        x = torch.rand(set_bytes // 4)
+        return lambda lap: x.sum()
+
+    yield from _row(bench, _point("caches and memory", set_bytes, "PyTorch"), build, set_bytes, 0)
 
 
 def _shared(bench: Bench, blocks: int) -> Iterator[BenchRow]:

@@ -27,7 +27,7 @@ Body = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The chain of x and the weight; its own kernels write into the third, which they are given full of NaN."""
 ON_ANY: dict[str, Body] = {
     "eager": lambda x, weight, into: normed_swiglu.plain(x, weight),
-    "eager, PyTorch's norm": lambda x, weight, into: normed_swiglu.with_pytorchs_norm(x, weight),
+    "PyTorch's norm": lambda x, weight, into: normed_swiglu.with_pytorchs_norm(x, weight),
 }
 ON_CUDA = ("compiled", "Triton", "CUDA C++")
 ONE_KERNEL = ("Triton", "CUDA C++")
@@ -40,7 +40,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     for n, size in SHAPES[bench.form]:
         point: Point = {"rows": n, "row size": size}
         copied_per_s: float | None = None
-        for row in _copy(bench, {**point, "body": "a copy of as many bytes"}, least_bytes(n, size, dtype)):
+        for row in _copy(bench, {**point, "body": "copy"}, least_bytes(n, size, dtype)):
             copied_per_s = float(row.numbers["gb_per_s"]) if "gb_per_s" in row.numbers else None
             yield row
         for name in bodies:
