@@ -62,12 +62,16 @@ def cuda_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
     """
     n, f = _sizes(x, weight, y)
     if f % 8 or {x.dtype, weight.dtype, y.dtype} != {torch.bfloat16}:
-        raise InputError(f"the CUDA C++ kernel takes bf16 and f in eights, not {x.dtype} and f = {f}", "use those")
+        raise InputError(
+            f"the CUDA C++ kernel takes bf16 and f in eights, not {x.dtype} and f = {f}", "use those"
+        )
     with torch.cuda.device(x.device):
         built = nvcc.library("normed_swiglu", torch.cuda.get_device_capability(x.device))
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
         pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, y))
-        error = built.normed_swiglu(*pointers, ctypes.c_longlong(n), ctypes.c_int(f), ctypes.c_float(EPS), stream)
+        error = built.normed_swiglu(
+            *pointers, ctypes.c_longlong(n), ctypes.c_int(f), ctypes.c_float(EPS), stream
+        )
     nvcc.check(error, "normed_swiglu")
     return y
 
@@ -77,7 +81,9 @@ def _sizes(x: Tensor, weight: Tensor, y: Tensor) -> tuple[int, int]:
     n, f = y.shape
     if x.shape != (n, 2 * f) or weight.shape != (2 * f,) or not 1 <= f <= MAX_HALF or n < 1:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(y.shape)}"
-        raise InputError(f"normed_swiglu takes [n, 2f], [2f] and [n, f], not {shapes}", f"use one f of 1 to {MAX_HALF}")
+        raise InputError(
+            f"normed_swiglu takes [n, 2f], [2f] and [n, f], not {shapes}", f"use one f of 1 to {MAX_HALF}"
+        )
     if not (x.is_contiguous() and weight.is_contiguous() and y.is_contiguous()):
         raise InputError("normed_swiglu takes contiguous tensors", "call .contiguous() first")
     return n, f

@@ -29,7 +29,9 @@ def nvcc() -> str:
         found = shutil.which("nvcc", path=place)
         if found:
             return found
-    raise InputError("CUDA C++ needs nvcc, and this machine has none", "install CUDA's compiler or set CUDA_HOME")
+    raise InputError(
+        "CUDA C++ needs nvcc, and this machine has none", "install CUDA's compiler or set CUDA_HOME"
+    )
 
 
 def compiled(name: str, capability: tuple[int, int], into: Path, *kind: str) -> None:

@@ -10,9 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def repeated_reads_kernel(
-    X, SUMS, num_blocks, step, turns, BLOCK: tl.constexpr, PAST_L1: tl.constexpr
-):
+def repeated_reads_kernel(X, SUMS, num_blocks, step, turns, BLOCK: tl.constexpr, PAST_L1: tl.constexpr):
     """Program p reads blocks p, p + step, p + 2 step, ... of X, from the beginning again at its end; SUMS[p] is their sum."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)

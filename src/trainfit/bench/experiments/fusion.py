@@ -94,7 +94,8 @@ def rates(least: int, copied_per_s: float | None) -> Callable[[float], dict[str,
 
     def of(seconds: float) -> dict[str, Cell]:
         per_s = least / seconds / 1e9
-        return {"gb_per_s": per_s} | ({"of_a_copy": per_s / copied_per_s} if copied_per_s else {})
+        of_copy: dict[str, Cell] = {"of_a_copy": per_s / copied_per_s} if copied_per_s else {}
+        return {"gb_per_s": per_s, **of_copy}
 
     return of
 

@@ -212,7 +212,8 @@ def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[Be
         if not alone:
             return {}
         longer = max(alone.get("first", 0.0), alone.get("second", 0.0))
-        return {"gain": alone[TOTAL] / seconds} | ({"at_most": alone[TOTAL] / longer} if longer else {})
+        at_most: dict[str, Cell] = {"at_most": alone[TOTAL] / longer} if longer else {}
+        return {"gain": alone[TOTAL] / seconds, **at_most}
 
     yield from bench.time([Part(two, rates=gained)], build_two, rule)
 
@@ -232,7 +233,9 @@ def check(case: Case, device: torch.device) -> None:
         do(lambda name: None)
         synchronize(device)
         found.append([result.clone() for result in case.results])
-    apart = [float((one - other).float().norm() / one.float().norm()) for one, other in zip(*found, strict=True)]
+    apart = [
+        float((one - other).float().norm() / one.float().norm()) for one, other in zip(*found, strict=True)
+    ]
     if not all(distance < TOLERANCE for distance in apart):
         raise ArithmeticError("one stream and two leave different results")
 
