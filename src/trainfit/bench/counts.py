@@ -1,5 +1,6 @@
 """What a run asks of the device, counted and not timed: bytes that its operations move, and kernels that it launches."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,30 @@ def moved_bytes(run: Callable[[], object]) -> int:
     with MovedBytes() as moved:
         run()
     return moved.num_bytes
+
+
+def compiled_bytes(first_run: Callable[[], object]) -> int:
+    """Bytes that the kernels of what ``first_run`` compiles read and write, each kernel's buffers once, as Inductor counts them.
+
+    It counts only where its log of metrics is on, and compiles only what is in no cache.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+    from torch._inductor import compile_fx, config, metrics
+
+    log = compile_fx.inductor_metrics_log
+    before, level = metrics.num_bytes_accessed, log.level
+    log.setLevel(logging.INFO)
+    try:
+        with config.patch(fx_graph_cache=False):
+            first_run()
+    finally:
+        log.setLevel(level)
+    counted = metrics.num_bytes_accessed - before
+    if counted == 0:
+        raise RuntimeError("the compiler counted no bytes: nothing was compiled anew")
+    return counted
 
 
 def launches(run: Callable[[], object], device: torch.device) -> int | None:

@@ -81,8 +81,8 @@ FUSION = """\
 x of n rows [n, 2f] goes through RMSNorm and SwiGLU: h = x weight / sqrt(mean(x^2) + eps), y = silu(first half of h) times the second half.
 It is run operation by operation (with the norm written out, and with PyTorch's own), compiled, as one Triton kernel and as one kernel in
 CUDA C++ that nvcc builds on the spot. Least is what any way must move: x, the weight and y, each once. Moved is what the operations read
-and write, each tensor once; what one kernel reads again from a cache is not counted, and of a compiled chain of several kernels it is
-not known. GB/s are of the least, so that a way that moves more is slower and not faster; of a copy is that over the GB/s of the first row, a
+and write, each tensor of an operation once, of the compiled chain by the compiler's own count; what one kernel reads again from a cache
+is not counted. GB/s are of the least, so that a way that moves more is slower and not faster; of a copy is that over the GB/s of the first row, a
 copy of as many bytes in the same run. Launches are the profiler's. Every way is checked against fp64 first; the relative error is in the
 table and may be twice that of the chain written out. The cache is flushed before each sample. The small chain is over so soon that its time
 is that of the launches."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trainfit.bench.counts import launches, moved_bytes
+from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
 from trainfit.bench.experiment import Bench, Experiment, Part, Point
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import Lap
@@ -30,7 +30,6 @@ ON_ANY: dict[str, Body] = {
     "PyTorch's norm": lambda x, weight, into: normed_swiglu.with_pytorchs_norm(x, weight),
 }
 ON_CUDA = ("compiled", "Triton", "CUDA C++")
-ONE_KERNEL = ("Triton", "CUDA C++")
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
@@ -81,7 +80,7 @@ def _row(bench: Bench, point: Point, dtype: torch.dtype, copied_per_s: float | N
 
     def build() -> Callable[[Lap], object]:
         chain, given = body(name), inputs(n, size, dtype, bench.device)
-        numbers.update(checked(chain, *given), **counted(name, lambda: chain(*given), least, bench.device))
+        numbers.update(counted(name, lambda: chain(*given), least, bench.device), **checked(chain, *given))
         return lambda lap: chain(*given)
 
     work = Work(cold_read_bytes=least - written, write_bytes=written)
@@ -127,17 +126,16 @@ def checked(chain: Body, x: Tensor, weight: Tensor, into: Tensor) -> dict[str, C
 
 
 def counted(name: str, run: Callable[[], object], least: int, device: torch.device) -> dict[str, Cell]:
-    """``launches``, and ``moved_bytes``: what the kernels read and write, each argument once, as far as that is known.
+    """``launches``, and ``moved_bytes``: what the kernels read and write, each of a kernel's tensors once.
 
-    A single kernel moves its arguments. Of a compiled chain of several kernels the buffers between them are not known.
+    Of PyTorch's operations and of compiled kernels they are counted; a kernel of ours has the chain's own tensors and no others.
+    The first run of a compiled chain must be the one here.
     """
+    count = {"compiled": compiled_bytes, "Triton": lambda run: least, "CUDA C++": lambda run: least}
+    moved = count.get(name, moved_bytes)(run)
     number = launches(run, device)
     known: dict[str, Cell] = {} if number is None else {"launches": number}
-    if name in ONE_KERNEL or (name == "compiled" and number == 1):
-        known["moved_bytes"] = least
-    elif name in ON_ANY:
-        known["moved_bytes"] = moved_bytes(run)
-    return {**known, "least_bytes": least}
+    return {**known, "moved_bytes": moved, "least_bytes": least}
 
 
 EXPERIMENT = Experiment("fusion", run, limit_s=60)
