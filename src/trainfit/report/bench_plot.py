@@ -55,7 +55,7 @@ def plot_of(result: BenchResult) -> str | None:
             _bars(area, drawn)
         else:
             _lines(area, drawn)
-        area.legend(fontsize=8.5)
+        area.legend(title=", ".join(map(title, axes.lines)), fontsize=8.5, title_fontsize=8.5)
         return figure
 
     return svg(draw, f"bench-{result.experiment}")

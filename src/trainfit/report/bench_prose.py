@@ -95,6 +95,72 @@ arithmetic, which the products tell. Then square matrix products of random data 
 within memory with a flushed and with a warm cache (bytes read and written are both counted); copies to and from the host."""
 STREAMS = """\
 Two lists of work that do not need each other, in one stream one after the other, and in two streams. Gain is the one time over the other. At
+most is what hiding the shorter list wholly would give, by the parts of the run in one stream (a CUDA graph's parts are not known). Both ways
+leave the same results, which is checked first.
+
+What to look for: a second stream can help where the first leaves something idle. A copy of pinned memory runs on a copy engine beside the
+kernels, each direction has an engine, and kernels of few blocks leave multiprocessors to others. It cannot help where one kernel fills the
+GPU, nor where the GPU waits for the host, as with kernels that are over before the next is asked for; a CUDA graph asks for all of them at
+once. Pageable memory is copied through a buffer by the host, so what is asked for after such a copy begins after it; what was asked for
+before it can go on beside it. The last table is one product by three clocks."""
+STREAMS_CLAIMS),
+        "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
+    }
+
+
+ACCUMULATION = """\
+1000 times 0.01 is added up in four ways, and many floats of magnitudes 1e-4 to 1e4 in five orders. The error is relative to the exactly
+rounded sum. The five orders are plain Python loops over fp32 scalars: their times compare with each other and with nothing else."""
+ACCUMULATION_CLAIMS = (
+    Claim(
+        "Adding fp16 values into an fp32 sum is nearly as good as fp32 throughout.",
+        "It is 10.0021 against 10.0001: the error is 16 times as large, and no order of addition would help, because fp16's nearest "
+        "to 0.01 is 0.01000213623. What an fp32 accumulator saves is the sum (9.9531 in fp16), not what was rounded before it came.",
+        "https://github.com/copecc/CS336",
+    ),
+)
+AUTOCAST = """\
+Each entry is found by running it under `torch.autocast`: the output's dtype of fp32 inputs, and of inputs that are low already. The
+components are those of the course's toy model (linear, ReLU, LayerNorm, linear, cross-entropy). The CPU's lists are not CUDA's:
+a CPU leaves LayerNorm and softmax in their input's dtype, CUDA runs them in fp32."""
+AUTOCAST_CLAIMS = (
+    Claim(
+        "The loss is fp16, as the logits are.",
+        "The loss is fp32: cross-entropy is on autocast's fp32 list, so the logits are cast before it. The table below says what each "
+        "component got.",
+    ),
+)
+ATTENTION = """\
+Batch 8, no heads, unmasked: softmax(Q K^T / sqrt(d)) V as the course has it, written out, the same compiled, and our FlashAttention.
+Forward and backward are timed in one run by events on the device, so neither can hide in the other. FLOPs are what the mathematics
+needs: 4 b n^2 d forward, twice that backward; what a kernel computes a second time is not counted. The memory before backward is what
+the forward's output and saved tensors hold."""
+DATALOADER = """\
+A batch costs the host a fixed time of work; the step is a chain of matrix products. The first row has its batch on the device already: it is
+the least that the loop can take, and the waiting share of the others is what they take beyond it; from 5 % on the device is said to wait.
+A batch that is on the host already shows what the copy alone costs. Workers prepare batches in processes of their own, prefetch is how
+many each keeps ready; pinned memory lets the host ask for the copy and go on, where a copy of pageable memory holds it up."""
+FLASH = """\
+Batch 1, one head, causal: our FlashAttention, PyTorch's own choice of kernel, and attention written out, side by side in one run. FLOPs
+count the pairs that are not masked, once. One head fills few of a large GPU's multiprocessors, so these are rates of small work."""
+FUSION = """\
+x of n rows [n, 2f] goes through RMSNorm and SwiGLU: h = x weight / sqrt(mean(x^2) + eps), y = silu(first half of h) times the second half.
+It is run operation by operation (with the norm written out, and with PyTorch's own), compiled, as one Triton kernel and as one kernel in
+CUDA C++ that nvcc builds on the spot. Least is what any way must move: x, the weight and y, each once. Moved is what the operations read
+and write, each tensor of an operation once, of the compiled chain by the compiler's own count; what one kernel reads again from a cache
+is not counted. GB/s are of the least, so that a way that moves more is slower and not faster; of a copy is that over the GB/s of the first row, a
+copy of as many bytes in the same run. Launches are the profiler's. Every way is checked against fp64 first; the relative error is in the
+table and may be twice that of the chain written out. The cache is flushed before each sample. The small chain is over so soon that its time
+is that of the launches."""
+GPU = """\
+What the driver tells, and what was measured. Each level of memory is read again and again by all multiprocessors, in sets that fit
+into it; nothing is written, what was read is added up and checked, and the reads are in the machine code of the loop (a test looks).
+Device memory is read once, with its share of the data sheet's bandwidth. L1 and shared memory are one memory of each multiprocessor, so
+their numbers are about equal. Registers have no row: an instruction names its registers, so their bandwidth is the rate of the
+arithmetic, which the products tell. Then square matrix products of random data by dtype beside the data sheet's dense peak; copies
+within memory with a flushed and with a warm cache (bytes read and written are both counted); copies to and from the host."""
+STREAMS = """\
+Two lists of work that do not need each other, in one stream one after the other, and in two streams. Gain is the one time over the other. At
 most is what hiding the shorter list wholly would give, by the parts of the run in one stream. Both ways leave the same results, which is
 checked first.
 

@@ -71,8 +71,8 @@ def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
 
 def _copy(bench: Bench, to_host: bool, pinned: bool) -> tuple[Do, Tensor]:
     numel = COPY_BYTES[bench.form] // 4
-    here = torch.randn(numel).pin_memory() if pinned else torch.randn(numel)
-    there = torch.randn(numel, device=bench.device)
+    here, there = torch.empty(numel, pin_memory=pinned), torch.randn(numel, device=bench.device)
+    here.copy_(torch.randn(numel, device=bench.device))
     into, source = (here, there) if to_host else (there, here)
     return (lambda: into.copy_(source, non_blocking=True)), into
 
