@@ -93,6 +93,16 @@ Device memory is read once, with its share of the data sheet's bandwidth. L1 and
 their numbers are about equal. Registers have no row: an instruction names its registers, so their bandwidth is the rate of the
 arithmetic, which the products tell. Then square matrix products of random data by dtype beside the data sheet's dense peak; copies
 within memory with a flushed and with a warm cache (bytes read and written are both counted); copies to and from the host."""
+STREAMS = """\
+Two lists of work that do not need each other, in one stream one after the other, and in two streams. Gain is the one time over the other. At
+most is what hiding the shorter list wholly would give, by the parts of the run in one stream (a CUDA graph's parts are not known). Both ways
+leave the same results, which is checked first.
+
+What to look for: a second stream can help where the first leaves something idle. A copy of pinned memory runs on a copy engine beside the
+kernels, each direction has an engine, and kernels of few blocks leave multiprocessors to others. It cannot help where one kernel fills the
+GPU, nor where the GPU waits for the host, as with kernels that are over before the next is asked for; a CUDA graph asks for all of them at
+once. Pageable memory is copied through a buffer by the host, so what is asked for after such a copy begins after it; what was asked for
+before it can go on beside it. The last table is one product by three clocks."""
 STREAMS_CLAIMS = (
     Claim(
         "Times by the host's clock around a call that returns before the GPU is done.",
