@@ -1,5 +1,6 @@
 """The kernels that experiments time: against their definitions, in the interpreter; CUDA C++ as nvcc makes it."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ from kernel_runs import interpreted
 from machine_code import loops
 from trainfit.bench import levels
 from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
+from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import fusion
+from trainfit.bench.run import RULES, run
+from trainfit.bench.stopwatch import stopwatch_of
 from trainfit.kernels import normed_swiglu, nvcc, repeated_reads
 from trainfit.kernels.repeated_reads import BLOCK, Reads
 from trainfit.spec.errors import InputError
@@ -67,6 +71,20 @@ def test_sizes_and_dtypes_that_a_kernel_does_not_take_are_refused() -> None:
         normed_swiglu.triton_into(x.t().contiguous().t(), weight, y)
     with pytest.raises(InputError, match="bf16"):
         normed_swiglu.cuda_into(x, weight, y)
+
+
+def test_a_body_that_this_machine_does_not_have_is_a_row_that_says_so() -> None:
+    bench = Bench(CPU, "tiny", stopwatch_of(CPU), None, RULES["tiny"], math.inf)
+    point = {"rows": 8, "row size": 32, "body": "CUDA C++"}
+    (row,) = fusion._row(bench, point, torch.float32, 1.0)
+    assert (row.status, row.times, row.numbers) == ("refused", None, {})
+    assert "bf16" in row.message
+
+
+@pytest.mark.parametrize("name", ["fusion", "gpu", "streams"])
+def test_a_limit_ends_it_with_rows_that_say_so(name: str) -> None:
+    rows = run(name, device="cpu", form="full", limit_s=0).rows
+    assert {row.status for row in rows if "property" not in row.point} == {"not-run"}
 
 
 def test_moved_bytes_are_those_of_the_operations() -> None:
