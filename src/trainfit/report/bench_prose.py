@@ -102,11 +102,11 @@ What to look for: a second stream can help where the first leaves something idle
 kernels, each direction has an engine, and kernels of few blocks leave multiprocessors to others. It cannot help where one kernel fills the
 GPU, nor where the GPU waits for the host, as with kernels that are over before the next is asked for; a CUDA graph asks for all of them at
 once. Pageable memory is copied through a buffer by the host, so what is asked for after such a copy begins after it; what was asked for
-before it can go on beside it. The last table is one product by three clocks."""
+before it can go on beside it. The first table is one product by three clocks."""
 STREAMS_CLAIMS = (
     Claim(
         "Times by the host's clock around a call that returns before the GPU is done.",
-        "The last table times one product by the host's clock without and with synchronisation, and by events on the device. Without, it is "
+        "The first table times one product by the host's clock without and with synchronisation, and by events on the device. Without, it is "
         "the time to ask for the product; where that is less than the data sheet allows, the row says impossible.",
     ),
 )

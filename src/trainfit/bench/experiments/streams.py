@@ -42,28 +42,33 @@ class Case:
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Copies beside products, then kernels beside kernels, then the clocks."""
+    """The clocks, then copies beside products and kernels beside kernels; pageable memory, which is slow, last."""
+    yield from _clocks(bench)
     for name, make in cases(bench.device).items():
         yield from _both(bench, name, make)
-    yield from _clocks(bench)
 
 
 def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
     """By name; those of pinned memory and of CUDA graphs only where there is CUDA."""
-    made: dict[str, Callable[[Bench], Case]] = {}
-    for memory in ("pinned", "pageable") if device.type == "cuda" else ("pageable",):
-        to_gpu, to_host = (_copy_and_products(to_host, memory == "pinned") for to_host in (False, True))
-        made[f"copy to the GPU, {memory}, then products"] = to_gpu
-        made[f"copy to the host, {memory}, then products"] = to_host
-        made[f"products, then copy to the GPU, {memory}"] = _turned(to_gpu)
-    if device.type == "cuda":
-        made["copy to the GPU, then to the host, pinned"] = _two_copies
-    made["two products that each fill the GPU"] = _two_products
-    made["softmaxes of few rows"] = _softmaxes
-    made["additions of few numbers"] = _additions
-    if device.type == "cuda":
-        made["additions of few numbers, in a CUDA graph"] = _additions
-    return made
+    kernels = {
+        "two products that each fill the GPU": _two_products,
+        "softmaxes of few rows": _softmaxes,
+        "additions of few numbers": _additions,
+    }
+    if device.type != "cuda":
+        return {**kernels, **_copies("pageable")}
+    both_ways = {"copy to the GPU, then to the host, pinned": _two_copies}
+    graph = {"additions of few numbers, in a CUDA graph": _additions}
+    return {**_copies("pinned"), **both_ways, **kernels, **graph, **_copies("pageable")}
+
+
+def _copies(memory: str) -> dict[str, Callable[[Bench], Case]]:
+    to_gpu, to_host = (_copy_and_products(to_host, memory == "pinned") for to_host in (False, True))
+    return {
+        f"copy to the GPU, {memory}, then products": to_gpu,
+        f"copy to the host, {memory}, then products": to_host,
+        f"products, then copy to the GPU, {memory}": _turned(to_gpu),
+    }
 
 
 # -- the cases ----------------------------------------------------------------------------------------------------------
