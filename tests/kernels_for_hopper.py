@@ -7,8 +7,11 @@ the second step compiled.
 """
 
 import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from trainfit.kernels import (
     flash_attention_tma,
     fused_cross_entropy,
     nf4,
+    normed_swiglu,
+    repeated_reads,
     rms_norm,
     rope,
     rows,
@@ -196,6 +201,24 @@ def rotation(dtype: torch.dtype, b: int, n: int, d: int, r: int) -> Call:
     return lambda step: [rope.triton_rotate(q, k, angles, angles, back) for back in (False, True)]
 
 
+def chain(dtype: torch.dtype, n: int, f: int) -> Call:
+    x, weight, y = empty(n, 2 * f, dtype=dtype), empty(2 * f, dtype=dtype), empty(n, f, dtype=dtype)
+    return lambda step: normed_swiglu.triton_into(x, weight, y)
+
+
+def reads(past_l1: bool) -> Call:
+    x, how = empty(512 * repeated_reads.BLOCK, dtype=FP32), repeated_reads.Reads(512, 264, 1, 100)
+    return lambda step: repeated_reads.triton_sums(x, how, past_l1=past_l1)
+
+
+def machine_code(kernel: Any) -> str:
+    """SASS as NVIDIA's disassembler tells it, the instructions' bits left out."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        return subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+
+
 def calls() -> Iterator[tuple[str, Call]]:
     """Name and call, each with other types, alignments or widths of its arguments."""
     yield "adamw fp32", plain_adamw(FP32, False, 2047)
@@ -221,6 +244,10 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "norm of the longest row", norm(FP32, 8191, rms_norm.MAX_SIZE)
     yield "gates large", gates(BF16, 2**18, 14337)
     yield "rotation of a part, large", rotation(BF16, 2**8, 4096, 80, 32)
+    yield "chain bf16", chain(BF16, 32768, 4096)
+    yield "chain large and odd", chain(BF16, 2**20, 2049)
+    for past_l1 in (False, True):
+        yield f"reads {'past' if past_l1 else 'through'} L1", reads(past_l1)
     yield "cross entropy bf16", cross_entropy(BF16, 2048, 131072, 0.0, 0.0)
     yield "cross entropy large, odd, all terms", cross_entropy(BF16, 2**17, 50257, 30.0, 0.1)
     yield "cross entropy fp32", cross_entropy(FP32, 2048, 128256, 0.0, 0.1)
@@ -250,6 +277,7 @@ def main() -> None:
             "kernels": sorted(kernel.name for kernel in kernels),
             "compiled_later": len(set(made) - before - first),
             "spills": sum(".local" in kernel.asm["ptx"] for kernel in kernels),
+            "sass": machine_code(kernels[0]) if name.startswith("reads") else "",
             "shared_bytes": max((kernel.metadata.shared for kernel in kernels), default=0),
         }
     json.dump(told, sys.stdout)

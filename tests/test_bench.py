@@ -92,7 +92,9 @@ def test_autocast_on_a_cpu(low: str) -> None:
         name: tuple(autocast.operation_dtypes(operation, cpu, dtype).values())
         for name, operation in autocast.OPERATIONS.items()
     }
-    assert {found[name] for name in ("linear", "matmul", "bmm", "einsum", "attention (SDPA)")} == {(low, low)}
+    assert {found[name] for name in ("linear", "matmul", "bmm", "einsum", "conv1d", "attention (SDPA)")} == {
+        (low, low)
+    }
     assert {found[name] for name in ("cross_entropy", "mse_loss", "add of fp32", "cat with fp32")} == {
         ("fp32", "fp32")
     }
@@ -109,6 +111,10 @@ def test_autocast_on_a_cpu(low: str) -> None:
         "relu",
         "gelu",
         "silu",
+        "tanh",
+        "dropout",
+        "cumsum",
+        "norm",
     )
     assert {found[name] for name in followers} == {("fp32", low)}
 
@@ -161,27 +167,32 @@ def test_the_least_flops_of_a_step_are_below_the_models() -> None:
 
 def test_a_batch_costs_the_host_its_time_and_a_loader_gives_the_same_ones() -> None:
     there: dict[str, bool | int | float | str] = {
-        "data": "already there",
+        "data": "on the device",
         "pinned": False,
         "workers": 0,
         "prefetch": 0,
     }
-    loaded = dataloader.batches_of({**there, "data": "loaded"}, (16, 8), 0.02)
+    cpu = torch.device("cpu")
+    loaded = dataloader.batches_of({**there, "data": "loaded"}, (16, 8), 0.02, cpu)
     start = time.perf_counter()
     batches = [next(loaded) for _ in range(3)]
     assert time.perf_counter() - start >= 3 * 0.02
     assert {batch.shape for batch in batches} == {torch.Size([16, 8])}
-    assert next(dataloader.batches_of(there, (16, 8), 0.0)).shape == (16, 8)
+    for where in ("on the device", "on the host"):
+        assert next(dataloader.batches_of({**there, "data": where}, (16, 8), 0.0, cpu)).shape == (16, 8)
 
 
 def test_a_loader_without_workers_makes_the_device_wait() -> None:
     rows = run("dataloader", device="cpu", form="tiny").rows
-    alone, first = rows[0], rows[1]
+    alone, on_the_host, first = rows[:3]
+    assert on_the_host.point["data"] == "on the host"
     assert alone.times is not None
     assert "waiting_share" not in alone.numbers
     assert first.times is not None
     assert first.times.median >= dataloader.STEPS["tiny"] * dataloader.PREPARE_S["tiny"]
-    assert first.numbers["waiting_share"] == pytest.approx(1 - alone.times.median / first.times.median)
+    share = first.numbers["waiting_share"]
+    assert share == pytest.approx(1 - alone.times.median / first.times.median)
+    assert first.numbers["waits"] is (float(share) > dataloader.WAITS_FROM) is True
 
 
 def result_of(*rows: BenchRow, experiment: str = "flash") -> BenchResult:

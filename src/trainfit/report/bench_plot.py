@@ -10,6 +10,8 @@ from trainfit.report.plots import MARKERS, MODEL_COLOURS, plain_logarithms, svg
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 
 MEDIAN = "median_s"
+LONGEST_LEVEL_NAME = 20
+"""Letters; longer names of bars are written aslant."""
 Drawn = dict[str, list[tuple[Cell, float]]]
 """Points (x, y) by the name of their line."""
 
@@ -22,6 +24,7 @@ class Axes:
     y: str
     lines: tuple[str, ...]
     only: tuple[tuple[str, str | int], ...] = ()
+    scale: str = "log"
 
 
 AXES: dict[str, Axes] = {
@@ -30,7 +33,9 @@ AXES: dict[str, Axes] = {
     "transformer": Axes("model", MEDIAN, ("precision", "compile"), (("warm-up", 5),)),
     "accumulation": Axes("method", "relative_error", ("floats",)),
     "dataloader": Axes("workers", MEDIAN, ("prefetch", "pinned"), (("data", "loaded"),)),
-    "gpu": Axes("copied_mib", "gb_per_s", ("cache",)),
+    "fusion": Axes("body", "gb_per_s", ("rows",), scale="linear"),
+    "gpu": Axes("set_kib", "gb_per_s", ("level",)),
+    "streams": Axes("case", "gain", ("streams",), scale="linear"),
 }
 """By experiment."""
 OWN_PLOTS: dict[str, Callable[[BenchResult], str | None]] = {"kernels": part_bars, "memory": memory_curves}
@@ -50,13 +55,13 @@ def plot_of(result: BenchResult) -> str | None:
 
     def draw(plt: Any) -> Any:
         figure, area = plt.subplots(figsize=(7.2, 4.4))
-        area.set(yscale="log", xlabel=title(axes.x))
+        area.set(yscale=axes.scale, xlabel=title(axes.x))
         area.set_ylabel("median, s" if axes.y == MEDIAN else title(axes.y))
         if any(isinstance(x, str) for points in drawn.values() for x, _ in points):
             _bars(area, drawn)
         else:
             _lines(area, drawn)
-        area.legend(fontsize=8.5)
+        area.legend(title=", ".join(map(title, axes.lines)), fontsize=8.5, title_fontsize=8.5)
         return figure
 
     return svg(draw, f"bench-{result.experiment}")
@@ -78,6 +83,10 @@ def _bars(area: Any, drawn: Drawn) -> None:
         colour = MODEL_COLOURS[index % len(MODEL_COLOURS)]
         area.bar(at, [y for _, y in points], width=width, color=colour, label=name)
     area.set_xticks(range(len(names)), names)
+    if max(map(len, names)) > LONGEST_LEVEL_NAME:
+        area.tick_params(axis="x", rotation=35)
+        for label in area.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
 
 
 def lines_of(result: BenchResult, axes: Axes) -> Drawn:

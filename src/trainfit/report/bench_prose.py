@@ -35,9 +35,11 @@ def stories() -> dict[str, Story]:
         "attention": Story("Attention: time and memory", ATTENTION, (_unsynchronised(),), "body", "median_s"),
         "dataloader": Story("Loading data while the device computes", DATALOADER),
         "flash": Story("FlashAttention against PyTorch", FLASH, (), "body", "tflops_per_s"),
+        "fusion": Story("One elementwise chain, four ways", FUSION),
         "gpu": Story("What this GPU is", GPU),
         "kernels": Story("Where a training step's time goes", KERNELS, KERNELS_CLAIMS),
         "memory": Story("Memory through a step", MEMORY, MEMORY_CLAIMS),
+        "streams": Story("When a second stream helps", STREAMS, STREAMS_CLAIMS),
         "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
     }
 
@@ -70,15 +72,29 @@ Forward and backward are timed in one run by events on the device, so neither ca
 needs: 4 b n^2 d forward, twice that backward; what a kernel computes a second time is not counted. The memory before backward is what
 the forward's output and saved tensors hold."""
 DATALOADER = """\
-A batch costs the host a fixed time of work; the step is a chain of matrix products. The first row has its batch on the host already: it is
-the least that the loop can take, and the waiting share of the others is what they take beyond it. Workers prepare batches in processes of
-their own, prefetch is how many each keeps ready, pinned memory lets the copy to the GPU go on beside its work."""
+A batch costs the host a fixed time of work; the step is a chain of matrix products. The first row has its batch on the device already: it is
+the least that the loop can take, and the waiting share of the others is what they take beyond it; from 5 % on the device is said to wait.
+A batch that is on the host already shows what the copy alone costs. Workers prepare batches in processes of their own, prefetch is how
+many each keeps ready; pinned memory lets the host ask for the copy and go on, where a copy of pageable memory holds it up."""
 FLASH = """\
 Batch 1, one head, causal: our FlashAttention, PyTorch's own choice of kernel, and attention written out, side by side in one run. FLOPs
 count the pairs that are not masked, once. One head fills few of a large GPU's multiprocessors, so these are rates of small work."""
+FUSION = """\
+x of n rows [n, 2f] goes through RMSNorm and SwiGLU: h = x weight / sqrt(mean(x^2) + eps), y = silu(first half of h) times the second half.
+It is run operation by operation (with the norm written out, and with PyTorch's own), compiled, as one Triton kernel and as one kernel in
+CUDA C++ that nvcc builds on the spot. Least is what any way must move: x, the weight and y, each once. Moved is what the operations read
+and write, each tensor of an operation once, of the compiled chain by the compiler's own count; what one kernel reads again from a cache
+is not counted. GB/s are of the least, so that a way that moves more is slower and not faster; of a copy is that over the GB/s of the first row, a
+copy of as many bytes in the same run. Launches are the profiler's. Every way is checked against fp64 first; the relative error is in the
+table and may be twice that of the chain written out. The cache is flushed before each sample. The small chain is over so soon that its time
+is that of the launches."""
 GPU = """\
-What the driver tells, and what was measured: copies within memory with a flushed and with a warm cache (bytes read and written are both
-counted), square matrix products of random data by dtype beside the data sheet's dense peak, copies to and from the host."""
+What the driver tells, and what was measured. Each level of memory is read again and again by all multiprocessors, in sets that fit
+into it; nothing is written, what was read is added up and checked, and the reads are in the machine code of the loop (a test looks).
+Device memory is read once, with its share of the data sheet's bandwidth. L1 and shared memory are one memory of each multiprocessor, so
+their numbers are about equal. Registers have no row: an instruction names its registers, so their bandwidth is the rate of the
+arithmetic, which the products tell. Then square matrix products of random data by dtype beside the data sheet's dense peak; copies
+within memory with a flushed and with a warm cache (bytes read and written are both counted); copies to and from the host."""
 DAMEK = "https://github.com/damek/cs336-assignment2-systems/blob/main/cs336_systems/outputs"
 GAOYUE = "https://github.com/GAOYUEtianc/Stanford-CS336-assignments/blob/main/assignment2-systems/answers.md"
 KERNELS = """\
@@ -146,6 +162,23 @@ MEMORY_CLAIMS = (
         f"{DAMEK}/memory_viz_report.md",
     ),
 )
+STREAMS = """\
+Two lists of work that do not need each other, in one stream one after the other, and in two streams. Gain is the one time over the other. At
+most is what hiding the shorter list wholly would give, by the parts of the run in one stream (a CUDA graph's parts are not known). Both ways
+leave the same results, which is checked first.
+
+What to look for: a second stream can help where the first leaves something idle. A copy of pinned memory runs on a copy engine beside the
+kernels, each direction has an engine, and kernels of few blocks leave multiprocessors to others. It cannot help where one kernel fills the
+GPU, nor where the GPU waits for the host, as with kernels that are over before the next is asked for; a CUDA graph asks for all of them at
+once. Pageable memory is copied through a buffer by the host, so what is asked for after such a copy begins after it; what was asked for
+before it can go on beside it. The first table is one product by three clocks."""
+STREAMS_CLAIMS = (
+    Claim(
+        "Times by the host's clock around a call that returns before the GPU is done.",
+        "The first table times one product by the host's clock without and with synchronisation, and by events on the device. Without, it is "
+        "the time to ask for the product; where that is less than the data sheet allows, the row says impossible.",
+    ),
+)
 TRANSFORMER = """\
 The course's five sizes on the native decoder, batch 4, 512 tokens, AdamW. One series of steps from the first one on: with w warm-up
 steps the row is of steps w to w + 9. Mean and standard deviation of forward, backward and optimizer are by events on the device."""
@@ -153,7 +186,7 @@ TRANSFORMER_CLAIMS = (
     Claim(
         "Times without warm-up, or of collectives without warm-up, given as the operation's time.",
         "The first step also loads kernels, picks algorithms and fills the allocator; compare the rows of 0 and 5 warm-up steps. The same "
-        "holds of a first all-reduce, which also connects the GPUs.",
+        "holds of a first all-reduce, which also sets up the communicator and connects the GPUs: it is warmed up before it is timed.",
     ),
 )
 

@@ -1,7 +1,7 @@
 """``dataloader``: workers, prefetch and pinned memory, until the device no longer waits for its data.
 
 Each sample is some steps over a loader that is already running. A batch costs the host ``PREPARE_S`` of work (it computes, so workers
-need cores); the step is a chain of matrix products. A step alone, its batch already there, is the least that the loop can take.
+need cores); the step is a chain of matrix products. A step alone, its batch on the device already, is the least that the loop can take.
 """
 
 import time
@@ -20,11 +20,13 @@ from trainfit.spec.bench import BenchRow, Cell
 
 PREPARE_S = {"tiny": 0.001, "full": 0.02}
 SHAPE = {"tiny": (16, 64), "full": (256, 4096)}
-"""Of a batch: 4 MiB, so that what all workers keep ready fits into a container's shared memory."""
+"""Of a batch: 4 MiB. Eight workers that keep eight each need 256 MiB of shared memory; with less a worker ends, and the row says so."""
 PRODUCTS = {"tiny": 2, "full": 64}
 STEPS = {"tiny": 3, "full": 20}
 WORKERS = {"tiny": (0, 1), "full": (0, 1, 2, 4, 8)}
 PREFETCH = {"tiny": (2,), "full": (2, 8)}
+WAITS_FROM = 0.05
+"""Share of its time from which the device is said to wait: the median is known to no better."""
 RULE = {
     "tiny": Rule(warmup=1, min_samples=6, max_samples=6, spread=0.5, cap_s=1.0, flush=False),
     "full": Rule(warmup=1, min_samples=6, max_samples=15, spread=0.05, cap_s=8.0, flush=False),
@@ -48,18 +50,22 @@ class Batches(IterableDataset[Tensor]):
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Without and with pinned memory: the step alone, then with loaders."""
+    """The step alone; then without and with pinned memory a batch that is on the host already, and loaders."""
+    alone_s = None
+    for row in _row(bench, _there("on the device", False), None):
+        alone_s = row.times.median if row.times is not None else None
+        yield row
     for pinned in (False, True) if bench.device.type == "cuda" else (False,):
-        alone_s = None
-        for row in _row(
-            bench, {"workers": 0, "prefetch": 0, "pinned": pinned, "data": "already there"}, None
-        ):
-            alone_s = row.times.median if row.times is not None else None
-            yield row
+        yield from _row(bench, _there("on the host", pinned), alone_s)
         for workers in WORKERS[bench.form]:
             for prefetch in PREFETCH[bench.form] if workers else (0,):
                 point: Point = {"workers": workers, "prefetch": prefetch, "pinned": pinned, "data": "loaded"}
                 yield from _row(bench, point, alone_s)
+
+
+def _there(where: str, pinned: bool) -> Point:
+    """No loader: one batch again and again."""
+    return {"workers": 0, "prefetch": 0, "pinned": pinned, "data": where}
 
 
 def _row(bench: Bench, point: Point, alone_s: float | None) -> Iterator[BenchRow]:
@@ -69,6 +75,7 @@ def _row(bench: Bench, point: Point, alone_s: float | None) -> Iterator[BenchRow
         found: dict[str, Cell] = {"step_s": seconds / STEPS[bench.form]}
         if alone_s is not None:
             found["waiting_share"] = max(0.0, 1 - alone_s / seconds)
+            found["waits"] = found["waiting_share"] > WAITS_FROM
         return found
 
     yield from bench.time([Part(point, rates=rates)], lambda: steps(bench, point), RULE[bench.form])
@@ -78,7 +85,7 @@ def steps(bench: Bench, point: Point) -> Callable[[Lap], object]:
     """A run of ``STEPS`` steps, each on the next batch."""
     shape, device = SHAPE[bench.form], bench.device
     weight = torch.randn(shape[1], shape[1], device=device) / shape[1] ** 0.5
-    batches = batches_of(point, shape, PREPARE_S[bench.form])
+    batches = batches_of(point, shape, PREPARE_S[bench.form], device)
 
     def run(lap: Lap) -> Tensor:
         x = weight
@@ -91,11 +98,15 @@ def steps(bench: Bench, point: Point) -> Callable[[Lap], object]:
     return run
 
 
-def batches_of(point: Point, shape: tuple[int, int], prepare_s: float) -> Iterator[Tensor]:
+def batches_of(
+    point: Point, shape: tuple[int, int], prepare_s: float, device: torch.device
+) -> Iterator[Tensor]:
     """Endless batches as the point asks for them: one that is there already, or a running loader's."""
     source = Batches(shape, prepare_s)
-    if point["data"] == "already there":
+    if point["data"] != "loaded":
         one = next(iter(source))
+        if point["data"] == "on the device":
+            return repeat(one.to(device))
         return repeat(one.pin_memory() if point["pinned"] else one)
     workers = int(point["workers"])
     ahead: dict[str, Any] = {"prefetch_factor": int(point["prefetch"])} if workers else {}

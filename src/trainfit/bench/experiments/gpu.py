@@ -1,4 +1,4 @@
-"""``gpu``: what this device is, what its memory gives at each size of the data, what its matrix units give in each dtype.
+"""``gpu``: what this device is, what each level of its memory gives, what its matrix units give in each dtype.
 
 Numbers of a data sheet that the driver tells are read; bandwidth and matrix products are measured, on random data (zeros make
 a GPU draw less power and run faster) and beside the data sheet.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfit.bench import levels
 from trainfit.bench.experiment import Bench, Experiment, Part, fp32_products, of_work, value
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import Lap
@@ -37,16 +38,17 @@ PROPERTIES = {
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Properties, bandwidth cold and warm, matrix products, copies to and from the host."""
+    """Properties, each level's bandwidth, matrix products, copies cold and warm, copies to and from the host."""
     for quantity, number in properties(bench.device).items():
         yield value({"property": quantity}, value=number)
-    for num_bytes in COPY_BYTES[bench.form]:
-        for cache in ("cold", "warm"):
-            yield from _copy(bench, num_bytes, cache)
+    yield from levels.rows(bench)
     dtypes = CUDA_DTYPES if bench.device.type == "cuda" else CPU_DTYPES
     for size in MATMUL_SIZES[bench.form]:
         for dtype in dtypes:
             yield from _matmul(bench, dtype, size)
+    for num_bytes in COPY_BYTES[bench.form]:
+        for cache in ("cold", "warm"):
+            yield from _copy(bench, num_bytes, cache)
     if bench.device.type == "cuda":
         for pinned in (True, False):
             for direction in ("to the GPU", "to the host"):

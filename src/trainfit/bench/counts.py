@@ -1,0 +1,71 @@
+"""What a run asks of the device, counted and not timed: bytes that its operations move, and kernels that it launches."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class MovedBytes(TorchDispatchMode):
+    """While it is active, adds up what each operation reads and writes: its tensors' elements, each once; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.num_bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return out
+
+
+def moved_bytes(run: Callable[[], object]) -> int:
+    """Bytes that ``run``'s PyTorch operations read and write. A kernel that PyTorch does not dispatch is not seen."""
+    with MovedBytes() as moved:
+        run()
+    return moved.num_bytes
+
+
+def compiled_bytes(first_run: Callable[[], object]) -> int:
+    """Bytes that the kernels of what ``first_run`` compiles read and write, each kernel's buffers once, as Inductor counts them.
+
+    It counts only where its log of metrics is on, and compiles only what is in no cache.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+    from torch._inductor import compile_fx, config, metrics
+
+    log = compile_fx.inductor_metrics_log
+    before, level = metrics.num_bytes_accessed, log.level
+    log.setLevel(logging.INFO)
+    try:
+        with config.patch(fx_graph_cache=False):
+            first_run()
+    finally:
+        log.setLevel(level)
+    counted = metrics.num_bytes_accessed - before
+    if counted == 0:
+        raise RuntimeError("the compiler counted no bytes: nothing was compiled anew")
+    return counted
+
+
+def launches(run: Callable[[], object], device: torch.device) -> int | None:
+    """Kernels and copies that ``run`` starts on a GPU, by the profiler; None where the profiler sees none, as on a CPU."""
+    if device.type != "cuda":
+        return None
+    run()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    events: Any = profiler.events()
+    return sum(e.device_type == DeviceType.CUDA and not e.is_user_annotation for e in events) or None

@@ -1,0 +1,141 @@
+"""``fusion``: one elementwise chain, RMSNorm and SwiGLU, run operation by operation, compiled, in Triton and in CUDA C++.
+
+x [n, 2f] -> y [n, f]: h = x weight / sqrt(mean(x^2) + eps), y = silu(h[:, :f]) h[:, f:]; forward, bf16. Such a chain does next to no
+arithmetic, so its time is its bytes: at least x, the weight and y, each once. The first row is a copy of as many bytes, which is what the
+memory gives in this run. Each body is checked against fp64 before it is timed.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
+from trainfit.bench.experiment import Bench, Experiment, Part, Point
+from trainfit.bench.roofline import Work
+from trainfit.bench.timing import Lap
+from trainfit.kernels import normed_swiglu
+from trainfit.spec.bench import BenchRow, Cell
+
+SHAPES = {"tiny": ((48, 128),), "full": ((32768, 8192), (512, 8192))}
+"""Rows and their size 2f; the second is small: its time is that of asking for kernels."""
+CHUNK_ROWS = 4096
+"""Rows checked at once: fp64 of all would be four times the data."""
+TIMES_EAGER_ERROR = 2.0
+"""A body's error may be so many times that of the chain written out in its dtype."""
+Body = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The chain of x and the weight; its own kernels write into the third, which they are given full of NaN."""
+ON_ANY: dict[str, Body] = {
+    "eager": lambda x, weight, into: normed_swiglu.plain(x, weight),
+    "PyTorch's norm": lambda x, weight, into: normed_swiglu.with_pytorchs_norm(x, weight),
+}
+ON_CUDA = ("compiled", "Triton", "CUDA C++")
+
+
+def run(bench: Bench) -> Iterator[BenchRow]:
+    """Each shape: a copy, then every body; the large shape first."""
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    bodies = [*ON_ANY, *(ON_CUDA if bench.device.type == "cuda" else ())]
+    for n, size in SHAPES[bench.form]:
+        point: Point = {"rows": n, "row size": size}
+        copied_per_s: float | None = None
+        for row in _copy(bench, {**point, "body": "copy"}, least_bytes(n, size, dtype)):
+            copied_per_s = float(row.numbers["gb_per_s"]) if "gb_per_s" in row.numbers else None
+            yield row
+        for name in bodies:
+            yield from _row(bench, {**point, "body": name}, dtype, copied_per_s)
+
+
+def body(name: str) -> Body:
+    """The body called so; a compiled one is compiled anew, for its own shapes."""
+    if name == "compiled":
+        torch._dynamo.reset()
+        chain = torch.compile(normed_swiglu.plain, dynamic=False)
+        return lambda x, weight, into: chain(x, weight)
+    return {**ON_ANY, "Triton": normed_swiglu.triton_into, "CUDA C++": normed_swiglu.cuda_into}[name]
+
+
+def least_bytes(n: int, size: int, dtype: torch.dtype) -> int:
+    """x and the weight read once, y written once."""
+    return (n * size + size + n * (size // 2)) * dtype.itemsize
+
+
+def _copy(bench: Bench, point: Point, num_bytes: int) -> Iterator[BenchRow]:
+    half = num_bytes // 2
+
+    def build() -> Callable[[Lap], object]:
+        source = torch.randint(256, (half,), dtype=torch.uint8, device=bench.device)
+        target = torch.empty_like(source)
+        return lambda lap: target.copy_(source)
+
+    part = Part(point, work=Work(cold_read_bytes=half, write_bytes=half), rates=rates(2 * half, None))
+    yield from bench.time([part], build, numbers={"moved_bytes": 2 * half, "least_bytes": 2 * half})
+
+
+def _row(bench: Bench, point: Point, dtype: torch.dtype, copied_per_s: float | None) -> Iterator[BenchRow]:
+    n, size, name = int(point["rows"]), int(point["row size"]), str(point["body"])
+    least = least_bytes(n, size, dtype)
+    written = n * (size // 2) * dtype.itemsize
+    numbers: dict[str, Cell] = {}
+
+    def build() -> Callable[[Lap], object]:
+        chain, given = body(name), inputs(n, size, dtype, bench.device)
+        numbers.update(counted(name, lambda: chain(*given), least, bench.device), **checked(chain, *given))
+        return lambda lap: chain(*given)
+
+    work = Work(cold_read_bytes=least - written, write_bytes=written)
+    part = Part(point, work=work, rates=rates(least, copied_per_s))
+    yield from bench.time([part], build, numbers=numbers)
+
+
+def rates(least: int, copied_per_s: float | None) -> Callable[[float], dict[str, Cell]]:
+    """GB/s of the bytes that must be moved, and that over what a copy got."""
+
+    def of(seconds: float) -> dict[str, Cell]:
+        per_s = least / seconds / 1e9
+        of_copy: dict[str, Cell] = {"of_a_copy": per_s / copied_per_s} if copied_per_s else {}
+        return {"gb_per_s": per_s, **of_copy}
+
+    return of
+
+
+def inputs(n: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Random x and weight, and a y full of NaN: what a kernel leaves out shows."""
+    x = 3 * torch.randn(n, size, device=device, dtype=dtype)
+    weight = 1 + torch.randn(size, device=device, dtype=dtype) / 4
+    return x, weight, torch.full((n, size // 2), float("nan"), device=device, dtype=dtype)
+
+
+def checked(chain: Body, x: Tensor, weight: Tensor, into: Tensor) -> dict[str, Cell]:
+    """The body's error against fp64, |y - exact| / |exact|.
+
+    Raises:
+        ArithmeticError: it is more than ``TIMES_EAGER_ERROR`` times that of the chain written out, or no number.
+    """
+    y = chain(x, weight, into)
+    off = eager_off = whole = 0.0
+    for some, got in zip(x.split(CHUNK_ROWS), y.split(CHUNK_ROWS), strict=True):
+        exact = normed_swiglu.plain(some.double(), weight.double())
+        off += float((got - exact).square().sum())
+        eager_off += float((normed_swiglu.plain(some, weight) - exact).square().sum())
+        whole += float(exact.square().sum())
+    error, eager = (off / whole) ** 0.5, (eager_off / whole) ** 0.5
+    if y.dtype != x.dtype or not error <= TIMES_EAGER_ERROR * eager:
+        raise ArithmeticError(f"error {error:.3g} against fp64 where the chain written out has {eager:.3g}")
+    return {"relative_error": error}
+
+
+def counted(name: str, run: Callable[[], object], least: int, device: torch.device) -> dict[str, Cell]:
+    """``launches``, and ``moved_bytes``: what the kernels read and write, each of a kernel's tensors once.
+
+    Of PyTorch's operations and of compiled kernels they are counted; a kernel of ours has the chain's own tensors and no others.
+    The first run of a compiled chain must be the one here.
+    """
+    count = {"compiled": compiled_bytes, "Triton": lambda run: least, "CUDA C++": lambda run: least}
+    moved = count.get(name, moved_bytes)(run)
+    number = launches(run, device)
+    known: dict[str, Cell] = {} if number is None else {"launches": number}
+    return {**known, "moved_bytes": moved, "least_bytes": least}
+
+
+EXPERIMENT = Experiment("fusion", run, limit_s=60)

@@ -1,0 +1,287 @@
+"""``streams``: when a second stream helps and when it does not, and what a clock without synchronisation shows.
+
+Each case is two lists of work that do not need each other: first in one stream, one list after the other; then the first list in a side stream
+while the second is in the current one. ``gain`` is the one time over the other; ``at_most`` is what hiding the shorter list wholly would
+give. Both ways leave the same results, which is checked before anything is timed. A CPU's streams do nothing, so there nothing is gained.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.bench.experiment import Bench, Experiment, Part, Point, failures
+from trainfit.bench.roofline import Work
+from trainfit.bench.timing import TOTAL, Lap
+from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.units import MIB
+
+COPY_BYTES = {"tiny": MIB // 4, "full": 256 * MIB}
+PRODUCT_SIZE = {"tiny": 64, "full": 8192}
+SMALL_PRODUCT_SIZE = {"tiny": 32, "full": 4096}
+PRODUCTS = {"tiny": 2, "full": 3}
+"""Of 8192: about as long as the copy of pinned memory on an H200 (3 x 1.5 ms and 4.9 ms)."""
+MANY = {"tiny": 10, "full": 200}
+ROWS, ROW_SIZE = {"tiny": 2, "full": 16}, {"tiny": 256, "full": 131072}
+"""Of a softmax with one block of threads a row: 16 multiprocessors work, the others wait."""
+TOLERANCE = 1e-2
+"""Of |difference| / |result|: a stream may be given another kernel for the same product in bf16."""
+Do = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two lists of work, and the tensors that hold their results."""
+
+    first: Do
+    second: Do
+    results: Sequence[Tensor]
+
+
+def run(bench: Bench) -> Iterator[BenchRow]:
+    """The clocks, then copies beside products and kernels beside kernels; pageable memory, which is slow, last."""
+    yield from _clocks(bench)
+    for name, make in cases(bench.device).items():
+        yield from _both(bench, name, make)
+
+
+def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
+    """By name; those of pinned memory and of CUDA graphs only where there is CUDA."""
+    kernels = {
+        "two products that each fill the GPU": _two_products,
+        "softmaxes of few rows": _softmaxes,
+        "additions of few numbers": _additions,
+    }
+    if device.type != "cuda":
+        return {**kernels, **_copies("pageable")}
+    both_ways = {"copy to the GPU, then to the host, pinned": _two_copies}
+    graph = {"additions of few numbers, in a CUDA graph": _additions}
+    return {**_copies("pinned"), **both_ways, **kernels, **graph, **_copies("pageable")}
+
+
+def _copies(memory: str) -> dict[str, Callable[[Bench], Case]]:
+    to_gpu, to_host = (_copy_and_products(to_host, memory == "pinned") for to_host in (False, True))
+    return {
+        f"copy to the GPU, {memory}, then products": to_gpu,
+        f"copy to the host, {memory}, then products": to_host,
+        f"products, then copy to the GPU, {memory}": _turned(to_gpu),
+    }
+
+
+# -- the cases ----------------------------------------------------------------------------------------------------------
+
+
+def _copy(bench: Bench, to_host: bool, pinned: bool) -> tuple[Do, Tensor]:
+    numel = COPY_BYTES[bench.form] // 4
+    here, there = torch.empty(numel, pin_memory=pinned), torch.randn(numel, device=bench.device)
+    here.copy_(torch.randn(numel, device=bench.device))
+    into, source = (here, there) if to_host else (there, here)
+    return (lambda: into.copy_(source, non_blocking=True)), into
+
+
+def _products(bench: Bench, size: int, count: int) -> tuple[Do, Tensor]:
+    """``count`` times the same product: it is checked and timed, not used."""
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=bench.device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def do() -> None:
+        for _ in range(count):
+            torch.mm(a, b, out=out)
+
+    return do, out
+
+
+def _copy_and_products(to_host: bool, pinned: bool) -> Callable[[Bench], Case]:
+    def make(bench: Bench) -> Case:
+        copy, copied = _copy(bench, to_host, pinned)
+        products, product = _products(bench, PRODUCT_SIZE[bench.form], PRODUCTS[bench.form])
+        return Case(copy, products, (copied, product))
+
+    return make
+
+
+def _turned(make: Callable[[Bench], Case]) -> Callable[[Bench], Case]:
+    """The second list asked for first."""
+
+    def made(bench: Bench) -> Case:
+        case = make(bench)
+        return Case(case.second, case.first, case.results)
+
+    return made
+
+
+def _two_copies(bench: Bench) -> Case:
+    (first, one), (second, other) = _copy(bench, False, True), _copy(bench, True, True)
+    return Case(first, second, (one, other))
+
+
+def _two_products(bench: Bench) -> Case:
+    size = SMALL_PRODUCT_SIZE[bench.form]
+    (first, one), (second, other) = (_products(bench, size, PRODUCTS[bench.form]) for _ in range(2))
+    return Case(first, second, (one, other))
+
+
+def _softmaxes(bench: Bench) -> Case:
+    """Many kernels that each use a part of the GPU, for much longer than the host takes to ask for one."""
+
+    def one() -> tuple[Do, Tensor]:
+        x = torch.randn(ROWS[bench.form], ROW_SIZE[bench.form], device=bench.device)
+        out = torch.empty_like(x)
+        return (lambda: [torch.softmax(x, -1, out=out) for _ in range(MANY[bench.form])]), out
+
+    (first, one_out), (second, other_out) = one(), one()
+    return Case(first, second, (one_out, other_out))
+
+
+def _additions(bench: Bench) -> Case:
+    """Many kernels that are over before the host has asked for the next."""
+
+    def one() -> tuple[Do, Tensor]:
+        x = torch.randn(1024, device=bench.device)
+        out = torch.empty_like(x)
+        return (lambda: [torch.add(x, 1, out=out) for _ in range(MANY[bench.form])]), out
+
+    (first, one_out), (second, other_out) = one(), one()
+    return Case(first, second, (one_out, other_out))
+
+
+# -- one stream and two -------------------------------------------------------------------------------------------------
+
+
+def one_stream(case: Case) -> Callable[[Lap], object]:
+    """The lists one after the other, as laps ``first`` and ``second``."""
+
+    def do(lap: Lap) -> None:
+        lap("first")
+        case.first()
+        lap("second")
+        case.second()
+
+    return do
+
+
+def two_streams(case: Case, device: torch.device) -> Callable[[Lap], object]:
+    """The first list in a side stream, which begins after what was asked before and ends before what is asked after."""
+    streams: Any = torch.get_device_module(device)
+    side = streams.Stream()
+
+    def do(lap: Lap) -> None:
+        current = streams.current_stream()
+        side.wait_stream(current)
+        with streams.stream(side):
+            case.first()
+        case.second()
+        current.wait_stream(side)
+
+    return do
+
+
+def in_a_graph(do: Callable[[Lap], object]) -> Callable[[Lap], object]:
+    """The same kernels, captured once and then asked for all at once; its laps are not told."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        do(lambda name: None)
+    return lambda lap: graph.replay()
+
+
+def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
+    """A row of one stream and one of two."""
+    rule = replace(bench.rule, flush=False)
+    one: Point = {"case": name, "streams": "one"}
+    two: Point = {"case": name, "streams": "two"}
+    graphed = name.endswith("graph")
+    held: list[Case] = []
+
+    def build_one() -> Callable[[Lap], object]:
+        held.append(make(bench))
+        check(held[0], bench.device)
+        do = one_stream(held[0])
+        return in_a_graph(do) if graphed else do
+
+    def build_two() -> Callable[[Lap], object]:
+        do = two_streams(held[0], bench.device)
+        return in_a_graph(do) if graphed else do
+
+    timing = bench.series(build_one, rule)
+    if isinstance(timing, tuple):
+        yield from failures([one, two], *timing)
+        return
+    yield bench.row(Part(one), timing, {})
+    alone = {lap: median(samples) for lap, samples in timing.laps.items()}
+
+    def gained(seconds: float) -> dict[str, Cell]:
+        if not alone:
+            return {}
+        longer = max(alone.get("first", 0.0), alone.get("second", 0.0))
+        at_most: dict[str, Cell] = {"at_most": alone[TOTAL] / longer} if longer else {}
+        return {"gain": alone[TOTAL] / seconds, **at_most}
+
+    yield from bench.time([Part(two, rates=gained)], build_two, rule)
+
+
+def check(case: Case, device: torch.device) -> None:
+    """Run it both ways.
+
+    Raises:
+        ArithmeticError: the results differ.
+    """
+    runs = (one_stream(case), two_streams(case, device))
+    found = []
+    for do in runs:
+        for result in case.results:
+            result.fill_(float("nan"))
+        synchronize(device)
+        do(lambda name: None)
+        synchronize(device)
+        found.append([result.clone() for result in case.results])
+    apart = [
+        float((one - other).float().norm() / one.float().norm()) for one, other in zip(*found, strict=True)
+    ]
+    if not all(distance < TOLERANCE for distance in apart):
+        raise ArithmeticError("one stream and two leave different results")
+
+
+# -- clocks -------------------------------------------------------------------------------------------------------------
+
+
+def _clocks(bench: Bench) -> Iterator[BenchRow]:
+    """The same product by the host's clock without and with synchronisation, and by the device's."""
+    size = PRODUCT_SIZE[bench.form]
+    work = Work(2.0 * size**3, "bf16" if bench.device.type == "cuda" else "fp32")
+    rule = replace(bench.rule, flush=False, max_samples=20)
+    host, device = "the host's clock", "the device's events"
+    for title, on_host, synchronised in (
+        (f"{host}, not synchronised", True, False), (f"{host}, synchronised", True, True), (device, False, False),
+    ):  # fmt: skip
+        build = _product_once(bench, size, synchronised=synchronised)
+        part = Part({"one product timed by": title, "size": size}, work=work)
+        yield from bench.time([part], build, rule, on_host=on_host)
+
+
+def _product_once(bench: Bench, size: int, *, synchronised: bool) -> Callable[[], Callable[[Lap], object]]:
+    def build() -> Callable[[Lap], object]:
+        product, _ = _products(bench, size, 1)
+        product()
+        synchronize(bench.device)
+
+        def do(lap: Lap) -> None:
+            product()
+            if synchronised:
+                synchronize(bench.device)
+
+        return do
+
+    return build
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was asked."""
+    streams: Any = torch.get_device_module(device)
+    streams.synchronize()
+
+
+EXPERIMENT = Experiment("streams", run, limit_s=90)
