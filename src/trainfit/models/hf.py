@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainfit.models.hf_attention import NAME, refuse_config, refuse_model, register_attention
+from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
 
 NOT_THE_ARCHITECTURE = (
@@ -67,8 +67,6 @@ def build_hf(
             value=config.get("model_type"),
         ) from error
     _refuse_encoder(model)
-    if attention == "triton":
-        refuse_model(model)
     if getattr(model, "loss_type", None) is None:
         # Classes whose name does not say it (GPT2LMHeadModel) fall back on this loss too, with a warning.
         model.loss_type = "ForCausalLM"

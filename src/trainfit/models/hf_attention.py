@@ -1,10 +1,12 @@
 """Our FlashAttention kernels in transformers' models, through its registry of attention functions.
 
 What a model asks of attention and our kernels do not do is refused: from its config where that says it, else by the
-arguments that its layers pass. Masks come from transformers' own mask function for SDPA, which gives none where causal
-attention says it all; so a sliding window longer than the sequence runs, and a shorter one is refused.
+arguments that its layers pass. Where plain causal attention says it all there is no mask, else transformers' own for SDPA,
+which is refused: so a sliding window longer than the sequence runs, and a shorter one does not.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -30,21 +32,71 @@ MEANING = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bia
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers, with SDPA's masks; a second call changes nothing."""
+    """Make ``attn_implementation=NAME`` known to transformers; a second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     register()  # Here, not when it first runs: torch.compile cannot trace it.
     AttentionInterface.register(NAME, own_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, own_mask)
+
+
+def own_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **more: Any,
+) -> Tensor | None:
+    """None where plain causal attention is meant, also while it is compiled; else SDPA's mask.
+
+    Args:
+        local_size: of a sliding window, the tokens that one sees.
+        allow_is_causal_skip: False where transformers' caller has masked something else as well.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    sees_all = local_size is None or local_size > kv_length
+    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and sees_all:
+        return None
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip, **more,
+    )  # fmt: skip
+
+
+@contextmanager
+def no_packed_sequences() -> Iterator[None]:
+    """Within it transformers looks for no packed sequences in the positions, which a step never gives.
+
+    It would look at their values, and where it cannot, in a model that is compiled whole, make a mask for the case.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _none_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _none_packed(position_ids: Tensor) -> None:
+    """Each row is one sequence."""
 
 
 def refuse_config(config: Any) -> None:
-    """Nothing, if the config asks nothing of attention that our kernels do not do.
+    """Nothing, if the config's model asks transformers' registry for attention, and nothing that our kernels do not do.
 
     Raises:
-        InputError: the key that does, by its name.
+        InputError: the key that does, by its name, or a class with attention of its own, so that ours would not run.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is not None and not found._supports_attention_backend:
+        _stop(f"{found.__name__} has attention of its own, outside transformers' registry")
     text = config.get_text_config()
     for key in DROPOUTS:
         if getattr(text, key, 0.0):
@@ -61,16 +113,6 @@ def refuse_config(config: Any) -> None:
             field=f"model.config.{SOFTCAP}",
             value=getattr(text, SOFTCAP),
         )
-
-
-def refuse_model(model: Any) -> None:
-    """Nothing, if the model's layers ask transformers' registry for their attention.
-
-    Raises:
-        InputError: they have attention of their own, so ours would not run.
-    """
-    if not model._supports_attention_backend:
-        _stop(f"{type(model).__name__} has attention of its own, outside transformers' registry")
 
 
 def own_attention(

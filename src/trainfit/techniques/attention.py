@@ -92,9 +92,13 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 def apply(recipe: Recipe, draft: Draft) -> None:
     """The backend's context around forward, and around backward, where recomputation runs forward again.
 
-    Of ``triton`` the model knows itself.
+    Of ``triton`` the model knows itself; only masks that transformers makes when it is compiled whole are kept away.
     """
-    if recipe.attention not in BACKENDS:
+    if recipe.attention == "triton":
+        if recipe.compile == "model" and recipe.model.implementation == "hf":
+            from trainfit.models.hf_attention import no_packed_sequences
+
+            draft.around_forward.append(no_packed_sequences)
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
