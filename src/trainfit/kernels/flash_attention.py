@@ -66,11 +66,19 @@ def flash_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """As ``flash_attention``, for code that is compiled: ``register`` has been called. Obeys autocast, as PyTorch's own."""
+    """As ``flash_attention``, for code that is compiled: ``register`` has been called. Obeys autocast, as PyTorch's own.
+
+    The operation differentiates itself: within an autograd.Function torch 2.11's compiler forgets that it may be computed
+    again.
+    """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-    return FlashAttention.apply(q, k, v, is_causal, scale)  # pyright: ignore[reportReturnType]
+    check(q, k, v)
+    scale = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+    if q.dim() == 3:
+        return torch.ops.trainfit.flash_attention(q[:, None], k[:, None], v[:, None], is_causal, scale)[0][:, 0]
+    return torch.ops.trainfit.flash_attention(q, k, v, is_causal, scale)[0]
 
 
 def _forward(
@@ -297,6 +305,9 @@ def register() -> None:
 
     declare("flash_attention", _run_forward, _fake_forward, rehearse=_rehearse_forward)
     declare("flash_attention_backward", _run_backward, _fake_backward, rehearse=_rehearse_backward)
+    torch.library.register_autograd(
+        "trainfit::flash_attention", _differentiate, setup_context=_keep_for_backward
+    )
     # The compiler's memory budget asks torch's counter what is dear to compute again.
     register_flop_formula(torch.ops.trainfit.flash_attention)(_forward_flops)
     register_flop_formula(torch.ops.trainfit.flash_attention_backward)(_backward_flops)
@@ -320,6 +331,20 @@ def _run_backward(
         run = backward_launch(gradient, q, k, v, out, scale, machine_of(q.device))
     with torch.autocast(q.device.type, enabled=False):
         return run(gradient, q, k, v, out, lse, is_causal, scale)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # No zeros for the log-sum-exp's.
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: None) -> Any:
+    dq, dk, dv = torch.ops.trainfit.flash_attention_backward(
+        gradient, *ctx.saved_tensors, ctx.is_causal, ctx.scale
+    )
+    return dq, dk, dv, None, None
 
 
 def _has_kernels(q: Tensor) -> bool:
