@@ -77,7 +77,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: floa
     check(q, k, v)
     scale = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
     if q.dim() == 3:
-        return torch.ops.trainfit.flash_attention(q[:, None], k[:, None], v[:, None], is_causal, scale)[0][:, 0]
+        return torch.ops.trainfit.flash_attention(q[:, None], k[:, None], v[:, None], is_causal, scale)[0][
+            :, 0
+        ]
     return torch.ops.trainfit.flash_attention(q, k, v, is_causal, scale)[0]
 
 

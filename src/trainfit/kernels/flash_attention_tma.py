@@ -81,7 +81,7 @@ def fits(*tensors: Tensor, scale: float) -> bool:
 
 def _first_byte(x: Tensor) -> int:
     """Its address. A fake tensor has none: CUDA's allocator aligns storages to more than is asked here."""
-    return x.storage_offset() * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
 
 
 def _descriptor(x: Tensor, rows: int, d: int) -> Any:

@@ -94,7 +94,7 @@ def refuse_config(config: Any) -> None:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is not None and not found._supports_attention_backend:
         _stop(f"{found.__name__} has attention of its own, outside transformers' registry")
     text = config.get_text_config()

@@ -226,13 +226,15 @@ for _name, _position in {
 @flop_rule("trainfit::flash_attention")
 def own_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
     """Ours (kernels/flash_attention.py): as ``_sdpa``, but causal means that the last query sees every key."""
-    return _own(*args[:4], backward=False)
+    q, k, v, causal = args[:4]
+    return _own(q, k, v, causal, backward=False)
 
 
 @flop_rule("trainfit::flash_attention_backward")
 def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
     """As the forward's rule; five products, also where dQ is computed in a pass of its own, which makes two of them twice."""
-    return _own(*args[1:4], args[6], backward=True)
+    q, k, v = args[1:4]
+    return _own(q, k, v, args[6], backward=True)
 
 
 def _own(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backward: bool) -> OpFlops:
