@@ -27,7 +27,6 @@ BF16 = {"precision": "bf16"}
     ("fields", "field", "remedy"),
     [
         ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "plan.recompute.resolve"),
-        ({"attention": "triton"}, "attention = 'triton'", "sdpa, flash, cudnn, efficient, math, eager"),
         (
             {"parallel": Parallel(shard=2), "hardware": Hardware(count=2)},
             "parallel.shard = 2",

@@ -68,6 +68,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora", rank=4), "recompute": "full"}),
     "eager": (LLAMA, "hf", {"attention": "eager", "precision": "fp32"}),
     "math": (LLAMA, "hf", {"attention": "math"}),
+    "triton": (LLAMA, "hf", {"attention": "triton", "recompute": "full"}),
+    "triton-native": (LLAMA, "native", {"attention": "triton", "precision": "amp-bf16"}),
     "gpt2": (GPT2, "hf", {"precision": "fp32"}),
     "gpt2-amp": (GPT2, "hf", {"precision": "amp-bf16"}),
     "experts": (MIXTRAL, "hf", {}),

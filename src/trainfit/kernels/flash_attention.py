@@ -63,7 +63,25 @@ def flash_attention(
         InputError: shapes, dtypes or a head size that do not fit together.
     """
     register()
-    return FlashAttention.apply(q, k, v, is_causal, scale)  # pyright: ignore[reportReturnType]
+    return attend(q, k, v, is_causal, scale)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """As ``flash_attention``, for code that is compiled: ``register`` has been called. Obeys autocast, as PyTorch's own.
+
+    The operation differentiates itself: within an autograd.Function torch 2.11's compiler forgets that it may be computed
+    again.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    check(q, k, v)
+    scale = scale if scale is not None else 1 / math.sqrt(q.shape[-1])
+    if q.dim() == 3:
+        return torch.ops.trainfit.flash_attention(q[:, None], k[:, None], v[:, None], is_causal, scale)[0][
+            :, 0
+        ]
+    return torch.ops.trainfit.flash_attention(q, k, v, is_causal, scale)[0]
 
 
 def _forward(
@@ -359,20 +377,77 @@ def _shared_bytes(device: torch.device) -> int:
 @cache
 def register() -> None:
     """Make ``torch.ops.trainfit.flash_attention`` and its backward; a second call does nothing."""
-    declare("flash_attention", _run_forward, _fake_forward)
-    declare("flash_attention_backward", _run_backward, _fake_backward)
+    from torch.utils.flop_counter import register_flop_formula
+
+    declare("flash_attention", _run_forward, _fake_forward, rehearse=_rehearse_forward)
+    declare("flash_attention_backward", _run_backward, _fake_backward, rehearse=_rehearse_backward)
+    torch.library.register_autograd(
+        "trainfit::flash_attention", _differentiate, setup_context=_keep_for_backward
+    )
+    # The compiler's memory budget asks torch's counter what is dear to compute again.
+    register_flop_formula(torch.ops.trainfit.flash_attention)(_forward_flops)
+    register_flop_formula(torch.ops.trainfit.flash_attention_backward)(_backward_flops)
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    run = triton_forward if q.is_cuda and q.dtype != torch.float64 else tiled_forward
-    return run(q, k, v, is_causal, scale)
+    from trainfit.kernels.flash_attention_choice import forward_launch, machine_of
+
+    run = forward_launch(q, k, v, scale, machine_of(q.device)) if _has_kernels(q) else tiled_forward
+    with torch.autocast(q.device.type, enabled=False):
+        return run(q, k, v, is_causal, scale)
 
 
 def _run_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = triton_backward if q.is_cuda and q.dtype != torch.float64 else tiled_backward
-    return run(gradient, q, k, v, out, lse, is_causal, scale)
+    from trainfit.kernels.flash_attention_choice import backward_launch, machine_of
+
+    run = tiled_backward
+    if _has_kernels(q):
+        run = backward_launch(gradient, q, k, v, out, scale, machine_of(q.device))
+    with torch.autocast(q.device.type, enabled=False):
+        return run(gradient, q, k, v, out, lse, is_causal, scale)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # No zeros for the log-sum-exp's.
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: None) -> Any:
+    dq, dk, dv = torch.ops.trainfit.flash_attention_backward(
+        gradient, *ctx.saved_tensors, ctx.is_causal, ctx.scale
+    )
+    return dq, dk, dv, None, None
+
+
+def _has_kernels(q: Tensor) -> bool:
+    from trainfit.kernels.flash_attention_choice import has_module
+
+    return q.is_cuda and has_module("triton")
+
+
+def _rehearse_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *, capability: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    from trainfit.kernels.flash_attention_choice import Machine, forward_launch
+    from trainfit.kernels.rehearsal import rehearsed
+
+    launch = forward_launch(q, k, v, scale, Machine(capability))
+    return launch(q, k, v, is_causal, scale, by=rehearsed)
+
+
+def _rehearse_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    *, capability: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from trainfit.kernels.flash_attention_choice import Machine, backward_launch
+    from trainfit.kernels.rehearsal import rehearsed
+
+    launch = backward_launch(gradient, q, k, v, out, scale, Machine(capability))
+    return launch(gradient, q, k, v, out, lse, is_causal, scale, by=rehearsed)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -383,3 +458,14 @@ def _fake_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _forward_flops(q_bhnd: Any, k_bkmd: Any, *_: Any, **__: Any) -> int:
+    """Two products over all pairs, as torch's counter has attention."""
+    b, h, n, d = q_bhnd
+    return 4 * b * h * n * k_bkmd[2] * d
+
+
+def _backward_flops(_: Any, q_bhnd: Any, k_bkmd: Any, *__: Any, **___: Any) -> int:
+    """Five products: scores again, and two for each of the forward's."""
+    return 5 * _forward_flops(q_bhnd, k_bkmd) // 2

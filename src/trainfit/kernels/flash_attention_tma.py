@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 ROWS = 128
 """Rows of a program that prepares the backward; the padded length is a multiple of it and of every BLOCK_M."""
@@ -98,9 +99,14 @@ def fits(*tensors: Tensor, scale: float) -> bool:
     contiguous heads, everything else on multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
     return scale > 0 and all(
         x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.stride(-1) == 1 and x.numel() > 0
-        and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+        and all(stride % 8 == 0 for stride in x.stride()[:-1]) and _first_byte(x) % 16 == 0
         for x in tensors
     )  # fmt: skip
+
+
+def _first_byte(x: Tensor) -> int:
+    """Its address. A fake tensor has none: CUDA's allocator aligns storages to more than is asked here."""
+    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
 
 
 def _descriptor(x: Tensor, rows: int, d: int) -> Any:

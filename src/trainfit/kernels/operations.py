@@ -14,7 +14,12 @@ import torch
 
 
 def declare(
-    name: str, run: Callable[..., Any], fake: Callable[..., Any], *, mutates: Collection[str] = ()
+    name: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    mutates: Collection[str] = (),
+    rehearse: Callable[..., Any] | None = None,
 ) -> None:
     """Make ``torch.ops.trainfit.NAME``; once a name.
 
@@ -23,6 +28,9 @@ def declare(
         fake: gives results of the same shapes, dtypes and strides without values.
         mutates: the arguments that ``run`` writes into. Autograd hears of it, so a backward that still needs what was
             there says so.
+        rehearse: for an operation that allocates more than its results on a GPU: as ``run``, given fake tensors and
+            ``capability`` (that of the GPU), it makes and drops what ``run`` does there, in the same order. The virtual
+            GPU finds it as the operation's attribute of that name (virtual/rehearsed.py).
     """
     operation = f"trainfit::{name}"
     schema = torch.library.infer_schema(run, mutates_args=tuple(mutates))
@@ -36,3 +44,5 @@ def declare(
 
     torch.library.impl(operation, "default", run_and_tell if places else run)
     torch.library.register_fake(operation, fake)
+    if rehearse is not None:
+        getattr(torch.ops.trainfit, name).default.rehearse = rehearse

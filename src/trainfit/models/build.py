@@ -30,8 +30,8 @@ def build_model(
     """The model of ``spec``, its parameters created on ``device`` in ``dtype``.
 
     Args:
-        attention: the recipe's word. ``eager`` writes softmax(QK^T)V out; everything else goes through
-            ``F.scaled_dot_product_attention``, whose backend the caller chooses with ``sdpa_kernel``.
+        attention: the recipe's word. ``eager`` writes softmax(QK^T)V out, ``triton`` runs our kernels; everything else
+            goes through ``F.scaled_dot_product_attention``, whose backend the caller chooses with ``sdpa_kernel``.
         quantize: nf4, int8 or fp8: the decoder blocks' linear layers are frozen and stored so (quantized.py).
 
     Raises:

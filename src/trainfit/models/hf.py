@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
 
 NOT_THE_ARCHITECTURE = (
@@ -21,6 +22,9 @@ NOT_THE_ARCHITECTURE = (
     "transformers_version",
 )
 """Keys of a config.json that name code, storage or versions. The recipe says precision and quantisation."""
+
+IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
+"""The recipe's word -> transformers' name of an attention implementation; the others are backends of SDPA."""
 
 BAD_CONFIG = (
     ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, AssertionError, IndexError, OverflowError,
@@ -43,9 +47,10 @@ def build_hf(
     from transformers import AutoModelForCausalLM
 
     hf_config = hf_config_from(config)
-    chosen = (
-        {} if attention == "sdpa" else {"attn_implementation": "eager" if attention == "eager" else "sdpa"}
-    )
+    chosen = {} if attention == "sdpa" else {"attn_implementation": IMPLEMENTATIONS.get(attention, "sdpa")}
+    if attention == "triton":
+        register_attention()
+        refuse_config(hf_config)
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(

@@ -27,11 +27,14 @@ PEAK_DTYPE = {
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
-SUSTAINED = {"matmul": 0.69, "fp8": 0.62, "attention": 0.33, "memory": 0.59}
+SUSTAINED = {"matmul": 0.69, "fp8": 0.62, "attention": 0.33, "own attention": 0.45, "memory": 0.59}
 """Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16, a plain copy 0.89, the
 causal flash kernel 0.31 to 0.33 of the bf16 peak (docs/log.md): in a step the power limit holds the clocks down, and most
 memory-bound kernels read strided, convert or reduce. fp8 products alone reach 0.66 of theirs (1315 TFLOP/s on an H200, docs/log.md);
-their share in a step is not measured yet and taken to be less by as much as bf16's is."""
+their share in a step is not measured yet and taken to be less by as much as bf16's is. Our own attention is that of its kernels
+alone, in 16 bits, with heads of 64 and 128 and long sequences: forward and backward together 441 and 458 TFLOP/s of an H200's
+989; with other heads it runs slower kernels, of which this does not tell."""
+OWN_ATTENTION = "trainfit.flash_attention"
 KERNEL_S = 2.5e-6
 """Seconds that every kernel takes on top, to start and to drain the GPU."""
 HOST_S_PER_OP = 19e-6
@@ -89,7 +92,10 @@ def op_s(op: Op, gpu: Gpu) -> float:
     """Seconds that the GPU is expected to need for one operation, in one layer; its rates must be known."""
     compute_s, move_s = _least_s(op, gpu)
     is_fp8 = PEAK_DTYPE.get(op.dtype) == "fp8"
-    kind = "attention" if "attention" in op.name else "fp8" if is_fp8 else "matmul"
+    own = op.name.startswith(OWN_ATTENTION) and op.dtype in ("bfloat16", "float16")
+    kind = (
+        "own attention" if own else "attention" if "attention" in op.name else "fp8" if is_fp8 else "matmul"
+    )
     rate = SUSTAINED[kind] if compute_s > move_s else SUSTAINED["memory"]
     return max(compute_s, move_s) / rate + op.calls * KERNEL_S
 

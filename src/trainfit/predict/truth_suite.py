@@ -4,7 +4,8 @@
 families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and sizes, and keeps
 those that the techniques allow and whose predicted peak lies between ``SMALLEST`` and the card's size.
 ``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both sides. ``--technique NAME`` (or
-``all``) draws recipes that ask for one technique, half of them for it alone (truth_techniques.py).
+``all``) draws recipes that ask for one technique, half of them for it alone (truth_techniques.py), or for
+``attention: triton`` (``attention_triton``, truth_values.py).
 
 Half of them, chosen by a hash of the recipe, may be learned from; the other half is looked at only at the end.
 """
@@ -17,11 +18,13 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
+from trainfit.predict import truth_values
 from trainfit.predict.estimate import predict
 from trainfit.predict.truth_draws import draw
 from trainfit.predict.truth_techniques import LONGEST_STEP_S, TECHNIQUES, draw_for
@@ -99,19 +102,27 @@ def _with_room(kept: tuple[Recipe, Estimate]) -> Recipe | None:
 def generate_for(technique: str, count: int, seed: int, gpu: str, *, jobs: int = 1) -> Iterator[Recipe]:
     """``count`` different recipes that ask for one technique, the first half for it alone, from a seed of its own."""
     found: set[str] = set()
+    most_bytes = truth_values.MOST_BYTES if technique in truth_values.DRAWS else None
     with ProcessPoolExecutor(jobs) as pool:
         for combined, upto in ((False, -(-count // 2)), (True, count)):
             chance = random.Random(f"{technique} {'combined' if combined else 'alone'} {seed}")
             while len(found) < upto:
-                drawn = [draw_for(technique, chance, gpu, combined=combined) for _ in range(4 * jobs)]
-                for recipe in pool.map(_quick, drawn):
+                drawn = [_one_for(technique, chance, gpu, combined=combined) for _ in range(4 * jobs)]
+                for recipe in pool.map(partial(_quick, most_bytes=most_bytes), drawn):
                     if recipe is not None and recipe.id not in found and len(found) < upto:
                         found.add(recipe.id)
                         print(f"{technique}: {len(found)} of {count} recipes", file=sys.stderr, flush=True)
                         yield recipe
 
 
-def _quick(data: dict[str, Any]) -> Recipe | None:
+def _one_for(technique: str, chance: random.Random, gpu: str, *, combined: bool) -> dict[str, Any]:
+    own = truth_values.DRAWS.get(technique)
+    if own is not None:
+        return own(chance, gpu, combined=combined)
+    return draw_for(technique, chance, gpu, combined=combined)
+
+
+def _quick(data: dict[str, Any], most_bytes: int | None = None) -> Recipe | None:
     """As ``_fitting``, with steps short enough for a suite of every technique.
 
     A compiled recipe is judged by its eager twin, which is traced in seconds and not in minutes.
@@ -128,6 +139,8 @@ def _quick(data: dict[str, Any]) -> Recipe | None:
         twin["recompute"] = "none"
     kept = allowed(twin)
     if kept is None or (kept[1].step_s or 0) > LONGEST_STEP_S or _with_room(kept) is None:
+        return None
+    if most_bytes is not None and kept[1].peak_allocated_bytes > most_bytes:
         return None
     return recipe
 
@@ -171,15 +184,15 @@ def _asked(options: argparse.Namespace) -> Iterator[Recipe]:
             options.count, options.seed, options.gpu, near_card=options.near_card,
             compiled_share=options.compiled_share, jobs=options.jobs,
         )  # fmt: skip
-    known = options.technique == "all" or options.technique in TECHNIQUES
-    if not known:
+    every = (*TECHNIQUES, *truth_values.DRAWS)
+    if options.technique not in ("all", *every):
         raise InputError(
             "no technique of that name",
-            f"write all, or one of {', '.join(TECHNIQUES)}",
+            f"write all, or one of {', '.join(every)}",
             field="--technique",
             value=options.technique,
         )
-    names = TECHNIQUES if options.technique == "all" else (options.technique,)
+    names = every if options.technique == "all" else (options.technique,)
     return itertools.chain.from_iterable(
         generate_for(name, options.count, options.seed, options.gpu, jobs=options.jobs) for name in names
     )

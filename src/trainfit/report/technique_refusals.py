@@ -26,7 +26,7 @@ MORE: dict[str, tuple[Data, ...]] = {
     ),
     "adamw": tuple({"optimizer": {"name": "adamw", "implementation": way}} for way in ("fused", "forloop")),
     "adamw_low_bit": ({"optimizer": {"name": "adamw4bit", "implementation": "forloop"}},),
-    "attention": tuple({"attention": name} for name in ("flash", "efficient", "math")),
+    "attention": tuple({"attention": name} for name in ("flash", "efficient", "math", "triton")),
     "loader": ({"loader": {"prefetch": 4}},),
     "muon": ({"optimizer": {"name": "muon", "momentum": 0.0}},),
     "offload_weights": ({"offload": {"weights": True}, "recompute": "full"},),

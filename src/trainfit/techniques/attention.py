@@ -1,25 +1,33 @@
 """Attention backends: which kernel runs ``scaled_dot_product_attention``.
 
 ``sdpa`` leaves the choice to PyTorch; flash, cudnn, efficient and math allow that one only, so a shape or device that
-it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) is chosen where the model is
-built. Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
+it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) and ``triton`` (our own
+FlashAttention kernels, kernels/flash_attention.py) are chosen where the model is built, ``triton`` in transformers' models
+through their registry of attention functions. Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
 
-Helps where sequences are long: ``flash``, ``cudnn`` and ``efficient`` never hold the s x s scores that ``eager`` and ``math``
-save for the backward. On Hopper cuDNN's kernel is the fastest of them for long sequences.
+Helps where sequences are long: ``flash``, ``cudnn``, ``efficient`` and ``triton`` never hold the s x s scores that ``eager`` and
+``math`` save for the backward. On Hopper cuDNN's kernel is the fastest of PyTorch's for long sequences; ``triton`` has fast
+kernels for 16-bit heads of 64 and 128 there, and plain ones for all else, fp32 and any head size up to 256 included.
 
-Costs no quality: all compute the same attention, in another order of sums.
+Costs no quality: all compute the same attention, in another order of sums. The last bits of ``triton``'s gradients differ from
+run to run unless ``torch.use_deterministic_algorithms`` is on, when it takes slower kernels.
 
 Refuses, on the GPU and the virtual one alike, what the kernel cannot do: ``efficient`` has no grouped-query form, so models
-with fewer key-value heads than query heads fail with it ("No available kernel").
+with fewer key-value heads than query heads fail with it ("No available kernel"); ``triton`` takes no mask (a sliding window
+shorter than the sequence, ALiBi), no attention dropout, no capped scores or sinks, no heads over 256 or of two sizes, and no
+transformers model with attention outside the registry.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
-COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager")}
+COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton")}
 
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -31,18 +39,33 @@ BACKENDS = {
 HALF_ONLY = ("flash", "cudnn")
 """Kernels that take fp16 and bf16 only."""
 CUDA_ONLY = ("cudnn", "efficient")
+LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities with the 227 KiB of shared memory a block that the tiles of ``triton`` are cut for."""
 
 
 def applies(recipe: Recipe) -> bool:
-    return recipe.attention in BACKENDS
+    return recipe.attention in BACKENDS or recipe.attention == "triton"
 
 
 def check(recipe: Recipe) -> None:
-    """Flash and cuDNN attention compute in 16 bits."""
+    """Flash and cuDNN attention compute in 16 bits; our kernels' tiles are cut for Hopper's shared memory."""
+    if recipe.attention == "triton":
+        _check_gpu(recipe)
     if recipe.attention in HALF_ONLY and recipe.precision == "fp32":
         raise InputError(
             "this kernel takes fp16 and bf16 only, and precision is fp32",
             "use efficient, math or sdpa, or precision: bf16 or amp-bf16",
+            field="attention",
+            value=recipe.attention,
+        )
+
+
+def _check_gpu(recipe: Recipe) -> None:
+    gpu = find_gpu(recipe.hardware.gpu)
+    if gpu.compute_capability is not None and gpu.compute_capability not in LARGE_SHARED_MEMORY:
+        raise InputError(
+            f"its tiles are cut for the shared memory of Hopper and data-centre Blackwell, which {gpu.title} has not",
+            "use sdpa or flash",
             field="attention",
             value=recipe.attention,
         )
@@ -57,10 +80,26 @@ def check_device(recipe: Recipe, device_type: str) -> None:
             field="attention",
             value=recipe.attention,
         )
+    if device_type == "cuda" and recipe.attention == "triton" and find_spec("triton") is None:
+        raise InputError(
+            "Triton is not installed",
+            "install triton, or use attention: sdpa",
+            field="attention",
+            value="triton",
+        )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """The backend's context around forward, and around backward, where recomputation runs forward again."""
+    """The backend's context around forward, and around backward, where recomputation runs forward again.
+
+    Of ``triton`` the model knows itself; only masks that transformers makes when it is compiled whole are kept away.
+    """
+    if recipe.attention == "triton":
+        if recipe.compile == "model" and recipe.model.implementation == "hf":
+            from trainfit.models.hf_attention import no_packed_sequences
+
+            draft.around_forward.append(no_packed_sequences)
+        return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = getattr(SDPBackend, BACKENDS[recipe.attention])

@@ -223,6 +223,27 @@ for _name, _position in {
     flop_rule(f"aten::_scaled_dot_product_{_name}")(_backward_rule(_position))
 
 
+@flop_rule("trainfit::flash_attention")
+def own_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
+    """Ours (kernels/flash_attention.py): as ``_sdpa``, but causal means that the last query sees every key."""
+    q, k, v, causal = args[:4]
+    return _own(q, k, v, causal, backward=False)
+
+
+@flop_rule("trainfit::flash_attention_backward")
+def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
+    """As the forward's rule; five products, also where dQ is computed in a pass of its own, which makes two of them twice."""
+    q, k, v = args[1:4]
+    return _own(q, k, v, args[6], backward=True)
+
+
+def _own(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backward: bool) -> OpFlops:
+    (batch, heads, seq_q, dim), seq_k = q.shape, k.shape[2]
+    # Counted from the last pair on, keys and queries change places in ``pairs``.
+    seen = pairs(seq_k, seq_q, causal)
+    return attention(batch * heads, seen, seq_q * seq_k, dim, v.shape[3], backward=backward)
+
+
 @flop_rule("aten::_flash_attention_forward")
 def flash_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
     """Tensors [batch, seq, heads, head_dim]. None for packed sequences, whose lengths are on the device."""

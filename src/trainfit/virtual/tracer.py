@@ -32,6 +32,7 @@ from trainfit.virtual.ledger import (
 )
 from trainfit.virtual.op_kinds import COPY_DIRECTIONS
 from trainfit.virtual.places import NOWHERE, Place, Places
+from trainfit.virtual.rehearsed import Rehearsal, rehearse
 from trainfit.virtual.temporaries import GpuTraits, as_allocated, output_bytes, temporaries
 from trainfit.virtual.traffic import bytes_moved
 from trainfit.virtual.workspaces import Workspaces
@@ -212,6 +213,10 @@ class Tracer(TorchDispatchMode):
         if func in READS_VALUE:
             return read(args[0])
         func = as_the_engine_does(func, args, kwargs)
+        rehearsed = rehearse(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
+        if rehearsed is not None:
+            self._record(func, args, kwargs, *rehearsed)
+            return rehearsed[0]
         out = run(func, args, kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
@@ -224,7 +229,9 @@ class Tracer(TorchDispatchMode):
             return self.residence.on_host
         return all(is_host(t) for t in tensors)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, out: Any, rehearsal: Rehearsal | None = None
+    ) -> None:
         outputs = _tensors(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
@@ -239,6 +246,9 @@ class Tracer(TorchDispatchMode):
             for t in args:
                 if t.is_meta:
                     self._host.setdefault(t.untyped_storage()._cdata, (t.untyped_storage(), place.group))
+        if rehearsal is not None:
+            self._replay(rehearsal, fresh, op, place, str(func))
+            return
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
         for n, t in as_allocated(func, fresh) if self.gpu else fresh:
             owner = owners[n] if len(owners) == len(outputs) else place
@@ -255,6 +265,24 @@ class Tracer(TorchDispatchMode):
             self._add_storage(num_bytes, -1, "workspace", NO_LAYER, "workspace")
         if self.gpu:
             self._add_scratch(temporaries(func, args, kwargs, out, gpu=self.gpu), op, place, str(func))
+
+    def _replay(
+        self, rehearsal: Rehearsal, fresh: list[tuple[int, Tensor]], op: int, place: Place, name: str
+    ) -> None:
+        """Allocations and frees in the order of the rehearsal; what it did not give back is scratch."""
+        results = {rehearsal.number_of(t): (n, t) for n, t in fresh}
+        scratch: dict[int, int] = {}
+        for number, is_free in rehearsal.changes:
+            if number in results:
+                n, t = results[number]
+                self._allocate(t, str(n), op, place, None)
+            elif is_free and number in scratch:
+                self.ledger.events.append(Event(FREE, scratch[number], place.group, self._segment))
+            elif rehearsal.num_bytes[number]:
+                slot = f"{place.slot}/{name}/scratch"
+                scratch[number] = self._add_storage(
+                    rehearsal.num_bytes[number], op, slot, place.group, "temporary"
+                )
 
     def _is_fresh(self, t: Tensor) -> bool:
         return t.device.type != "meta" and t.untyped_storage()._cdata not in self._live

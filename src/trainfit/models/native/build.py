@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from trainfit.kernels.flash_attention import register
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.models.native.families import native_config
 
@@ -16,6 +17,6 @@ def build_native(
     Raises:
         InputError: a family or a key that native cannot express.
     """
-    return NativeDecoder(
-        native_config(config), eager=attention == "eager", dtype=dtype, device=torch.device(device)
-    )
+    if attention == "triton":
+        register()  # Here, not when it first runs: torch.compile cannot trace it.
+    return NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainfit.kernels.flash_attention import attend
 from trainfit.models.native import positions
 from trainfit.models.native.config import NativeConfig
 from trainfit.spec.errors import InputError
@@ -64,11 +65,11 @@ class UnfusedRMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Grouped-query causal self-attention; query head i reads key-value head i * k // h."""
+    """Grouped-query causal self-attention; query head i reads key-value head i * k // h. ``kind``: the recipe's word."""
 
-    def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.config, self.eager = config, eager
+        self.config, self.kind = config, kind
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.heads = [heads, groups, groups]
         self.qkv = Linear(config.hidden_size, sum(self.heads) * d, config.attention_bias, device, dtype)
@@ -94,8 +95,10 @@ class Attention(nn.Module):
         if place.slopes is not None:
             bias = positions.additive_bias(self.config, s, place.slopes, q.dtype, q.device)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self.eager:
+        if self.kind == "eager":
             attended = eager_attention(q, k, v, bias, SOFTMAX[self.config.softmax])
+        elif self.kind == "triton":
+            attended = own_attention(q, k, v, bias)
         else:
             attended = sdpa(q, k, v, bias)
         return self.out(attended.transpose(1, 2).reshape(b, s, -1))
@@ -108,6 +111,18 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
         return F.scaled_dot_product_attention(q_bhsd, k_bksd, v_bksd, is_causal=True, enable_gqa=groups > 1)
     k, v = repeat_heads(k_bksd, groups), repeat_heads(v_bksd, groups)
     return F.scaled_dot_product_attention(q_bhsd, k, v, attn_mask=bias)
+
+
+def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
+    """Our FlashAttention kernels (kernels/flash_attention.py), which know no scores but plain causal ones."""
+    if bias is not None:
+        raise InputError(
+            "its kernels add nothing to the scores, which ALiBi, a sliding window or a prefix asks for",
+            "use attention: sdpa, efficient or eager",
+            field="attention",
+            value="triton",
+        )
+    return attend(q_bhsd, k_bksd, v_bksd, True)
 
 
 def unfused_softmax(x: Tensor) -> Tensor:
@@ -181,11 +196,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Pre: ``x + part(norm(x))``. Post: ``norm(x + part(x))`` (Vaswani et al. 2017, arXiv:1706.03762, section 3.1)."""
 
-    def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.post = config.norm_placement == "post"
         self.attention_norm = norm(config, config.hidden_size, dtype, device)
-        self.attention = Attention(config, eager=eager, dtype=dtype, device=device)
+        self.attention = Attention(config, kind=kind, dtype=dtype, device=device)
         self.mlp_norm = norm(config, config.hidden_size, dtype, device)
         self.mlp = FeedForward(config, dtype=dtype, device=device)
 
@@ -200,7 +215,7 @@ class Block(nn.Module):
 class NativeDecoder(nn.Module):
     """A causal language model; ``config_json`` is the mapping it was built from, written beside saved weights."""
 
-    def __init__(self, config: NativeConfig, *, eager: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, config: NativeConfig, *, kind: str, dtype: torch.dtype, device: torch.device):
         super().__init__()
         self.config = config
         self.num_prefix = 0
@@ -212,7 +227,7 @@ class NativeDecoder(nn.Module):
             Embedding(config.max_position_embeddings, e, dtype=dtype, device=device) if learned else None
         )
         self.layers = nn.ModuleList(
-            Block(config, eager=eager, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
+            Block(config, kind=kind, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
         )
         # A post-norm block ends in a norm; a last one would be its repetition.
         self.norm = norm(config, e, dtype, device) if config.norm_placement == "pre" else nn.Identity()

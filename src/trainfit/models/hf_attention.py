@@ -1,0 +1,151 @@
+"""Our FlashAttention kernels in transformers' models, through its registry of attention functions.
+
+What a model asks of attention and our kernels do not do is refused: from its config where that says it, else by the
+arguments that its layers pass. Where plain causal attention says it all there is no mask, else transformers' own for SDPA,
+which is refused: so a sliding window longer than the sequence runs, and a shorter one does not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from trainfit.kernels.flash_attention import MAX_HEAD_SIZE, attend, register
+from trainfit.spec.errors import InputError
+
+NAME = "trainfit_triton"
+"""In transformers' registry. A name with "flash", "sdpa" or "flex" in it would be taken for one of transformers' own."""
+REMEDY = "use attention: sdpa or eager"
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+SOFTCAP = "attn_logit_softcapping"
+"""Keys of the config classes."""
+NO_MATTER = frozenset(
+    """
+    sliding_window position_ids output_attentions output_hidden_states use_cache cache_position return_dict
+    num_items_in_batch logits_to_keep past_key_values
+    """.split()
+)
+"""Arguments that layers pass on and that change nothing here: a window shorter than the sequence comes with a mask."""
+MEANING = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bias": "a bias on the scores"}
+"""Arguments that change the result."""
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation=NAME`` known to transformers; a second call changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    register()  # Here, not when it first runs: torch.compile cannot trace it.
+    AttentionInterface.register(NAME, own_attention)
+    AttentionMaskInterface.register(NAME, own_mask)
+
+
+def own_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **more: Any,
+) -> Tensor | None:
+    """None where plain causal attention is meant, also while it is compiled; else SDPA's mask.
+
+    Args:
+        local_size: of a sliding window, the tokens that one sees.
+        allow_is_causal_skip: False where transformers' caller has masked something else as well.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    sees_all = local_size is None or local_size > kv_length
+    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and sees_all:
+        return None
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip, **more,
+    )  # fmt: skip
+
+
+@contextmanager
+def no_packed_sequences() -> Iterator[None]:
+    """Within it transformers looks for no packed sequences in the positions, which a step never gives.
+
+    It would look at their values, and where it cannot, in a model that is compiled whole, make a mask for the case.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _none_packed
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def _none_packed(position_ids: Tensor) -> None:
+    """Each row is one sequence."""
+
+
+def refuse_config(config: Any) -> None:
+    """Nothing, if the config's model asks transformers' registry for attention, and nothing that our kernels do not do.
+
+    Raises:
+        InputError: the key that does, by its name, or a class with attention of its own, so that ours would not run.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if found is not None and not found._supports_attention_backend:
+        _stop(f"{found.__name__} has attention of its own, outside transformers' registry")
+    text = config.get_text_config()
+    for key in DROPOUTS:
+        if getattr(text, key, 0.0):
+            raise InputError(
+                "attention: triton drops nothing out",
+                f"set it to 0, or {REMEDY}",
+                field=f"model.config.{key}",
+                value=getattr(text, key),
+            )
+    if getattr(text, SOFTCAP, None) is not None:
+        raise InputError(
+            "attention: triton caps no scores",
+            REMEDY,
+            field=f"model.config.{SOFTCAP}",
+            value=getattr(text, SOFTCAP),
+        )
+
+
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **asked: Any,
+) -> tuple[Tensor, None]:
+    """Output [b, s, h, d] of query [b, h, s, d], key and value [b, k, s, d]; no attention weights.
+
+    Raises:
+        InputError: a mask, dropout, unequal head sizes or lengths, or an argument that is not known.
+    """
+    if attention_mask is not None:
+        _stop("the model needs a mask: a sliding window shorter than the sequence, padding or a prefix")
+    if dropout:
+        _stop("the model drops attention out")
+    if query.shape[2] != key.shape[2]:
+        _stop("the model attends to past keys")
+    d, d_v = query.shape[-1], value.shape[-1]
+    if d != d_v or d > MAX_HEAD_SIZE:
+        _stop(f"head size {d} with values of {d_v}: the kernels take equal ones up to {MAX_HEAD_SIZE}")
+    for name, setting in asked.items():
+        if name not in NO_MATTER and setting is not None and setting is not False:
+            _stop(f"the model asks for {MEANING.get(name, 'what is not known here')} ({name})")
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    return attend(query, key, value, causal, scaling).transpose(1, 2).contiguous(), None
+
+
+def _stop(problem: str) -> NoReturn:
+    raise InputError(problem, REMEDY, field="attention", value="triton")

@@ -1,0 +1,379 @@
+"""``attention: triton`` in whole steps: equal to attention written out, known to the virtual GPU, refused where it must be.
+
+On a CPU the operation runs its tiled PyTorch body. What the kernels compute is in test_flash_attention.py, what a GPU
+allocates in test_attention_triton_cuda.py.
+"""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tiny_recipe import TINY_LLAMA, tiny_recipe
+from trainfit.catalog.load import model_config
+from trainfit.kernels import flash_attention, flash_attention_tma
+from trainfit.kernels.flash_attention_choice import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_WITHOUT_GLUON,
+    REPEATABLE_BACKWARD,
+    Machine,
+    backward_launch,
+    forward_launch,
+    has_module,
+)
+from trainfit.predict import truth_values
+from trainfit.predict.trace import trace
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Adapter, Batch, Budget, Every, Hardware, Offload, Recipe, Selective
+from trainfit.step import Step, assemble
+from trainfit.techniques import registry
+from trainfit.virtual.flops import count
+from trainfit.virtual.ledger import ALLOCATE, MIDDLE, Ledger
+from virtual_runs import recipe_of, steady, with_layers
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FORWARD_OP, BACKWARD_OP = "trainfit.flash_attention.default", "trainfit.flash_attention_backward.default"
+
+
+def gradients(recipe: Recipe, **how: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one step."""
+    step: Step = assemble(recipe, CPU, **how)
+    found: dict[str, torch.Tensor] = {}
+
+    def on_phase(phase: str) -> None:
+        if phase == "optimizer":
+            found.update((n, p.grad.clone()) for n, p in step.model.named_parameters() if p.grad is not None)
+
+    return step(step.random_batches(), on_phase).item(), found
+
+
+def grad(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def assert_as_eager(fields: dict[str, Any], code: str, atol: float = 1e-6, **how: Any) -> None:
+    kept = {key: value for key, value in fields.items() if key not in ("compile", "recompute", "offload")}
+    expected_loss, expected = gradients(tiny_recipe(code, **kept, attention="eager"))
+    loss, found = gradients(tiny_recipe(code, **fields, attention="triton"), **how)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=atol)
+
+
+SAVE_ATTENTION = Selective.model_validate({"selective": {"save": ("attention",)}})
+LORA = Adapter(kind="lora", rank=4)
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recomputed": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "attention kept": {"recompute": SAVE_ATTENTION},
+    "every second": {"recompute": Every(every=2)},
+    "accumulated": {"batch": Batch(micro=2, seq=17, accumulate=2)},
+    "adapter": {"adapter": LORA},
+    "offloaded": {"recompute": "full", "offload": Offload(activations=True)},
+}
+
+
+@pytest.mark.parametrize("code", ["native", "hf"])
+@pytest.mark.parametrize("name", STEPS)
+def test_loss_and_gradients_are_those_of_attention_written_out(name: str, code: str) -> None:
+    assert_as_eager(STEPS[name], code)
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "block": {"compile": "block"},
+    "model": {"compile": "model"},
+    "selective": {"compile": "block", "recompute": "selective"},
+    "budget": {"compile": "model", "recompute": Budget(budget=0.3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [(n, "native") for n in COMPILED] + [("block", "hf"), ("model", "hf")]
+)
+def test_compiled_steps_too(name: str, code: str) -> None:
+    torch._dynamo.reset()
+    # transformers' own wrappers around a whole model break the graph; a block must be one.
+    whole = code == "native" or name == "block"
+    assert_as_eager(
+        COMPILED[name], code, compiler=lambda module: module.compile(backend="aot_eager", fullgraph=whole)
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp-bf16", "amp-fp16"])
+@pytest.mark.parametrize("code", ["native", "hf"])
+def test_low_precision_is_as_near_to_fp32_as_written_out(precision: Any, code: str) -> None:
+    weights = assemble(tiny_recipe(code, precision="bf16"), CPU).model.state_dict()
+
+    def found(attention: Any, precision: Any) -> tuple[float, torch.Tensor]:
+        step = assemble(tiny_recipe(code, attention=attention, precision=precision), CPU)
+        step.model.load_state_dict(weights)
+        loss = step.loss(step.random_batches()[0])
+        loss.backward()
+        return loss.item(), torch.cat([grad(p).flatten().float() for p in step.model.parameters()])
+
+    exact, eager, ours = found("eager", "fp32"), found("eager", precision), found("triton", precision)
+    assert ours[0] == pytest.approx(exact[0], rel=2e-3)
+    assert (ours[1] - exact[1]).norm() <= 1.5 * (eager[1] - exact[1]).norm()
+
+
+def test_autocast_casts_the_inputs_and_no_product_inside() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
+    with torch.autocast("cpu", dtype=BF16):
+        mixed = flash_attention.flash_attention(q, k.half(), v, True)
+    assert mixed.dtype == BF16
+    assert torch.equal(
+        mixed, flash_attention.flash_attention(q.bfloat16(), k.half().bfloat16(), v.bfloat16(), True)
+    )
+
+
+# -- refusals
+
+
+def refused(config: dict[str, Any], match: str, code: Any = "hf", **fields: Any) -> None:
+    with pytest.raises(InputError, match=match) as error:
+        trace(recipe_of(config, code, **{"attention": "triton", **fields}))
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_model_needs_and_the_kernels_do_not_do_is_refused_in_one_line() -> None:
+    refused(with_layers("gpt2", 2), r"model\.config\.attn_pdrop = 0\.1.*set it to 0, or use attention: sdpa")
+    refused(TINY_LLAMA | {"attention_dropout": 0.2}, r"model\.config\.attention_dropout = 0\.2")
+    refused(with_layers("gemma-2-2b", 2), r"model\.config\.attn_logit_softcapping = 50\.0.*caps no scores")
+    refused(with_layers("bloom-560m", 2), "attention of its own.*sdpa or eager")
+    refused(with_layers("falcon-7b", 2), "attention of its own")
+    refused(with_layers("mistral-7b-v0.1", 2) | {"sliding_window": 32}, "needs a mask: a sliding window")
+    refused(with_layers("deepseek-v2-lite", 2), "head size 192 with values of 128")
+    refused(TINY_LLAMA | {"head_dim": 320}, "head size 320.*up to 256")
+    sinks = {"model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "vocab_size": 128}  # fmt: skip
+    refused(sinks, r"attention sinks \(s_aux\)")
+
+
+TINY_NATIVE = {
+    "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64,
+}  # fmt: skip
+
+
+def test_native_refuses_what_is_added_to_the_scores() -> None:
+    refused(with_layers("mistral-7b-v0.1", 2) | {"sliding_window": 32}, "ALiBi, a sliding window", "native")
+    alibi = {**TINY_NATIVE, "position_embedding": "alibi"}
+    refused(alibi, "ALiBi, a sliding window", "native")
+    refused(alibi, "ALiBi, a sliding window", "native", compile="block")
+
+
+def test_a_window_longer_than_the_sequence_runs() -> None:
+    config = with_layers("mistral-7b-v0.1", 2)
+    assert config["sliding_window"] > 64
+    for code in ("hf", "native"):
+        assert ops_named(trace(recipe_of(config, code, attention="triton")), FORWARD_OP)
+
+
+def test_a_gpu_with_less_shared_memory_is_refused_and_so_is_one_without_triton(monkeypatch: Any) -> None:
+    asked = tiny_recipe(attention="triton", hardware=Hardware(gpu="a100-sxm4-80gb"), precision="bf16")
+    with pytest.raises(InputError, match="shared memory of Hopper"):
+        registry.check(asked)
+    monkeypatch.setattr("trainfit.techniques.attention.find_spec", lambda name: None)
+    registry.check_device(asked, "cpu")
+    with pytest.raises(InputError, match="Triton is not installed"):
+        registry.check_device(asked, "cuda")
+
+
+# -- which kernels
+
+
+def heads(d: int, dtype: torch.dtype, layout: str = "bshd") -> torch.Tensor:
+    with FakeTensorMode():
+        if layout == "bshd":
+            return torch.empty(2, 33, 4, d, dtype=dtype).transpose(1, 2)
+        whole = torch.empty(2, 33, 12 * d + (2 if layout == "odd" else 0), dtype=dtype)
+        return (
+            whole[:, :, 2 if layout == "shifted" else 0 :][:, :, : 4 * d].unflatten(2, (4, d)).transpose(1, 2)
+        )
+
+
+HOPPER = Machine((9, 0))
+PLAIN = (flash_attention.triton_forward, None, flash_attention.triton_backward, None)
+GLUON = flash_attention_tma.gluon_forward
+CHOICES = [
+    ("d 128", 128, BF16, "bshd", HOPPER, (GLUON, FORWARD[128], flash_attention_tma.backward, BACKWARD[128])),
+    ("d 64", 64, FP16, "bshd", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward, BACKWARD[64])),
+    ("part of qkv", 64, BF16, "qkv", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward, BACKWARD[64])),
+    ("no Gluon", 128, BF16, "bshd", Machine((9, 0), has_gluon=False),
+     (flash_attention_tma.forward, FORWARD_WITHOUT_GLUON[128], flash_attention_tma.backward, REPEATABLE_BACKWARD[128])),
+    ("no descriptors", 128, BF16, "bshd", Machine((9, 0), False, False), PLAIN),
+    ("fp32", 128, FP32, "bshd", HOPPER, PLAIN),
+    ("d 80", 80, BF16, "bshd", HOPPER, PLAIN),
+    ("d 256", 256, BF16, "bshd", HOPPER, PLAIN),
+    ("rows not on 16 bytes", 64, BF16, "odd", HOPPER, PLAIN),
+    ("starts between 16 bytes", 64, BF16, "shifted", HOPPER, PLAIN),
+    ("Blackwell", 128, BF16, "bshd", Machine((10, 0)), PLAIN),
+    ("fp64", 64, torch.float64, "bshd", HOPPER,
+     (flash_attention.tiled_forward, None, flash_attention.tiled_backward, None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("d", "dtype", "layout", "machine", "expected"), [c[1:] for c in CHOICES], ids=[c[0] for c in CHOICES]
+)
+def test_choice(d: int, dtype: Any, layout: str, machine: Machine, expected: tuple[Any, ...]) -> None:
+    x = heads(d, dtype, layout)
+    forward, backward = forward_launch(x, x, x, 0.1, machine), backward_launch(x, x, x, x, x, 0.1, machine)
+    assert (forward.function, forward.how, backward.function, backward.how) == expected
+
+
+def test_determinism_changes_the_backward_alone() -> None:
+    x = heads(128, BF16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert forward_launch(x, x, x, 0.1, HOPPER).how == FORWARD[128]
+        assert backward_launch(x, x, x, x, x, 0.1, HOPPER).how == REPEATABLE_BACKWARD[128]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_scale_that_turns_scores_around_takes_the_plain_kernels() -> None:
+    x = heads(128, BF16)
+    assert forward_launch(x, x, x, -0.1, HOPPER).function is flash_attention.triton_forward
+
+
+def test_a_module_that_is_not_there_is_no_error() -> None:
+    assert not has_module("no_such_package.within")
+    assert not has_module("trainfit.no_such_file")
+    assert has_module("trainfit.kernels")
+
+
+# -- the virtual GPU
+
+HEADS_128 = TINY_LLAMA | {"hidden_size": 512, "head_dim": 128, "num_hidden_layers": 5}
+B, S, H, K, D = 2, 200, 4, 2, 128
+ROWS = 256
+"""200 rounded up to whole tiles of 128."""
+
+
+def attention_trace(code: Any = "hf", **fields: Any) -> Ledger:
+    recipe = recipe_of(
+        HEADS_128 | fields.pop("config", {}), code, attention="triton", batch=Batch(micro=B, seq=S), **fields
+    )
+    return trace(recipe)
+
+
+def ops_named(ledger: Ledger, name: str, phase: str | None = None) -> list[Any]:
+    return [
+        op for op in steady(ledger) if op.name == name and phase in (None, ledger.segments[op.segment].phase)
+    ]
+
+
+def memory_of(ledger: Ledger, name: str) -> list[tuple[str, int]]:
+    """Allocations (+) and, within the operation, frees (-) of its middle layer's steady step, in order."""
+    at = next(
+        i
+        for i, op in enumerate(ledger.ops)
+        if op.name == name and op.group == MIDDLE and op in steady(ledger)
+    )
+    own = {i for i, storage in enumerate(ledger.storages) if storage.op == at}
+    places = [n for n, event in enumerate(ledger.events) if event.storage in own and event.kind == ALLOCATE]
+    scratch = {i for i in own if "/scratch" in ledger.storages[i].slot}
+    return [
+        ("+" if event.kind == ALLOCATE else "-", ledger.storages[event.storage].num_bytes)
+        for n, event in enumerate(ledger.events)
+        if (n in places) or (event.storage in scratch)
+    ]
+
+
+@pytest.mark.parametrize("code", ["hf", "native"])
+def test_the_ledger_has_what_the_kernels_save_and_allocate(code: str) -> None:
+    """The Gluon kernels: q's and k's gradients beside an fp32 dQ and two fp32 numbers for each padded row."""
+    ledger = attention_trace(code)
+    q, kv = B * S * H * D * 2, B * S * K * D * 2
+    assert memory_of(ledger, FORWARD_OP) == [("+", q), ("+", B * H * S * 4)]
+    assert memory_of(ledger, BACKWARD_OP) == [
+        ("+", kv), ("+", kv), ("+", 2 * q), ("+", 2 * B * H * ROWS * 4), ("+", q), ("-", 2 * q), ("-", 2 * B * H * ROWS * 4),
+    ]  # fmt: skip
+    assert ledger.ops_without_flops == ()
+
+
+def test_repeatable_kernels_need_no_sum_of_queries_gradients() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = memory_of(attention_trace(), BACKWARD_OP)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert sum(size for sign, size in found if sign == "+") == (
+        B * S * (H + 2 * K) * D * 2 + 2 * B * H * ROWS * 4
+    )
+
+
+def test_predicting_needs_no_triton(monkeypatch: Any) -> None:
+    expected = memory_of(attention_trace(), BACKWARD_OP)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"] + ["triton"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert memory_of(attention_trace(), BACKWARD_OP) == expected
+    odd = attention_trace(config={"head_dim": 80})
+    assert memory_of(odd, BACKWARD_OP)[0][0] == "+"
+
+
+KEPT = [
+    ("hf", False, "full", True),
+    ("hf", False, "selective", False),
+    ("native", False, SAVE_ATTENTION, False),
+    ("native", "block", "full", True),
+    ("hf", "block", SAVE_ATTENTION, False),
+    ("hf", "model", "none", False),
+]
+"""Implementation, compile, recompute, and whether attention runs again in the backward."""
+
+
+@pytest.mark.parametrize(("code", "compiled", "recompute", "again"), KEPT, ids=str)
+def test_recomputation_can_keep_attention(code: str, compiled: Any, recompute: Any, again: bool) -> None:
+    config = {"num_hidden_layers": 2}
+    ledger = attention_trace(code, recompute=recompute, compile=compiled, config=config)
+    assert bool(ops_named(ledger, FORWARD_OP, "backward")) == again
+    assert ops_named(ledger, BACKWARD_OP, "backward")
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "causal"), [(40, 40, True), (40, 40, False), (33, 50, True), (50, 33, True)]
+)
+def test_flops_count_the_pairs_that_are_seen(n: int, m: int, causal: bool) -> None:
+    flash_attention.register()
+    b, h, k, d = 2, 4, 2, 16
+    q, kv = (torch.empty(b, heads, length, d, device="meta") for heads, length in ((h, n), (k, m)))
+    seen = int(torch.ones(n, m).tril(m - n).sum()) if causal else n * m
+    ops = torch.ops.trainfit
+    forward = count(ops.flash_attention.default, (q, kv, kv, causal, 0.1), {}, None)
+    backward = count(ops.flash_attention_backward.default, (q, q, kv, kv, q, None, causal, 0.1), {}, None)
+    assert forward is not None
+    assert backward is not None
+    assert (forward.full, forward.causal) == (4 * b * h * d * n * m, 4 * b * h * d * seen)
+    assert (backward.causal, backward.model_causal) == (10 * b * h * d * seen, 8 * b * h * d * seen)
+
+
+def test_torchs_own_counter_knows_it() -> None:
+    """By it the compiler's memory budget weighs what to compute again."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, kv = (torch.randn(1, heads, 32, 16, requires_grad=True) for heads in (4, 2))
+    with FlopCounterMode(display=False) as counter:
+        flash_attention.flash_attention(q, kv, kv, True).sum().backward()
+    assert counter.get_total_flops() == (4 + 10) * 4 * 32 * 32 * 16
+
+
+# -- the truth suite
+
+
+def test_drawn_models_have_the_heads_that_the_table_says() -> None:
+    for table in (truth_values.HF, truth_values.NATIVE):
+        for d, names in table.items():
+            for name in names:
+                config = model_config(name)
+                found = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+                assert found == d, name
