@@ -2,7 +2,8 @@
 
 ``sdpa`` leaves the choice to PyTorch; flash, cudnn, efficient and math allow that one only, so a shape or device that
 it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) is chosen where the model is
-built. Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
+built. ``best`` is the fastest of them that is right for the model, by what ``trainfit bench flash`` measured on this GPU: the commands
+say which it became, and where nothing is measured it is ``sdpa``. Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
 
 Helps where sequences are long: ``flash``, ``cudnn`` and ``efficient`` never hold the s x s scores that ``eager`` and ``math``
 save for the backward. On Hopper cuDNN's kernel is the fastest of them for long sequences.
@@ -19,7 +20,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
-COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager")}
+COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "best")}
 
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -34,11 +35,18 @@ CUDA_ONLY = ("cudnn", "efficient")
 
 
 def applies(recipe: Recipe) -> bool:
-    return recipe.attention in BACKENDS
+    return recipe.attention in (*BACKENDS, "best")
 
 
 def check(recipe: Recipe) -> None:
-    """Flash and cuDNN attention compute in 16 bits."""
+    """Flash and cuDNN attention compute in 16 bits; ``best`` is chosen before a step is built."""
+    if recipe.attention == "best":
+        raise InputError(
+            "a step is built from a kernel that has been chosen",
+            "choose it with trainfit.plan.attention.choose, as the commands do, or write one out",
+            field="attention",
+            value=recipe.attention,
+        )
     if recipe.attention in HALF_ONLY and recipe.precision == "fp32":
         raise InputError(
             "this kernel takes fp16 and bf16 only, and precision is fp32",
