@@ -16,7 +16,15 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import AttentionKernel, Recipe
 from trainfit.techniques import registry
 
-COMPARED_WITH: tuple[AttentionKernel, ...] = ("flash", "sdpa", "cudnn", "triton")
+COMPARED_WITH: tuple[AttentionKernel, ...] = (
+    "flash",
+    "sdpa",
+    "cudnn",
+    "triton",
+    "efficient",
+    "eager",
+    "math",
+)
 """The first of them that was measured beside the chosen kernel is what its speed is told against."""
 
 
@@ -88,9 +96,9 @@ def _told(found: Found, kernel: AttentionKernel, seq: int) -> str:
     """How much faster it was than another, at which length, when and with what."""
     run, shape = found
     at = f"at {shape.seq}" + ("" if shape.seq == seq else f", the measured length nearest to {seq}")
-    seconds = shape.seconds
-    other = next(name for name in COMPARED_WITH if name in seconds and name != kernel)
-    faster = f"{seconds[other] / seconds[kernel]:.2g} x {other}"
+    others: list[AttentionKernel] = [name for name in shape.seconds if name != kernel]
+    other = sorted(others, key=lambda name: COMPARED_WITH.index(name))[0]
+    faster = f"{shape.seconds[other] / shape.seconds[kernel]:.2f} x {other}"
     return f"{faster} {at}, measured {run.measured_at[:10]} on {run.gpu} with torch {run.torch}"
 
 

@@ -98,9 +98,9 @@ def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
 
 def _timed(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
     for row in rows:
-        if row.status in ("done", "unsteady") and row.times is not None and set(NEEDED) <= set(row.point):
-            if row.point["pass"] == "both" and row.point["body"] in KERNELS:
-                yield row
+        known = row.status in ("done", "unsteady") and row.times is not None and set(NEEDED) <= set(row.point)
+        if known and row.point["pass"] == "both" and row.point["body"] in KERNELS:
+            yield row
 
 
 def _largest(found: dict[Key, dict[tuple[int, int], dict[str, float]]]) -> Iterator[AttentionShape]:

@@ -12,8 +12,8 @@ from trainfit.bench.experiment import Bench, Experiment
 from trainfit.bench.timing import Rule
 from trainfit.spec.bench import BenchRow
 
-HEADS = {"tiny": 2, "full": 16}
-GOALS = {"tiny": ((64, 100),), "full": ((128, 8192), (64, 16384), (128, 16384))}
+HEADS = 16
+GOALS = {"tiny": ((128, 100),), "full": ((128, 8192), (64, 16384), (128, 16384))}
 """Head size and sequence."""
 GOAL_BODIES = {"tiny": ("flash", "ours"), "full": ("flash", "cudnn", "flex", "plain", "ours")}
 TRAINING = {
@@ -45,7 +45,7 @@ def cases(form: str) -> Iterator[Case]:
     for dtype, shapes, bodies in plan:
         for d, n in shapes[form]:
             for name in bodies:
-                yield Case(name, dtype, max(1, TOKENS[form] // n), HEADS[form], n, d, is_causal=True)
+                yield Case(name, dtype, max(1, TOKENS[form] // n), HEADS, n, d, is_causal=True)
     for dtype, d in ONE_HEAD[form]:
         for n in SEQUENCES[form]:
             for name in ONE_HEAD_BODIES:
