@@ -20,6 +20,8 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.samples import Environment, Spread
 from trainfit.spec.value import parse
+from trainfit.sweep import trial
+from trainfit.sweep.parts import PartRequest
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -148,6 +150,19 @@ def test_a_real_cpu_leaves_it_to_pytorch() -> None:
     built, (said,) = planned(read_recipe("tiny-cpu", ["attention=best"]), "cpu")
     assert built == read_recipe("tiny-cpu", ["attention=sdpa"])
     assert said == "attention: best -> sdpa (nothing is measured on a CPU, so PyTorch chooses)"
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_sweep_predicts_and_keeps_what_best_became(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # The trial sets it, in a process of its own.
+    request = PartRequest(part="predict", variant="one", recipe=recipe(), device="auto", timeout_s=60.0)
+    found = trial._predict(request)
+    assert found.planned == recipe(attention="cudnn")
+    assert found.estimate is not None
+    assert found.estimate.recipe_id == recipe(attention="cudnn").id
+    assert any(line.startswith("attention: best -> cudnn") for line in found.estimate.assumptions)
+    on_cpu = trial._predict(request.model_copy(update={"device": "cpu"}))
+    assert on_cpu.planned == recipe(attention="sdpa")
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
