@@ -215,9 +215,9 @@ def test_the_nearest_length_is_by_ratio_and_never_of_another_kind() -> None:
 # -- the writer -------------------------------------------------------------------------------------------------------
 
 
-def row(body: str, seconds: float, which: str = "both", **point: Any) -> BenchRow:
+def row(body: str, seconds: float, which: str = "both", samples: int = 6, **point: Any) -> BenchRow:
     at = SHAPE | {"body": body, "pass": which} | point
-    return BenchRow(point=at, status="done", times=Spread.of([seconds] * 6))
+    return BenchRow(point=at, status="unsteady", times=Spread.of([seconds] * samples))
 
 
 def record(*rows: BenchRow, at: str = "2026-11-21T15:00:00", **fields: Any) -> Any:
@@ -235,6 +235,8 @@ def test_the_table_is_written_from_records_and_read_again(tmp_path: Path) -> Non
     append(file, record(
         row("flash", 3e-3), row("ours", 1e-3), row("ours", 1e-9, "forward"), row("flex", 1e-9),
         row("pytorch", 7e-9, heads=1), row("ours", 1e-9, heads=1),  # One head leaves the GPU idle.
+        row("flash", 3e-9, seq=256, heads=1), row("ours", 1e-9, seq=256, heads=1),
+        row("flash", 3e-9, seq=512), row("ours", 1e-9, seq=512, samples=5),  # Too few samples.
         row("flash", 1.0, seq=64), throttled, row("flash", 1.0, seq=128),  # Nothing to compare with.
     ))  # fmt: skip
     assert attention_table.main([str(file), "--into", str(into)]) == 0

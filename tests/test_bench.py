@@ -153,13 +153,13 @@ def test_the_bodies_of_attention_agree_on_a_gpu(name: str) -> None:
     """In bf16, forward and gradients, against fp32 written out: bf16 keeps 8 bits, sums of 256 differ by a few of the last."""
     cuda = torch.device("cuda")
     case = Case(name, "bf16", batch=2, heads=4, seq=256, head=64, is_causal=True)
-    *inputs, gradient = attention.tensors(case, cuda)
+    q, k, v, gradient = attention.tensors(case, cuda)
     attention.check(case, cuda)
-    out = attention.body(name)(*inputs, True)
-    found = (out, *torch.autograd.grad(out, inputs, gradient))
-    wide = [x.detach().float().requires_grad_() for x in inputs]
-    exact = attention.written_out(*wide, True)
-    wanted = (exact, *torch.autograd.grad(exact, wide, gradient.float()))
+    out = attention.body(name)(q, k, v, True)
+    found = (out, *torch.autograd.grad(out, (q, k, v), gradient))
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    exact = attention.written_out(q, k, v, True)
+    wanted = (exact, *torch.autograd.grad(exact, (q, k, v), gradient.float()))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.float(), other, atol=0.02 * float(other.abs().max()), rtol=0.02)
 

@@ -3,8 +3,8 @@
 ``python -m trainfit.report.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
 
 Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of several records of a
-shape and GPU the newest counts, and only as a whole: kernels of one shape are compared within one run. Of several batches of a
-length the one with the most heads counts, because one head leaves most of a large GPU idle.
+shape and GPU the newest counts, and only as a whole: kernels of one shape are compared within one run. Shapes of fewer heads than
+models have are left out: one head leaves most of a large GPU idle. A median of fewer than six samples is left out, too.
 """
 
 import argparse
@@ -26,6 +26,9 @@ KERNELS: dict[str, AttentionKernel] = {
 }  # fmt: skip
 """A benchmark's body -> the recipe's word for it; bodies that no recipe can ask for are left out."""
 NEEDED = ("dtype", "head", "causal", "seq", "heads", "batch", "body", "pass")
+FEWEST_HEADS = 8
+FEWEST_SAMPLES = 6
+"""The fewest whose least and greatest hold the median with 95 % (bench/timing.py)."""
 Key = tuple[str, int, bool, int]
 
 
@@ -86,7 +89,7 @@ def _run(record: Record, shapes: list[AttentionShape]) -> AttentionRun:
 
 def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
     """Shapes of which at least two kernels have a time of forward and backward together."""
-    found: dict[Key, dict[tuple[int, int], dict[str, float]]] = {}
+    found: dict[Key, dict[tuple[int, int], dict[str, float]]] = {}  # By heads and batch within.
     for row in _timed(rows):
         at = row.point
         key = (str(at["dtype"]), int(at["head"]), bool(at["causal"]), int(at["seq"]))
@@ -98,8 +101,11 @@ def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
 
 def _timed(rows: Sequence[BenchRow]) -> Iterator[BenchRow]:
     for row in rows:
-        known = row.status in ("done", "unsteady") and row.times is not None and set(NEEDED) <= set(row.point)
-        if known and row.point["pass"] == "both" and row.point["body"] in KERNELS:
+        at = row.point
+        if row.times is None or row.status not in ("done", "unsteady") or not set(NEEDED) <= set(at):
+            continue
+        enough = int(at["heads"]) >= FEWEST_HEADS and len(row.times.samples) >= FEWEST_SAMPLES
+        if enough and at["pass"] == "both" and at["body"] in KERNELS:
             yield row
 
 
