@@ -45,7 +45,7 @@ TABLE = (
 )
 
 
-def recipe(config: dict[str, Any] = LLAMA, **fields: Any) -> Recipe:
+def recipe(config: dict[str, Any] | str = LLAMA, **fields: Any) -> Recipe:
     data = {"model": {"config": config, "name": "one"}, "batch": {"seq": 64}, "attention": "best"}
     return recipe_from(data | fields)
 
@@ -99,7 +99,7 @@ def test_a_kernel_that_is_not_right_for_the_model_is_passed_over() -> None:
     assert chosen.recipe.attention == "cudnn"
     assert "0.50 x flash" in chosen.note
     refused = "flash is refused: the SDPA backends left on have no kernel for bfloat16, head size 64, a mask"
-    assert refused in chosen.note
+    assert f"{refused}; the times are of plain causal attention)" in chosen.note
     prefix = recipe(adapter={"kind": "prefix"})  # Refused by a check of the recipe, without a trace.
     assert choose(prefix, runs=table).recipe.attention == "cudnn"
     grouped = (run_of({"seconds": {"efficient": 1e-3, "flash": 2e-3}}),)
@@ -107,6 +107,23 @@ def test_a_kernel_that_is_not_right_for_the_model_is_passed_over() -> None:
     nothing = (run_of({"seconds": {"flash": 1e-3, "triton": 2e-3}}),)
     unheard = recipe(MASKED, batch={"seq": 64}, compile="block")
     assert choose(unheard, runs=nothing).recipe.attention == "sdpa"
+
+
+def test_equal_refusals_are_told_once_and_values_of_another_size_are_not_measured() -> None:
+    """Gemma 2 caps its scores, so transformers has no SDPA form of it; DeepSeek's values are smaller than its heads."""
+    table = (
+        run_of(
+            {"head": 256, "seconds": {"flash": 1e-3, "cudnn": 2e-3}},
+            {"head": 192, "seconds": {"flash": 1e-3, "cudnn": 2e-3}},
+        ),
+    )
+    gemma = choose(recipe("gemma-2-2b"), runs=table)
+    assert gemma.recipe.attention == "sdpa"
+    assert gemma.note.startswith(
+        "attention: best -> sdpa (PyTorch chooses; flash and cudnn are refused: transformers"
+    )
+    deepseek = choose(recipe("deepseek-v2-lite"), runs=table)
+    assert "nothing is measured for heads of 192 with values of 128, so PyTorch chooses" in deepseek.note
 
 
 def test_every_kernel_of_a_recipe_can_be_compared_with() -> None:

@@ -57,13 +57,21 @@ def choose(
     found = _measured(recipe, name, device_type, attention_runs() if runs is None else runs)
     if isinstance(found, str):
         return _with(recipe, "sdpa", f"{found}, so PyTorch chooses")
-    refusals: list[str] = []
+    refusals: dict[str, list[str]] = {}
     for kernel, _ in sorted(found.shape.seconds.items(), key=lambda one: one[1]):
         why_not = _refusal(recipe, kernel, name, device_type)
         if why_not is None:
-            return _with(recipe, kernel, "; ".join([_told(found, kernel, recipe.batch.seq), *refusals]))
-        refusals.append(f"{kernel} is refused: {why_not}")
-    return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *refusals]))
+            reasons = [*_reasons(refusals), "the times are of plain causal attention"] if refusals else []
+            return _with(recipe, kernel, "; ".join([_told(found, kernel, recipe.batch.seq), *reasons]))
+        refusals.setdefault(why_not, []).append(kernel)
+    return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *_reasons(refusals)]))
+
+
+def _reasons(refusals: dict[str, list[str]]) -> list[str]:
+    return [
+        f"{' and '.join(kernels)} {'is' if len(kernels) == 1 else 'are'} refused: {why}"
+        for why, kernels in refusals.items()
+    ]
 
 
 def _measured(recipe: Recipe, gpu: str, device_type: str, runs: Sequence[AttentionRun]) -> Found | str:
@@ -72,9 +80,12 @@ def _measured(recipe: Recipe, gpu: str, device_type: str, runs: Sequence[Attenti
         return "nothing is measured on a CPU"
     dtype: Dtype = "fp32" if recipe.precision == "fp32" else "bf16"
     try:
-        head = shape_of(model_config(recipe.model.config)).head_dim
+        shape = shape_of(model_config(recipe.model.config))
     except InputError as error:
         return f"the head size of this model is not known ({error.problem})"
+    head = shape.head_dim
+    if shape.value_dim != head:
+        return f"nothing is measured for heads of {head} with values of {shape.value_dim}"
     found = nearest(runs, gpu=gpu, dtype=dtype, head=head, seq=recipe.batch.seq)
     return found or f"nothing is measured on {gpu} for {dtype} and head size {head}"
 
@@ -88,7 +99,7 @@ def _refusal(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str
         registry.check_device(tried, device_type)
         ledger_of(tried)
     except InputError as error:
-        return error.problem
+        return error.problem.rstrip(". ")
     return None
 
 
