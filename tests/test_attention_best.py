@@ -109,21 +109,21 @@ def test_a_kernel_that_is_not_right_for_the_model_is_passed_over() -> None:
     assert choose(unheard, runs=nothing).recipe.attention == "sdpa"
 
 
-def test_equal_refusals_are_told_once_and_values_of_another_size_are_not_measured() -> None:
-    """Gemma 2 caps its scores, so transformers has no SDPA form of it; DeepSeek's values are smaller than its heads."""
-    table = (
-        run_of(
-            {"head": 256, "seconds": {"flash": 1e-3, "cudnn": 2e-3}},
-            {"head": 192, "seconds": {"flash": 1e-3, "cudnn": 2e-3}},
-        ),
-    )
-    gemma = choose(recipe("gemma-2-2b"), runs=table)
-    assert gemma.recipe.attention == "sdpa"
-    assert gemma.note.startswith(
-        "attention: best -> sdpa (PyTorch chooses; flash and cudnn are refused: transformers"
-    )
-    deepseek = choose(recipe("deepseek-v2-lite"), runs=table)
-    assert "nothing is measured for heads of 192 with values of 128, so PyTorch chooses" in deepseek.note
+def test_equal_refusals_are_told_once() -> None:
+    """Bloom's ALiBi is in the scores, so transformers has no SDPA form of it."""
+    bloom = choose(recipe("bloom-560m"), runs=(run_of({"seconds": {"flash": 1e-3, "cudnn": 2e-3}}),))
+    assert bloom.recipe.attention == "sdpa"
+    assert bloom.note.startswith("attention: best -> sdpa (PyTorch chooses; flash and cudnn are refused: ")
+
+
+def test_attention_of_another_kind_than_the_measured_is_left_to_pytorch() -> None:
+    """Gemma 2 caps its scores; DeepSeek's values are smaller than its heads."""
+    seconds = {"seconds": {"flash": 1e-3, "cudnn": 2e-3}}
+    table = (run_of({"head": 256, **seconds}, {"head": 192, **seconds}),)
+    found = {name: choose(recipe(name), runs=table) for name in ("gemma-2-2b", "deepseek-v2-lite")}
+    assert {choice.recipe.attention for choice in found.values()} == {"sdpa"}
+    assert "nothing is measured for capped scores" in found["gemma-2-2b"].note
+    assert "for heads of 192 with values of 128, so PyTorch chooses" in found["deepseek-v2-lite"].note
 
 
 def test_every_kernel_of_a_recipe_can_be_compared_with() -> None:
