@@ -177,10 +177,8 @@ def test_a_window_longer_than_the_sequence_runs() -> None:
         assert ops_named(trace(recipe_of(config, code, attention="triton")), FORWARD_OP)
 
 
-def test_a_gpu_with_less_shared_memory_is_refused_and_so_is_one_without_triton(monkeypatch: Any) -> None:
-    asked = tiny_recipe(attention="triton", hardware=Hardware(gpu="a100-sxm4-80gb"), precision="bf16")
-    with pytest.raises(InputError, match="shared memory of Hopper"):
-        registry.check(asked)
+def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
+    asked = tiny_recipe(attention="triton", precision="bf16")
     monkeypatch.setattr("trainfit.techniques.attention.find_spec", lambda name: None)
     registry.check_device(asked, "cpu")
     with pytest.raises(InputError, match="Triton is not installed"):

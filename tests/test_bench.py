@@ -2,16 +2,25 @@
 
 import json
 import math
+import re
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from trainfit.bench.attention import before_backward, body, flops, forward_and_backward, pairs
-from trainfit.bench.experiments import accumulation, autocast, dataloader, transformer
-from trainfit.bench.run import experiment_names, run
+from trainfit.bench import attention
+from trainfit.bench.attention import Case
+from trainfit.bench.experiment import Bench
+from trainfit.bench.experiments import accumulation, autocast, dataloader, flash, transformer
+from trainfit.bench.experiments import attention as attention_experiment
+from trainfit.bench.run import RULES, experiment_names, run
+from trainfit.bench.stopwatch import CpuStopwatch
+from trainfit.catalog import load as catalog
 from trainfit.cli.main import main
 from trainfit.records import read
 from trainfit.report.bench_pages import pages, pivoted
@@ -127,30 +136,129 @@ def test_the_toy_models_loss_and_gradients_are_fp32(low: str) -> None:
     }  # fmt: skip
 
 
+CPU = torch.device("cpu")
+CASE = Case("eager", "fp32", batch=3, heads=2, seq=37, head=16, is_causal=True)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_bodies_of_attention_agree(is_causal: bool) -> None:
-    q, k, v = torch.randn(3, 2, 37, 16, dtype=torch.float64).unbind(0)
-    outs = [body(name)(q, k, v, is_causal) for name in ("eager", "pytorch", "ours")]
+    """Those that a CPU has; FlexAttention's uncompiled, which computes the same."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v, _ = attention.tensors(CASE, CPU)
+    bodies = [attention.body(name) for name in ("eager", "pytorch", "flash", "ours")]
+    outs = [
+        run(q.detach(), k.detach(), v.detach(), is_causal)
+        for run in (*bodies, attention.flex(flex_attention))
+    ]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
 
 
-def test_flops_of_attention_are_those_of_the_unmasked_pairs() -> None:
-    assert pairs(5, True) == sum(range(1, 6))
-    assert flops((8, 256, 16), False, "forward") == 2 * (2 * 8 * 256 * 256 * 16)
-    assert flops((8, 256, 16), False, "both") == 3 * flops((8, 256, 16), False, "forward")
-    assert flops((1, 2, 512, 64), True, "forward") == pytest.approx(
-        flops((1, 2, 512, 64), False, "forward") / 2, rel=0.01
-    )
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in attention.NAMES if name != "eager"])
+def test_the_bodies_of_attention_agree_on_a_gpu(name: str) -> None:
+    """In bf16, forward and gradients, against fp32 written out: bf16 keeps 8 bits, sums of 256 differ by a few of the last."""
+    cuda = torch.device("cuda")
+    case = Case(name, "bf16", batch=2, heads=4, seq=256, head=64, is_causal=True)
+    q, k, v, gradient = attention.tensors(case, cuda)
+    attention.check(case, cuda)
+    out = attention.body(name)(q, k, v, True)
+    found = (out, *torch.autograd.grad(out, (q, k, v), gradient))
+    q, k, v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    exact = attention.written_out(q, k, v, True)
+    wanted = (exact, *torch.autograd.grad(exact, (q, k, v), gradient.float()))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.float(), other, atol=0.02 * float(other.abs().max()), rtol=0.02)
+
+
+def test_every_body_is_given_the_same_numbers() -> None:
+    for one, other in zip(
+        attention.tensors(CASE, CPU), attention.tensors(replace(CASE, body="ours"), CPU), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_what_a_body_cannot_do_is_a_row_that_says_so() -> None:
+    bench = on_a_cpu()
+    rows = [*attention.rows(bench, replace(CASE, body="cudnn"), bench.rule)]
+    assert [(row.status, row.point["pass"]) for row in rows] == [
+        ("refused", which) for which in attention.PASSES
+    ]
+    assert "cudnn trains on CUDA only" in rows[0].message
+    for name in attention.NAMES:
+        refused = name in attention.HALF_ONLY
+        with pytest.raises(InputError, match="fp16 and bf16 only") if refused else nullcontext():
+            attention.check(replace(CASE, body=name), torch.device("cuda"))
+        attention.check(replace(CASE, body=name, dtype="bf16"), torch.device("cuda"))
+
+
+def test_flops_of_attention_are_two_products_forward_and_five_backward_half_of_each_masked() -> None:
+    whole = replace(CASE, batch=8, heads=1, seq=256, is_causal=False)
+    assert attention.flops(whole, attention.PRODUCTS["forward"]) == 2 * (2 * 8 * 256 * 256 * 16)
+    goal = Case("ours", "bf16", 1, 16, 8192, 128, is_causal=True)
+    assert attention.flops(goal, attention.PRODUCTS["both"]) == 7 * 16 * 8192**2 * 128
+    for products in (attention.PRODUCTS, attention.LEAST_PRODUCTS):
+        assert products["forward"] + products["backward"] == products["both"]
 
 
 def test_a_run_of_attention_marks_its_forward_and_its_backward() -> None:
     laps: list[str] = []
-    cpu = torch.device("cpu")
-    attention = forward_and_backward(body("eager"), (2, 8, 4), torch.float32, cpu, False)
-    assert [gradient.shape for gradient in attention(laps.append)] == [(2, 8, 4)] * 3  # pyright: ignore
+    run = attention.forward_and_backward(attention.body("eager"), *attention.tensors(CASE, CPU), True)
+    assert [gradient.shape for gradient in run(laps.append)] == [CASE.shape] * 3  # pyright: ignore
     assert laps == ["forward", "backward"]
-    assert before_backward(attention, cpu) == {}
+    assert attention.before_backward(run, CPU) == {}
+
+
+def test_the_published_mistake_is_flagged() -> None:
+    """A forward that only asks for its work takes no time on the host: less than the data sheet allows."""
+    bench = on_a_cpu()
+    bench.gpu = catalog.gpu("h200")
+    long = replace(CASE, batch=8, heads=1, seq=1 << 20, is_causal=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "body", lambda name: lambda q, k, v, is_causal: q)
+        patch.setattr(attention, "tensors", lambda case, device: (None,) * 4)
+        (row,) = attention.unsynchronised(bench, long)
+    assert (row.status, row.numbers, row.point["pass"]) == ("impossible", {}, "forward, not synchronised")
+    text = pages([new_bench_record(result_of(row, experiment="attention"))])["attention"].text
+    assert re.search(r"\| [\d.]+ [num]s: impossible \|", text)
+
+
+def test_a_plan_of_flash_has_the_goals_first_and_no_case_twice() -> None:
+    cases = list(flash.cases("full"))
+    assert len(cases) == len(set(cases))
+    first = {
+        (case.head, case.seq) for case in cases[: len(flash.GOALS["full"]) * len(flash.GOAL_BODIES["full"])]
+    }
+    assert first == {(128, 8192), (128, 16384), (64, 16384)}
+    assert {case.body for case in cases if case.seq > 65536} == {"ours"}
+
+
+def test_once_a_body_is_out_of_memory_its_longer_sequences_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where only the one that holds no scores is left, it has run where the others could not, and no further."""
+
+    def row(bench: Bench, case: Case) -> list[BenchRow]:
+        full_up = case.seq >= 32768 and case.body != "ours"
+        status: Any = "out-of-memory" if full_up else "done"
+        return [BenchRow(point=case.point, status=status, message="tried 128 GiB" if full_up else "")]
+
+    monkeypatch.setattr(attention_experiment, "_rows", row)
+    rows = list(attention_experiment.run(replace(on_a_cpu(), form="full")))
+    longest: dict[Any, list[Any]] = {}
+    for found in rows:
+        longest.setdefault((found.point["dtype"], found.point["head"]), []).append(
+            (found.point["seq"], found.point["body"])
+        )
+    assert len(longest) == len(attention_experiment.PLAN["full"])
+    for seen in longest.values():
+        assert seen[-3:] == [(32768, "eager"), (32768, "compiled"), (32768, "ours")]
+        assert len(seen) == 6 * 3
+
+
+def on_a_cpu() -> Bench:
+    return Bench(CPU, "tiny", CpuStopwatch(), None, RULES["tiny"], ends_at=time.perf_counter() + 60)
 
 
 def test_the_least_flops_of_a_step_are_below_the_models() -> None:
@@ -202,7 +310,7 @@ def result_of(*rows: BenchRow, experiment: str = "flash") -> BenchResult:
 
 
 def point(seq: int, name: str) -> dict[str, bool | int | float | str]:
-    return {"dtype": "bf16", "head": 64, "seq": seq, "body": name, "pass": "both"}
+    return {"dtype": "bf16", "heads": 16, "head": 128, "seq": seq, "body": name, "pass": "both"}
 
 
 ROWS = (
@@ -222,15 +330,45 @@ ROWS = (
 
 def test_a_page_has_rates_of_clean_rows_only_and_says_why_of_the_others() -> None:
     text = pages([new_bench_record(result_of(*ROWS))])["flash"].text
-    assert "| bf16 | 64 | 128 | both | 123.4 | out-of-memory |" in text
-    assert "| bf16 | 64 | 256 | both | impossible | throttled |" in text
+    assert "dtype bf16, heads 16, head 128, pass both\n" in text  # What all share is told once.
+    assert "| 128 | 123.4 | out-of-memory |" in text
+    assert "| 256 | impossible | throttled |" in text
     assert "faster than light" in text
     assert "software power cap" in text
     assert pivoted(ROWS, "body", "tflops_per_s").titles[-2:] == ("ours, TFLOP/s", "eager, TFLOP/s")
 
 
+def test_memory_before_backward_has_a_table_of_its_own() -> None:
+    def row(body: str, which: str, **known: Any) -> BenchRow:
+        return BenchRow(point=point(128, body) | {"pass": which}, **known)
+
+    done: dict[str, Any] = {"status": "done", "times": Spread.of([2e-3] * 6)}
+    rows = [
+        row("ours", "forward", **done, numbers={"before_backward_bytes": 3 * 2**20}), row("ours", "both", **done),
+        row("eager", "forward", status="out-of-memory", message="tried 64 GiB"),
+        row("eager", "both", status="out-of-memory", message="tried 64 GiB"),
+    ]  # fmt: skip
+    text = pages([new_bench_record(result_of(*rows, experiment="attention"))])["attention"].text
+    table = text.partition("ours, before backward | eager, before backward")[2]
+    assert "3.00 MiB | out-of-memory |" in table
+    assert table.count("out-of-memory |") == 1
+
+
+def test_tables_apart_have_columns_of_their_own() -> None:
+    one_head = BenchRow(
+        point=point(64, "pytorch") | {"heads": 1},
+        status="done",
+        times=Spread.of([1.0]),
+        numbers={"tflops_per_s": 5.0},
+    )
+    text = pages([new_bench_record(result_of(*ROWS, one_head))])["flash"].text
+    assert "heads 16" in text
+    assert "ours, TFLOP/s | eager, TFLOP/s |\n" in text
+    assert "| pytorch, TFLOP/s |\n" in text
+
+
 def test_an_impossible_time_is_not_drawn() -> None:
-    assert lines_of(result_of(*ROWS), AXES["flash"]) == {"bf16, ours": [(128, 123.4)]}
+    assert lines_of(result_of(*ROWS), AXES["flash"]) == {"ours": [(128, 123.4)]}
     assert plot_of(result_of(*ROWS[1:])) is None
 
 
@@ -246,7 +384,7 @@ def test_the_newest_full_record_of_a_device_makes_the_page() -> None:
 
 def test_a_table_tells_once_what_all_rows_share() -> None:
     (grid,) = grids(ROWS)
-    assert grid.same == "dtype bf16, head 64, pass both"
+    assert grid.same == "dtype bf16, heads 16, head 128, pass both"
     assert grid.titles[:2] == ("seq", "body")
     assert aligned(grid)[1].split() == ["128", "ours", "2", "ms", "0%", "6", "123.4"]
 

@@ -20,6 +20,7 @@ from trainfit.measure.run import DEVICE
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.virtual.set_aside import set_aside
 
 Form = Literal["tiny", "full"]
 RULES: dict[Form, Rule] = {
@@ -80,9 +81,12 @@ def run(
     gpu = _data_sheet(place)
     bench = Bench(place, form, stopwatch, gpu, RULES[form], start + limit_s, folder, on_file)
     rows = []
-    for row in asked.run(bench):
-        rows.append(row)
-        on_row(row)
+    with (
+        set_aside()
+    ):  # Between points garbage is collected, a quarter of a second where all of torch is looked at.
+        for row in asked.run(bench):
+            rows.append(row)
+            on_row(row)
     settings = asdict(RULES[form]) | {"flush_bytes": stopwatch.flush_bytes}
     environment = stopwatch.environment(host_environment(str(place)))
     return BenchResult(

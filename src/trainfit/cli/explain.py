@@ -16,6 +16,7 @@ from trainfit.cli.options import (
     planned,
     print_json,
     read_recipe,
+    tell,
     with_hardware,
     work,
 )
@@ -56,7 +57,9 @@ def run(
     found: list[Explanation] = []
     for name, one in zip(names, asked, strict=True):
         with work(name, settings, json=json, record=None):
-            built.append(planned(one))
+            planned_one, said = planned(one)
+            tell(said)
+            built.append(planned_one)
             found.append(explain(built[-1]))
     if json:
         print_json(

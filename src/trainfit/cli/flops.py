@@ -76,7 +76,7 @@ def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[f
     from trainfit.catalog.load import gpu
     from trainfit.techniques.registry import check, check_device
 
-    on_cuda = _on_cuda(device)
+    on_cuda = runs_on_cuda(device)
     check(recipe)
     check_device(recipe, "cuda" if on_cuda else "cpu")
     vendor = gpu(recipe.hardware.gpu).vendor
@@ -91,7 +91,8 @@ def _on_virtual_gpu(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"gpu": COUNTED_ON})})
 
 
-def _on_cuda(device: str) -> bool:
+def runs_on_cuda(device: str) -> bool:
+    """Whether a step asked for there runs on CUDA."""
     import torch
 
     return device != "cpu" and torch.cuda.is_available()

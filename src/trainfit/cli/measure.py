@@ -15,6 +15,7 @@ from trainfit.cli.options import (
     planned,
     print_json,
     read_recipe,
+    tell,
     work,
 )
 from trainfit.spec.errors import EXIT_BAD_INPUT
@@ -55,7 +56,8 @@ def run(
     from trainfit.measure.run import measure
 
     with work(recipe, settings, json=json, record=record):
-        asked = planned(asked)
+        asked, said = planned(asked, device)
+        tell(said)
         model, hardware, peak = step_flops(asked, device, peak_flops)
         result = measure(
             asked, steps=steps, warmup=warmup, device=device, timeout_s=timeout,

@@ -179,19 +179,55 @@ def print_json(value: "BaseModel | dict[str, Any] | list[Any]") -> None:
         print(value.model_dump_json())
 
 
-def planned(recipe: "Recipe") -> "Recipe":
-    """The recipe with its GiB budget planned (``recompute: {budget_gib: x}``); any other as it is.
+def planned(recipe: "Recipe", device: str | None = None) -> "tuple[Recipe, tuple[str, ...]]":
+    """The recipe with its open fields planned (``recompute: {budget_gib: x}``, ``attention: best``), and what to say of it.
+
+    Args:
+        device: where a real step is about to run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None: nowhere, it is predicted.
 
     Raises:
         InputError: no plan is within the budget.
     """
-    from trainfit.spec.recipe import BudgetGib
+    if not recipe.has_open_fields:
+        return recipe, ()
+    said: tuple[str, ...] = ()
+    if recipe.attention == "best":
+        from trainfit.plan.attention import choose
 
-    if not isinstance(recipe.recompute, BudgetGib):
-        return recipe
+        place = {} if device is None else _place(device)
+        recipe, note = choose(recipe, **place)
+        said = (note,)
     from trainfit.plan.recompute import resolve
 
-    return resolve(recipe)
+    built = resolve(recipe)
+    if built.recompute != recipe.recompute:
+        from trainfit.cli.words import recompute_written
+
+        words = [recompute_written(one.recompute) for one in (recipe, built)]
+        said += (f"recompute: {words[0]} is planned as {words[1]}",)
+    return built, said
+
+
+def _place(device: str) -> dict[str, Any]:
+    """The real device's type and, where NVIDIA's library tells it, the GPU's name in the catalog (else the driver's)."""
+    from trainfit.catalog.load import gpu_of_device
+    from trainfit.cli.flops import runs_on_cuda
+    from trainfit.measure.nvml import Nvml
+    from trainfit.spec.errors import InputError
+
+    if not runs_on_cuda(device):
+        return {"device_type": "cpu"}
+    name = Nvml(int(device.partition(":")[2] or 0)).name()
+    try:
+        return {"gpu": name and gpu_of_device(name).name}
+    except InputError:  # No GPU of the catalog: nothing is measured on it, which the note says by this name.
+        return {"gpu": name}
+
+
+def tell(said: "tuple[str, ...]") -> None:
+    """What a plan chose, on standard error: standard output is the result's."""
+    for line in said:
+        typer.echo(line, err=True)
 
 
 def keep(path: Path | None, kind: Any, recipe: "Recipe", **result: Any) -> None:

@@ -48,26 +48,14 @@ def run(
     from trainfit.predict.estimate import predict
 
     with work(recipe, settings, json=json, record=record):
-        built = planned(asked)
+        built, said = planned(asked)
         estimate = predict(built, use_cache=not no_cache)
-        if built is not asked:
-            estimate = estimate.model_copy(
-                update={"assumptions": (*estimate.assumptions, _plan(asked, built))}
-            )
+        estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *said)})
         keep(record, "predict", built, estimate=estimate)
     if json:
         print_json(estimate)
     else:
         show(built, estimate)
-
-
-def _plan(asked: "Recipe", built: "Recipe") -> str:
-    """What a budget became, as it can be written into a recipe."""
-    from trainfit.cli.words import recompute_written
-
-    return (
-        f"recompute: {recompute_written(asked.recompute)} is planned as {recompute_written(built.recompute)}"
-    )
 
 
 def show(recipe: "Recipe", estimate: "Estimate") -> None:

@@ -15,6 +15,7 @@ from trainfit.cli.options import (
     planned,
     print_json,
     read_recipe,
+    tell,
     work,
 )
 
@@ -94,7 +95,8 @@ def run(
         warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
     with work(recipe, settings, json=json, record=record):
-        asked = planned(asked)
+        asked, said = planned(asked, device)
+        tell(said)
         summary = _train(asked, options, peak_flops)
         keep(record, "train", asked, train=summary.content())
     if json:

@@ -42,6 +42,11 @@ class Nvml:
         info = self._ask("nvmlDeviceGetMemoryInfo")
         return None if info is None else int(info.used)
 
+    def name(self) -> str | None:
+        """The GPU's name, such as ``NVIDIA H200``, as torch prints it."""
+        name = self._ask("nvmlDeviceGetName")
+        return name.decode() if isinstance(name, bytes) else name
+
     def driver(self) -> str | None:
         """The driver's version, such as ``570.124.06``."""
         if self._nvml is None:

@@ -17,7 +17,7 @@ from trainfit.report.bench_prose import Claim, Story, stories
 from trainfit.report.bench_table import Grid, cell_text, grids, reasons, title
 from trainfit.report.page_file import Page, on_white, write_page
 from trainfit.report.table import markdown_cell, markdown_grid
-from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.result import Record
 from trainfit.spec.units import format_seconds
@@ -114,13 +114,31 @@ def _result(story: Story, record: Record, result: BenchResult, plots: dict[str, 
         file = f"{result.experiment}-{result.gpu or 'cpu'}.svg"
         plots[file] = on_white(svg)
         parts.append(f"![{story.title}](plots/{file})")
-    tables = [pivoted(result.rows, story.pivot, story.shows)] if story.pivot else grids(result.rows)
-    for grid in tables:
+    for grid in _tables(story, result.rows):
         parts += [grid.same] if grid.same else []
         parts.append(markdown_grid(*_markdown(grid)))
     if why := reasons(result.rows):
         parts += ["Rows without a rate:", "\n".join(f"- {markdown_cell(line)}" for line in why)]
     return parts
+
+
+def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
+    if not story.pivot:
+        return grids(rows)
+    groups: dict[Cell, list[BenchRow]] = {}
+    for row in rows:
+        groups.setdefault(row.point[story.apart] if story.apart else "", []).append(row)
+    tables = [pivoted(group, story.pivot, story.shows) for group in groups.values()]
+    for name in story.besides:
+        lines = {_line(row, story.pivot) for row in rows if name in row.numbers}
+        told = [row for row in rows if _line(row, story.pivot) in lines]
+        tables += [pivoted(told, story.pivot, name)] if told else []
+    return tables
+
+
+def _line(row: BenchRow, pivot: str) -> tuple[Cell, ...]:
+    """What names the line of a pivoted table that a row is of."""
+    return tuple(cell for key, cell in row.point.items() if key != pivot)
 
 
 def _markdown(grid: Grid) -> tuple[list[str], list[list[str]], int]:
@@ -131,9 +149,14 @@ def _markdown(grid: Grid) -> tuple[list[str], list[list[str]], int]:
 
 
 def pivoted(rows: Sequence[BenchRow], pivot: str, shows: str) -> Grid:
-    """One line for each point without ``pivot``; a column for each of its values, with the median or a number, or the status."""
+    """One line for each point without ``pivot``; a column for each of its values, with the median or a number, or the status.
+
+    What is the same in every row is told once, above.
+    """
     columns = list(dict.fromkeys(str(row.point[pivot]) for row in rows))
-    keys = [key for key in rows[0].point if key != pivot]
+    every = [key for key in rows[0].point if key != pivot]
+    keys = [key for key in every if len({row.point[key] for row in rows}) > 1] or every[-1:]
+    same = ", ".join(f"{key} {cell_text('', rows[0].point[key])}" for key in every if key not in keys)
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         at = tuple(cell_text("", row.point[key]) for key in keys)
@@ -143,16 +166,18 @@ def pivoted(rows: Sequence[BenchRow], pivot: str, shows: str) -> Grid:
         *(f"{column}, {'median' if shows == 'median_s' else title(shows)}" for column in columns),
     ]
     cells = [(*at, *(found.get(column, "") for column in columns)) for at, found in lines.items()]
-    return Grid(tuple(titles), tuple(cells), (False,) * len(keys) + (True,) * len(columns), "")
+    return Grid(tuple(titles), tuple(cells), (False,) * len(keys) + (True,) * len(columns), same)
 
 
 def _shown(row: BenchRow, name: str) -> str:
+    if row.status == "impossible" and name == "median_s" and row.times:
+        return f"{cell_text(name, row.times.median)}: impossible"
     if row.status not in ("done", "unsteady"):
         return row.status
     mark = "" if row.status == "done" else " (unsteady)"
     if name == "median_s":
         return cell_text(name, row.times.median if row.times else 0.0) + mark
-    return cell_text(name, row.numbers[name]) + mark
+    return cell_text(name, row.numbers[name]) + mark if name in row.numbers else ""
 
 
 if __name__ == "__main__":

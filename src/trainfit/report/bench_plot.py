@@ -29,7 +29,9 @@ class Axes:
 
 AXES: dict[str, Axes] = {
     "attention": Axes("seq", MEDIAN, ("dtype", "body"), (("head", 64), ("pass", "both"))),
-    "flash": Axes("seq", "tflops_per_s", ("dtype", "body"), (("head", 64), ("pass", "both"))),
+    "flash": Axes(
+        "seq", "tflops_per_s", ("body",), (("dtype", "bf16"), ("heads", 16), ("head", 128), ("pass", "both"))
+    ),
     "transformer": Axes("model", MEDIAN, ("precision", "compile"), (("warm-up", 5),)),
     "accumulation": Axes("method", "relative_error", ("floats",)),
     "dataloader": Axes("workers", MEDIAN, ("prefetch", "pinned"), (("data", "loaded"),)),

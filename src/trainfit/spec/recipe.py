@@ -12,7 +12,9 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
-Attention = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
+AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
+Attention = Literal[AttentionKernel, "best"]
+"""``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``plan/attention.py``)."""
 Loss = Literal["standard", "chunked", "fused"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
 Quantize = Literal["nf4", "int8", "fp8"]
@@ -269,6 +271,17 @@ class Recipe(Value):
             problem = "a quantised base is frozen, so nothing would train"
             raise disagreement(problem, "add an adapter, such as adapter: {kind: lora}", field="quantize")
         return self
+
+    @property
+    def has_open_fields(self) -> bool:
+        """Whether a field says what is wanted and not how, so that it is planned before a step is built."""
+        return isinstance(self.recompute, BudgetGib) or self.attention == "best"
+
+    def without_open_fields(self) -> "Recipe":
+        """The recipe with the plain value where a field is open: what can be checked before anything is planned."""
+        recompute = "none" if isinstance(self.recompute, BudgetGib) else self.recompute
+        attention = "sdpa" if self.attention == "best" else self.attention
+        return self.model_copy(update={"recompute": recompute, "attention": attention})
 
     @cached_property
     def id(self) -> str:

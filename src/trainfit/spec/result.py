@@ -201,4 +201,4 @@ class Record(Value):
     """Only of a sweep's trials: also one that came to nothing leaves a record."""
     bench: BenchResult | None = None
     planned: dict[str, Any] | None = None
-    """Only of a sweep's prediction: the recipe with its GiB budget planned, which the estimate is of."""
+    """Only of a sweep's prediction: the recipe with its open fields planned, which the estimate is of."""

@@ -48,7 +48,7 @@ class PartRequest(Value):
     own_peak_flops_per_s: float | None = None
     """What the user says (``--peak-flops``)."""
     planned: Recipe | None = None
-    """The recipe with its GiB budget planned, as the prediction found it; what is measured and trained then."""
+    """The recipe with its open fields planned, as the prediction found them; what is measured and trained then."""
 
     @property
     def built(self) -> Recipe:

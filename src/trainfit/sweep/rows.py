@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import BudgetGib
 from trainfit.spec.result import Outcome, Record
 from trainfit.spec.sweep import RUNNING, WAITING, Part, Row, SweepFile, Variant
 from trainfit.sweep.read import Sweep
@@ -73,7 +72,7 @@ def _of_variant(
 def _status(variant: Variant, file: SweepFile, outcomes: Mapping[Part, Outcome]) -> tuple[str, str]:
     """The row's status and message. A recipe that cannot be predicted may still be measured, unless predicting plans it."""
     parts = file.parts()
-    planned = isinstance(variant.recipe.recompute, BudgetGib)
+    planned = variant.recipe.has_open_fields
     for part in parts:
         outcome = outcomes.get(part)
         if outcome is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import BudgetGib, Recipe
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Record
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.value import parse
@@ -87,11 +87,10 @@ class Run:
 
     def _refuse(self, variant: Variant) -> None:
         """Note a recipe that no step can be made of anywhere; no process is started for it."""
-        recipe = variant.recipe
-        if isinstance(recipe.recompute, BudgetGib):  # What can be recomputed is found when it is planned.
-            recipe = recipe.model_copy(update={"recompute": "none"})
         try:
-            registry.check(recipe)
+            registry.check(
+                variant.recipe.without_open_fields()
+            )  # What they can be is found when they are planned.
         except InputError as error:
             self._refused.add(variant.name)
             request = self._request(variant, "predict")
@@ -126,7 +125,7 @@ class Run:
         return True
 
     def _pointless(self, variant: Variant, part: Part) -> bool:
-        if part != "predict" and isinstance(variant.recipe.recompute, BudgetGib):
+        if part != "predict" and variant.recipe.has_open_fields:
             predicted = self._records.get((variant.name, "predict"))
             if predicted is None or predicted.planned is None:
                 return True

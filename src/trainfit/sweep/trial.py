@@ -13,7 +13,6 @@ from typing import Any
 from trainfit.measure.lifeline import die_with_parent
 from trainfit.measure.trial import ERROR, REQUEST, RESULT
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
-from trainfit.spec.recipe import BudgetGib
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
 from trainfit.sweep.parts import Finding, PartRequest
@@ -42,14 +41,22 @@ def main(folder: Path) -> int:
 def _predict(request: PartRequest) -> Finding:
     # Autograd's engine would make a CUDA context, half a GiB, on the card that is being measured.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if isinstance(request.recipe.recompute, BudgetGib):
-        from trainfit.plan.recompute import plan
-
-        found = plan(request.recipe)
-        return Finding(status="done", estimate=found.estimate, planned=found.recipe)
     from trainfit.predict.estimate import predict
 
-    return Finding(status="done", estimate=predict(request.recipe))
+    if not request.recipe.has_open_fields:
+        return Finding(status="done", estimate=predict(request.recipe))
+    recipe, said = request.recipe, ()
+    if recipe.attention == "best":
+        from trainfit.plan.attention import choose
+
+        recipe, note = choose(recipe, device_type="cpu" if request.device == "cpu" else "cuda")
+        said = (note,)
+    from trainfit.plan.recompute import resolve
+
+    recipe = resolve(recipe)
+    estimate = predict(recipe)  # What a budget's plan was traced for is kept.
+    estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *said)})
+    return Finding(status="done", estimate=estimate, planned=recipe)
 
 
 def _train(request: PartRequest, folder: Path) -> Finding:

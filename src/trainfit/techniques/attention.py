@@ -3,7 +3,9 @@
 ``sdpa`` leaves the choice to PyTorch; flash, cudnn, efficient and math allow that one only, so a shape or device that
 it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) and ``triton`` (our own
 FlashAttention kernels, kernels/flash_attention.py) are chosen where the model is built, ``triton`` in transformers' models
-through their registry of attention functions. Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
+through their registry of attention functions. ``best`` is the fastest of them that is right for the model, by what ``trainfit bench
+flash`` measured on this GPU: the commands say which it became, and where nothing is measured it is ``sdpa``.
+Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
 
 Helps where sequences are long: ``flash``, ``cudnn``, ``efficient`` and ``triton`` never hold the s x s scores that ``eager`` and
 ``math`` save for the backward. On Hopper cuDNN's kernel is the fastest of PyTorch's for long sequences; ``triton`` has fast
@@ -22,12 +24,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
-COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton")}
+COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")}
 
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -39,33 +40,25 @@ BACKENDS = {
 HALF_ONLY = ("flash", "cudnn")
 """Kernels that take fp16 and bf16 only."""
 CUDA_ONLY = ("cudnn", "efficient")
-LARGE_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities with the 227 KiB of shared memory a block that the tiles of ``triton`` are cut for."""
 
 
 def applies(recipe: Recipe) -> bool:
-    return recipe.attention in BACKENDS or recipe.attention == "triton"
+    return recipe.attention in (*BACKENDS, "triton", "best")
 
 
 def check(recipe: Recipe) -> None:
-    """Flash and cuDNN attention compute in 16 bits; our kernels' tiles are cut for Hopper's shared memory."""
-    if recipe.attention == "triton":
-        _check_gpu(recipe)
+    """Flash and cuDNN attention compute in 16 bits; ``best`` is chosen before a step is built."""
+    if recipe.attention == "best":
+        raise InputError(
+            "a step is built from a kernel that has been chosen",
+            "choose it with trainfit.plan.attention.choose, as the commands do, or write one out",
+            field="attention",
+            value=recipe.attention,
+        )
     if recipe.attention in HALF_ONLY and recipe.precision == "fp32":
         raise InputError(
             "this kernel takes fp16 and bf16 only, and precision is fp32",
             "use efficient, math or sdpa, or precision: bf16 or amp-bf16",
-            field="attention",
-            value=recipe.attention,
-        )
-
-
-def _check_gpu(recipe: Recipe) -> None:
-    gpu = find_gpu(recipe.hardware.gpu)
-    if gpu.compute_capability is not None and gpu.compute_capability not in LARGE_SHARED_MEMORY:
-        raise InputError(
-            f"its tiles are cut for the shared memory of Hopper and data-centre Blackwell, which {gpu.title} has not",
-            "use sdpa or flash",
             field="attention",
             value=recipe.attention,
         )

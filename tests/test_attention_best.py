@@ -1,0 +1,281 @@
+"""``attention: best``: the catalog's table, its loader and writer, and the kernel that it becomes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainfit.catalog.attention import FILE, AttentionRun, attention_runs, nearest
+from trainfit.catalog.load import gpus
+from trainfit.cli.main import main
+from trainfit.cli.options import planned, read_recipe
+from trainfit.plan.attention import COMPARED_WITH, choose
+from trainfit.records import append
+from trainfit.report import attention_table
+from trainfit.report.attention_table import runs_of, text_of
+from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import new_bench_record
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.samples import Environment, Spread
+from trainfit.spec.value import parse
+from trainfit.sweep import trial
+from trainfit.sweep.parts import PartRequest
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+"""Head size 64."""
+MASKED = LLAMA | {"model_type": "mistral", "sliding_window": 16}
+SHAPE: dict[str, Any] = {"dtype": "bf16", "head": 64, "causal": True, "seq": 1024, "heads": 16, "batch": 8}
+
+
+def run_of(*shapes: dict[str, Any], gpu: str = "h200") -> AttentionRun:
+    row = {"gpu": gpu, "measured_at": "2026-11-21T15:00:00+00:00", "torch": "2.11", "experiment": "flash"}
+    return parse(AttentionRun, {**row, "shapes": [SHAPE | shape for shape in shapes]})
+
+
+TABLE = (
+    run_of(
+        {"seconds": {"flash": 3e-3, "cudnn": 1.5e-3, "sdpa": 3.1e-3}},
+        {"seq": 8192, "seconds": {"flash": 1e-3, "cudnn": 2e-3}},
+    ),
+)
+
+
+def recipe(config: dict[str, Any] | str = LLAMA, **fields: Any) -> Recipe:
+    data = {"model": {"config": config, "name": "one"}, "batch": {"seq": 64}, "attention": "best"}
+    return recipe_from(data | fields)
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_kernel_at_the_nearest_length_is_chosen_and_told() -> None:
+    short, long = choose(recipe(), runs=TABLE), choose(recipe(batch={"seq": 8000}), runs=TABLE)
+    assert (short.recipe.attention, long.recipe.attention) == ("cudnn", "flash")
+    assert short.note == (
+        "attention: best -> cudnn (2.00 x flash at 1024, the measured length nearest to 64, measured 2026-11-21 on h200 with torch 2.11)"
+    )
+    assert choose(recipe(batch={"seq": 8192}), runs=TABLE).note.startswith(
+        "attention: best -> flash (2.00 x cudnn at 8192, measured"
+    )
+    assert short.recipe == recipe(attention="cudnn")
+    assert short.recipe.id == recipe(attention="cudnn").id != recipe().id
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"hardware": {"gpu": "a100-sxm4-80gb"}}, "nothing is measured on a100-sxm4-80gb for bf16 and head size 64"),
+        ({"precision": "fp32"}, "nothing is measured on h200 for fp32 and head size 64"),
+        ({"hardware": {"gpu": "cpu"}}, "nothing is measured on a CPU"),
+        ({"config": LLAMA | {"head_dim": 32}}, "nothing is measured on h200 for bf16 and head size 32"),
+        ({"config": LLAMA | {"model_type": "mamba"}}, "the head size of this model is not known"),
+    ],
+)  # fmt: skip
+def test_what_is_not_measured_is_left_to_pytorch_and_said(fields: dict[str, Any], why: str) -> None:
+    chosen = choose(recipe(fields.pop("config", LLAMA), **fields), runs=TABLE)
+    assert chosen.recipe.attention == "sdpa"
+    assert chosen.note.startswith(f"attention: best -> sdpa ({why}")
+    assert chosen.note.endswith(", so PyTorch chooses)")
+
+
+def test_a_device_that_runs_it_counts_and_not_the_recipes_gpu() -> None:
+    assert choose(recipe(), device_type="cpu", runs=TABLE).recipe.attention == "sdpa"
+    elsewhere = recipe(hardware={"gpu": "a100-sxm4-80gb"})
+    assert choose(elsewhere, gpu="h200", runs=TABLE).recipe == elsewhere.model_copy(
+        update={"attention": "cudnn"}
+    )
+    assert "on Some GPU for" in choose(recipe(), gpu="Some GPU", runs=TABLE).note
+
+
+def test_a_kernel_that_is_not_right_for_the_model_is_passed_over() -> None:
+    """Flash attention takes no mask, which a sliding window is; efficient attention no grouped heads."""
+    table = (run_of({"seconds": {"flash": 1e-3, "cudnn": 2e-3}}),)
+    chosen = choose(recipe(MASKED), runs=table)
+    assert chosen.recipe.attention == "cudnn"
+    assert "0.50 x flash" in chosen.note
+    refused = "flash is refused: the SDPA backends left on have no kernel for bfloat16, head size 64, a mask"
+    assert f"{refused}; the times are of plain causal attention)" in chosen.note
+    prefix = recipe(adapter={"kind": "prefix"})  # Refused by a check of the recipe, without a trace.
+    assert choose(prefix, runs=table).recipe.attention == "cudnn"
+    grouped = (run_of({"seconds": {"efficient": 1e-3, "flash": 2e-3}}),)
+    assert choose(recipe(), runs=grouped).recipe.attention == "flash"
+    nothing = (run_of({"seconds": {"flash": 1e-3, "triton": 2e-3}}),)
+    unheard = recipe(MASKED, batch={"seq": 64}, compile="block")
+    assert choose(unheard, runs=nothing).recipe.attention == "sdpa"
+
+
+def test_equal_refusals_are_told_once() -> None:
+    """Bloom's ALiBi is in the scores, so transformers has no SDPA form of it."""
+    bloom = choose(recipe("bloom-560m"), runs=(run_of({"seconds": {"flash": 1e-3, "cudnn": 2e-3}}),))
+    assert bloom.recipe.attention == "sdpa"
+    assert bloom.note.startswith("attention: best -> sdpa (PyTorch chooses; flash and cudnn are refused: ")
+
+
+def test_attention_of_another_kind_than_the_measured_is_left_to_pytorch() -> None:
+    """Gemma 2 caps its scores; DeepSeek's values are smaller than its heads."""
+    seconds = {"seconds": {"flash": 1e-3, "cudnn": 2e-3}}
+    table = (run_of({"head": 256, **seconds}, {"head": 192, **seconds}),)
+    found = {name: choose(recipe(name), runs=table) for name in ("gemma-2-2b", "deepseek-v2-lite")}
+    assert {choice.recipe.attention for choice in found.values()} == {"sdpa"}
+    assert "nothing is measured for capped scores" in found["gemma-2-2b"].note
+    assert "for heads of 192 with values of 128, so PyTorch chooses" in found["deepseek-v2-lite"].note
+
+
+def test_every_kernel_of_a_recipe_can_be_compared_with() -> None:
+    from typing import get_args
+
+    from trainfit.spec.recipe import AttentionKernel
+
+    assert set(COMPARED_WITH) == set(get_args(AttentionKernel))
+
+
+def test_a_step_is_only_built_of_a_chosen_kernel() -> None:
+    from trainfit.techniques import registry
+
+    with pytest.raises(InputError, match=r"attention = 'best': .*trainfit\.plan\.attention\.choose"):
+        registry.check(recipe())
+    registry.check(recipe().without_open_fields())
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainfit.plan.attention.attention_runs", lambda: TABLE)
+
+
+@pytest.mark.usefixtures("measured")
+def test_predict_says_what_best_became(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["llama-3.2-1b", "--set", "attention=best", "--set", "batch.seq=1024"]
+    assert main(["predict", *asked]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cudnn attention" in out
+    assert "attention: best -> cudnn (2.00 x flash at 1024, measured 2026-11-21" in out
+    built, said = planned(read_recipe("llama-3.2-1b", ["attention=best", "batch.seq=1024"]))
+    assert built == read_recipe("llama-3.2-1b", ["attention=cudnn", "batch.seq=1024"])
+    assert len(said) == 1
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_real_cpu_leaves_it_to_pytorch() -> None:
+    built, (said,) = planned(read_recipe("tiny-cpu", ["attention=best"]), "cpu")
+    assert built == read_recipe("tiny-cpu", ["attention=sdpa"])
+    assert said == "attention: best -> sdpa (nothing is measured on a CPU, so PyTorch chooses)"
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_sweep_predicts_and_keeps_what_best_became(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # The trial sets it, in a process of its own.
+    request = PartRequest(part="predict", variant="one", recipe=recipe(), device="auto", timeout_s=60.0)
+    found = trial._predict(request)
+    assert found.planned == recipe(attention="cudnn")
+    assert found.estimate is not None
+    assert found.estimate.recipe_id == recipe(attention="cudnn").id
+    assert any(line.startswith("attention: best -> cudnn") for line in found.estimate.assumptions)
+    on_cpu = trial._predict(request.model_copy(update={"device": "cpu"}))
+    assert on_cpu.planned == recipe(attention="sdpa")
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_table_is_read_and_its_gpus_are_the_catalogs() -> None:
+    assert {run.gpu for run in attention_runs()} <= set(gpus())
+    assert text_of(attention_runs()) == FILE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('gpu = "h9000"', "h9000"),
+        ("measured_at = 1", "measured_at"),
+        ("{ flash = 1.0, cudnn = 2.0 }|{ flash = 1.0 }", "seconds"),
+        ("{ flash = 1.0, cudnn = 2.0 }|{ flash = 1.0, cudnn = 0.0 }", "seconds"),
+        ("{ flash = 1.0, cudnn = 2.0 }|{ flash = 1.0, flush = 2.0 }", "seconds"),
+        ("shapes = [|shapes = [SHAPE,", "measured twice"),
+    ],
+)
+def test_a_table_that_makes_no_sense_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    shape = (
+        '{ dtype = "bf16", head = 64, causal = true, seq = 1024, heads = 16, batch = 8, seconds = { flash = 1.0, cudnn = 2.0 } }'
+    )  # fmt: skip
+    good = f'[[run]]\ngpu = "h200"\nmeasured_at = "2026"\ntorch = "2"\nexperiment = "flash"\nshapes = [\n{shape}]\n'
+    path = tmp_path / "attention.toml"
+    path.write_text(good)
+    assert attention_runs(path)[0].shapes[0].seconds == {"flash": 1.0, "cudnn": 2.0}
+    name = text.split(" = ")[0]
+    old, new = (
+        text.split("|") if "|" in text else (next(x for x in good.splitlines() if x.startswith(name)), text)
+    )
+    bad = tmp_path / "bad.toml"
+    bad.write_text(good.replace(old, new.replace("SHAPE", shape)))
+    with pytest.raises(InputError, match=why):
+        attention_runs(bad)
+
+
+def test_the_nearest_length_is_by_ratio_and_never_of_another_kind() -> None:
+    found = nearest(TABLE, gpu="h200", dtype="bf16", head=64, seq=3000)
+    assert found is not None
+    assert found.shape.seq == 8192  # 2.7 times 3000; 1024 is 2.9 times less.
+    asked: dict[str, Any] = {"gpu": "h200", "dtype": "bf16", "head": 64, "seq": 1024}
+    assert nearest(TABLE, **asked) is not None
+    others: list[dict[str, Any]] = [{"gpu": "h100-sxm"}, {"dtype": "fp32"}, {"head": 128}, {"causal": False}]
+    assert [nearest(TABLE, **(asked | other)) for other in others] == [None] * 4
+
+
+# -- the writer -------------------------------------------------------------------------------------------------------
+
+
+def row(body: str, seconds: float, which: str = "both", samples: int = 6, **point: Any) -> BenchRow:
+    at = SHAPE | {"body": body, "pass": which} | point
+    return BenchRow(point=at, status="unsteady", times=Spread.of([seconds] * samples))
+
+
+def record(*rows: BenchRow, at: str = "2026-11-21T15:00:00", **fields: Any) -> Any:
+    where = Environment(device="NVIDIA H200", device_bytes=1, torch="2.11", python="3", platform="x")
+    known: dict[str, Any] = {"experiment": "flash", "form": "full", "gpu": "h200"}
+    result = BenchResult(**(known | fields), rows=rows, environment=where, limit_s=1.0, elapsed_s=1.0)
+    return new_bench_record(result).model_copy(update={"created_at": at})
+
+
+def test_the_table_is_written_from_records_and_read_again(tmp_path: Path) -> None:
+    file, into = tmp_path / "records.sqlite", tmp_path / "attention.toml"
+    throttled = BenchRow(
+        point=SHAPE | {"body": "cudnn", "pass": "both", "seq": 64}, status="throttled", message="hot"
+    )
+    append(file, record(
+        row("flash", 3e-3), row("ours", 1e-3), row("ours", 1e-9, "forward"), row("flex", 1e-9),
+        row("pytorch", 7e-9, heads=1), row("ours", 1e-9, heads=1),  # One head leaves the GPU idle.
+        row("flash", 3e-9, seq=256, heads=1), row("ours", 1e-9, seq=256, heads=1),
+        row("flash", 3e-9, seq=512), row("ours", 1e-9, seq=512, samples=5),  # Too few samples.
+        row("flash", 1.0, seq=64), throttled, row("flash", 1.0, seq=128),  # Nothing to compare with.
+    ))  # fmt: skip
+    assert attention_table.main([str(file), "--into", str(into)]) == 0
+    (run,) = attention_runs(into)
+    (shape,) = run.shapes
+    assert shape.seconds == {"flash": 3e-3, "triton": 1e-3}
+    assert (run.gpu, run.measured_at, run.torch) == ("h200", "2026-11-21T15:00:00", "2.11")
+    assert text_of([run]) == into.read_text()
+
+
+def test_the_newest_record_of_a_shape_counts_and_only_as_a_whole() -> None:
+    old = record(row("flash", 3e-3), row("ours", 1e-3), row("flash", 1e-3, seq=64), row("ours", 2e-3, seq=64))
+    new = record(row("flash", 5e-3), row("cudnn", 4e-3), at="2026-11-22T15:00:00")
+    first, second = runs_of([new, old])
+    assert [(shape.seq, shape.seconds) for shape in first.shapes] == [(64, {"flash": 1e-3, "triton": 2e-3})]
+    assert [(shape.seq, shape.seconds) for shape in second.shapes] == [(1024, {"flash": 5e-3, "cudnn": 4e-3})]
+
+
+def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = (row("flash", 3e-3), row("ours", 1e-3))
+    for useless in (record(*rows, form="tiny"), record(*rows, gpu=None), record(rows[0])):
+        with pytest.raises(InputError, match="trainfit bench flash"):
+            runs_of([useless])
+    assert attention_table.main([str(tmp_path / "nothing.jsonl")]) == 65
+    assert "nothing.jsonl" in capsys.readouterr().err
