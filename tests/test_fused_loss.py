@@ -13,11 +13,11 @@ from tiny_recipe import tiny_recipe
 from trainfit.kernels import fused_cross_entropy as fused
 from trainfit.kernels.chunked_cross_entropy import Head
 from trainfit.kernels.fused_cross_entropy import (
-    Terms,
     fused_linear_cross_entropy,
     fused_rows,
     plain_linear_cross_entropy,
 )
+from trainfit.kernels.loss_terms import Terms
 from trainfit.measure.process import forked
 from trainfit.measure.run import measure
 from trainfit.predict.estimate import predict

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainfit.kernels import fused_cross_entropy, rms_norm, rope, swiglu
 from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
-from trainfit.kernels.fused_cross_entropy import Terms
+from trainfit.kernels.loss_terms import Terms
 
 EPS = 1e-5
 
