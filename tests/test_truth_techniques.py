@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainfit.predict import truth_draws, truth_suite
-from trainfit.predict.truth_techniques import FIRST_GENERATION, TECHNIQUES, draw_for, num_blocks
+from trainfit.predict.truth_techniques import FIRST_GENERATION, LATER, TECHNIQUES, draw_for, num_blocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -72,6 +72,13 @@ def test_a_plan_names_every_block() -> None:
     for _ in range(40):
         data = draw_for("recompute_layers", chance, "h200", combined=False)
         assert sum(run["count"] for run in data["recompute"]["layers"]) == num_blocks(data)
+
+
+def test_later_techniques_leave_older_draws_alone() -> None:
+    drawn = json.dumps(
+        [draw_for(name, random.Random(name), "h200", combined=True) for name in TECHNIQUES if name not in LATER]
+    )
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "c741dce0f76579b0"
 
 
 def test_an_unknown_technique_is_refused_in_one_line(
