@@ -126,6 +126,12 @@ COMBINED: tuple[Data, ...] = (
     {**CHUNKED, **FULL, "batch": {"micro": 1, "accumulate": 4}, "empty_cache_every": 1},
     {**CHUNKED, "compile": "block", "adapter": {"kind": "lora", "dtype": "base"}},
     {**CHUNKED, **FULL, **LORA, "quantize": "nf4"},
+    {"block_kernels": "triton", "loss": "fused", "attention": "cudnn"},
+    {
+        "block_kernels": "triton", "loss": "fused", **FULL, "offload": {"activations": True},
+        "loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}, "optimizer": {"in_backward": True},
+    },
+    {"block_kernels": "triton", "loss": "fused", "compile": "block"},
     {**FULL, "quantize": "nf4", "adapter": {"kind": "prompt"}},
     {"compile": "model", "quantize": "nf4", "adapter": {"kind": "prefix"}},
 )  # fmt: skip
