@@ -41,7 +41,9 @@ def with_terms(recipe: Recipe, terms: LossTerms = BOTH_TERMS) -> Recipe:
     return recipe.model_copy(update={"loss_terms": terms})
 
 
-@pytest.mark.parametrize("terms", [LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), BOTH_TERMS], ids=str)
+@pytest.mark.parametrize(
+    "terms", [LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), BOTH_TERMS], ids=str
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "native"])
 def test_standard_and_fused_give_the_same_numbers(family: str, terms: LossTerms):
     """Soft-capped (Gemma 2) and scaled (Cohere) logits among them."""

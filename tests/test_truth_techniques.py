@@ -76,7 +76,11 @@ def test_a_plan_names_every_block() -> None:
 
 def test_later_techniques_leave_older_draws_alone() -> None:
     drawn = json.dumps(
-        [draw_for(name, random.Random(name), "h200", combined=True) for name in TECHNIQUES if name not in LATER]
+        [
+            draw_for(name, random.Random(name), "h200", combined=True)
+            for name in TECHNIQUES
+            if name not in LATER
+        ]
     )
     assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "c741dce0f76579b0"
 

@@ -17,7 +17,6 @@ from trainfit.kernels.operations import declare
 from trainfit.spec.errors import InputError
 
 
-
 class Tile(NamedTuple):
     """Elements of a row that one program takes, and its warps."""
 
@@ -119,7 +118,15 @@ def triton_backward(gradient: Tensor, gate: Tensor, up: Tensor, tile: Tile = BAC
     both, f = _fake_backward(gradient, gate, up), gate.shape[1]
     if both.numel():
         kernels.swiglu_backward_kernel[_grid(gate, tile)](
-            gradient, gate, up, both, gate.stride(0), up.stride(0), f, BLOCK=tile.block, num_warps=tile.num_warps
+            gradient,
+            gate,
+            up,
+            both,
+            gate.stride(0),
+            up.stride(0),
+            f,
+            BLOCK=tile.block,
+            num_warps=tile.num_warps,
         )
     return both
 

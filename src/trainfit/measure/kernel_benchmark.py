@@ -142,9 +142,7 @@ def errors_of(case: Case) -> Iterator[Row]:
             }  # fmt: skip
 
 
-def _results(
-    case: Case, run: Callable[..., Any], inputs: tuple[Tensor, ...], upstream: Any
-) -> list[Tensor]:
+def _results(case: Case, run: Callable[..., Any], inputs: tuple[Tensor, ...], upstream: Any) -> list[Tensor]:
     out = run(*(x.clone() for x in inputs) if case.in_place else inputs)
     outs = out if isinstance(out, tuple) else (out,)
     wanted = [x for x in inputs if x.requires_grad]

@@ -171,8 +171,8 @@ def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: boo
     numbers, steps = adamw.Numbers.of(group, 10), torch.tensor(9.0, device=device)
 
     def definition(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        wide = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in (p, g, m, v)]
-        for target, values in zip((p, m, v), adamw.updated(*wide, numbers), strict=True):
+        a, b, c, d = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (p, g, m, v))
+        for target, values in zip((p, m, v), adamw.updated(a, b, c, d, numbers), strict=True):
             if target.dtype == torch.bfloat16:
                 noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
                 values = (values.view(torch.int32) + noise).bitwise_and(-65536).view(torch.float32)
@@ -226,7 +226,13 @@ def products(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
 
     ways = {f"cuBLAS, {parts} chunks": partial(run, parts) for parts in (32, 8, 4, 2, 1)}
     return Case(
-        "products", (hidden, weight), run, ways, flops=6 * n * v * e, parts=("forward",), size=_loss_size(sizes)
+        "products",
+        (hidden, weight),
+        run,
+        ways,
+        flops=6 * n * v * e,
+        parts=("forward",),
+        size=_loss_size(sizes),
     )
 
 
@@ -254,7 +260,13 @@ def tilings(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
         }
     moved = {"forward": 2 * logits.numel() * dtype.itemsize}
     return Case(
-        "tilings", (logits, targets), run, ways, bytes_moved=moved, parts=("forward",), size=f"{n:,} x {v:,} logits"
+        "tilings",
+        (logits, targets),
+        run,
+        ways,
+        bytes_moved=moved,
+        parts=("forward",),
+        size=f"{n:,} x {v:,} logits",
     )
 
 
@@ -268,7 +280,9 @@ def gate_tilings(backward: bool, sizes: Sizes, device: torch.device, dtype: torc
         if tile is None:
             return swiglu.plain_backward(given, gate, up) if backward else swiglu.plain_forward(gate, up)
         return (
-            swiglu.triton_backward(given, gate, up, tile) if backward else swiglu.triton_forward(gate, up, tile)
+            swiglu.triton_backward(given, gate, up, tile)
+            if backward
+            else swiglu.triton_forward(gate, up, tile)
         )
 
     ways: dict[str, Callable[..., Any]] = {"plain": partial(run, None)}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels import rms_norm, rope, swiglu
 from trainfit.models.layers import require_blocks
-from trainfit.models.native.decoder import Attention, FeedForward, NativeDecoder, Place
+from trainfit.models.native.decoder import Attention, FeedForward, NativeDecoder
 from trainfit.spec.errors import InputError
 
 SILU = ("silu", "silu_unfused")
@@ -60,9 +60,8 @@ class KernelFeedForward(FeedForward):
 class KernelAttention(Attention):
     """Attention whose queries and keys turn in one launch."""
 
-    def turned(self, q: Tensor, k: Tensor, place: Place) -> tuple[Tensor, Tensor]:
-        assert place.cos is not None and place.sin is not None
-        q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), place.cos[:, 0], place.sin[:, 0])
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos[:, 0], sin[:, 0])
         return q.transpose(1, 2), k.transpose(1, 2)
 
 
@@ -217,7 +216,11 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Modu
                 yield module, found[1]
             elif "Norm" in type(module).__name__:
                 raise _refusal(f"{type(module).__name__} is no norm of Llama's form")
-        for part, name in (("norm", "norm"), ("attention", "attention"), ("mlp", "gated SiLU feed-forward part")):
+        for part, name in (
+            ("norm", "norm"),
+            ("attention", "attention"),
+            ("mlp", "gated SiLU feed-forward part"),
+        ):
             if part not in parts:
                 raise _refusal(f"{type(block).__name__} has no {name} of Llama's form")
     inside = {id(part) for block in require_blocks(model, "", "", "") for part in block.modules()}

@@ -80,7 +80,9 @@ def _fused_loss(chance: random.Random, _: Data) -> Data:
 
 
 def _loss_terms(chance: random.Random, _: Data) -> Data:
-    terms = chance.choice(({"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.1, "z_loss": 1e-4}))
+    terms = chance.choice(
+        ({"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.1, "z_loss": 1e-4})
+    )
     return {"loss": chance.choice(("standard", "fused")), "loss_terms": terms}
 
 

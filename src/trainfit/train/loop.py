@@ -120,7 +120,9 @@ def _run_start(
 def _about_the_loss(recipe: Recipe) -> tuple[str, ...]:
     if not loss_terms.applies(recipe):
         return ()
-    terms = " and ".join(f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value)
+    terms = " and ".join(
+        f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value
+    )
     return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",)
 
 
