@@ -1,9 +1,9 @@
 """Block kernels: RMSNorm, SwiGLU and rotary embedding by one kernel of ours each, forward and backward.
 
-What PyTorch runs as five to eight kernels a norm and four a rotation (transformers' Llama) is one, so less memory is read and written, and
+In bf16 transformers' Llama runs a norm as eight kernels and a rotation as ten; here each is one, so less memory is read and written, and
 less is kept: of a norm its input and one number a row, of silu(gate) * up the two factors, of a rotation nothing of its size. All
-is computed in fp32 and rounded once, where transformers rounds a norm twice. For `native` models with RMSNorm, SwiGLU and
-RoPE, and transformers' of Llama's form (Llama, Mistral, Qwen2, Qwen3, Granite, by their code, not their names). Under autocast
+is computed in fp32 and rounded once, where transformers rounds a norm twice. For ``native`` models with RMSNorm, SwiGLU and
+RoPE, and transformers' of Llama's form (Llama, Mistral, Qwen2, Qwen3, Granite: by their code, not their names). Under autocast
 queries and keys stay in the 16-bit dtype, where transformers' rotation widens them. Errors and times: [kernels.md](../kernels.md).
 
 Helps without ``compile``. With it, each kernel stands by itself: the compiler neither joins it with the additions and casts beside it
