@@ -74,6 +74,16 @@ def test_a_plan_names_every_block() -> None:
         assert sum(run["count"] for run in data["recompute"]["layers"]) == num_blocks(data)
 
 
+def test_kernels_are_drawn_for_models_that_they_take() -> None:
+    chance = random.Random(5)
+    fused = [draw_for("fused_loss", chance, "h200", combined=False) for _ in range(40)]
+    assert any("gemma-2-" in data["model"]["config"] for data in fused), "soft-capped logits"
+    for _ in range(40):
+        model = draw_for("block_kernels", chance, "h200", combined=True)["model"]
+        families = ("llama", "mistral", "qwen2", "qwen3") if model["implementation"] == "hf" else ("native",)
+        assert any(model["config"] in truth_draws.FAMILIES[family] for family in families)
+
+
 def test_later_techniques_leave_older_draws_alone() -> None:
     drawn = json.dumps(
         [

@@ -66,7 +66,9 @@ class _LossWithGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("the gradients of this loss were used up by its first backward")
-        ratio = grad / ctx.expected_gradient
+        expected = ctx.expected_gradient
+        # By a number CUDA multiplies with its reciprocal, and 1/13 by 1/13 would not be 1.
+        ratio = grad / (expected if isinstance(expected, Tensor) else grad.new_full((), expected))
         for gradient in gradients:
             if gradient is not None:
                 torch.ops.trainfit.multiply_unless_one_(gradient, ratio)

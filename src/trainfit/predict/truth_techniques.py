@@ -75,8 +75,12 @@ def _chunked(chance: random.Random, _: Data) -> Data:
     return {"loss": "chunked"}
 
 
-def _fused_loss(chance: random.Random, _: Data) -> Data:
-    return {"loss": "fused"}
+def _fused_loss(chance: random.Random, data: Data) -> Data:
+    """Gemma 2 more often than its share: its logits are soft-capped."""
+    asked: Data = {"loss": "fused"}
+    if data["model"]["implementation"] == "hf" and chance.random() < 0.3:
+        asked["model"] = {"config": chance.choice(FAMILIES["gemma2"])}
+    return asked
 
 
 def _loss_terms(chance: random.Random, _: Data) -> Data:

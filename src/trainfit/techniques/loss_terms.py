@@ -3,8 +3,8 @@
 A token's loss is (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2, for its logits x, their log-sum-exp lse and the target t: label
 smoothing s (Szegedy et al., arXiv:1512.00567, section 7) and z-loss z (Chowdhery et al., PaLM, arXiv:2204.02311, section
 5), averaged over the tokens that are not ignored. Logits are as the loss sees them, scaled and soft-capped. With ``loss:
-standard`` PyTorch computes it from all logits in fp32; with ``loss: fused`` our kernel does, at no further memory. Both give the same
-numbers. Training reports this loss; evaluation reports the plain cross-entropy, and perplexity is its exponential.
+standard`` PyTorch computes it from all logits in fp32 and holds more copies of them; with ``loss: fused`` our kernel does, at no
+further memory. Both give the same numbers. Training reports this loss; evaluation reports the plain cross-entropy, and perplexity is its exponential.
 
 Helps against overconfident models (label smoothing) and against logits that drift in long runs (z-loss).
 
