@@ -92,11 +92,13 @@ def test_qk_norms_and_unfused_spellings_of_native():
     same(plain.model_copy(update={"model": ModelSpec(config=config, implementation="native")}))
 
 
+@pytest.mark.parametrize("compiled", [False, "block"])
 @pytest.mark.parametrize("code", ["hf", "native"])
-def test_every_norm_gate_and_rotation_runs_ours(code: Any):
-    """2 norms a block and the last one, forward; none of the standard kernels is left."""
+def test_every_norm_gate_and_rotation_runs_ours(code: Any, compiled: Any):
+    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call the same operations."""
     config = {**TINY_LLAMA, "num_hidden_layers": 5}
-    ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), block_kernels="triton"))
+    asked = {"block_kernels": "triton", "compile": compiled}
+    ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), **asked))
     counts = {
         name: sum(ledger.times(op) for op in steady(ledger) if op.name.startswith(f"trainfit.{name}."))
         for name in (*OURS, *(f"{name}_backward" for name in OURS))
@@ -105,7 +107,7 @@ def test_every_norm_gate_and_rotation_runs_ours(code: Any):
         "own_rms_norm": 11, "own_rms_norm_backward": 11, "swiglu": 5, "swiglu_backward": 5,
         "rotate_pairs": 10, "rotate_pairs_backward": 0,  # Its gradient is itself, turned back.
     }  # fmt: skip
-    left = {op.name.split(".")[1] for op in steady(ledger)}
+    left = {name for op in steady(ledger) for name in op.name.split(".")[1:2]}
     assert not left & {"silu", "silu_backward", "rsqrt", "_fused_rms_norm", "neg"}
 
 

@@ -168,7 +168,9 @@ def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: boo
     p, g, m = (_randn(device, dtype, n, e, grad=False) * scale for scale in (0.1, 1e-3, 1e-4))
     v = _randn(device, dtype, n, e, grad=False).square() * 1e-6
     group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
-    numbers, steps = adamw.Numbers.of(group, 10), torch.tensor(9.0, device=device)
+    numbers = adamw.Numbers.of(group, 10)
+    # Where torch's optimizers keep it: foreach reads it on the host.
+    steps = {"fused": torch.tensor(9.0, device=device), "foreach": torch.tensor(9.0)}
 
     def definition(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         a, b, c, d = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (p, g, m, v))
@@ -187,7 +189,7 @@ def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: boo
     def torchs(kind: str, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         chosen: dict[str, Any] = {"foreach": kind == "foreach", "fused": kind == "fused"}
         functional_adamw(
-            [p], [g], [m], [v], [], [steps.clone()], amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
+            [p], [g], [m], [v], [], [steps[kind].clone()], amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
             weight_decay=0.1, eps=1e-8, maximize=False, **chosen,
         )  # fmt: skip
         return p, m, v
