@@ -26,6 +26,7 @@ from trainfit.kernels import (
     flash_attention,
     flash_attention_tma,
     fused_cross_entropy,
+    gradients_in_forward,
     nf4,
     normed_swiglu,
     repeated_reads,
@@ -35,6 +36,7 @@ from trainfit.kernels import (
     stochastic_rounding,
     swiglu,
 )
+from trainfit.kernels.loss_terms import Terms
 from trainfit.kernels.moment_levels import BLOCK
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -165,7 +167,7 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
 
 def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing: float) -> Call:
     logits, targets = empty(c, v, dtype=dtype), empty(c, dtype=torch.int64)
-    terms = fused_cross_entropy.Terms(smoothing, 1e-4)
+    terms = Terms(smoothing, 1e-4)
 
     def run(step: int) -> None:
         for wants_gradient in (True, False):
@@ -174,6 +176,11 @@ def cross_entropy(dtype: torch.dtype, c: int, v: int, softcap: float, smoothing:
             )
 
     return run
+
+
+def multiplication(dtype: torch.dtype, *shape: int) -> Call:
+    x, ratio = empty(*shape, dtype=dtype), empty(dtype=FP32)
+    return lambda step: gradients_in_forward.triton_multiply_unless_one(x, ratio)
 
 
 def norm(dtype: torch.dtype, n: int, e: int) -> Call:
@@ -251,6 +258,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "cross entropy bf16", cross_entropy(BF16, 2048, 131072, 0.0, 0.0)
     yield "cross entropy large, odd, all terms", cross_entropy(BF16, 2**17, 50257, 30.0, 0.1)
     yield "cross entropy fp32", cross_entropy(FP32, 2048, 128256, 0.0, 0.1)
+    yield "multiplication bf16", multiplication(BF16, 131072, 4096)
+    yield "multiplication large and odd", multiplication(FP32, LARGE + 1)
     for d, is_causal in ((64, False), (128, True)):
         yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000, is_causal)
 

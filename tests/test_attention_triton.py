@@ -27,7 +27,7 @@ from trainfit.kernels.flash_attention_choice import (
 from trainfit.predict import truth_values
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Budget, Every, Hardware, Offload, Recipe, Selective
+from trainfit.spec.recipe import Adapter, Batch, Budget, Every, Offload, Recipe, Selective
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.virtual.flops import count

@@ -56,7 +56,8 @@ def test_every_example_of_a_technique_is_accepted_and_changes_the_recipe(text: s
 def test_the_examples_cover_what_the_recipe_has_for_techniques() -> None:
     written = "\n".join(blocks("recipe.md")[1:])
     for word in ("offload", "loader", "empty_cache_every", "in_backward: block", "stochastic_rounding", "clip_norm", "tokens",
-                 "every", "selective", "budget", "budget_gib", "layers", "quantize", "fp8", "chunked"):  # fmt: skip
+                 "every", "selective", "budget", "budget_gib", "layers", "quantize", "fp8", "chunked", "loss: fused", "loss_terms",
+                 "block_kernels"):  # fmt: skip
         assert word in written
 
 

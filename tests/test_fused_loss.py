@@ -11,13 +11,14 @@ from kernel_runs import interpreted
 from test_chunked_loss import LORA, WIDE, family_recipe, gradients, inputs
 from tiny_recipe import tiny_recipe
 from trainfit.kernels import fused_cross_entropy as fused
+from trainfit.kernels import gradients_in_forward
 from trainfit.kernels.chunked_cross_entropy import Head
 from trainfit.kernels.fused_cross_entropy import (
-    Terms,
     fused_linear_cross_entropy,
     fused_rows,
     plain_linear_cross_entropy,
 )
+from trainfit.kernels.loss_terms import Terms
 from trainfit.measure.process import forked
 from trainfit.measure.run import measure
 from trainfit.predict.estimate import predict
@@ -26,7 +27,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware
 from trainfit.step import assemble
 from trainfit.techniques import registry
-from virtual_runs import recipe_of, steady_sum
+from virtual_runs import recipe_of, steady, steady_sum
 
 CPU = torch.device("cpu")
 TERMS = [Terms(), Terms(label_smoothing=0.1), Terms(z_loss=1e-2), Terms(0.2, 1e-2, ignore_index=7)]
@@ -206,6 +207,42 @@ def test_the_operation_says_what_it_writes():
     y, targets = torch.randn(4, 9), torch.tensor([1, -100, 3, 8])
     arguments = (y, targets, torch.tensor(0.25), 1.0, 0.0, 0.1, 0.0, -100, True)
     torch.library.opcheck(torch.ops.trainfit.cross_entropy_, arguments)
+
+
+# -- the multiplication by the gradient that comes in
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_multiplication_touches_all_or_nothing(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """More elements than all programs take at once, and no multiple of a block."""
+    monkeypatch.setattr(gradients_in_forward, "PROGRAMS", 2)
+    monkeypatch.setattr(gradients_in_forward, "BLOCK", 16)
+    for numel in (1, 16, 100):
+        x = torch.randn(numel).to(dtype)
+        before, version = x.clone(), x._version
+        gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(1.0))
+        assert torch.equal(x, before)
+        gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(0.3))
+        assert torch.equal(x, before * torch.tensor(0.3))
+        assert version == x._version
+
+
+def test_the_multiplications_operation_keeps_the_rules():
+    gradients_in_forward.register()
+    for ratio in (1.0, 0.5):
+        x = torch.arange(6.0).view(2, 3).t()
+        torch.library.opcheck(torch.ops.trainfit.multiply_unless_one_, (x.clone(), torch.tensor(ratio)))
+        torch.ops.trainfit.multiply_unless_one_(x, torch.tensor(ratio))
+        assert torch.equal(x, ratio * torch.arange(6.0).view(2, 3).t())
+
+
+def test_a_step_multiplies_its_gradients_by_one_for_nothing():
+    """The expected gradient is the one that comes, with accumulation too: no byte is moved for it."""
+    ledger = trace(recipe_of(WIDE, "native", batch=Batch(micro=1, seq=64, accumulate=2), loss="fused"))
+    found = [op for op in steady(ledger) if op.name.startswith("trainfit.multiply_unless_one_")]
+    assert found
+    assert sum(op.num_bytes for op in found) == 0
 
 
 # -- the technique

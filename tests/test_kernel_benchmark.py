@@ -16,12 +16,12 @@ def test_tiny_form_has_a_line_for_every_way(tmp_path: Path, capsys: pytest.Captu
     rows = [json.loads(line) for line in into.read_text().splitlines()]
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
     timed = {(row["case"], row["way"]) for row in rows if "ms" in row}
-    for case in ("loss", "norm", "gates", "rotation"):
+    for case in ("loss", "norm", "gates", "rotation", "update"):
         assert (case, "eager") in timed
         assert (case, "ours fused" if case == "loss" else "ours") in timed
     assert ("products", "cuBLAS, 4 chunks") in timed
     wrong = [row["of_eager"] for row in rows if row["part"] == "errors"]
-    assert len(wrong) == 10
+    assert len(wrong) == 12
     assert max(wrong) <= 2
 
 

@@ -31,6 +31,7 @@ LLAMA = {
 }  # fmt: skip
 LARGER = LLAMA | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 4096}
 """Large enough that a percent of its peak is more than the allocator's rounding."""
+TERMS = {"label_smoothing": 0.1, "z_loss": 1e-4}
 LORA = {"kind": "lora", "rank": 8}
 IN_BACKWARD = {"optimizer": {"in_backward": True}}
 BOTH = ("native", "hf")
@@ -83,6 +84,10 @@ CASES = {
     "clip": Case({"optimizer": {"clip_norm": 0.1}}),
     "chunked": Case({"loss": "chunked"}, codes=BOTH),
     "fused loss": Case({"loss": "fused"}, codes=BOTH),
+    "loss terms": Case({"loss_terms": TERMS}),
+    "fused loss terms": Case({"loss": "fused", "loss_terms": TERMS}),
+    "block kernels": Case({"block_kernels": "triton"}, codes=BOTH),
+    "block kernels compiled": Case({"block_kernels": "triton", "compile": "block"}),
     "accumulation": Case({"batch": {"accumulate": 2}}),
     "adafactor": Case({"optimizer": {"name": "adafactor", "implementation": "fused"}}),
     "adafactor of torch": Case({"optimizer": {"name": "adafactor"}}, waits=True),

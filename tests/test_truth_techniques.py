@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainfit.predict import truth_draws, truth_suite
-from trainfit.predict.truth_techniques import FIRST_GENERATION, TECHNIQUES, draw_for, num_blocks
+from trainfit.predict.truth_techniques import FIRST_GENERATION, LATER, TECHNIQUES, draw_for, num_blocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -72,6 +72,27 @@ def test_a_plan_names_every_block() -> None:
     for _ in range(40):
         data = draw_for("recompute_layers", chance, "h200", combined=False)
         assert sum(run["count"] for run in data["recompute"]["layers"]) == num_blocks(data)
+
+
+def test_kernels_are_drawn_for_models_that_they_take() -> None:
+    chance = random.Random(5)
+    fused = [draw_for("fused_loss", chance, "h200", combined=False) for _ in range(40)]
+    assert any("gemma-2-" in data["model"]["config"] for data in fused), "soft-capped logits"
+    for _ in range(40):
+        model = draw_for("block_kernels", chance, "h200", combined=True)["model"]
+        families = ("llama", "mistral", "qwen2", "qwen3") if model["implementation"] == "hf" else ("native",)
+        assert any(model["config"] in truth_draws.FAMILIES[family] for family in families)
+
+
+def test_later_techniques_leave_older_draws_alone() -> None:
+    drawn = json.dumps(
+        [
+            draw_for(name, random.Random(name), "h200", combined=True)
+            for name in TECHNIQUES
+            if name not in LATER
+        ]
+    )
+    assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "c741dce0f76579b0"
 
 
 def test_an_unknown_technique_is_refused_in_one_line(

@@ -19,12 +19,13 @@ from trainfit.models.layers import max_positions
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import offload_weights, precision, registry
-from trainfit.techniques.draft import Compiler, ContextFactory, Draft
+from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
 
 ORDER = (
+    "block_kernels",
     "quantize",
     "lora",
     "soft_prompts",
@@ -36,6 +37,8 @@ ORDER = (
     "recompute_budget",
     "recompute_layers",
     "chunked_loss",
+    "fused_loss",
+    "loss_terms",
     "compile_block",
     "compile_model",
     "offload_weights",
@@ -148,7 +151,7 @@ class Step:
         self.scaler = draft.scaler
         self.readings = draft.readings
         """What techniques measured in the last update, by name ([] fp32, on the device)."""
-        self._loss = draft.loss
+        self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
         self._before_update, self._after_step = draft.before_update, draft.after_step
         self._around_forward = draft.around_forward
         self._around_backward = draft.around_backward
@@ -189,10 +192,17 @@ class Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Forward only: the mean next-token loss, fp32 scalar. The model's output is dropped here."""
+        """Forward only: what training minimises, fp32 scalar. The model's output is dropped here."""
+        return self._forward(self._loss, batch)
+
+    def cross_entropy(self, batch: Batch) -> Tensor:
+        """Forward only: the mean next-token cross-entropy, fp32 scalar, whose exponential is the perplexity."""
+        return self._forward(self._cross_entropy or self._loss, batch)
+
+    def _forward(self, loss: LossFunction | None, batch: Batch) -> Tensor:
         with entered(self._around_forward):
-            if self._loss is not None:
-                return self._loss(self.model, batch)
+            if loss is not None:
+                return loss(self.model, batch)
             return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
     def _backward(self, loss: Tensor) -> None:

@@ -124,12 +124,13 @@ def plain_adamw(
     generator = generator_of(seed, p.device)
     wide, m_wide, v_wide = (t.float() for t in (p, m, v))
     for target, values in zip(
-        (p, m, v), _updated(wide, g.float(), m_wide, v_wide, Numbers(*numbers)), strict=True
+        (p, m, v), updated(wide, g.float(), m_wide, v_wide, Numbers(*numbers)), strict=True
     ):
         _write(target, values, generator if stochastic else None)
 
 
-def _updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+def updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """Algorithm 2 of arXiv:1711.05101 with decoupled decay: the new weight and its moments, from wide ones."""
     p = p - numbers.decay * p
     m = m.lerp(g, numbers.take1)
     v = v.lerp(g.square(), numbers.take2)
@@ -168,7 +169,7 @@ def plain_adamw_coded(
     bits, numel = _bits(table), p.numel()
     first, second = Codes(m_codes, m_scales), Codes(v_codes, v_scales)
     m, v = decode(first, table[0], bits, numel), decode(second, table[2], bits, numel)
-    new, m, v = _updated(p.flatten().float(), g.flatten().float(), m, v, Numbers(*numbers))
+    new, m, v = updated(p.flatten().float(), g.flatten().float(), m, v, Numbers(*numbers))
     encode(first, m, table[1], bits)
     encode(second, v, table[3], bits)
     _write(p, new.view_as(p), generator_of(seed, p.device) if stochastic else None)

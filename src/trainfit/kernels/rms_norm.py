@@ -36,7 +36,9 @@ class RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight, scale = ctx.saved_tensors
         given = gradients[0].contiguous()
-        return *torch.ops.trainfit.own_rms_norm_backward(given, x.contiguous(), weight, scale), None
+        dx, parts = torch.ops.trainfit.own_rms_norm_backward(given, x.contiguous(), weight, scale)
+        wanted = ctx.needs_input_grad[1]  # Not where the model is frozen.
+        return dx, parts.sum(0).to(weight.dtype) if wanted else None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -67,12 +69,19 @@ def plain_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 def plain_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, in their dtypes."""
+    """Gradients of x in its dtype, and of the weight in parts whose sum it is, [p, e] in the dtype of ``scale``: all in the first."""
     e = x.shape[-1]
     g, normed = gradient.reshape(-1, e).to(scale.dtype), x.reshape(-1, e) * scale[:, None]
     weighted = g * weight
     dx = scale[:, None] * (weighted - normed * (weighted * normed).mean(1, keepdim=True))
-    return dx.to(x.dtype).view_as(x), (g * normed).sum(0).to(weight.dtype)
+    parts = scale.new_zeros(_num_parts(scale), e)
+    if len(parts):
+        parts[0] = (g * normed).sum(0)
+    return dx.to(x.dtype).view_as(x), parts
+
+
+def _num_parts(scale: Tensor) -> int:
+    return min(scale.numel(), PROGRAMS)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -94,17 +103,17 @@ def triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 
 def triton_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``plain_backward``: one kernel, and the sum of its programs' parts (fp32 [programs, e])."""
+    """As ``plain_backward``, one kernel, a part from each of its programs."""
     from trainfit.kernels import rms_norm_triton
 
     kernels: Any = rms_norm_triton
     n, e = scale.numel(), x.shape[-1]
-    if not x.numel():
-        return torch.empty_like(x), torch.zeros_like(weight)
-    dx, programs = torch.empty_like(x), min(n, PROGRAMS)
-    parts = torch.empty(programs, e, dtype=torch.float32, device=x.device)
-    kernels.rms_norm_backward_kernel[(programs,)](gradient, x, weight, scale, dx, parts, n, e, **_tile(e))
-    return dx, parts.sum(0).to(weight.dtype)
+    dx, parts = _fake_backward(gradient, x, weight, scale)
+    if n:
+        kernels.rms_norm_backward_kernel[(len(parts),)](
+            gradient, x, weight, scale, dx, parts, n, e, **_tile(e)
+        )
+    return dx, parts
 
 
 def _tile(e: int) -> dict[str, int]:
@@ -138,4 +147,4 @@ def _fake_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 def _fake_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    return torch.empty_like(x), scale.new_empty(_num_parts(scale), x.shape[-1])

@@ -8,7 +8,7 @@ Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, equation 5.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,15 @@ from torch import Tensor
 from trainfit.kernels.operations import declare
 from trainfit.spec.errors import InputError
 
-BLOCK = 1024
-"""Elements of a row that one program takes."""
+
+class Tile(NamedTuple):
+    """Elements of a row that one program takes, and its warps."""
+
+    block: int
+    num_warps: int
+
+
+FORWARD, BACKWARD = Tile(1024, 4), Tile(1024, 4)
 
 
 class SwiGLU(torch.autograd.Function):
@@ -90,32 +97,42 @@ def plain_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return torch.cat((d * u * s * (1 + g * (1 - s)), d * g * s), 1).to(gate.dtype)
 
 
-def triton_forward(gate: Tensor, up: Tensor) -> Tensor:
+def triton_forward(gate: Tensor, up: Tensor, tile: Tile = FORWARD) -> Tensor:
     """As ``plain_forward``, one kernel."""
     from trainfit.kernels import swiglu_triton
 
     kernels: Any = swiglu_triton  # a constexpr argument takes a plain value
     out, f = _fake_forward(gate, up), gate.shape[1]
     if out.numel():
-        kernels.swiglu_kernel[_grid(gate)](gate, up, out, gate.stride(0), up.stride(0), f, BLOCK=BLOCK)
+        kernels.swiglu_kernel[_grid(gate, tile)](
+            gate, up, out, gate.stride(0), up.stride(0), f, BLOCK=tile.block, num_warps=tile.num_warps
+        )
     return out
 
 
-def triton_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def triton_backward(gradient: Tensor, gate: Tensor, up: Tensor, tile: Tile = BACKWARD) -> Tensor:
     """As ``plain_backward``, one kernel."""
     from trainfit.kernels import swiglu_triton
 
     kernels: Any = swiglu_triton
     both, f = _fake_backward(gradient, gate, up), gate.shape[1]
     if both.numel():
-        kernels.swiglu_backward_kernel[_grid(gate)](
-            gradient, gate, up, both, gate.stride(0), up.stride(0), f, BLOCK=BLOCK
+        kernels.swiglu_backward_kernel[_grid(gate, tile)](
+            gradient,
+            gate,
+            up,
+            both,
+            gate.stride(0),
+            up.stride(0),
+            f,
+            BLOCK=tile.block,
+            num_warps=tile.num_warps,
         )
     return both
 
 
-def _grid(gate: Tensor) -> tuple[int, int]:
-    return gate.shape[0], -(-gate.shape[1] // BLOCK)
+def _grid(gate: Tensor, tile: Tile) -> tuple[int]:
+    return (gate.shape[0] * -(-gate.shape[1] // tile.block),)
 
 
 @cache

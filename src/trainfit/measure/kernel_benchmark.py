@@ -3,7 +3,7 @@
 ``python -m trainfit.measure.kernel_benchmark FILE`` runs on the GPU (under three minutes on an H200), writes JSON Lines and
 prints a table. ``--tiny`` takes sizes of a few kilobytes and any device, to see that everything runs.
 
-Every line has ``case``, ``way`` and ``part``. Times are milliseconds between events on the device, after a fill of 2 GiB that
+Every line has ``case``, its ``size``, ``way`` and ``part``. Times are milliseconds between events on the device, after a fill of 2 GiB that
 empties the caches and lets the host run ahead: median, and the 10th and 90th percentile. ``tflops`` counts the three products of 2 n v e that a linear
 cross-entropy needs, ``gb_per_s`` the bytes that must be read and written; both of the median. ``extra_bytes``: the allocator's peak
 over what was there before and the gradients. ``error`` is the norm of the difference from fp64 by the norm, ``of_eager`` by eager
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from trainfit.measure import kernel_cases
 from trainfit.measure.kernel_cases import Case, Sizes
+from trainfit.spec.provenance import commit, now
 
 FLUSH_BYTES = 2**31
 FULL = Sizes(
@@ -87,7 +88,7 @@ class Clock:
 def rows_of(case: Case, clock: Clock) -> Iterator[Row]:
     """Every way of a case; a way that fails says so and the others go on."""
     for way, run in case.ways.items():
-        base: Row = {"case": case.name, "way": way}
+        base: Row = {"case": case.name, "size": case.size, "way": way}
         try:
             for part in case.parts:
                 call = run if part == "forward" else partial(_both, run, case)
@@ -130,21 +131,23 @@ def errors_of(case: Case) -> Iterator[Row]:
         for x in case.inputs
     )
     upstream = None if case.upstream is None else tuple(x.double() for x in case.upstream)
-    exact = _results(case.definition, wide, upstream)
-    eager = _differences(_results(case.definition, case.inputs, case.upstream), exact)
+    exact = _results(case, case.definition, wide, upstream)
+    eager = _differences(_results(case, case.definition, case.inputs, case.upstream), exact)
     for way, run in case.ways.items():
         if way.startswith("ours"):
-            found = _differences(_results(run, case.inputs, case.upstream), exact)
+            found = _differences(_results(case, run, case.inputs, case.upstream), exact)
             yield {
-                "case": case.name, "way": way, "part": "errors", "error": found, "eager": eager,
+                "case": case.name, "size": case.size, "way": way, "part": "errors", "error": found, "eager": eager,
                 "of_eager": max(a / b if b else float(a > 0) for a, b in zip(found, eager, strict=True)),
             }  # fmt: skip
 
 
-def _results(run: Callable[..., Any], inputs: tuple[Tensor, ...], upstream: Any) -> list[Tensor]:
-    out = run(*inputs)
+def _results(case: Case, run: Callable[..., Any], inputs: tuple[Tensor, ...], upstream: Any) -> list[Tensor]:
+    out = run(*(x.clone() for x in inputs) if case.in_place else inputs)
     outs = out if isinstance(out, tuple) else (out,)
     wanted = [x for x in inputs if x.requires_grad]
+    if not wanted:
+        return list(outs)
     return [*(x.detach() for x in outs), *torch.autograd.grad(outs, wanted, upstream)]
 
 
@@ -163,7 +166,7 @@ def benchmark(sizes: Sizes, device: torch.device, compiled: bool) -> Iterator[Ro
     clock = Clock.of(device)
     for make in kernel_cases.CASES:
         yield from rows_of(make(sizes, device, dtype, compiled), clock)
-    for tuning in (kernel_cases.products, kernel_cases.tilings):
+    for tuning in kernel_cases.TUNINGS:
         yield from rows_of(tuning(sizes, device, dtype), clock)
 
 
@@ -175,7 +178,7 @@ def table(row: Row) -> str:
         extra = "" if row["extra_bytes"] is None else f" {row['extra_bytes'] / 1e9:7.3f} GB extra"
         return f"{name} {row['ms']:9.3f} ms {speed}{extra}"
     return f"{name} " + ", ".join(
-        f"{key} {value}" for key, value in row.items() if key not in ("case", "way", "part")
+        f"{key} {value}" for key, value in row.items() if key not in ("case", "size", "way", "part")
     )
 
 
@@ -191,10 +194,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("torch sees no GPU; --tiny runs without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    made = {"made_at": now(), "commit": commit(), "gpu": name, "torch": torch.__version__}
     bad = 0
     with asked.into.open("w", encoding="utf-8") as file:
         for row in benchmark(TINY if asked.tiny else FULL, device, compiled=not asked.tiny):
-            file.write(json.dumps({"gpu": name, "torch": torch.__version__, **row}) + "\n")
+            file.write(json.dumps({**made, **row}) + "\n")
             file.flush()
             print(table(row), flush=True)
             bad += row["part"] == "failed" or row.get("of_eager", 0) > 2

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw as functional_adamw
 
-from trainfit.kernels import fused_cross_entropy, rms_norm, rope, swiglu
+from trainfit.kernels import adamw, fused_cross_entropy, rms_norm, rope, swiglu
 from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
-from trainfit.kernels.fused_cross_entropy import Terms
+from trainfit.kernels.loss_terms import Terms
 
 EPS = 1e-5
 
@@ -52,6 +53,10 @@ class Case:
     """By part."""
     parts: tuple[str, ...] = ("forward", "both")
     """What is timed: the forward alone, and with the backward."""
+    size: str = ""
+    """For people."""
+    in_place: bool = False
+    """The ways write into their inputs, and give those back."""
 
 
 def _randn(device: torch.device, dtype: torch.dtype, *shape: int, grad: bool = True) -> Tensor:
@@ -90,7 +95,7 @@ def loss(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool)
         ways[f"ours fused, {parts} chunks"] = partial(fused, -(-n // parts), Terms())
     return Case(
         "loss", (hidden, weight, targets), definition, _with_compiler(ways, definition, compiled),
-        flops=6 * n * v * e, parts=("both",),
+        flops=6 * n * v * e, parts=("both",), size=_loss_size(sizes),
     )  # fmt: skip
 
 
@@ -108,6 +113,7 @@ def norm(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool)
     return Case(
         "norm", (x, weight), definition, _with_compiler({"ours": ours}, definition, compiled),
         (_randn(device, dtype, n, e, grad=False),), bytes_moved={"forward": 2 * size, "both": 5 * size},
+        size=f"{n:,} rows of {e:,}",
     )  # fmt: skip
 
 
@@ -124,6 +130,7 @@ def gates(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool
         "gates", (_randn(device, dtype, n, 2 * f),), definition,
         _with_compiler({"ours": swiglu.swiglu}, definition, compiled),
         (_randn(device, dtype, n, f, grad=False),), bytes_moved={"forward": 3 * size, "both": 8 * size},
+        size=f"{n:,} rows of 2 x {f:,}",
     )  # fmt: skip
 
 
@@ -149,10 +156,59 @@ def rotation(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: b
     return Case(
         "rotation", (q, k, cos, sin), definition, _with_compiler({"ours": rope.rope}, definition, compiled),
         upstream, bytes_moved={"forward": 2 * size, "both": 4 * size},
+        size=f"{b:,} x {n:,} positions, {h} and {h // 4} heads of {d}",
     )  # fmt: skip
 
 
-CASES = (loss, norm, gates, rotation)
+def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool) -> Case:
+    """AdamW of one bf16 weight and its bf16 moments, in place. ``eager`` and ``compiled`` round at random as our kernel does,
+    by PyTorch's random numbers; what only rounds to nearest says so.
+    """
+    n, e = sizes.rows, sizes.hidden
+    p, g, m = (_randn(device, dtype, n, e, grad=False) * scale for scale in (0.1, 1e-3, 1e-4))
+    v = _randn(device, dtype, n, e, grad=False).square() * 1e-6
+    group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
+    numbers = adamw.Numbers.of(group, 10)
+    # Where torch's optimizers keep it: foreach reads it on the host.
+    steps = {"fused": torch.tensor(9.0, device=device), "foreach": torch.tensor(9.0)}
+
+    def definition(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        a, b, c, d = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (p, g, m, v))
+        for target, values in zip((p, m, v), adamw.updated(a, b, c, d, numbers), strict=True):
+            if target.dtype == torch.bfloat16:
+                noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device)
+                values = (values.view(torch.int32) + noise).bitwise_and(-65536).view(torch.float32)
+            target.copy_(values)
+        return p, m, v
+
+    def ours(stochastic: bool, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        adamw.register()
+        torch.ops.trainfit.adamw_(p, g, m, v, list(numbers), stochastic, 1)
+        return p, m, v
+
+    def torchs(kind: str, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        chosen: dict[str, Any] = {"foreach": kind == "foreach", "fused": kind == "fused"}
+        functional_adamw(
+            [p], [g], [m], [v], [], [steps[kind].clone()], amsgrad=False, beta1=0.9, beta2=0.999, lr=1e-3,
+            weight_decay=0.1, eps=1e-8, maximize=False, **chosen,
+        )  # fmt: skip
+        return p, m, v
+
+    ways: dict[str, Callable[..., Any]] = {
+        "ours": partial(ours, True), "ours, to nearest": partial(ours, False),
+        "torch fused, to nearest": partial(torchs, "fused"), "torch foreach, to nearest": partial(torchs, "foreach"),
+    }  # fmt: skip
+    return Case(
+        "update", (p, g, m, v), definition, _with_compiler(ways, definition, compiled), parts=("forward",),
+        bytes_moved={"forward": 7 * p.numel() * dtype.itemsize}, size=f"{n * e:,} weights", in_place=True,
+    )  # fmt: skip
+
+
+CASES = (loss, norm, gates, rotation, update)
+
+
+def _loss_size(sizes: Sizes) -> str:
+    return f"{sizes.tokens:,} tokens, {sizes.vocabulary:,} words, hidden size {sizes.hidden:,}"
 
 
 def products(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
@@ -171,7 +227,15 @@ def products(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
             sum_of_parts.addmm_(logits[: len(x)].t(), x, beta=int(first > 0))
 
     ways = {f"cuBLAS, {parts} chunks": partial(run, parts) for parts in (32, 8, 4, 2, 1)}
-    return Case("products", (hidden, weight), run, ways, flops=6 * n * v * e, parts=("forward",))
+    return Case(
+        "products",
+        (hidden, weight),
+        run,
+        ways,
+        flops=6 * n * v * e,
+        parts=("forward",),
+        size=_loss_size(sizes),
+    )
 
 
 def tilings(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
@@ -197,7 +261,47 @@ def tilings(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
             if 4 <= block // (32 * warps) <= 64
         }
     moved = {"forward": 2 * logits.numel() * dtype.itemsize}
-    return Case("tilings", (logits, targets), run, ways, bytes_moved=moved, parts=("forward",))
+    return Case(
+        "tilings",
+        (logits, targets),
+        run,
+        ways,
+        bytes_moved=moved,
+        parts=("forward",),
+        size=f"{n:,} x {v:,} logits",
+    )
+
+
+def gate_tilings(backward: bool, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
+    """SwiGLU's forward or backward kernel alone, by block and warps."""
+    n, f = sizes.rows, sizes.feedforward
+    both, given = _randn(device, dtype, n, 2 * f, grad=False), _randn(device, dtype, n, f, grad=False)
+
+    def run(tile: swiglu.Tile | None, both: Tensor, given: Tensor) -> Tensor:
+        gate, up = both.chunk(2, 1)
+        if tile is None:
+            return swiglu.plain_backward(given, gate, up) if backward else swiglu.plain_forward(gate, up)
+        return (
+            swiglu.triton_backward(given, gate, up, tile)
+            if backward
+            else swiglu.triton_forward(gate, up, tile)
+        )
+
+    ways: dict[str, Callable[..., Any]] = {"plain": partial(run, None)}
+    if device.type == "cuda":
+        ways = {
+            f"block {block}, {warps} warps": partial(run, swiglu.Tile(block, warps))
+            for block in (512, 1024, 2048, 4096)
+            for warps in (1, 2, 4, 8, 16)
+            if 4 <= block // (32 * warps) <= 16
+        }
+    name = "gate tilings, backward" if backward else "gate tilings"
+    moved = {"forward": (5 if backward else 3) * given.numel() * dtype.itemsize}
+    size = f"{n:,} rows of 2 x {f:,}"
+    return Case(name, (both, given), run, ways, bytes_moved=moved, parts=("forward",), size=size)
+
+
+TUNINGS = (products, tilings, partial(gate_tilings, False), partial(gate_tilings, True))
 
 
 def beyond_32_bits(device: torch.device) -> dict[str, Any]:
@@ -210,6 +314,6 @@ def beyond_32_bits(device: torch.device) -> dict[str, Any]:
     expected = fused_cross_entropy.plain_cross_entropy(last, targets[-1:], factor, 1.0, 0.0, Terms(), True)
     error = (logits[-1:].float() - last.float()).norm() / last.float().norm()
     return {
-        "case": "loss", "way": "ours, over 2^31 logits", "part": "errors", "error": [error.item()],
+        "case": "loss", "size": f"{c:,} x {v:,} logits", "way": "ours, over 2^31 logits", "part": "errors", "error": [error.item()],
         "losses": [losses[-1].item(), expected.item()], "of_eager": error.item() / 2**-8,
     }  # fmt: skip

@@ -70,15 +70,26 @@ def language_head(model: nn.Module, loss: str) -> LanguageHead:
         return LanguageHead(NativeBody(model), _linear(model.lm_head, loss))
     hf: Any = model
     config = hf.config.get_text_config()
-    if getattr(config, "output_router_logits", False):
-        raise InputError(
-            "this model's own loss also balances its experts (output_router_logits)",
-            "use loss: standard, or set output_router_logits: false in the config",
-            field="loss",
-            value=loss,
-        )
+    refuse_router_loss(hf, "loss", loss)
     scale, softcap = _after_the_head(config, loss)
     return LanguageHead(hf.base_model, _linear(hf.get_output_embeddings(), loss), scale, softcap)
+
+
+def refuse_router_loss(model: nn.Module, field: str, value: Any) -> None:
+    """Nothing, if the model's own loss is the next token's alone.
+
+    Raises:
+        InputError: it also balances experts; ``field`` and ``value`` of the recipe asked for another loss.
+    """
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise InputError(
+            "this model's own loss also balances its experts (output_router_logits)",
+            "use loss: standard without loss_terms, or set output_router_logits: false in the config",
+            field=field,
+            value=value,
+        )
 
 
 def _after_the_head(config: Any, loss: str) -> tuple[float, float | None]:

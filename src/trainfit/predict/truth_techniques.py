@@ -72,7 +72,31 @@ def _offload_weights(chance: random.Random, data: Data) -> Data:
 
 
 def _chunked(chance: random.Random, _: Data) -> Data:
-    return {"loss": chance.choice(("chunked", "fused"))}
+    return {"loss": "chunked"}
+
+
+def _fused_loss(chance: random.Random, data: Data) -> Data:
+    """Gemma 2 more often than its share: its logits are soft-capped."""
+    asked: Data = {"loss": "fused"}
+    if data["model"]["implementation"] == "hf" and chance.random() < 0.3:
+        asked["model"] = {"config": chance.choice(FAMILIES["gemma2"])}
+    return asked
+
+
+def _loss_terms(chance: random.Random, _: Data) -> Data:
+    terms = chance.choice(
+        ({"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.1, "z_loss": 1e-4})
+    )
+    return {"loss": chance.choice(("standard", "fused")), "loss_terms": terms}
+
+
+def _block_kernels(chance: random.Random, data: Data) -> Data:
+    """Of models of Llama's form: others are refused, but only once they are built."""
+    asked: Data = {"block_kernels": "triton"}
+    if data["model"]["implementation"] == "hf":
+        family = chance.choice(("llama", "mistral", "qwen2", "qwen3"))
+        asked["model"] = {"config": chance.choice(FAMILIES[family])}
+    return asked
 
 
 def _low_bit(chance: random.Random, _: Data) -> Data:
@@ -152,8 +176,14 @@ TECHNIQUES: dict[str, Asking] = {
     "fp8": _fp8,
     "loader": _loader,
     "empty_cache": _empty_cache,
+    "fused_loss": _fused_loss,
+    "loss_terms": _loss_terms,
+    "block_kernels": _block_kernels,
 }
 """A technique's file -> what asks for it (of ``adafactor`` and ``optimizer_in_backward``: what they got since)."""
+
+LATER = ("fused_loss", "loss_terms", "block_kernels")
+"""Of these, such as came when suites had been measured: no other technique's partners, so that older seeds draw what they drew."""
 
 FIRST_GENERATION = (
     "accumulation",
@@ -182,7 +212,7 @@ def draw_for(technique: str, chance: random.Random, gpu: str, *, combined: bool)
     if chance.random() < NATIVE_SHARE:
         data["model"] = {"config": chance.choice(FAMILIES["native"]), "implementation": "native"}
     if combined:
-        partner = chance.choice([name for name in TECHNIQUES if name != technique])
+        partner = chance.choice([name for name in TECHNIQUES if name not in (technique, *LATER)])
         data = asked_for(partner, chance, data)
     else:
         data = _plain(chance, data)

@@ -204,8 +204,11 @@ def technique(recipe: Recipe) -> str:
         parts.append(recipe.model.implementation)
     if recipe.attention != "sdpa":
         parts.append(f"{recipe.attention} attention")
+    if recipe.block_kernels != "standard":
+        parts.append("block kernels")
     if recipe.loss != "standard":
         parts.append(f"{recipe.loss} loss")
+    parts += [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
     if recipe.recompute != "none":
         parts.append(f"recompute {_recompute_words(recipe.recompute)}")
     parts += [f"{what} on the host" for what in ("activations", "weights") if getattr(recipe.offload, what)]

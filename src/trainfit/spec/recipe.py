@@ -16,6 +16,7 @@ AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager"
 Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``plan/attention.py``)."""
 Loss = Literal["standard", "chunked", "fused"]
+BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
 Quantize = Literal["nf4", "int8", "fp8"]
 
@@ -56,6 +57,17 @@ class Batch(Value):
     def tokens(self) -> int:
         """Tokens of one optimizer step on one data-parallel rank."""
         return self.micro * self.seq * self.accumulate
+
+
+class LossTerms(Value):
+    """What training minimises besides the next-token cross-entropy; evaluation reports the cross-entropy alone.
+
+    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike. ``z_loss`` z: plus z times the mean square
+    of the logits' log-sum-exp.
+    """
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
 
 
 class Every(Value):
@@ -247,7 +259,10 @@ class Recipe(Value):
     batch: Batch = Batch()
     precision: Precision = "bf16"
     attention: Attention = "sdpa"
+    block_kernels: BlockKernels = "standard"
+    """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
     loss: Loss = "standard"
+    loss_terms: LossTerms = LossTerms()
     recompute: Recompute = "none"
     compile: Literal[False, "block", "model"] = False
     optimizer: Optimizer = Optimizer()
@@ -311,5 +326,7 @@ LATER: dict[str, Any] = {
     "offload": Offload().model_dump(mode="json"),
     "loader": Loader().model_dump(mode="json"),
     "empty_cache_every": None,
+    "block_kernels": "standard",
+    "loss_terms": LossTerms().model_dump(mode="json"),
 }
 """Fields that recipes got after the first records were made -> their defaults."""

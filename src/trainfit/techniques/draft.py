@@ -42,6 +42,8 @@ class Draft:
     """The optimizers run in hooks while backward runs; the step does not call them."""
     loss: LossFunction | None = None
     """Takes the model and a micro-batch and gives the loss; None: the model's own."""
+    cross_entropy: LossFunction | None = None
+    """The same without label smoothing and z-loss, where ``loss`` has them."""
     body: nn.Module | None = None
     """What ``loss`` calls of the model, where that is not all of it."""
     before_update: list[Callable[[], None]] = field(default_factory=list)

@@ -32,6 +32,7 @@ NOT_TECHNIQUES = (
     "block_runs",
     "blocks",
     "draft",
+    "hidden_state_loss",
     "host_moments",
     "registry",
     "rematerialize",
@@ -40,6 +41,7 @@ NOT_TECHNIQUES = (
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "loss": ("standard",),
+    "block_kernels": ("standard",),
     "recompute": ("none",),
     "compile": (False,),
     "adapter.kind": (None,),

@@ -12,9 +12,9 @@ from trainfit.train.observer import EvalMetrics
 
 
 def evaluate(step: Step, corpus: Corpus, *, at_step: int, max_sequences: int) -> EvalMetrics | None:
-    """Mean next-token loss of the first ``max_sequences`` held-out sequences, without dropout; None if it is not finite.
+    """Mean next-token cross-entropy of the first ``max_sequences`` held-out sequences, without dropout; None if it is not finite.
 
-    The first token of a sequence has no context and is not predicted. Draws from no random generator, so training
+    Label smoothing and z-loss are no part of it, whatever training minimises. The first token of a sequence has no context and is not predicted. Draws from no random generator, so training
     goes on as if nothing had been evaluated.
     """
     count = min(max_sequences, len(corpus))
@@ -29,7 +29,7 @@ def evaluate(step: Step, corpus: Corpus, *, at_step: int, max_sequences: int) ->
                     step.device
                 )
                 # Equally many tokens a sequence, so sequences are the weights.
-                total += step.loss({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
+                total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
     finally:
         step.model.train()
     loss = total / count

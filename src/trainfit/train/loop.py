@@ -16,7 +16,7 @@ from trainfit.models.layers import num_quantized
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble, vocabulary
-from trainfit.techniques import registry
+from trainfit.techniques import loss_terms, registry
 from trainfit.train import checkpoint, folder
 from trainfit.train.checkpoint import Progress
 from trainfit.train.corpus import Corpora, open_corpora
@@ -85,7 +85,8 @@ def _session(
         )
     described = folder.describe(recipe, options) | {"environment": _environment(device)}
     folder.write_run(options.folder, described)
-    run = _run_start(step, options, corpora, progress, newest and str(newest), _changes(saved, described))
+    notes = (*_changes(saved, described), *_about_the_loss(recipe))
+    run = _run_start(step, options, corpora, progress, newest and str(newest), notes)
     return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 
 
@@ -114,6 +115,15 @@ def _run_start(
         resumed_from=resumed,
         notes=notes,
     )
+
+
+def _about_the_loss(recipe: Recipe) -> tuple[str, ...]:
+    if not loss_terms.applies(recipe):
+        return ()
+    terms = " and ".join(
+        f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value
+    )
+    return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",)
 
 
 def _device(options: TrainOptions) -> torch.device:

@@ -45,6 +45,7 @@ class StepMetrics(Value):
 
     step: Count
     loss: float
+    """What training minimises, nats a token: with ``loss_terms`` not the cross-entropy alone."""
     learning_rate: float
     epoch: float
     """Passes over the training sequences so far."""
@@ -65,7 +66,7 @@ class EvalMetrics(Value):
 
     step: Count
     loss: float
-    """Mean next-token loss, nats a token."""
+    """Mean next-token cross-entropy, nats a token, whatever training minimises."""
     perplexity: float
     sequences: Count
     eval_s: Seconds
@@ -83,6 +84,7 @@ class TrainSummary(Value):
     first_step: Count
     """Done before this process started."""
     final_loss: float | None
+    """What training minimised at its last step: with ``loss_terms`` not the cross-entropy alone. So are ``losses``."""
     losses: tuple[float, ...]
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None

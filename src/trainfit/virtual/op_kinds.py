@@ -37,6 +37,9 @@ FREE = frozenset(
 )
 """They touch no element of any size."""
 
+BY_ONE = frozenset({"multiply_unless_one"})
+"""Ours: a step gives its loss the gradient that the loss expects, so the factor is 1 and nothing is touched."""
+
 MAY_COPY = frozenset({"contiguous", "reshape"})
 """Views where the layout allows it, else copies. Only below autograd (in a wrapper tensor's own rules) are they seen whole."""
 
@@ -115,7 +118,7 @@ LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
 OWN_VECTOR_WORK = frozenset(
     """
     adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded add_rounded cross_entropy
-    own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
+    multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
     """.split()
 )
 """Kernels of ours that do no products."""

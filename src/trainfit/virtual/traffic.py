@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainfit.virtual.op_kinds import (
+    BY_ONE,
     ELSEWHERE,
     FACTORIES,
     FREE,
@@ -64,7 +65,13 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
         return "may copy", ()
     if name in WHOLE and func._overloadname == "default":
         return "whole", ()
-    if func.is_view or name in FREE or name in UNWRITTEN or func._schema.name.startswith(ELSEWHERE):
+    if (
+        func.is_view
+        or name in FREE
+        or name in BY_ONE
+        or name in UNWRITTEN
+        or func._schema.name.startswith(ELSEWHERE)
+    ):
         return "free", ()
     if name in FACTORIES:
         return "write", ()

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if place.cos is not None and place.sin is not None:
-            q, k = positions.rotate(q, place.cos, place.sin), positions.rotate(k, place.cos, place.sin)
+            q, k = self.turned(q, k, place.cos, place.sin)
             # A copy of v alone: kept as a view it would hold the unrotated q and k until the backward pass.
             v = v.contiguous() if self.prefix is None else v
         if self.prefix is not None:
@@ -102,6 +102,10 @@ class Attention(nn.Module):
         else:
             attended = sdpa(q, k, v, bias)
         return self.out(attended.transpose(1, 2).reshape(b, s, -1))
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [b, s, h, d] and keys, turned by their positions."""
+        return positions.rotate(q, cos, sin), positions.rotate(k, cos, sin)
 
 
 def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:

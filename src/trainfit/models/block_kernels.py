@@ -1,0 +1,234 @@
+"""Our kernels for norms, gates and rotations in the place of a model's own code, in models of the Llama form.
+
+Enters: a native decoder, or a transformers model. Leaves: the same modules and parameters under their names, of classes whose forward
+calls kernels/. Assumes nothing of a transformers class by its name: its code has to be Llama's, instruction by instruction (or
+attention Mistral's, Qwen2's or Qwen3's), as transformers copies it from family to family.
+
+Shapes: b batch, s sequence, e hidden size, h heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainfit.kernels import rms_norm, rope, swiglu
+from trainfit.models.layers import require_blocks
+from trainfit.models.native.decoder import Attention, FeedForward, NativeDecoder
+from trainfit.spec.errors import InputError
+
+SILU = ("silu", "silu_unfused")
+RMS = ("rmsnorm", "rmsnorm_unfused")
+REMEDY = "use block_kernels: standard"
+
+
+def use_block_kernels(model: nn.Module) -> None:
+    """Give every norm, feed-forward part and attention of the model a forward with our kernels.
+
+    Raises:
+        InputError: a model of another form, or one part of it.
+    """
+    for kernel in (rms_norm, swiglu, rope):
+        kernel.register()  # Not while a compiler traces.
+    replacements = dict(_of_native(model) if isinstance(model, NativeDecoder) else _of_transformers(model))
+    for module, replacement in replacements.items():
+        module.__class__ = replacement
+
+
+# -- native ---------------------------------------------------------------------------------------------------------------
+
+
+class KernelRMSNorm(nn.RMSNorm):
+    """RMSNorm, rounded once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.eps is not None, "every config has one"
+        return rms_norm.rms_norm(x, self.weight, self.eps)
+
+
+class KernelFeedForward(FeedForward):
+    """``down(silu(gate(x)) * up(x))``, gate and up halves of one product."""
+
+    def forward(self, x_bse: Tensor) -> Tensor:
+        return self.down(swiglu.swiglu(self.up(x_bse)))
+
+
+class KernelAttention(Attention):
+    """Attention whose queries and keys turn in one launch."""
+
+    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos[:, 0], sin[:, 0])
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+
+NATIVE: dict[type[nn.Module], type[nn.Module]] = {
+    nn.RMSNorm: KernelRMSNorm,
+    FeedForward: KernelFeedForward,
+    Attention: KernelAttention,
+}
+
+
+def _of_native(model: NativeDecoder) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    config = model.config
+    for field, value, known in (
+        ("norm", config.norm, RMS),
+        ("hidden_act", config.hidden_act, SILU),
+        ("gated_mlp", config.gated_mlp, (True,)),
+        ("position_embedding", config.position_embedding, ("rope",)),
+    ):
+        if value not in known:
+            wanted = " or ".join(str(one) for one in known)
+            raise _refusal(f"the kernels are of models whose {field} is {wanted}, and here it is {value}")
+    for module in model.modules():
+        for kind, replacement in NATIVE.items():
+            if isinstance(module, kind):
+                yield module, replacement
+
+
+# -- transformers ---------------------------------------------------------------------------------------------------------
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    return rms_norm.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp_forward(self: Any, x: Tensor) -> Tensor:
+    return self.down_proj(swiglu.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' own steps, but for the rotation (and no weight of the softmax is dropped in evaluation, as there)."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    q, k, v = (layer(hidden_states).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    if hasattr(self, "q_norm"):
+        q, k = self.q_norm(q), self.k_norm(k)
+    # Each angle is there twice, for both elements of its pair.
+    cos, sin = (t[..., : t.shape[-1] // 2].expand(q.shape[0], -1, -1) for t in position_embeddings)
+    q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    v = v.transpose(1, 2)
+    if past_key_values is not None:
+        k, v = past_key_values.update(k, v, self.layer_idx)
+    out, weights = self.trainfit_attend(
+        q, k, v, attention_mask, dropout=self.attention_dropout if self.training else 0.0, **kwargs
+    )
+    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+def _attend_of(forward: Callable[..., Any], window: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
+    """The attention that a family's forward calls, with the arguments that it gives besides."""
+    found = inspect.unwrap(forward).__globals__
+    functions, eager = found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"]
+
+    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        function = functions.get_interface(self.config._attn_implementation, eager)
+        return function(self, q, k, v, mask, scaling=self.scaling, **window(self), **kwargs)
+
+    return attend
+
+
+def _no_window(attention: Any) -> dict[str, Any]:
+    return {}
+
+
+def _config_window(attention: Any) -> dict[str, Any]:
+    return {"sliding_window": getattr(attention.config, "sliding_window", None)}
+
+
+def _own_window(attention: Any) -> dict[str, Any]:
+    return {"sliding_window": attention.sliding_window}
+
+
+class _Forms:
+    """The code that is known: of norms, feed-forward parts, rotations, and of attention with what it says of windows."""
+
+    def __init__(self) -> None:
+        from transformers.models.llama import modeling_llama as llama
+        from transformers.models.mistral.modeling_mistral import MistralAttention
+        from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+        self.norm, self.mlp = _code(llama.LlamaRMSNorm.forward), _code(llama.LlamaMLP.forward)
+        self.rotation = _code(llama.apply_rotary_pos_emb)
+        self.attention = {
+            _code(llama.LlamaAttention.forward): _no_window,
+            _code(MistralAttention.forward): _config_window,
+            _code(Qwen2Attention.forward): _own_window,
+            _code(Qwen3Attention.forward): _own_window,
+        }
+
+    def replacement(self, module: nn.Module) -> tuple[str, type[nn.Module]] | None:
+        """Which part of a block the module is, and its class with our forward; None of one that is not known."""
+        kind = type(module)
+        code = _code(kind.forward)
+        if code == self.norm:
+            return "norm", _subclass(kind, _norm_forward, None)
+        if code == self.mlp and isinstance(getattr(module, "act_fn", None), _silus()):
+            return "mlp", _subclass(kind, _mlp_forward, None)
+        rotation = inspect.unwrap(kind.forward).__globals__.get("apply_rotary_pos_emb")
+        if code in self.attention and rotation is not None and _code(rotation) == self.rotation:
+            return "attention", _subclass(kind, _attention_forward, self.attention[code])
+        return None
+
+
+def _code(function: Any) -> tuple[Any, ...]:
+    """What a function does: its instructions, and the names and constants that they speak of."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (None,) if code is None else (code.co_code, code.co_names, code.co_consts)
+
+
+def _silus() -> tuple[type, ...]:
+    from transformers.activations import ACT2CLS
+
+    found = ACT2CLS["silu"]
+    return (nn.SiLU, found[0] if isinstance(found, tuple) else found)
+
+
+@cache
+def _subclass(
+    kind: type[nn.Module], forward: Callable[..., Any], window: Callable[[Any], dict[str, Any]] | None
+) -> type[nn.Module]:
+    """One class for all modules of a kind, so that compiled code serves them all."""
+    members: dict[str, Any] = {"forward": forward}
+    if window is not None:
+        members["trainfit_attend"] = _attend_of(kind.forward, window)
+    return type(f"Kernel{kind.__name__}", (kind,), members)
+
+
+def _of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
+    forms = _Forms()
+    for block in require_blocks(model, "block_kernels", "triton", REMEDY):
+        parts: dict[str, int] = {}
+        for module in block.modules():
+            found = forms.replacement(module)
+            if found is not None:
+                parts[found[0]] = parts.get(found[0], 0) + 1
+                yield module, found[1]
+            elif "Norm" in type(module).__name__:
+                raise _refusal(f"{type(module).__name__} is no norm of Llama's form")
+        for part, name in (
+            ("norm", "norm"),
+            ("attention", "attention"),
+            ("mlp", "gated SiLU feed-forward part"),
+        ):
+            if part not in parts:
+                raise _refusal(f"{type(block).__name__} has no {name} of Llama's form")
+    inside = {id(part) for block in require_blocks(model, "", "", "") for part in block.modules()}
+    for module in model.modules():
+        found = None if id(module) in inside else forms.replacement(module)
+        if found is not None:
+            yield module, found[1]
+
+
+def _refusal(problem: str) -> InputError:
+    return InputError(problem, REMEDY, field="block_kernels", value="triton")

@@ -1,0 +1,180 @@
+"""The loss and block kernels on a real GPU: hard inputs, errors against fp64, and the predicted peak to the byte."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainfit.kernels import fused_cross_entropy, gradients_in_forward, rms_norm, rope, swiglu
+from trainfit.kernels.chunked_cross_entropy import Head
+from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy
+from trainfit.kernels.loss_terms import Terms
+from trainfit.records import read_jsonl
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+LAST_BIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
+"""Half a step of rounding to nearest; of fp32, what sums of a hundred thousand exponentials may differ by."""
+
+
+# -- the loss
+
+
+@pytest.mark.parametrize("terms", [Terms(), Terms(0.1, 1e-4)], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_certain_impossible_and_ignored_tokens(dtype: torch.dtype, softcap: float, terms: Terms):
+    """One token has all the probability (as the target, and against it), one none, one row is all alike, one is ignored."""
+    torch.manual_seed(1)
+    logits = (4 * torch.randn(6, 50257, device=CARD)).to(dtype)
+    targets = torch.tensor([3, 4, 6, 7, -100, 50256], device=CARD)
+    logits[0, 3] = logits[1, 3] = 6e4
+    logits[2, 5], logits[3] = -6e4, 1.0
+    exact, factor = logits.double(), torch.tensor(0.5, device=CARD)
+    found = fused_cross_entropy.triton_cross_entropy(logits, targets, factor, 1.0, softcap, terms, True)
+    wanted = fused_cross_entropy.plain_cross_entropy(
+        exact, targets, factor.double(), 1.0, softcap, terms, True
+    )
+    assert found.isfinite().all()
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert found[4] == 0
+    assert not logits[4].any()
+    largest = exact.abs().amax(1, keepdim=True)
+    assert ((logits.double() - exact).abs() <= LAST_BIT[dtype] * exact.abs() + 1e-5 * largest + 6e-8).all()
+
+
+def test_tokens_that_are_all_ignored_move_nothing():
+    hidden, weight = (
+        torch.randn(n, 64, device=CARD, dtype=torch.bfloat16).requires_grad_() for n in (300, 999)
+    )
+    loss = fused_linear_cross_entropy(hidden, Head(weight), torch.full((300,), -100, device=CARD))
+    assert loss.isnan()
+    loss.backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_gradient_other_than_the_expected_one_is_multiplied(dtype: torch.dtype):
+    """More elements than all programs take at once, and no multiple of a block."""
+    x = torch.randn(gradients_in_forward.PROGRAMS * gradients_in_forward.BLOCK + 4099, device=CARD).to(dtype)
+    before = x.clone()
+    gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(1.0, device=CARD))
+    assert torch.equal(x, before)
+    gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(0.3, device=CARD))
+    assert torch.equal(x, before * torch.tensor(0.3, device=CARD))
+
+
+# -- the blocks' kernels
+
+
+def rms(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, w.shape, w, 1e-6)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def turned(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = angles(q.shape[2], 24)
+
+    def turn(x: Tensor) -> Tensor:
+        first, second, rest = x.split([24, 24, x.shape[-1] - 48], -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    return turn(q), turn(k)
+
+
+def angles(n: int, half: int) -> tuple[Tensor, Tensor]:
+    """fp64, of values that fp32 holds."""
+    turns = torch.arange(n, device=CARD)[:, None] * 10.0 ** -torch.arange(half, device=CARD)
+    return turns.float().cos().double(), turns.float().sin().double()
+
+
+def ours_turned(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+    cos, sin = angles(q.shape[2], 24)
+    return rope.rope(q, k, cos.float(), sin.float())
+
+
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[tuple[int, ...]]]] = {
+    "norm": (lambda x, w: rms_norm.rms_norm(x, w, 1e-6), rms, [(1031, 769), (769,)]),
+    "norm of one": (lambda x, w: rms_norm.rms_norm(x, w, 1e-6), rms, [(3, 1), (1,)]),
+    "norm of the longest": (
+        lambda x, w: rms_norm.rms_norm(x, w, 1e-6), rms, [(37, rms_norm.MAX_SIZE), (rms_norm.MAX_SIZE,)]
+    ),
+    "gates": (swiglu.swiglu, gated, [(257, 1543), (257, 1543)]),
+    "rotation": (ours_turned, turned, [(2, 6, 131, 64), (2, 3, 131, 64)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_block_kernels_round_fp64s_answers_once(name: str, dtype: torch.dtype):
+    ours, definition, shapes = KERNELS[name]
+    torch.manual_seed(1)
+    given = [torch.randn(shape, device=CARD).to(dtype) for shape in shapes]
+    results = []
+    for function, kind in ((ours, dtype), (definition, torch.float64)):
+        leaves = [x.to(kind).requires_grad_() for x in given]
+        out = function(*leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.manual_seed(2)
+        upstream = [torch.randn(x.shape, device=CARD).to(dtype).to(kind) for x in outs]
+        results.append([*outs, *torch.autograd.grad(outs, leaves, upstream)])
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == dtype
+        bound = LAST_BIT[dtype] * want.abs() + 2e-6 * want.abs().max().clamp(min=1.0)
+        assert ((got.double() - want).abs() <= bound).all()
+
+
+# -- memory
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512,
+}  # fmt: skip
+TERMS = {"label_smoothing": 0.1, "z_loss": 1e-4}
+RECIPES: list[dict[str, Any]] = [
+    {"loss": "fused", "loss_terms": TERMS, "model": {"implementation": "hf"}},
+    {"loss": "fused", "block_kernels": "triton", "model": {"implementation": "native"}},
+    {"block_kernels": "triton", "model": {"implementation": "hf"}},
+    {"loss_terms": TERMS, "block_kernels": "triton", "model": {"implementation": "native"}, "precision": "amp-bf16"},
+]  # fmt: skip
+
+
+def recipe(fields: dict[str, Any]) -> Recipe:
+    model = {"config": LLAMA, **fields["model"]}
+    return recipe_from({"precision": "bf16", "batch": {"micro": 4, "seq": 512}, **fields, "model": model})
+
+
+@pytest.mark.timeout(300)
+def test_the_peak_is_predicted_to_the_byte(tmp_path: Path):
+    """Each measured in a process of its own, predicted in one that sees no GPU."""
+    asked, found = tmp_path / "recipes.jsonl", {}
+    asked.write_text("".join(recipe(fields).model_dump_json() + "\n" for fields in RECIPES))
+    for room, how in (("predict", ()), ("measure", ("--device", "cuda", "--steps", "0", "--warmup", "2"))):
+        records = tmp_path / f"{room}.jsonl"
+        command = [sys.executable, "-m", f"trainfit.{room}.suite", str(asked), str(records), *how]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[room] = {record.recipe_id: record for record in read_jsonl(records)}
+    wrong = {}
+    for fields in RECIPES:
+        estimate, measurement = (found[room][recipe(fields).id] for room in ("predict", "measure"))
+        assert estimate.estimate is not None
+        assert measurement.measurement is not None
+        assert measurement.measurement.status == "done", measurement.measurement.message
+        predicted = estimate.estimate.peak_allocated_bytes
+        if measurement.measurement.peak_allocated_bytes != predicted:
+            wrong[str(fields)] = (predicted, measurement.measurement.peak_allocated_bytes)
+    assert wrong == {}
