@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from trainfit.kernels import (
     adafactor,
     adamw,
-    flash_attention,
+    flash_attention_launch,
     flash_attention_tma,
     fused_cross_entropy,
     nf4,
@@ -119,28 +119,26 @@ def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
     return lambda step: rows.triton_dequantize(like, stored, scales)
 
 
-def attention(dtype: torch.dtype, d: int, n: int) -> Call:
+def attention(dtype: torch.dtype, d: int, n: int, tiles: flash_attention_launch.Tiles | None = None) -> Call:
+    """``tiles`` None: those of the launchers."""
     q, k = empty(1, 8, n, d, dtype=dtype), empty(1, 2, n, d, dtype=dtype)
-    lse = empty(1, 8, n, dtype=FP32)
+    lse, how = empty(1, 8, n, dtype=FP32), (tiles, tiles) if tiles else None
 
     def run(step: int) -> None:
-        flash_attention.triton_forward(q, k, k, True, 0.1)
-        flash_attention.triton_backward(q, q, k, k, q, lse, True, 0.1)
+        flash_attention_launch.triton_forward(q, k, k, True, 0.1, tiles)
+        flash_attention_launch.triton_backward(q, q, k, k, q, lse, True, 0.1, how)
 
     return run
 
 
 def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
-    """All that TMA carries: the backward in one pass and in two, and the kernels in Gluon."""
+    """The kernels in Gluon."""
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
-    tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
     forwards = (
         flash_attention_tma.Groups(2, 64, 2),
         flash_attention_tma.Groups(2, 128, 2, programs=132, late=1, short=True),
     )
     hows = (
-        flash_attention_tma.Backward(tiles),
-        flash_attention_tma.Backward(tiles, tiles),
         flash_attention_tma.GroupsBackward(2),
         flash_attention_tma.GroupsBackward(2, late=True, low_p=True, turns=True),
         flash_attention_tma.GroupsBackward(2, late=True, direct=True),
@@ -149,7 +147,6 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     )
 
     def run(step: int) -> None:
-        flash_attention_tma.forward(q, k, k, is_causal, 0.1, tiles)
         for groups in forwards:
             flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, groups)
         for how in hows:
@@ -213,6 +210,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
+    one_loop = flash_attention_launch.Tiles(64, 64, 4, 2, one_loop=True)
+    yield "attention in one loop, odd", attention(BF16, 80, 1000, one_loop)
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)
