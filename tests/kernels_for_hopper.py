@@ -3,7 +3,7 @@
 Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a training step calls
 it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps; Triton's launch is replaced by its
 compilation. Prints one JSON object: for each call the kernels that it compiled, their PTX told in numbers, and how many more
-the second step compiled.
+the second step compiled. With the argument ``small``: FlashAttention's kernels for a GPU with 99 KB of shared memory.
 """
 
 import json
@@ -35,8 +35,11 @@ from trainfit.kernels.moment_levels import BLOCK
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Hopper:
-    """What Triton asks its driver before it compiles."""
+class Driver:
+    """What Triton asks before it compiles for a compute capability, ten times which is given."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_device(self) -> int:
         return 0
@@ -45,7 +48,7 @@ class Hopper:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -227,8 +230,16 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000, is_causal)
 
 
+def small_calls() -> Iterator[tuple[str, Call]]:
+    """What takes most shared memory on a GPU of compute capability 8.9."""
+    flash_attention_launch._shared_bytes = lambda device: 99 * 1024  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    for name, dtype in (("bf16", BF16), ("fp32", FP32)):
+        yield f"attention {name}, heads of 256", attention(dtype, 256, 1024)
+
+
 def main() -> None:
-    triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+    small = sys.argv[1:] == ["small"]
+    triton.runtime.driver.set_active(Driver(89 if small else 90))  # pyright: ignore[reportArgumentType]
     run, made = JITFunction.run, {}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -238,7 +249,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     told = {}
-    for name, call in calls():
+    for name, call in small_calls() if small else calls():
         before = set(made)
         call(1)
         first = set(made) - before

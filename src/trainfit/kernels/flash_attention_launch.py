@@ -124,7 +124,7 @@ def triton_key_gradients(
     kernels.key_gradient_kernel[(cdiv(m, how.block_n) * b * kv_heads,)](
         *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads, b * kv_heads,
         *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dk.stride(), *dv.stride(),
-        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_KEYS=how.one_loop and m % how.block_n == 0,
+        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_ROWS=how.one_loop and n % how.block_m == 0,
     )  # fmt: skip
     return dk, dv
 
@@ -160,11 +160,12 @@ def tiles(kernel: str, x: Tensor) -> Tiles:
     A multiprocessor of an H200 has 227 KB of shared memory for one program, most others 99 KB.
     """
     d, narrow = x.shape[-1], _shared_bytes(x.device) < HOPPER_SHARED_BYTES
-    if x.dtype == torch.float32:
-        return Tiles(64, 32, 4, 2) if d <= 128 else Tiles(32, 32, 4, 1)
-    if d > 128:
-        return Tiles(64, 32, 4, 2)
-    return (NARROW_TILES if narrow else TILES)[kernel][d > 64]
+    if x.dtype != torch.float32 and d <= 128:
+        return (NARROW_TILES if narrow else TILES)[kernel][d > 64]
+    row_bytes = block_d(d) * x.element_size()
+    if row_bytes > 512:
+        return Tiles(16, 16, 4, 1) if narrow else Tiles(32, 32, 4, 1)
+    return Tiles(32, 32, 4, 2) if narrow and row_bytes > 256 else Tiles(64, 32, 4, 2)
 
 
 HOPPER_SHARED_BYTES = 227 * 1024

@@ -168,19 +168,20 @@ def _key_tiles(
     dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, whole, stop, keys, columns_m, columns_d,
     q_row: tl.constexpr, q_column, do_row: tl.constexpr, do_column, n, m, d, scale_log2,
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """Query rows ``start`` to ``stop`` folded into the gradients of one block of keys and values.
 
-    ``MASKED``: those before ``whole`` do not see every key. Scores are [keys, rows], so that P and dS are in registers as the products for dV and dK take them.
+    ``MASKED``: those before ``whole`` do not see every key; without ``ALL_ROWS`` the last tile has
+    fewer. Scores are [keys, rows], so that P and dS are in registers as the products for dV and dK take them.
     """
     for first in range(start, stop, BLOCK_M):
-        q = _tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, False, EVEN_D)
+        q = _tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, ALL_ROWS, EVEN_D)
         lse = tl.load(lse_base + first + columns_m)
         if ONE_LOOP:  # late, its wait would be one of its own
             delta = tl.load(delta_base + first + columns_m)
         scores = tl.dot(k, q.T, input_precision=PRECISION)
-        do = _tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, False, EVEN_D)
+        do = _tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, ALL_ROWS, EVEN_D)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[None, :])
         if MASKED and first < whole:
@@ -201,7 +202,7 @@ def key_gradient_kernel(
     dk_batch, dk_head, dk_row, dk_column, dv_batch, dv_head, dv_row, dv_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
     blocks = tl.cdiv(m, BLOCK_N)
@@ -231,12 +232,12 @@ def key_gradient_kernel(
         if not ONE_LOOP:
             dk, dv = _key_tiles(
                 dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, whole, keys, columns_m, columns_d,
-                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL, EVEN_D, PRECISION, False,
+                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL, EVEN_D, PRECISION, ALL_ROWS, False,
             )  # fmt: skip
         dk, dv = _key_tiles(
             dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin if ONE_LOOP else whole, whole, n, keys,
             columns_m, columns_d, q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL and ONE_LOOP,
-            EVEN_D, PRECISION, ONE_LOOP,
+            EVEN_D, PRECISION, ALL_ROWS, ONE_LOOP,
         )  # fmt: skip
     dk_base, dv_base = DK + batch * dk_batch + kv_head * dk_head, DV + batch * dv_batch + kv_head * dv_head
     _put(dk_base, dk * scale, key, columns_n, columns_d, dk_row, dk_column, m, d)
