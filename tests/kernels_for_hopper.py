@@ -3,7 +3,7 @@
 Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a training step calls
 it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps; Triton's launch is replaced by its
 compilation. Prints one JSON object: for each call the kernels that it compiled, their PTX told in numbers, and how many more
-the second step compiled.
+the second step compiled. With the argument ``small``: FlashAttention's kernels for a GPU with 99 KB of shared memory.
 """
 
 import json
@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from trainfit.kernels import (
     adafactor,
     adamw,
-    flash_attention,
+    flash_attention_launch,
     flash_attention_tma,
     fused_cross_entropy,
     gradients_in_forward,
@@ -42,8 +42,11 @@ from trainfit.kernels.moment_levels import BLOCK
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-class Hopper:
-    """What Triton asks its driver before it compiles."""
+class Driver:
+    """What Triton asks before it compiles for a compute capability, ten times which is given."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_device(self) -> int:
         return 0
@@ -52,7 +55,7 @@ class Hopper:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -126,28 +129,26 @@ def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
     return lambda step: rows.triton_dequantize(like, stored, scales)
 
 
-def attention(dtype: torch.dtype, d: int, n: int) -> Call:
+def attention(dtype: torch.dtype, d: int, n: int, tiles: flash_attention_launch.Tiles | None = None) -> Call:
+    """``tiles`` None: those of the launchers."""
     q, k = empty(1, 8, n, d, dtype=dtype), empty(1, 2, n, d, dtype=dtype)
-    lse = empty(1, 8, n, dtype=FP32)
+    lse, how = empty(1, 8, n, dtype=FP32), (tiles, tiles) if tiles else None
 
     def run(step: int) -> None:
-        flash_attention.triton_forward(q, k, k, True, 0.1)
-        flash_attention.triton_backward(q, q, k, k, q, lse, True, 0.1)
+        flash_attention_launch.triton_forward(q, k, k, True, 0.1, tiles)
+        flash_attention_launch.triton_backward(q, q, k, k, q, lse, True, 0.1, how)
 
     return run
 
 
 def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
-    """All that TMA carries: the backward in one pass and in two, and the kernels in Gluon."""
+    """The kernels in Gluon."""
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
-    tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
     forwards = (
         flash_attention_tma.Groups(2, 64, 2),
         flash_attention_tma.Groups(2, 128, 2, programs=132, late=1, short=True),
     )
     hows = (
-        flash_attention_tma.Backward(tiles),
-        flash_attention_tma.Backward(tiles, tiles),
         flash_attention_tma.GroupsBackward(2),
         flash_attention_tma.GroupsBackward(2, late=True, low_p=True, turns=True),
         flash_attention_tma.GroupsBackward(2, late=True, direct=True),
@@ -156,7 +157,6 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     )
 
     def run(step: int) -> None:
-        flash_attention_tma.forward(q, k, k, is_causal, 0.1, tiles)
         for groups in forwards:
             flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, groups)
         for how in hows:
@@ -243,6 +243,8 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
+    one_loop = flash_attention_launch.Tiles(64, 64, 4, 2, one_loop=True)
+    yield "attention in one loop, odd", attention(BF16, 80, 1000, one_loop)
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)
@@ -264,8 +266,16 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000, is_causal)
 
 
+def small_calls() -> Iterator[tuple[str, Call]]:
+    """What takes most shared memory on a GPU of compute capability 8.9."""
+    flash_attention_launch._shared_bytes = lambda device: 99 * 1024  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    for name, dtype in (("bf16", BF16), ("fp32", FP32)):
+        yield f"attention {name}, heads of 256", attention(dtype, 256, 1024)
+
+
 def main() -> None:
-    triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+    small = sys.argv[1:] == ["small"]
+    triton.runtime.driver.set_active(Driver(89 if small else 90))  # pyright: ignore[reportArgumentType]
     run, made = JITFunction.run, {}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -275,7 +285,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     told = {}
-    for name, call in calls():
+    for name, call in small_calls() if small else calls():
         before = set(made)
         call(1)
         first = set(made) - before

@@ -17,14 +17,22 @@ MOST_SHARED_BYTES = 227 * 1024
 """Of one block of threads (CUDA programming guide, technical specifications of compute capability 9.0)."""
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict]:
+SMALL_SHARED_BYTES = 99 * 1024
+"""The same of capability 8.9."""
+
+
+def compiled_by(*arguments: str) -> dict[str, dict]:
     done = subprocess.run(
-        [sys.executable, str(TESTS / "kernels_for_hopper.py")],
+        [sys.executable, str(TESTS / "kernels_for_hopper.py"), *arguments],
         capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    return compiled_by()
 
 
 def test_every_kernel_compiles(compiled: dict[str, dict]):
@@ -51,3 +59,11 @@ def test_reads_are_not_taken_out_of_their_loop(compiled: dict[str, dict]):
         assert len(re.findall(kind, body)) == 8
         assert body.count("LDG") == 8
         assert body.count("FADD") == 32
+
+
+def test_attention_fits_small_gpus():
+    """Heads of 256 in bf16 and fp32 run where a program has 99 KB of shared memory."""
+    told = compiled_by("small")
+    assert [len(each["kernels"]) for each in told.values()] == [4, 4]
+    for name, each in told.items():
+        assert each["shared_bytes"] <= SMALL_SHARED_BYTES, name

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels import flash_attention, flash_attention_tma
-from trainfit.kernels.flash_attention_tma import Backward, Groups, GroupsBackward, Tiles
+from trainfit.kernels import flash_attention_launch, flash_attention_tma
+from trainfit.kernels.flash_attention_launch import Tiles
+from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward
 
 HEADS = 16
 LENGTHS = {128: 8192, 64: 16384}
@@ -32,15 +33,8 @@ FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 
 
-@dataclass(frozen=True)
-class Pointers:
-    """The kernels in Triton without TMA."""
-
-    tiles: Tiles
-
-
-How = Tiles | Pointers | Groups | Backward | GroupsBackward | str | None
-"""A configuration of ours; None for Triton without TMA as it is; or the name of one of PyTorch's."""
+How = Tiles | Groups | GroupsBackward | str | None
+"""A configuration of ours; None for the kernels in Triton as they are; or the name of one of PyTorch's."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +57,7 @@ def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
         registers = f" r{how.most_registers}" if how.most_registers else ""
         tile = f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
-        return f"triton tma {tile}{registers}"
-    if isinstance(how, Pointers):
-        return _spelled(how.tiles).replace("tma", "pointers")
+        return f"triton pointers {tile}{registers}" + " one" * how.one_loop
     if isinstance(how, Groups):
         set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " short": how.short,
                 f" programs{how.programs}": how.programs}  # fmt: skip
@@ -76,8 +68,6 @@ def _spelled(how: How) -> str:
         chosen = "".join(f" {field}" for field in fields if getattr(how, field))
         part = f" PART without {how.part}" if how.part else ""
         return f"gluon s{how.stages} heads{how.heads_at_once}{chosen}{part}"
-    if isinstance(how, Backward):
-        return f"{_spelled(how.keys)} + " + (_spelled(how.queries) if how.queries else "sums")
     return how or "triton pointers"
 
 
@@ -88,31 +78,26 @@ def candidates() -> list[Candidate]:
         for direction in ("forward", "backward"):
             made += [Candidate(direction, d, how) for how in ("flash", "cudnn", "flex", None)]
         made += [Candidate("forward", d, how) for how in _forwards(d)]
-        made += [Candidate("backward", d, how) for how in _backwards(d)]
-    return made + [
-        Candidate(direction, d, Tiles(*tiles) if by_tma else Pointers(Tiles(*tiles)))
-        for (direction, d, by_tma), each in IN_TRITON.items()
-        for tiles in each
-    ]
+        made += [Candidate("backward", d, how) for how in _group_backwards()]
+    return made + [Candidate(*key, tiles) for key, each in IN_TRITON.items() for tiles in each]
 
 
-IN_TRITON: dict[tuple[str, int, bool], list[tuple[int, ...]]] = {
-    ("forward", 128, False): [(128, 64, 4, 2), (256, 64, 8, 2), (64, 64, 4, 3)],
-    ("forward", 128, True): [
-        (128, 128, 8, 3), (128, 64, 4, 2), (128, 64, 4, 2, 16), (256, 64, 8, 2), (256, 64, 8, 3),
+def _one(*arguments: int) -> Tiles:
+    return Tiles(*arguments, one_loop=True)
+
+
+IN_TRITON: dict[tuple[str, int], list[Tiles]] = {
+    ("forward", 128): [
+        _one(128, 128, 8, 3), _one(128, 128, 8, 2), _one(128, 128, 8, 3, 4), _one(128, 128, 8, 3, 16),
+        _one(128, 64, 8, 4), _one(64, 64, 4, 3), Tiles(128, 128, 8, 3, 4),
     ],
-    ("keys", 128, False): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2)],
-    ("keys", 128, True): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 1), (64, 64, 4, 2)],
-    ("queries", 128, False): [(128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2)],
-    ("queries", 128, True): [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 2), (128, 32, 4, 3)],
-    ("forward", 64, False): [(128, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)],
-    ("forward", 64, True): [(128, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)],
-    ("keys", 64, False): [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 4, 3)],
-    ("keys", 64, True): [(128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 2, 8, 168), (64, 128, 8, 2)],
-    ("queries", 64, False): [(128, 64, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)],
-    ("queries", 64, True): [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3)],
+    ("keys", 128): [_one(64, 128, 8, 3), _one(64, 128, 8, 2), _one(64, 64, 4, 2)],
+    ("queries", 128): [_one(128, 64, 8, 3), _one(64, 64, 4, 3)],
+    ("forward", 64): [_one(128, 64, 4, 4), _one(128, 64, 4, 3), _one(128, 128, 8, 3)],
+    ("keys", 64): [_one(32, 128, 4, 3), _one(64, 64, 4, 3)],
+    ("queries", 64): [_one(128, 64, 4, 3), _one(128, 64, 4, 4)],
 }  # fmt: skip
-"""Direction, head size, whether by TMA -> arguments of Tiles."""
+"""Direction and head size -> what is compared with the tiles in use."""
 
 
 def _forwards(d: int) -> list[Groups]:
@@ -132,14 +117,6 @@ def _forwards(d: int) -> list[Groups]:
     made += [replace(made[0], programs=132), replace(made[2], programs=132)]
     short = [replace(each, short=True) for each in made[2:5]]
     return [*made, *short, *(replace(each, programs=132) for each in short), replace(short[0], stages=4)]
-
-
-def _backwards(d: int) -> list[Backward | GroupsBackward]:
-    if d == 128:
-        tiles = [Backward(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 3)), Backward(Tiles(64, 128, 8, 2))]
-    else:
-        tiles = [Backward(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3)), Backward(Tiles(64, 64, 4, 2))]
-    return [*_group_backwards(), *tiles]
 
 
 def _group_backwards() -> list[GroupsBackward]:
@@ -176,13 +153,13 @@ def _prepared(candidate: Candidate, tensors: Tensors, is_causal: bool) -> Callab
         return _public(how, candidate.direction, tensors, is_causal)
     if candidate.direction == "forward":
         return lambda: _forward(how, q, k, v, is_causal, scale)[:1]
-    out, lse = flash_attention.triton_forward(q, k, v, is_causal, scale)
-    if isinstance(how, (Tiles, Pointers)):
-        inputs = (q, k, v, gradient, *flash_attention.triton_prepared(gradient, out, lse))
+    out, lse = flash_attention_launch.triton_forward(q, k, v, is_causal, scale)
+    if isinstance(how, Tiles):
+        inputs = (q, k, v, gradient, *flash_attention_launch.triton_prepared(gradient, out, lse))
         return lambda: _pass(candidate.direction, how, inputs, is_causal, scale)
     if how is None:
-        return lambda: flash_attention.triton_backward(gradient, q, k, v, out, lse, is_causal, scale)
-    assert isinstance(how, (Backward, GroupsBackward)), candidate
+        return lambda: flash_attention_launch.triton_backward(gradient, q, k, v, out, lse, is_causal, scale)
+    assert isinstance(how, GroupsBackward), candidate
     return lambda: flash_attention_tma.backward(gradient, q, k, v, out, lse, is_causal, scale, how)
 
 
@@ -191,28 +168,17 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     if isinstance(how, Groups):
         return flash_attention_tma.gluon_forward(q, k, v, is_causal, scale, how)
-    if isinstance(how, Tiles):
-        return flash_attention_tma.forward(q, k, v, is_causal, scale, how)
-    tiles = how.tiles if isinstance(how, Pointers) else None
-    return flash_attention.triton_forward(q, k, v, is_causal, scale, tiles)
+    tiles = how if isinstance(how, Tiles) else None
+    return flash_attention_launch.triton_forward(q, k, v, is_causal, scale, tiles)
 
 
 def _pass(
-    direction: str, how: Tiles | Pointers, inputs: tuple[Tensor, ...], is_causal: bool, scale: float
+    direction: str, how: Tiles, inputs: tuple[Tensor, ...], is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
     """dk and dv, or dq, by one kernel."""
-    if isinstance(how, Pointers):
-        if direction == "keys":
-            return flash_attention.triton_key_gradients(inputs, is_causal, scale, how.tiles)
-        return (flash_attention.triton_query_gradient(inputs, is_causal, scale, how.tiles),)
-    q, k, v = inputs[:3]
     if direction == "keys":
-        found = torch.empty_like(k), torch.empty_like(v)
-        flash_attention_tma.key_gradients(inputs, found, is_causal, scale, how)
-        return found
-    dq = torch.empty_like(q)
-    flash_attention_tma.query_gradient(inputs, dq, is_causal, scale, how)
-    return (dq,)
+        return flash_attention_launch.triton_key_gradients(inputs, is_causal, scale, how)
+    return (flash_attention_launch.triton_query_gradient(inputs, is_causal, scale, how),)
 
 
 MADE = {"backward": slice(0, 3), "queries": slice(0, 1), "keys": slice(1, 3)}

@@ -1,7 +1,8 @@
-"""FlashAttention on Hopper: who launches the TMA kernels in Triton and those in Gluon.
+"""FlashAttention on Hopper: who launches the kernels in Gluon, whose tiles come and go by TMA.
 
 Shapes as in flash_attention.py. ``fits`` says which tensors the tensor memory accelerator can carry; all others keep to the
-plain kernels. ``Tiles`` is one kernel's configuration; the tuning command tries many (flash_attention_tune.py).
+kernels in Triton. ``Groups`` and ``GroupsBackward`` are configurations; the tuning command tries many
+(flash_attention_tune.py).
 """
 
 from __future__ import annotations
@@ -16,29 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-ROWS = 128
-"""Rows of a program that prepares the backward; the padded length is a multiple of it and of every BLOCK_M."""
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Rows of queries and keys of a tile, warps, pipeline stages, and how many heads run at once."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    heads_at_once: int = 8
-    most_registers: int | None = None
-    """Of a thread; fewer let more programs share a multiprocessor."""
-
-    def arguments(self, d: int) -> dict[str, Any]:
-        """What the launch of a kernel takes."""
-        return {
-            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
-            "HEADS_AT_ONCE": self.heads_at_once,
-            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers,
-        }  # fmt: skip
+from trainfit.kernels.flash_attention_launch import ROWS, block_d
 
 
 @dataclass(frozen=True)
@@ -61,14 +40,6 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Backward:
-    """The backward's kernels. ``queries`` None: dQ is added up in fp32 by the keys' kernel (not bit for bit repeatable)."""
-
-    keys: Tiles
-    queries: Tiles | None = None
-
-
-@dataclass(frozen=True)
 class GroupsBackward:
     """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32.
 
@@ -87,11 +58,6 @@ class GroupsBackward:
     flat: bool = False
     fused: bool = True
     part: Literal["", "dq", "main"] = ""
-
-
-def block_d(d: int) -> int:
-    """Columns of a tile: the next power of two."""
-    return max(16, 1 << (d - 1).bit_length())
 
 
 def fits(*tensors: Tensor, scale: float) -> bool:
@@ -130,31 +96,13 @@ def _gluon(x: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, tiles: Tiles
-) -> tuple[Tensor, Tensor]:
-    """Output (q's dtype and layout) and log-sum-exp ([b, h, n], fp32)."""
-    from triton import cdiv
-
-    from trainfit.kernels import flash_attention_tma_triton
-
-    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
-
-    b, h, n, d = q.shape
-    out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
-    rows, keys = tiles.block_m, tiles.block_n
-    kernels.forward_tma_kernel[(cdiv(n, rows) * b * h,)](
-        _descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d), _descriptor(out, rows, d),
-        lse, scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1],
-        CAUSAL=is_causal, **tiles.arguments(d),
-    )  # fmt: skip
-    return out, lse
-
-
 def gluon_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, how: Groups
 ) -> tuple[Tensor, Tensor]:
-    """As ``forward``, with warps that only load and groups of warps that only compute."""
+    """Output (q's dtype and layout) and log-sum-exp ([b, h, n], fp32).
+
+    Some warps only load, and groups of warps only compute.
+    """
     from triton import cdiv
 
     from trainfit.kernels import flash_attention_gluon
@@ -203,47 +151,40 @@ def _table(n: int, m: int, heads: int, is_causal: bool, how: Groups, device: tor
 
 def backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
-    how: Backward | GroupsBackward,
+    how: GroupsBackward,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in their dtypes and layouts.
 
-    Beside them: two fp32 numbers a row and, where dQ is added up, an fp32 dQ.
+    Beside them: two fp32 numbers a row and an fp32 dQ.
     """
-    summed = isinstance(how, GroupsBackward) or how.queries is None
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    dq = torch.empty_like(q, dtype=torch.float32 if summed else q.dtype)
-    if isinstance(how, GroupsBackward) and (how.direct or how.flat):
+    dq = torch.empty_like(q, dtype=torch.float32)
+    if how.direct or how.flat:
         b, h, n, d = q.shape
         dq = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
-    lse_2, delta = _prepared(gradient, out, lse, dq, summed)
+    lse_2, delta = _prepared(gradient, out, lse, dq)
     inputs = (q, k, v, gradient, lse_2, delta)
-    if isinstance(how, GroupsBackward) and how.part == "main":
-        pass
-    elif isinstance(how, GroupsBackward):
+    if how.part != "main":
         _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
-    else:
-        _tma_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
-    if not summed:
-        return dq, dk, dv
-    if isinstance(how, GroupsBackward) and how.flat:
+    if how.flat:
         return _scaled_by_thread(dq, q, scale), dk, dv
-    if isinstance(how, GroupsBackward) and how.fused:
+    if how.fused:
         return _scaled(dq[:, :, : q.shape[2], : q.shape[3]], q, scale), dk, dv
     return dq.mul_(scale).to(q.dtype), dk, dv
 
 
-def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor, summed: bool) -> tuple[Tensor, Tensor]:
-    """``lse`` in base 2 and delta, [b, h, n rounded up to whole tiles]; zeros in a dQ that is added up."""
-    from trainfit.kernels import flash_attention_tma_triton
+def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
+    """``lse`` in base 2 and delta, [b, h, n rounded up to whole tiles]; zeros in dQ."""
+    from trainfit.kernels import flash_attention_prepare_triton
 
-    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
+    kernels: Any = flash_attention_prepare_triton  # a constexpr argument takes a plain value
 
     b, h, n, d = out.shape
     blocks = -(-n // ROWS)
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
     kernels.prepare_tma_kernel[(blocks, b * h)](
         _descriptor(out, ROWS, d), _descriptor(gradient, ROWS, d), _descriptor(dq, ROWS, d), lse, lse_2, delta,
-        n, blocks * ROWS, h, BLOCK_M=ROWS, BLOCK_D=block_d(d), WITH_DQ=summed,
+        n, blocks * ROWS, h, BLOCK_M=ROWS, BLOCK_D=block_d(d),
     )  # fmt: skip
     return lse_2, delta
 
@@ -287,62 +228,6 @@ def _scaled_by_thread(sums: Tensor, like: Tensor, scale: float) -> Tensor:
         num_warps=4,
     )
     return made
-
-
-def _tma_gradients(
-    inputs: tuple[Tensor, ...], results: tuple[Tensor, ...], is_causal: bool, scale: float, how: Backward
-) -> None:
-    """Fills dq (its unscaled sums without ``how.queries``), dk and dv."""
-    dq, dk, dv = results
-    key_gradients(inputs, (dk, dv), is_causal, scale, how.keys, dq if how.queries is None else None)
-    if how.queries is not None:
-        query_gradient(inputs, dq, is_causal, scale, how.queries)
-
-
-def _carried(inputs: tuple[Tensor, ...], dq: Tensor, tiles: Tiles) -> list[Any]:
-    q, k, v, gradient, lse_2, delta = inputs
-    rows, keys, d = tiles.block_m, tiles.block_n, q.shape[3]
-    return [_descriptor(q, rows, d), _descriptor(k, keys, d), _descriptor(v, keys, d),
-            _descriptor(gradient, rows, d), lse_2, delta, _descriptor(dq, rows, d)]  # fmt: skip
-
-
-def key_gradients(
-    inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor], is_causal: bool, scale: float, tiles: Tiles,
-    sums: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Fills dk and dv from q, k, v, dO, ``lse`` in base 2 and delta; adds the unscaled dQ to ``sums``, fp32."""
-    from triton import cdiv
-
-    from trainfit.kernels import flash_attention_tma_triton
-
-    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
-
-    (q, k, _, _, lse_2, _), (dk, dv) = inputs, results
-    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-    kernels.key_gradient_tma_kernel[(cdiv(m, tiles.block_n) * b * kv_heads,)](
-        *_carried(inputs, q if sums is None else sums, tiles),
-        _descriptor(dk, tiles.block_n, d), _descriptor(dv, tiles.block_n, d),
-        scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], h, kv_heads, b * kv_heads,
-        CAUSAL=is_causal, WITH_DQ=sums is not None, **tiles.arguments(d),
-    )  # fmt: skip
-
-
-def query_gradient(
-    inputs: tuple[Tensor, ...], dq: Tensor, is_causal: bool, scale: float, tiles: Tiles
-) -> None:
-    """Fills dq from q, k, v, dO, ``lse`` in base 2 and delta."""
-    from triton import cdiv
-
-    from trainfit.kernels import flash_attention_tma_triton
-
-    kernels: Any = flash_attention_tma_triton  # a constexpr argument takes a plain value
-
-    (q, k, _, _, lse_2, _) = inputs
-    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-    kernels.query_gradient_tma_kernel[(cdiv(n, tiles.block_m) * b * h,)](
-        *_carried(inputs, dq, tiles), scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], h, b * h, h // kv_heads,
-        CAUSAL=is_causal, **tiles.arguments(d),
-    )  # fmt: skip
 
 
 def _gluon_gradients(

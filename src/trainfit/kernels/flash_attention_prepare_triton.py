@@ -1,0 +1,42 @@
+"""What the Gluon backward of FlashAttention needs beforehand, by TMA in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trainfit.kernels.flash_attention_triton import LOG2_E
+
+
+@triton.jit
+def _load(descriptor, batch, head, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    return descriptor.load([batch, head, row, 0]).reshape(ROWS, BLOCK_D)
+
+
+@triton.jit
+def _store(descriptor, batch, head, row, tile, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    descriptor.store([batch, head, row, 0], tile.to(descriptor.dtype).reshape(1, 1, ROWS, BLOCK_D))
+
+
+@triton.jit
+def prepare_tma_kernel(
+    OUT, DO, DQ, LSE, LSE_2, DELTA, n, padded, heads,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """delta = row sum of dO * O and ``lse`` in base 2, both padded to whole tiles; zeros in dQ's sums.
+
+    OUT, DO and DQ are tensor descriptors [b, heads, rows, d] with blocks [1, 1, BLOCK_M, BLOCK_D]: the hardware gives zeros
+    outside and drops what is written there.
+
+    Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
+    """
+    first = tl.program_id(0) * BLOCK_M
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = first + tl.arange(0, BLOCK_M)
+    out = _load(OUT, batch, head, first, BLOCK_M, BLOCK_D)
+    do = _load(DO, batch, head, first, BLOCK_M, BLOCK_D)
+    lse = tl.load(LSE + tl.program_id(1).to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
+    at = tl.program_id(1).to(tl.int64) * padded + rows
+    tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
+    tl.store(DELTA + at, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1))
+    _store(DQ, batch, head, first, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), BLOCK_M, BLOCK_D)
