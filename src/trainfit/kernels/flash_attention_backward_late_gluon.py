@@ -211,7 +211,10 @@ def _compute(
     k = k_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
     v = v_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
     group = heads // kv_heads
-    head, last_head, last_tile, tile = kv_head * group, kv_head * group, begin, begin
+    head, tile = kv_head * group, begin
+    # Values of their own: a name that enters a loop with the very value of the name that the loop then gives it (``begin``,
+    # as ``tile``) is taken by Triton for one that the loop leaves alone.
+    last_head, last_tile = head - 1, begin - 1
     steps = group * (tiles - begin)
     mbarrier.wait(k_full, 0)
     for step in range(steps):
@@ -235,31 +238,13 @@ def _compute(
         if DIRECT:
             if step > 0:
                 _add_from_registers(
-                    sums,
-                    dq,
-                    batch * heads + last_head,
-                    rows_padded,
-                    last_tile,
-                    member,
-                    BLOCK_M,
-                    BLOCK_D,
-                    FLAT,
-                )
+                    sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT,
+                )  # fmt: skip
         elif ADD_DQ:
             _add_query_gradient(
-                DQ,
-                dq_tiles,
-                dq,
-                batch,
-                last_head,
-                batch * heads + last_head,
-                rows_padded,
-                last_tile,
-                step > 0,
-                member,
-                BLOCK_M,
-                FLAT,
-            )
+                DQ, dq_tiles, dq, batch, last_head, batch * heads + last_head, rows_padded, last_tile, step
+                > 0, member, BLOCK_M, FLAT,
+            )  # fmt: skip
         mbarrier.wait(do_full.index(slot), phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if TURNS:
@@ -267,19 +252,8 @@ def _compute(
         lse_2 = lse_tiles.index(slot).load(s_layout)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = _probabilities(
-            scores,
-            lse_2,
-            tile,
-            whole,
-            key,
-            n,
-            m,
-            scale_log2,
-            member,
-            s_layout,
-            BLOCK_M,
-            CAUSAL,
-        )
+            scores, lse_2, tile, whole, key, n, m, scale_log2, member, s_layout, BLOCK_M, CAUSAL,
+        )  # fmt: skip
         p_small = p.to(q_tiles.dtype)
         p_low = gl.convert_layout(p_small, operand)
         dv = warpgroup_mma(p_low, do, dv, is_async=True)
@@ -312,22 +286,12 @@ def _compute(
         if steps > 0:
             _add_from_registers(
                 sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT
-            )
+            )  # fmt: skip
     elif ADD_DQ:
         _add_query_gradient(
-            DQ,
-            dq_tiles,
-            dq,
-            batch,
-            last_head,
-            batch * heads + last_head,
-            rows_padded,
-            last_tile,
-            steps > 0,
-            member,
-            BLOCK_M,
-            FLAT,
-        )
+            DQ, dq_tiles, dq, batch, last_head, batch * heads + last_head, rows_padded, last_tile, steps
+            > 0, member, BLOCK_M, FLAT,
+        )  # fmt: skip
     at = [batch, kv_head, key + member * GROUP_KEYS, 0]
     v_tile = v_tiles.index(member)  # this group alone reads it, and is through
     _put(DV, at, v_tile, dv, BLOCK_D)
