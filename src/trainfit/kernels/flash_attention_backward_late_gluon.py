@@ -194,7 +194,7 @@ def _compute(
     DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
     k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """One group: dK and dV of its 64 keys over all query heads that read them."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -238,12 +238,12 @@ def _compute(
         if DIRECT:
             if step > 0:
                 _add_from_registers(
-                    sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT,
+                    sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT
                 )  # fmt: skip
-        elif ADD_DQ:
+        else:
             _add_query_gradient(
-                DQ, dq_tiles, dq, batch, last_head, batch * heads + last_head, rows_padded, last_tile, step
-                > 0, member, BLOCK_M, FLAT,
+                DQ, dq_tiles, dq, batch, last_head, batch * heads + last_head, rows_padded, last_tile,
+                step > 0, member, BLOCK_M, FLAT
             )  # fmt: skip
         mbarrier.wait(do_full.index(slot), phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -252,7 +252,7 @@ def _compute(
         lse_2 = lse_tiles.index(slot).load(s_layout)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = _probabilities(
-            scores, lse_2, tile, whole, key, n, m, scale_log2, member, s_layout, BLOCK_M, CAUSAL,
+            scores, lse_2, tile, whole, key, n, m, scale_log2, member, s_layout, BLOCK_M, CAUSAL
         )  # fmt: skip
         p_small = p.to(q_tiles.dtype)
         p_low = gl.convert_layout(p_small, operand)
@@ -265,7 +265,7 @@ def _compute(
             _wait_for(DS_EMPTY + other * DS_PLACES + place, both, 4)
         ds_tiles.index(place * GROUPS + member).store(ds)
         fence_async_shared()
-        if ADD_DQ and not DIRECT:
+        if not DIRECT:
             tma.store_wait(0)  # the last part of dQ has left its tile, behind the barrier that follows
         _barrier()
         _arrive_at(DS_FULL + member * DS_PLACES + place, both)
@@ -287,10 +287,10 @@ def _compute(
             _add_from_registers(
                 sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT
             )  # fmt: skip
-    elif ADD_DQ:
+    else:
         _add_query_gradient(
-            DQ, dq_tiles, dq, batch, last_head, batch * heads + last_head, rows_padded, last_tile, steps
-            > 0, member, BLOCK_M, FLAT,
+            DQ, dq_tiles, dq, batch, last_head, batch * heads + last_head, rows_padded, last_tile,
+            steps > 0, member, BLOCK_M, FLAT
         )  # fmt: skip
     at = [batch, kv_head, key + member * GROUP_KEYS, 0]
     v_tile = v_tiles.index(member)  # this group alone reads it, and is through
@@ -302,7 +302,7 @@ def _compute(
 def backward_late_kernel(
     Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, sums, rows_padded, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of 128 keys of one key-value head, and their part of dQ."""
     gl.static_assert(BLOCK_M // HALF * (BLOCK_D // HALF) == 2)  # two groups share dQ
@@ -331,10 +331,10 @@ def backward_late_kernel(
         [
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 0,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT)),
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 1,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT)),
             (_load_tiles, (Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                            k_full, v_full, q_full, do_full, n, m, heads, kv_heads, all_kv_heads,
                            BLOCK_M, STAGES, CAUSAL, HEADS_AT_ONCE)),

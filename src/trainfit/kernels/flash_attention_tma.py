@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +74,6 @@ class GroupsBackward:
     ``late``: dQ one step late (flash_attention_backward_late_gluon.py, two stages); there ``low_p`` takes dS from P in 16
     bits, ``direct`` adds dQ from registers instead of by TMA, ``flat`` adds it in the order in which threads hold it, ``turns``
     lets the groups issue their products one after the other. ``fused``: one kernel scales and casts dQ (always with ``flat``).
-    ``part``: what is left out to see its time, the adding of dQ or the main kernel; the results are wrong then.
     """
 
     stages: int
@@ -85,7 +84,6 @@ class GroupsBackward:
     turns: bool = False
     flat: bool = False
     fused: bool = True
-    part: Literal["", "dq", "main"] = ""
 
 
 def block_d(d: int) -> int:
@@ -211,9 +209,7 @@ def backward(
         dq = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
     lse_2, delta = _prepared(gradient, out, lse, dq, summed)
     inputs = (q, k, v, gradient, lse_2, delta)
-    if isinstance(how, GroupsBackward) and how.part == "main":
-        pass
-    elif isinstance(how, GroupsBackward):
+    if isinstance(how, GroupsBackward):
         _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
     else:
         _tma_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
@@ -364,13 +360,7 @@ def _gluon_gradients(
     if how.late:
         late: Any = flash_attention_backward_late_gluon  # a constexpr argument takes a plain value
         kernel, extra = late.backward_late_kernel, (dq, dq.shape[2])
-        options = {
-            "LOW_P": how.low_p,
-            "DIRECT": how.direct,
-            "TURNS": how.turns,
-            "FLAT": how.flat,
-            "ADD_DQ": how.part != "dq",
-        }
+        options = {"LOW_P": how.low_p, "DIRECT": how.direct, "TURNS": how.turns, "FLAT": how.flat}
     kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
         _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), sums,
