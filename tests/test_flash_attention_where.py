@@ -1,7 +1,11 @@
 """The words that say where a kernel's result is wrong."""
 
 import torch
+from torch import Tensor
 
+from trainfit.kernels import flash_attention_candidates as candidates
+from trainfit.kernels.flash_attention_candidates import Candidate
+from trainfit.kernels.flash_attention_tma import GroupsBackward
 from trainfit.kernels.flash_attention_where import where_wrong
 
 
@@ -30,3 +34,35 @@ def test_what_is_no_number_is_wrong() -> None:
     told = where_wrong("dk", found, wanted, 1.0)
     for words in ("1 of 4096 entries", "1 not numbers", "(0, 0, 5, 7)"):
         assert words in told
+
+
+def test_a_check_goes_on_behind_a_wrong_shape(monkeypatch) -> None:
+    """Only dq of the causal cases lacks its first head; every such shape is told, and nothing of dk and dv."""
+
+    def tensors(b: int, h: int, k: int, n: int, m: int, d: int) -> tuple[Tensor, ...]:
+        shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
+        return tuple(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
+
+    def exact(tensors: tuple[Tensor, ...], is_causal: bool) -> tuple[Tensor, ...]:
+        return candidates._exact(tensors, is_causal, torch.float64)["backward"]  # pyright: ignore[reportArgumentType]
+
+    def prepared(candidate: Candidate, tensors: tuple[Tensor, ...], is_causal: bool):
+        dq, dk, dv = (x.bfloat16() for x in exact(tensors, is_causal))
+        dq[:, 0] *= not is_causal
+        return lambda: (dq, dk, dv)
+
+    monkeypatch.setattr(candidates, "_tensors", tensors)
+    monkeypatch.setattr(candidates, "_prepared", prepared)
+    monkeypatch.setattr(
+        candidates, "_public", lambda name, direction, tensors, causal: lambda: exact(tensors, causal)
+    )
+    monkeypatch.setattr(candidates, "LENGTHS", {64: 100})
+    row = candidates.check(Candidate("backward", 64, GroupsBackward(2)))
+    wrong = row["error"].split(" | ")
+    assert [line.partition(": ")[0] for line in wrong] == [
+        *(f"wrong at {shape} causal True" for shape in candidates.SMALL),
+        *(f"wrong at the timed shape, run {turn}, against flash" for turn in range(3)),
+    ]
+    assert all(": dq: " in line for line in wrong)
+    assert "0,0 0(0.00) 1(0.00)" in wrong[0]
+    assert len(row["errors"]) == 6
