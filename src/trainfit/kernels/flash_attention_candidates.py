@@ -73,7 +73,7 @@ def _spelled(how: How) -> str:
         more = "".join(name for name, value in set_.items() if value)
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{more}"
     if isinstance(how, GroupsBackward):
-        fields = ("late", "low_p", "direct", "turns", "flat", "fused")
+        fields = ("late", "low_p", "direct", "turns", "flat", "ahead", "fused")
         chosen = "".join(f" {field}" for field in fields if getattr(how, field))
         return f"gluon s{how.stages} heads{how.heads_at_once}{chosen}"
     if isinstance(how, Backward):
@@ -147,11 +147,11 @@ def _group_backwards() -> list[GroupsBackward]:
     base = GroupsBackward(2, 4, fused=False)
     late, fused = replace(base, late=True), replace(base, fused=True)
     both = replace(late, fused=True)
-    flat, turns = replace(both, flat=True), replace(both, turns=True)
-    all_ = replace(turns, flat=True)
-    made = [base, fused, late, both, turns, flat, all_, replace(all_, low_p=True)]
-    made += [replace(all_, heads_at_once=heads) for heads in (2, 8)]
-    return made + [replace(each, direct=True) for each in (flat, all_)]
+    flat = replace(both, flat=True)
+    turns = replace(flat, turns=True)
+    made = [base, fused, late, both, flat, turns, replace(turns, low_p=True), replace(turns, heads_at_once=2)]
+    made += [replace(each, **{field: True}) for field in ("ahead", "direct") for each in (flat, turns)]
+    return made
 
 
 # -- running one ------------------------------------------------------------------------------------------------------

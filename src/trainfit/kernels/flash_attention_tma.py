@@ -73,7 +73,8 @@ class GroupsBackward:
 
     ``late``: dQ one step late (flash_attention_backward_late_gluon.py, two stages); there ``low_p`` takes dS from P in 16
     bits, ``direct`` adds dQ from registers instead of by TMA, ``flat`` adds it in the order in which threads hold it, ``turns``
-    lets the groups issue their products one after the other. ``fused``: one kernel scales and casts dQ (always with ``flat``).
+    lets the groups issue their products one after the other, ``ahead`` computes a step's scores and probabilities before the
+    last step's dQ is added, so that a group need not wait for the other's dS so soon. ``fused``: one kernel scales and casts dQ (always with ``flat``).
     """
 
     stages: int
@@ -83,6 +84,7 @@ class GroupsBackward:
     direct: bool = False
     turns: bool = False
     flat: bool = False
+    ahead: bool = False
     fused: bool = True
 
 
@@ -360,7 +362,13 @@ def _gluon_gradients(
     if how.late:
         late: Any = flash_attention_backward_late_gluon  # a constexpr argument takes a plain value
         kernel, extra = late.backward_late_kernel, (dq, dq.shape[2])
-        options = {"LOW_P": how.low_p, "DIRECT": how.direct, "TURNS": how.turns, "FLAT": how.flat}
+        options = {
+            "LOW_P": how.low_p,
+            "DIRECT": how.direct,
+            "TURNS": how.turns,
+            "FLAT": how.flat,
+            "AHEAD": how.ahead,
+        }
     kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
         _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), sums,
