@@ -6,9 +6,9 @@
 
 As flash_attention_backward_gluon.py, whose pieces it takes, but dS has two places, and a step's part of dQ is computed at the
 beginning of the next step, in front of its scores. So the two groups need not meet in every step: one may be half a step
-ahead, and its softmax runs beside the other's products. ``AHEAD``: the scores come first, and their softmax runs beside the
-product for dQ, whose dS may come later, then. Named barriers, at which threads only arrive, stand where the other kernel stops a group to let one thread signal for it (Shah et al. 2024,
-arXiv:2407.08608, has them too).
+ahead, and its softmax runs beside the other's products. ``AHEAD``: the scores come first, and their softmax runs beside
+dQ's product, so the other group's dS may come later. Named barriers, at which threads only arrive, stand where the other
+kernel stops a group to let one thread signal for it (Shah et al. 2024, arXiv:2407.08608, has them too).
 """
 
 from __future__ import annotations
