@@ -152,7 +152,7 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
         flash_attention_tma.GroupsBackward(2),
         flash_attention_tma.GroupsBackward(2, late=True, low_p=True, turns=True),
         flash_attention_tma.GroupsBackward(2, late=True, direct=True),
-        flash_attention_tma.GroupsBackward(2, late=True, flat=True),
+        flash_attention_tma.GroupsBackward(2, late=True, flat=True, ahead=True, turns=True),
         flash_attention_tma.GroupsBackward(2, late=True, flat=True, direct=True),
     )
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
 from trainfit.kernels.operations import declare
 from trainfit.spec.errors import InputError
 

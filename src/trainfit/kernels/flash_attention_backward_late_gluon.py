@@ -6,9 +6,9 @@
 
 As flash_attention_backward_gluon.py, whose pieces it takes, but dS has two places, and a step's part of dQ is computed at the
 beginning of the next step, in front of its scores. So the two groups need not meet in every step: one may be half a step
-ahead, and its softmax runs beside the other's products; dK's product runs on into the next step. Named barriers, at which
-threads only arrive, stand where the other kernel stops a group to let one thread signal for it (Shah et al. 2024,
-arXiv:2407.08608, has them too).
+ahead, and its softmax runs beside the other's products. ``AHEAD``: the scores come first, and their softmax runs beside
+dQ's product, so the other group's dS may come later. Named barriers, at which threads only arrive, stand where the other
+kernel stops a group to let one thread signal for it (Shah et al. 2024, arXiv:2407.08608, has them too).
 """
 
 from __future__ import annotations
@@ -173,6 +173,22 @@ def _add_query_gradient(
 
 
 @gluon.jit
+def _add(
+    DQ, sums, dq_tiles, dq, batch, head, heads, rows_padded, tile, wanted,
+    member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, DIRECT: gl.constexpr, FLAT: gl.constexpr,
+):  # fmt: skip
+    """This group's half of a tile of dQ added to memory, if ``wanted``."""
+    batch_head = batch * heads + head
+    if DIRECT:
+        if wanted:
+            _add_from_registers(sums, dq, batch_head, rows_padded, tile, member, BLOCK_M, BLOCK_D, FLAT)
+    else:
+        _add_query_gradient(
+            DQ, dq_tiles, dq, batch, head, batch_head, rows_padded, tile, wanted, member, BLOCK_M, FLAT
+        )
+
+
+@gluon.jit
 def _probabilities(
     scores, lse_2, tile, whole, key, n, m, scale_log2,
     member: gl.constexpr, s_layout: gl.constexpr, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr,
@@ -194,7 +210,8 @@ def _compute(
     DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
     k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     member: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One group: dK and dV of its 64 keys over all query heads that read them."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -211,7 +228,10 @@ def _compute(
     k = k_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
     v = v_tiles.index(member).reshape([GROUP_KEYS, BLOCK_D])
     group = heads // kv_heads
-    head, last_head, last_tile, tile = kv_head * group, kv_head * group, begin, begin
+    head, tile = kv_head * group, begin
+    # Values of their own: a name that enters a loop with the very value of the name that the loop then gives it (``begin``,
+    # as ``tile``) is taken by Triton for one that the loop leaves alone.
+    last_head, last_tile = head - 1, begin - 1
     steps = group * (tiles - begin)
     mbarrier.wait(k_full, 0)
     for step in range(steps):
@@ -220,66 +240,44 @@ def _compute(
         do = do_tiles.index(slot).reshape([BLOCK_M, BLOCK_D])
         place = step & 1
         mbarrier.wait(q_full.index(slot), phase)
-        if step > 0:
-            _wait_for(DS_FULL + other * DS_PLACES + (place ^ 1), both, 4)
-        else:
+        if step == 0:
             mbarrier.wait(v_full, 0)
         if TURNS:
             if member + step > 0:
                 _wait_for(TURN + member, both, 4)
+        if AHEAD:
+            scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if step > 0:
+            _wait_for(DS_FULL + other * DS_PLACES + (place ^ 1), both, 4)
         dq = _query_gradient(ds_tiles, k_tiles, place ^ 1, member, BLOCK_M, BLOCK_D)  # the last step's
-        scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if AHEAD:
+            if TURNS:
+                _arrive_at(TURN + other, both)
+            lse_2 = lse_tiles.index(slot).load(s_layout)
+            scores = warpgroup_mma_wait(GROUPS, deps=(scores,))  # dQ's products, one a group, run on
+            p = _probabilities(
+                scores, lse_2, tile, whole, key, n, m, scale_log2, member, s_layout, BLOCK_M, CAUSAL
+            )
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        else:
+            scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
         if step > 0:
             _arrive_at(DS_EMPTY + member * DS_PLACES + (place ^ 1), both)
-        if DIRECT:
-            if step > 0:
-                _add_from_registers(
-                    sums,
-                    dq,
-                    batch * heads + last_head,
-                    rows_padded,
-                    last_tile,
-                    member,
-                    BLOCK_M,
-                    BLOCK_D,
-                    FLAT,
-                )
-        elif ADD_DQ:
-            _add_query_gradient(
-                DQ,
-                dq_tiles,
-                dq,
-                batch,
-                last_head,
-                batch * heads + last_head,
-                rows_padded,
-                last_tile,
-                step > 0,
-                member,
-                BLOCK_M,
-                FLAT,
-            )
+        _add(
+            DQ, sums, dq_tiles, dq, batch, last_head, heads, rows_padded, last_tile, step > 0,
+            member, BLOCK_M, BLOCK_D, DIRECT, FLAT,
+        )  # fmt: skip
         mbarrier.wait(do_full.index(slot), phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if TURNS:
-            _arrive_at(TURN + other, both)  # its products behind ours, its softmax beside them
-        lse_2 = lse_tiles.index(slot).load(s_layout)
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-        p = _probabilities(
-            scores,
-            lse_2,
-            tile,
-            whole,
-            key,
-            n,
-            m,
-            scale_log2,
-            member,
-            s_layout,
-            BLOCK_M,
-            CAUSAL,
-        )
+        if not AHEAD:
+            if TURNS:
+                _arrive_at(TURN + other, both)  # its products behind ours, its softmax beside them
+            lse_2 = lse_tiles.index(slot).load(s_layout)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            p = _probabilities(
+                scores, lse_2, tile, whole, key, n, m, scale_log2, member, s_layout, BLOCK_M, CAUSAL
+            )
         p_small = p.to(q_tiles.dtype)
         p_low = gl.convert_layout(p_small, operand)
         dv = warpgroup_mma(p_low, do, dv, is_async=True)
@@ -291,7 +289,7 @@ def _compute(
             _wait_for(DS_EMPTY + other * DS_PLACES + place, both, 4)
         ds_tiles.index(place * GROUPS + member).store(ds)
         fence_async_shared()
-        if ADD_DQ and not DIRECT:
+        if not DIRECT:
             tma.store_wait(0)  # the last part of dQ has left its tile, behind the barrier that follows
         _barrier()
         _arrive_at(DS_FULL + member * DS_PLACES + place, both)
@@ -308,26 +306,10 @@ def _compute(
         _wait_for(DS_FULL + other * DS_PLACES + ((steps - 1) & 1), both, 4)
     dq = _query_gradient(ds_tiles, k_tiles, (steps - 1) & 1, member, BLOCK_M, BLOCK_D)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    if DIRECT:
-        if steps > 0:
-            _add_from_registers(
-                sums, dq, batch * heads + last_head, rows_padded, last_tile, member, BLOCK_M, BLOCK_D, FLAT
-            )
-    elif ADD_DQ:
-        _add_query_gradient(
-            DQ,
-            dq_tiles,
-            dq,
-            batch,
-            last_head,
-            batch * heads + last_head,
-            rows_padded,
-            last_tile,
-            steps > 0,
-            member,
-            BLOCK_M,
-            FLAT,
-        )
+    _add(
+        DQ, sums, dq_tiles, dq, batch, last_head, heads, rows_padded, last_tile, steps > 0,
+        member, BLOCK_M, BLOCK_D, DIRECT, FLAT,
+    )  # fmt: skip
     at = [batch, kv_head, key + member * GROUP_KEYS, 0]
     v_tile = v_tiles.index(member)  # this group alone reads it, and is through
     _put(DV, at, v_tile, dv, BLOCK_D)
@@ -338,11 +320,12 @@ def _compute(
 def backward_late_kernel(
     Q, K, V, DO, LSE_2, DELTA, DQ, DK, DV, sums, rows_padded, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr, ADD_DQ: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, LOW_P: gl.constexpr, DIRECT: gl.constexpr, TURNS: gl.constexpr, FLAT: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of 128 keys of one key-value head, and their part of dQ."""
     gl.static_assert(BLOCK_M // HALF * (BLOCK_D // HALF) == 2)  # two groups share dQ
-    gl.static_assert(STAGES == 2)  # dK's product holds the last queries while this step's scores need theirs
+    gl.static_assert(STAGES == 2)  # the barriers EMPTY and EMPTY + 1
     q_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES] + Q.block_type.shape, Q.layout)
     do_tiles = gl.allocate_shared_memory(Q.dtype, [STAGES] + DO.block_type.shape, DO.layout)
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES] + LSE_2.block_type.shape, LSE_2.layout)
@@ -367,10 +350,10 @@ def backward_late_kernel(
         [
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 0,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, AHEAD)),
             (_compute, (DQ, DK, DV, sums, rows_padded, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles, ds_tiles, dq_tiles,
                         k_full, v_full, q_full, do_full, scale, scale_log2, n, m, heads, kv_heads, all_kv_heads, 1,
-                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, ADD_DQ)),
+                        BLOCK_M, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, LOW_P, DIRECT, TURNS, FLAT, AHEAD)),
             (_load_tiles, (Q, K, V, DO, LSE_2, DELTA, q_tiles, k_tiles, v_tiles, do_tiles, lse_tiles, delta_tiles,
                            k_full, v_full, q_full, do_full, n, m, heads, kv_heads, all_kv_heads,
                            BLOCK_M, STAGES, CAUSAL, HEADS_AT_ONCE)),

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +45,8 @@ class GroupsBackward:
 
     ``late``: dQ one step late (flash_attention_backward_late_gluon.py, two stages); there ``low_p`` takes dS from P in 16
     bits, ``direct`` adds dQ from registers instead of by TMA, ``flat`` adds it in the order in which threads hold it, ``turns``
-    lets the groups issue their products one after the other. ``fused``: one kernel scales and casts dQ (always with ``flat``).
-    ``part``: what is left out to see its time, the adding of dQ or the main kernel; the results are wrong then.
+    lets the groups issue their products one after the other, ``ahead`` computes a step's scores and probabilities before the
+    last step's dQ is added, so that a group need not wait for the other's dS so soon. ``fused``: one kernel scales and casts dQ (always with ``flat``).
     """
 
     stages: int
@@ -56,8 +56,8 @@ class GroupsBackward:
     direct: bool = False
     turns: bool = False
     flat: bool = False
+    ahead: bool = False
     fused: bool = True
-    part: Literal["", "dq", "main"] = ""
 
 
 def fits(*tensors: Tensor, scale: float) -> bool:
@@ -164,8 +164,7 @@ def backward(
         dq = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
     lse_2, delta = _prepared(gradient, out, lse, dq)
     inputs = (q, k, v, gradient, lse_2, delta)
-    if how.part != "main":
-        _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
+    _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
     if how.flat:
         return _scaled_by_thread(dq, q, scale), dk, dv
     if how.fused:
@@ -260,7 +259,7 @@ def _gluon_gradients(
             "DIRECT": how.direct,
             "TURNS": how.turns,
             "FLAT": how.flat,
-            "ADD_DQ": how.part != "dq",
+            "AHEAD": how.ahead,
         }
     kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
