@@ -136,7 +136,10 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     tiles = flash_attention_tma.Tiles(64, 64, 8, 2)
     forwards = (
         flash_attention_tma.Groups(2, 64, 2),
-        flash_attention_tma.Groups(2, 128, 2, programs=132, late=1, short=True),
+        flash_attention_tma.Groups(2, 128, 2, persistent=True, late=True, short=True, arrive=True),
+        flash_attention_tma.Groups(
+            2, 128, 2, persistent=True, late=True, short=True, lazy=True, arrive=True, ahead=True
+        ),
     )
     hows = (
         flash_attention_tma.Backward(tiles),
@@ -230,6 +233,7 @@ def calls() -> Iterator[tuple[str, Call]]:
 
 def main() -> None:
     triton.runtime.driver.set_active(Hopper())  # pyright: ignore[reportArgumentType]
+    flash_attention_tma._multiprocessors = lambda device: 132  # pyright: ignore[reportPrivateUsage]
     run, made = JITFunction.run, {}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

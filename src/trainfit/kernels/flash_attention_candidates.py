@@ -67,9 +67,8 @@ def _spelled(how: How) -> str:
     if isinstance(how, Pointers):
         return _spelled(how.tiles).replace("tma", "pointers")
     if isinstance(how, Groups):
-        set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " short": how.short,
-                f" programs{how.programs}": how.programs}  # fmt: skip
-        more = "".join(name for name, value in set_.items() if value)
+        fields = ("late", "short", "persistent", "lazy", "arrive", "ahead")
+        more = " turns" * how.take_turns + "".join(f" {field}" for field in fields if getattr(how, field))
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{more}"
     if isinstance(how, GroupsBackward):
         fields = ("late", "low_p", "direct", "turns", "flat", "fused")
@@ -116,22 +115,26 @@ IN_TRITON: dict[tuple[str, int, bool], list[tuple[int, ...]]] = {
 
 
 def _forwards(d: int) -> list[Groups]:
-    """Each idea alone, then the promising ones together."""
-    turns = (False, True)
+    """The earlier winner first; then with each change alone, then together."""
     if d == 128:
-        base = Groups(2, 128, 2)
-        made = [replace(base, late=late, take_turns=each) for late in (0, 1, 2) for each in turns]
-        made += [replace(each, programs=132) for each in made[2:]]
-        made += [replace(each, short=True) for each in made[2:4] + made[6:]]
-        alone = replace(base, late=1, take_turns=False)
-        made += [replace(alone, stages=3), replace(alone, heads_at_once=16)]
-        made += [replace(alone, programs=132, heads_at_once=heads) for heads in (4, 16)]
-        return [*made, replace(alone, groups=3, block_n=64, short=True, programs=132)]
-    three, two, less = Groups(3, 128, 2), Groups(2, 128, 2, late=2), Groups(3, 64, 4, late=2)
-    made = [replace(each, take_turns=turn) for each in (three, two, less) for turn in turns]
-    made += [replace(made[0], programs=132), replace(made[2], programs=132)]
-    short = [replace(each, short=True) for each in made[2:5]]
-    return [*made, *short, *(replace(each, programs=132) for each in short), replace(short[0], stages=4)]
+        base = Groups(2, 128, 2, take_turns=False, persistent=True, late=True, short=True)
+        changes: list[dict[str, Any]] = [
+            {}, {"arrive": True}, {"arrive": True, "take_turns": True}, {"lazy": True, "arrive": True},
+            {"ahead": True}, {"ahead": True, "arrive": True}, {"ahead": True, "arrive": True, "take_turns": True},
+            {"ahead": True, "arrive": True, "lazy": True}, {"ahead": True, "lazy": True},
+            {"ahead": True, "arrive": True, "lazy": True, "take_turns": True},
+            {"ahead": True, "arrive": True, "lazy": True, "heads_at_once": 4},
+        ]  # fmt: skip
+    else:
+        base = Groups(3, 128, 2)
+        changes = [
+            {}, {"take_turns": False}, *(
+                {"late": True, "short": True, "arrive": arrive, "lazy": lazy, "take_turns": turns}
+                for arrive, lazy in ((False, False), (True, False), (True, True))
+                for turns in (True, False)
+            ), {"late": True, "short": True, "arrive": True, "lazy": True, "persistent": True, "take_turns": False},
+        ]  # fmt: skip
+    return [replace(base, **change) for change in changes]
 
 
 def _backwards(d: int) -> list[Backward | GroupsBackward]:
