@@ -164,10 +164,13 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and the gradient of the output."""
 
 
-def _tensors(b: int, h: int, k: int, n: int, m: int, d: int) -> Tensors:
+def _tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = False) -> Tensors:
+    """``growing``: earlier keys have larger scores, so that maxima grow many times over while a kernel walks backwards."""
     torch.manual_seed(n + m + d)
     shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
     q, k_, v, gradient = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    if growing:
+        k_ = k_ * torch.linspace(8, 0.25, m, device="cuda", dtype=torch.bfloat16)[:, None]
     return q, k_, v, gradient
 
 
@@ -289,8 +292,13 @@ def check(candidate: Candidate) -> dict[str, Any]:
     if isinstance(candidate.how, GroupsBackward) and candidate.how.part:
         return row  # wrong by design: timed, never offered
     for shape in SMALL if not isinstance(candidate.how, str) else []:
-        for is_causal in (True, False):
-            tensors = _tensors(*shape, candidate.d)
+        lazy = isinstance(candidate.how, Groups) and candidate.how.lazy
+        for is_causal, growing in (
+            (True, False),
+            (False, False),
+            *((each, True) for each in (True, False) if lazy),
+        ):
+            tensors = _tensors(*shape, candidate.d, growing)
             exact = _exact(tensors, is_causal, torch.float64)[candidate.direction]
             eager = _largest(_exact(tensors, is_causal, torch.bfloat16)[candidate.direction], exact)
             ours = _largest(_prepared(candidate, tensors, is_causal)(), exact)

@@ -8,7 +8,7 @@ Each group owns 64 query rows. While the tensor cores multiply the probabilities
 computes the softmax of the next; with ``TAKE_TURNS`` the groups start their products one after the other, so that one's
 softmax runs under the other's products (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2).
 ``PERSISTENT``: as many programs as the GPU has multiprocessors, each with a list of tiles; the loading warp is already at the
-next tile when the groups end one.
+next tile when the groups end one, and with ``AHEAD`` the groups compute the next tile's first scores before.
 
 Shapes and descriptors as in flash_attention_tma_triton.py. Keys are walked from the last to the first, so the masked tiles
 come first; a program without any key (causal, n > m) still takes one tile, all of it masked.
@@ -76,7 +76,9 @@ def _free(empty, barrier, slot, really, GROUPS: gl.constexpr, ARRIVE: gl.constex
 
 
 @gluon.jit
-def _until_free(empty, barrier, slot, number, GROUPS: gl.constexpr, STAGES: gl.constexpr, ARRIVE: gl.constexpr):
+def _until_free(
+    empty, barrier, slot, number, GROUPS: gl.constexpr, STAGES: gl.constexpr, ARRIVE: gl.constexpr
+):
     """The loading warp waits until all groups are through with what was in this place before load ``number``."""
     if ARRIVE:
         if number >= STAGES:
@@ -215,9 +217,7 @@ def _load_tiles(
             )
             if step == 0:  # the first group may begin before the others' queries have come
                 for member in gl.static_range(1, GROUPS):
-                    _load_query(
-                        Q, q_tiles, q_full, q_empty, turn, batch, head, first, member, GROUPS, AHEAD
-                    )
+                    _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, member, GROUPS, AHEAD)
             _until_free(v_empty, NAMED + STAGES, slot, done + step, GROUPS, STAGES, ARRIVE)
             mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -414,9 +414,7 @@ def _finish(
     o_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D]).store(out.to(o_tiles.dtype))
     fence_async_shared()
     _barrier()
-    tma.async_copy_shared_to_global(
-        OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member)
-    )
+    tma.async_copy_shared_to_global(OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member))
 
 
 @gluon.jit
@@ -437,9 +435,7 @@ def _compute(
     if TAKE_TURNS and ARRIVE and member == GROUPS - 1:
         _pass_turn(turns, member, GROUPS, STAGES, TAKE_TURNS, ARRIVE)  # the first group may start
     if AHEAD:
-        first, batch, head = _place(
-            _number(mine, 0, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
-        )
+        first, batch, head = _place(_number(mine, 0, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
         tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         mbarrier.wait(q_full.index(member), 0)
         mbarrier.wait(k_full.index(0), 0)
