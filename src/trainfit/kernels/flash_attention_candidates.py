@@ -119,7 +119,7 @@ def _forwards(d: int) -> list[Groups]:
     if d == 128:
         base = Groups(2, 128, 2, take_turns=False, persistent=True, late=True, short=True)
         changes: list[dict[str, Any]] = [
-            {}, {"arrive": True}, {"arrive": True, "take_turns": True}, {"lazy": True, "arrive": True},
+            {}, {"arrive": True}, {"arrive": True, "take_turns": True},
             {"ahead": True}, {"ahead": True, "arrive": True}, {"ahead": True, "arrive": True, "take_turns": True},
             {"ahead": True, "arrive": True, "lazy": True}, {"ahead": True, "lazy": True},
             {"ahead": True, "arrive": True, "lazy": True, "take_turns": True},
@@ -133,6 +133,8 @@ def _forwards(d: int) -> list[Groups]:
                 for arrive, lazy in ((False, False), (True, False), (True, True))
                 for turns in (True, False)
             ), {"late": True, "short": True, "arrive": True, "lazy": True, "persistent": True, "take_turns": False},
+            *({"groups": 2, "late": True, "short": True, "arrive": True, "lazy": lazy, "persistent": True, "ahead": True,
+               "take_turns": False} for lazy in (False, True)),
         ]  # fmt: skip
     return [replace(base, **change) for change in changes]
 
