@@ -146,7 +146,10 @@ def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
     forwards = (
         flash_attention_tma.Groups(2, 64, 2),
-        flash_attention_tma.Groups(2, 128, 2, programs=132, late=1, short=True),
+        flash_attention_tma.Groups(2, 128, 2, persistent=True, late=True, short=True, arrive=True),
+        flash_attention_tma.Groups(
+            2, 128, 2, persistent=True, late=True, short=True, lazy=True, arrive=True, ahead=True
+        ),
     )
     hows = (
         flash_attention_tma.GroupsBackward(2),
@@ -276,6 +279,7 @@ def small_calls() -> Iterator[tuple[str, Call]]:
 def main() -> None:
     small = sys.argv[1:] == ["small"]
     triton.runtime.driver.set_active(Driver(89 if small else 90))  # pyright: ignore[reportArgumentType]
+    flash_attention_tma._multiprocessors = lambda device: 132  # pyright: ignore[reportPrivateUsage]
     run, made = JITFunction.run, {}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

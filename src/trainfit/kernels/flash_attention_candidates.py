@@ -60,9 +60,8 @@ def _spelled(how: How) -> str:
         tile = f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
         return f"triton pointers {tile}{registers}" + " one" * how.one_loop
     if isinstance(how, Groups):
-        set_ = {" turns": how.take_turns, f" late{how.late}": how.late, " short": how.short,
-                f" programs{how.programs}": how.programs}  # fmt: skip
-        more = "".join(name for name, value in set_.items() if value)
+        fields = ("late", "short", "persistent", "lazy", "arrive", "ahead")
+        more = " turns" * how.take_turns + "".join(f" {field}" for field in fields if getattr(how, field))
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{more}"
     if isinstance(how, GroupsBackward):
         fields = ("late", "low_p", "direct", "turns", "flat", "ahead", "fused")
@@ -101,22 +100,28 @@ IN_TRITON: dict[tuple[str, int], list[Tiles]] = {
 
 
 def _forwards(d: int) -> list[Groups]:
-    """Each idea alone, then the promising ones together."""
-    turns = (False, True)
+    """The earlier winner first; then with each change alone, then together."""
     if d == 128:
-        base = Groups(2, 128, 2)
-        made = [replace(base, late=late, take_turns=each) for late in (0, 1, 2) for each in turns]
-        made += [replace(each, programs=132) for each in made[2:]]
-        made += [replace(each, short=True) for each in made[2:4] + made[6:]]
-        alone = replace(base, late=1, take_turns=False)
-        made += [replace(alone, stages=3), replace(alone, heads_at_once=16)]
-        made += [replace(alone, programs=132, heads_at_once=heads) for heads in (4, 16)]
-        return [*made, replace(alone, groups=3, block_n=64, short=True, programs=132)]
-    three, two, less = Groups(3, 128, 2), Groups(2, 128, 2, late=2), Groups(3, 64, 4, late=2)
-    made = [replace(each, take_turns=turn) for each in (three, two, less) for turn in turns]
-    made += [replace(made[0], programs=132), replace(made[2], programs=132)]
-    short = [replace(each, short=True) for each in made[2:5]]
-    return [*made, *short, *(replace(each, programs=132) for each in short), replace(short[0], stages=4)]
+        base = Groups(2, 128, 2, take_turns=False, persistent=True, late=True, short=True)
+        changes: list[dict[str, Any]] = [
+            {}, {"arrive": True}, {"arrive": True, "take_turns": True},
+            {"ahead": True}, {"ahead": True, "arrive": True}, {"ahead": True, "arrive": True, "take_turns": True},
+            {"ahead": True, "arrive": True, "lazy": True}, {"ahead": True, "lazy": True},
+            {"ahead": True, "arrive": True, "lazy": True, "take_turns": True},
+            {"ahead": True, "arrive": True, "lazy": True, "heads_at_once": 4},
+        ]  # fmt: skip
+    else:
+        base = Groups(3, 128, 2)
+        changes = [
+            {}, {"take_turns": False}, *(
+                {"late": True, "short": True, "arrive": arrive, "lazy": lazy, "take_turns": turns}
+                for arrive, lazy in ((False, False), (True, False), (True, True))
+                for turns in (True, False)
+            ), {"late": True, "short": True, "arrive": True, "lazy": True, "persistent": True, "take_turns": False},
+            *({"groups": 2, "late": True, "short": True, "arrive": True, "lazy": lazy, "persistent": True, "ahead": True,
+               "take_turns": False} for lazy in (False, True)),
+        ]  # fmt: skip
+    return [replace(base, **change) for change in changes]
 
 
 def _group_backwards() -> list[GroupsBackward]:
@@ -137,10 +142,13 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and the gradient of the output."""
 
 
-def _tensors(b: int, h: int, k: int, n: int, m: int, d: int) -> Tensors:
+def _tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = False) -> Tensors:
+    """``growing``: earlier keys have larger scores, so that maxima grow many times over while a kernel walks backwards."""
     torch.manual_seed(n + m + d)
     shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
     q, k_, v, gradient = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    if growing:
+        k_ = k_ * torch.linspace(8, 0.25, m, device="cuda", dtype=torch.bfloat16)[:, None]
     return q, k_, v, gradient
 
 
@@ -250,8 +258,13 @@ def check(candidate: Candidate) -> dict[str, Any]:
     row: dict[str, Any] = {"name": candidate.name, "errors": []}
     wrong: list[str] = []
     for shape in SMALL if not isinstance(candidate.how, str) else []:
-        for is_causal in (True, False):
-            tensors = _tensors(*shape, candidate.d)
+        lazy = isinstance(candidate.how, Groups) and candidate.how.lazy
+        for is_causal, growing in (
+            (True, False),
+            (False, False),
+            *((each, True) for each in (True, False) if lazy),
+        ):
+            tensors = _tensors(*shape, candidate.d, growing)
             exact = _exact(tensors, is_causal, torch.float64)[candidate.direction]
             eager = _largest(_exact(tensors, is_causal, torch.bfloat16)[candidate.direction], exact)
             found = _prepared(candidate, tensors, is_causal)()

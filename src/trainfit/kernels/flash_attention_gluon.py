@@ -8,7 +8,7 @@ Each group owns 64 query rows. While the tensor cores multiply the probabilities
 computes the softmax of the next; with ``TAKE_TURNS`` the groups start their products one after the other, so that one's
 softmax runs under the other's products (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2).
 ``PERSISTENT``: as many programs as the GPU has multiprocessors, each with a list of tiles; the loading warp is already at the
-next tile when the groups end one.
+next tile when the groups end one, and with ``AHEAD`` the groups compute the next tile's first scores before.
 
 Shapes and descriptors as in flash_attention_tma_triton.py. Keys are walked from the last to the first, so the masked tiles
 come first; a program without any key (causal, n > m) still takes one tile, all of it masked.
@@ -35,7 +35,95 @@ THREADS_OF_ROW = gl.constexpr(
     )
 )
 """[rows, 4]: the threads that hold a row of a product's result (PTX ISA, wgmma.mma_async, matrix D)."""
+GROUP_THREADS = gl.constexpr(128)
+NAMED = gl.constexpr(5)
+"""The first named barrier that Triton leaves alone, with three groups (CUDA has 16)."""
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
+
+
+@gluon.jit
+def _wait_for(barrier, threads: gl.constexpr, warps: gl.constexpr):
+    """This group, or the loading warp, waits at a named barrier until ``threads`` in all are there."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    which = gl.full([32 * warps], barrier, gl.int32, layout)
+    many = gl.full([32 * warps], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _arrive_at(barrier, threads: gl.constexpr, really):
+    """This group has come to a named barrier and goes on; without ``really`` it has not."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    which = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
+    many = gl.full([GROUP_THREADS], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred really; setp.ne.s32 really, $3, 0; @really bar.arrive $1, $2; mov.u32 $0, 0; }",
+        "=r,r,r,r,~{memory}", [which, many, gl.full([GROUP_THREADS], really, gl.int32, layout)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _free(empty, barrier, slot, really, GROUPS: gl.constexpr, ARRIVE: gl.constexpr):
+    """This group is through with a place of the keys or values: tells ``empty`` or the named barriers from ``barrier`` on."""
+    if ARRIVE:
+        _arrive_at(barrier + slot, GROUPS * GROUP_THREADS + 32, really)
+    else:
+        _release(empty.index(slot))
+
+
+@gluon.jit
+def _until_free(
+    empty, barrier, slot, number, GROUPS: gl.constexpr, STAGES: gl.constexpr, ARRIVE: gl.constexpr
+):
+    """The loading warp waits until all groups are through with what was in this place before load ``number``."""
+    if ARRIVE:
+        if number >= STAGES:
+            _wait_for(barrier + slot, GROUPS * GROUP_THREADS + 32, 1)
+    else:
+        mbarrier.wait(empty.index(slot), ((number // STAGES) & 1) ^ 1)
+
+
+@gluon.constexpr_function
+def _unless_one(size):
+    """PTX: ``size`` numbers of a thread times their factors, left out where all of a warp's factors are 1.
+
+    The numbers stand as a product's result does (PTX ISA, wgmma.mma_async, matrix D): two of a row, then two of the other.
+    """
+    lines = [
+        "{ .reg .pred here, any;",
+        f"setp.neu.f32 here, ${2 * size}, 0f3F800000;",
+        f"setp.neu.or.f32 here, ${2 * size + 2}, 0f3F800000, here;",
+        "vote.sync.any.pred any, here, 0xffffffff;",
+        *(f"mov.b32 ${i}, ${size + i};" for i in range(size)),
+        "@!any bra DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * size + i % 4 // 2 * 2};" for i in range(size)),
+        "DONE: }",
+    ]
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _registers(size):
+    return ",".join(["=&f"] * size + ["f"] * 2 * size)
+
+
+@gluon.jit
+def _shrunk(acc, shrink, LAZY: gl.constexpr):
+    """The results so far, of earlier maxima, beside those of the present maxima."""
+    factors = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if LAZY:
+        size: gl.constexpr = acc.shape[1] // 2
+        asm: gl.constexpr = _unless_one(size)
+        registers: gl.constexpr = _registers(size)
+        return gl.inline_asm_elementwise(
+            asm, registers, [acc, factors], dtype=gl.float32, is_pure=True, pack=size
+        )
+    else:
+        return acc * factors
 
 
 @gluon.jit
@@ -80,11 +168,24 @@ def _tile_numbers(first, n, m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAU
 
 
 @gluon.jit
-def _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, row, member: gl.constexpr):
-    mbarrier.wait(q_empty.index(member), (turn & 1) ^ 1)
-    mbarrier.expect(q_full.index(member), Q.block_type.nbytes)
+def _query_place(turn, member: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr):
+    """Where a group's queries of its tile ``turn`` stand, and the phase of their barriers: with AHEAD two places a group."""
+    if AHEAD:
+        return (turn & 1) * GROUPS + member, (turn >> 1) & 1
+    else:
+        return member, turn & 1
+
+
+@gluon.jit
+def _load_query(
+    Q, q_tiles, q_full, q_empty, turn, batch, head, row,
+    member: gl.constexpr, GROUPS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    place, phase = _query_place(turn, member, GROUPS, AHEAD)
+    mbarrier.wait(q_empty.index(place), phase ^ 1)
+    mbarrier.expect(q_full.index(place), Q.block_type.nbytes)
     tma.async_copy_global_to_shared(
-        Q, [batch, head, row + member * GROUP_ROWS, 0], q_full.index(member), q_tiles.index(member)
+        Q, [batch, head, row + member * GROUP_ROWS, 0], q_full.index(place), q_tiles.index(place)
     )
 
 
@@ -93,7 +194,7 @@ def _load_tiles(
     Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     n, m, heads, all_heads, group, most,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr,
+    HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: each group's q, keys and values, as the groups free their places."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
@@ -105,19 +206,19 @@ def _load_tiles(
         )
         tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         kv_head = head // group
-        _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 0)
+        _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 0, GROUPS, AHEAD)
         for step in range(tiles):
             key = (tiles - 1 - step) * BLOCK_N
-            slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            slot = (done + step) % STAGES
+            _until_free(k_empty, NAMED, slot, done + step, GROUPS, STAGES, ARRIVE)
             mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 K, [batch, kv_head, key, 0], k_full.index(slot), k_tiles.index(slot)
             )
             if step == 0:  # the first group may begin before the others' queries have come
                 for member in gl.static_range(1, GROUPS):
-                    _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, member)
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                    _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, member, GROUPS, AHEAD)
+            _until_free(v_empty, NAMED + STAGES, slot, done + step, GROUPS, STAGES, ARRIVE)
             mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot)
@@ -128,22 +229,27 @@ def _load_tiles(
 @gluon.jit
 def _probabilities(
     scores, row_max, row_sum, rows, key, n, m, scale_log2, keys_layout: gl.constexpr,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """exp2 of the scores, their rows' new maximum and sum, and by what earlier results shrink."""
     if MASKED:
         keys = key + gl.arange(0, BLOCK_N, keys_layout)
-        last = m - 1
+        last = gl.full([GROUP_ROWS], m - 1, gl.int32, row_max.type.layout)
         if CAUSAL:
-            last = gl.minimum(rows + (m - n), m - 1)[:, None]
-        seen = keys[None, :] <= last
-        scores = gl.where(seen, scores, float("-inf"))
+            last = gl.minimum(rows + (m - n), last)
+        # Written out, for the compiler gathers comparisons in registers bit by bit.
+        scores = gl.inline_asm_elementwise(
+            "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }", "=f,f,r,r",
+            [scores, keys[None, :], last[:, None]], dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     if SHORT:  # four chains of comparisons beside one another
         largest = gl.max(gl.max(scores.reshape([GROUP_ROWS, 4, BLOCK_N // 4]), 1), 1)
         largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
     else:
         largest = gl.max(scores, 1)
     new_max = gl.maximum(row_max, largest * scale_log2)
+    if LAZY:  # the old maximum serves as well, as long as no exponential is over 2^8
+        new_max = gl.where(new_max > row_max + 8.0, new_max, row_max)
     offset = new_max
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number
         offset = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -181,62 +287,134 @@ def _packed(p, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _operand(p, dtype: gl.constexpr, p_layout: gl.constexpr, PACKED: gl.constexpr):
-    """Probabilities, fp32 or ``_packed``, as the product takes them."""
-    if PACKED:
-        low, high = gl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-        )
-        halves = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
-        return gl.convert_layout(halves.reshape([GROUP_ROWS, 2 * p.shape[1]]), p_layout, assert_trivial=True)
-    else:
-        return gl.convert_layout(p.to(dtype), p_layout)
+def _operand(p, dtype: gl.constexpr, p_layout: gl.constexpr):
+    """``_packed`` probabilities as the product takes them."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    halves = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    return gl.convert_layout(halves.reshape([GROUP_ROWS, 2 * p.shape[1]]), p_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _scores(
+    q_tiles, k_tiles, place, slot, s_layout: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
+):
+    """Q K^T of a group's queries and a tile of keys, on its way."""
+    q = q_tiles.index(place).reshape([GROUP_ROWS, BLOCK_D])
+    k = k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
+    zeros = gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout)
+    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _await_turn(
+    turns, step, member: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, ARRIVE: gl.constexpr
+):
+    if TAKE_TURNS:
+        if ARRIVE:
+            _wait_for(NAMED + 2 * STAGES + member, 2 * GROUP_THREADS, 4)
+        else:
+            mbarrier.wait(turns.index(member), step & 1)
+
+
+@gluon.jit
+def _pass_turn(
+    turns, member: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    ARRIVE: gl.constexpr,
+):  # fmt: skip
+    if TAKE_TURNS:
+        following: gl.constexpr = (member + 1) % GROUPS
+        if ARRIVE:
+            _arrive_at(NAMED + 2 * STAGES + following, 2 * GROUP_THREADS, 1)
+        else:
+            _release(turns.index(following))
 
 
 @gluon.jit
 def _steps(
-    acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+    acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
     start, stop, tiles, done, turn, rows, n, m, scale_log2,
     member: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, SHORT: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr,
+    ARRIVE: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps ``start`` to ``stop``: scores of this step's keys beside the last step's probabilities times values."""
+    place, _ = _query_place(turn, member, GROUPS, AHEAD)
     for step in range(start, stop):
         slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
         old_slot = (done + step - 1) % STAGES
-        k = k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0))
-        v = v_tiles.index(old_slot).reshape([BLOCK_N, BLOCK_D])
         mbarrier.wait(k_full.index(slot), phase)
-        if TAKE_TURNS:
-            mbarrier.wait(turns.index(member), (done - turn + step - 1) & 1)
-        scores = warpgroup_mma(
-            q, k, gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True
+        _await_turn(turns, done - turn + step - 1, member, STAGES, TAKE_TURNS, ARRIVE)
+        scores = _scores(q_tiles, k_tiles, place, slot, s_layout, BLOCK_N, BLOCK_D)
+        if LATE:  # under the product just begun
+            acc = _shrunk(acc, shrink, LAZY)
+        probabilities = _operand(p, v_tiles.dtype, p_layout)
+        acc = warpgroup_mma(
+            probabilities, v_tiles.index(old_slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True
         )
-        if LATE >= 1:  # under the product just begun
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        probabilities = _operand(p, v_tiles.dtype, p_layout, LATE < 2)
-        acc = warpgroup_mma(probabilities, v, acc, is_async=True)
-        if TAKE_TURNS:
-            _release(turns.index((member + 1) % GROUPS))
+        _pass_turn(turns, member, GROUPS, STAGES, TAKE_TURNS, ARRIVE)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        _release(k_empty.index(slot))
+        _free(k_empty, NAMED, slot, 1, GROUPS, ARRIVE)
         new_p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
-            gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL, SHORT,
+            gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL, SHORT, LAZY,
         )  # fmt: skip
         # This step's values, wanted next: the loop in this wait keeps ptxas from waiting for the product above before the softmax.
         mbarrier.wait(v_full.index(slot), phase)
         acc, probabilities = warpgroup_mma_wait(
             0, deps=(acc, probabilities)
         )  # their registers were read until here
-        _release(v_empty.index(old_slot))
-        if LATE == 0:
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-        p = new_p
-        if LATE < 2:
-            p = _packed(p, v_tiles.dtype)
+        _free(v_empty, NAMED + STAGES, old_slot, 1, GROUPS, ARRIVE)
+        if not LATE:
+            acc = _shrunk(acc, shrink, LAZY)
+        p = _packed(new_p, v_tiles.dtype)
     return acc, p, shrink, row_max, row_sum
+
+
+@gluon.jit
+def _first_step(
+    scores, rows, tiles, n, m, scale_log2, s_layout: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The probabilities of a tile's last keys, which come first."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
+    if SHORT:  # a sum for each of the four threads of a row
+        row_sum = gl.zeros([GROUP_ROWS, 4], gl.float32, THREADS_OF_ROW)
+    else:
+        row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
+    p, row_max, row_sum, shrink = _probabilities(
+        scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
+        gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL, SHORT, LAZY,
+    )  # fmt: skip
+    return _packed(p, DTYPE), row_max, row_sum, shrink
+
+
+@gluon.jit
+def _finish(
+    OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member: gl.constexpr,
+    s_layout: gl.constexpr, BLOCK_D: gl.constexpr, SHORT: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp and output of a group's 64 rows on their way to memory."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    if SHORT:
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+    none = row_sum == 0.0
+    total = gl.where(none, 1.0, row_sum)
+    lse = gl.where(none, float("-inf"), (row_max + gl.log2(total)) * LN_2)
+    rows = first + member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, row_layout)
+    at = (batch * heads + head).to(gl.int64) * n + rows
+    gl.store(LSE + at, lse, mask=rows < n)
+    out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, acc.type.layout))[:, None]
+    if PERSISTENT:
+        tma.store_wait(0)
+        _barrier()
+    o_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D]).store(out.to(o_tiles.dtype))
+    fence_async_shared()
+    _barrier()
+    tma.async_copy_shared_to_global(OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member))
 
 
 @gluon.jit
@@ -245,88 +423,96 @@ def _compute(
     scale_log2, n, m, heads, all_heads, most, member: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, SHORT: gl.constexpr,
+    LATE: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One group: 64 query rows of each of the program's tiles, from the first score to the stored output."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q = q_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D])
-    out_tile = o_tiles.index(member).reshape([GROUP_ROWS, BLOCK_D])
+    lanes = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
     count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
+    if TAKE_TURNS and ARRIVE and member == GROUPS - 1:
+        _pass_turn(turns, member, GROUPS, STAGES, TAKE_TURNS, ARRIVE)  # the first group may start
+    if AHEAD:
+        first, batch, head = _place(_number(mine, 0, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
+        tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+        mbarrier.wait(q_full.index(member), 0)
+        mbarrier.wait(k_full.index(0), 0)
+        scores = _scores(q_tiles, k_tiles, member, 0, s_layout, BLOCK_N, BLOCK_D)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        _free(k_empty, NAMED, 0, 1, GROUPS, ARRIVE)
+        p, row_max, row_sum, shrink = _first_step(
+            scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, SHORT, LAZY, v_tiles.dtype
+        )  # fmt: skip
     done = 0
     for turn in range(count):
-        first, batch, head = _place(
-            _number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
-        )
-        tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
-        rows = first + member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, row_layout)
-        row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
-        if SHORT:  # a sum for each of the four threads of a row
-            row_sum = gl.zeros([GROUP_ROWS, 4], gl.float32, THREADS_OF_ROW)
-        else:
-            row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
-        acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
-
+        place, phase_of_query = _query_place(turn, member, GROUPS, AHEAD)
         slot, phase = done % STAGES, (done // STAGES) & 1
-        mbarrier.wait(q_full.index(member), turn & 1)
-        mbarrier.wait(k_full.index(slot), phase)
-        scores = warpgroup_mma(
-            q, k_tiles.index(slot).reshape([BLOCK_N, BLOCK_D]).permute((1, 0)),
-            gl.zeros([GROUP_ROWS, BLOCK_N], gl.float32, s_layout), use_acc=False, is_async=True,
-        )  # fmt: skip
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        _release(k_empty.index(slot))
-        p, row_max, row_sum, shrink = _probabilities(
-            scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
-            gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL, SHORT,
-        )  # fmt: skip
-        if LATE < 2:
-            p = _packed(p, v_tiles.dtype)
+        if not AHEAD:
+            first, batch, head = _place(
+                _number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+            )
+            tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+            mbarrier.wait(q_full.index(place), phase_of_query)
+            mbarrier.wait(k_full.index(slot), phase)
+            scores = _scores(q_tiles, k_tiles, place, slot, s_layout, BLOCK_N, BLOCK_D)
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            _free(k_empty, NAMED, slot, 1, GROUPS, ARRIVE)
+            p, row_max, row_sum, shrink = _first_step(
+                scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, SHORT, LAZY,
+                v_tiles.dtype,
+            )  # fmt: skip
+        rows = first + lanes
+        acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
         mbarrier.wait(v_full.index(slot), phase)
         acc, p, shrink, row_max, row_sum = _steps(
-            acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            1, tiles - whole, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, True,
+            acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+            1, tiles - whole, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout, GROUPS,
+            BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, LAZY, ARRIVE, AHEAD, True,
         )  # fmt: skip
         acc, p, shrink, row_max, row_sum = _steps(
-            acc, p, shrink, row_max, row_sum, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            tiles - whole, tiles, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout,
-            GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, False,
+            acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+            tiles - whole, tiles, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout, GROUPS,
+            BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, LAZY, ARRIVE, AHEAD, False,
         )  # fmt: skip
         if PERSISTENT:
-            _release(q_empty.index(member))
-        if LATE >= 1:
-            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+            _release(q_empty.index(place))
         last = (done + tiles - 1) % STAGES
-        probabilities = _operand(p, v_tiles.dtype, p_layout, LATE < 2)
+        done += tiles
+        if AHEAD:  # behind the last tile once more, with what is left in the places
+            goes = (turn + 1 < count).to(gl.int32)
+            next_first, next_batch, next_head = _place(
+                _number(mine, turn + goes, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+            )
+            next_tiles, next_whole = _tile_numbers(next_first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+            next_place, next_phase = _query_place(turn + 1, member, GROUPS, AHEAD)
+            mbarrier.wait(q_full.index(next_place), next_phase, pred=goes > 0)
+            mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1, pred=goes > 0)
+            scores = _scores(q_tiles, k_tiles, next_place, done % STAGES, s_layout, BLOCK_N, BLOCK_D)
+        if LATE:
+            acc = _shrunk(acc, shrink, LAZY)
+        probabilities = _operand(p, v_tiles.dtype, p_layout)
         acc = warpgroup_mma(
             probabilities, v_tiles.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True
         )
+        if AHEAD:
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            _free(k_empty, NAMED, done % STAGES, goes, GROUPS, ARRIVE)
+            p, next_max, next_sum, shrink = _first_step(
+                scores, next_first + lanes, next_tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, SHORT, LAZY,
+                v_tiles.dtype,
+            )  # fmt: skip
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
         if PERSISTENT:
-            _release(v_empty.index(last))
-
-        if SHORT:
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
-        none = row_sum == 0.0
-        total = gl.where(none, 1.0, row_sum)
-        lse = gl.where(none, float("-inf"), (row_max + gl.log2(total)) * LN_2)
-        at = (batch * heads + head).to(gl.int64) * n + rows
-        gl.store(LSE + at, lse, mask=rows < n)
-        out = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
-        if PERSISTENT:
-            tma.store_wait(0)
-            _barrier()
-        out_tile.store(out.to(q_tiles.dtype))
-        fence_async_shared()
-        _barrier()
-        tma.async_copy_shared_to_global(
-            OUT, [batch, head, first + member * GROUP_ROWS, 0], o_tiles.index(member)
-        )
-        done += tiles
+            _free(v_empty, NAMED + STAGES, last, 1, GROUPS, ARRIVE)
+        _finish(
+            OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, BLOCK_D,
+            SHORT, PERSISTENT,
+        )  # fmt: skip
+        if AHEAD:
+            first, batch, head, tiles, whole = next_first, next_batch, next_head, next_tiles, next_whole
+            row_max, row_sum = next_max, next_sum
     tma.store_wait(0)
 
 
@@ -335,17 +521,20 @@ def forward_gluon_kernel(
     Q, K, V, OUT, LSE, TABLE, scale_log2, n, m, heads, all_heads, group, most,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, SHORT: gl.constexpr,
+    LATE: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """A program takes GROUPS x 64 query rows of one head or, ``PERSISTENT``, as many such tiles as TABLE gives it."""
-    q_tiles = gl.allocate_shared_memory(Q.dtype, [GROUPS] + Q.block_type.shape, Q.layout)
+    gl.static_assert(PERSISTENT or not AHEAD)
+    gl.static_assert(not ARRIVE or NAMED + 2 * STAGES + GROUPS <= 16)
+    queries: gl.constexpr = 2 * GROUPS if AHEAD else GROUPS
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [queries] + Q.block_type.shape, Q.layout)
     o_tiles = q_tiles  # the queries are read when the output comes, and only then does it need their place
     if PERSISTENT:
         o_tiles = gl.allocate_shared_memory(Q.dtype, [GROUPS] + Q.block_type.shape, Q.layout)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
     v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [queries, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [queries, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -356,9 +545,10 @@ def forward_gluon_kernel(
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(k_empty.index(slot), count=GROUPS)
         mbarrier.init(v_empty.index(slot), count=GROUPS)
+    for place in gl.static_range(queries):
+        mbarrier.init(q_full.index(place), count=1)
+        mbarrier.init(q_empty.index(place), count=1)
     for member in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(member), count=1)
-        mbarrier.init(q_empty.index(member), count=1)
         mbarrier.init(turns.index(member), count=1)
     fence_async_shared()
     _barrier()
@@ -369,13 +559,15 @@ def forward_gluon_kernel(
             [
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
+                            ARRIVE, AHEAD)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
+                            ARRIVE, AHEAD)),
                 (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                                v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
-                               CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
+                               CAUSAL, HEADS_AT_ONCE, PERSISTENT, ARRIVE, AHEAD)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -385,16 +577,19 @@ def forward_gluon_kernel(
             [
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
+                            ARRIVE, AHEAD)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
+                            ARRIVE, AHEAD)),
                 (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                             v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 2, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT)),
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
+                            ARRIVE, AHEAD)),
                 (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
                                v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
-                               CAUSAL, HEADS_AT_ONCE, PERSISTENT)),
+                               CAUSAL, HEADS_AT_ONCE, PERSISTENT, ARRIVE, AHEAD)),
             ],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

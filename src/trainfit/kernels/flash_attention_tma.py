@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from heapq import heappop, heappush
 from typing import Any
 
@@ -24,9 +24,11 @@ from trainfit.kernels.flash_attention_launch import ROWS, block_d
 class Groups:
     """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once, whether groups alternate.
 
-    ``programs``: how many run, each many tiles one after the other; 0: a program each tile. ``late``: 1, earlier results
-    shrink under the next scores' product instead of before it; 2, the probabilities become 16 bits there, too. ``short``:
-    maxima in four chains, and a row's four threads add up their sums only at the end.
+    ``persistent``: a program each multiprocessor, with many tiles one after the other, else a program each tile. ``late``:
+    earlier results shrink under the next scores' product instead of before it. ``short``: maxima in four chains, and a row's
+    four threads add up their sums only at the end. ``lazy``: earlier results shrink only where a maximum grew by a factor over
+    2^8. ``arrive``: groups signal at named barriers without waiting for one another's warps. ``ahead`` (persistent): the next
+    tile's first scores beside a tile's last values.
     """
 
     groups: int
@@ -34,9 +36,12 @@ class Groups:
     stages: int
     heads_at_once: int = 8
     take_turns: bool = True
-    programs: int = 0
-    late: int = 0
+    persistent: bool = False
+    late: bool = False
     short: bool = False
+    lazy: bool = False
+    arrive: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,21 +118,30 @@ def gluon_forward(
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
 
     rows = kernels.GROUP_ROWS.value
-    tiles = cdiv(n, how.groups * rows) * b * h
-    table = _table(n, k.shape[2], b * h, is_causal, how, q.device) if how.programs else lse
-    kernels.forward_gluon_kernel[(how.programs or tiles,)](
+    programs, table = cdiv(n, how.groups * rows) * b * h, lse
+    if how.persistent:
+        programs = min(programs, _multiprocessors(q.device))
+        table = _table(n, k.shape[2], b * h, is_causal, how, programs, q.device)
+    kernels.forward_gluon_kernel[(programs,)](
         _gluon(q, rows, block_d(d)), _gluon(k, how.block_n, block_d(d)), _gluon(v, how.block_n, block_d(d)),
         _gluon(out, rows, block_d(d)), lse, table,
         scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1], table.shape[-1],
         GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.programs > 0, TAKE_TURNS=how.take_turns, LATE=how.late,
-        SHORT=how.short, num_warps=4,
+        HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.persistent, TAKE_TURNS=how.take_turns, LATE=how.late,
+        SHORT=how.short, LAZY=how.lazy, ARRIVE=how.arrive, AHEAD=how.ahead, num_warps=4,
     )  # fmt: skip
     return out, lse
 
 
 @cache
-def _table(n: int, m: int, heads: int, is_causal: bool, how: Groups, device: torch.device) -> Tensor:
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=32)
+def _table(
+    n: int, m: int, heads: int, is_causal: bool, how: Groups, programs: int, device: torch.device
+) -> Tensor:
     """Each program's tiles, [programs, columns], int32: their count, then their numbers.
 
     In the order of ``_place`` (heads in groups, longest rows first), each tile goes to the program that is free first.
@@ -136,7 +150,7 @@ def _table(n: int, m: int, heads: int, is_causal: bool, how: Groups, device: tor
 
     rows = how.groups * flash_attention_gluon.GROUP_ROWS.value
     blocks = -(-n // rows)
-    free, lists = [(0, program) for program in range(how.programs)], [[] for _ in range(how.programs)]
+    free, lists = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
     for number in range(blocks * heads):
         first_head = number // (how.heads_at_once * blocks) * how.heads_at_once
         block = blocks - 1 - (number - first_head * blocks) // min(how.heads_at_once, heads - first_head)
