@@ -30,7 +30,8 @@ from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.timing import Timing
 from trainfit.models.native import decoder
 from trainfit.report.bench_pages import pages
-from trainfit.spec.bench import BenchResult
+from trainfit.report.bench_said import of_kernels
+from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.samples import Environment
@@ -325,3 +326,30 @@ def test_the_tiny_run_has_its_tables_its_trace_and_its_page(tiny: tuple[BenchRes
 def test_files_are_refused_where_there_are_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="files"):
         run("accumulation", device="cpu", folder=tmp_path / "x")
+
+
+def test_the_pages_sentences_are_of_its_rows() -> None:
+    def of(mode: str, name: str, **numbers: float) -> BenchRow:
+        point: kernels.Point = {"model": "small", "precision": mode, "context": 64, "pass": name}
+        return BenchRow(point=point, status="done", numbers={**numbers})
+
+    core: kernels.Point = {
+        "model": "small",
+        "precision": "fp32",
+        "context": 64,
+        "attention's core in": "forward",
+    }
+    rows = [
+        of("fp32", "forward", softmax_share=0.025),
+        of("amp-bf16", "forward", softmax_share=0.22),
+        of("fp32", "whole step", softmax_share=0.5, optimizer_share=0.122),
+        BenchRow(point={**core, "pass": "forward"}, status="failed", message="no"),
+        BenchRow(point=core, status="done", numbers={"time_ratio": 3.02, "flops_ratio": 51.2}),
+    ]
+    assert of_kernels(rows) == (
+        "Softmax takes 2.5% (small, fp32, context 64) to 22.0% (small, amp-bf16, context 64) of a forward's busy time, "
+        "less than 10% in 1 of 2 cases. The optimizer takes 12.2% (small, fp32, context 64) to 12.2% (small, fp32, context 64) of a "
+        "whole step's, less than 10% in 0 of 1 cases. In fp32 the two products of attention's core take 3.02 to 3.02 times as long as "
+        "softmax in the forward, with 51 to 51 times its FLOPs."
+    )
+    assert of_kernels([]) == ""

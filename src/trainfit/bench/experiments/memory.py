@@ -132,9 +132,7 @@ def _measured(
             lambda _, inputs: seen.append(inputs[0].to("meta"))
         )
         for kind, once in runs.items():
-            found[kind] = measure(
-                bench, step, batches, once, built, held, snapshot_name(point, kind)
-            )
+            found[kind] = measure(bench, step, batches, once, built, held, snapshot_name(point, kind))
             hook.remove()
     except Exception as error:  # Whatever it is, it is the result of what is not measured yet.
         failure = told(error)
