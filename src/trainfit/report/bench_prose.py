@@ -126,7 +126,7 @@ The course's sizes on the native decoder, batch 4, attention written out so that
 the harness's, without the profiler. Then one more step runs under `torch.profiler`, with ranges around the parts of the model: busy is the
 sum of its kernels' times as the GPU's own clock has them, and the shares are of that; busy share is busy over the median, so what is
 missing to 100 % is the GPU waiting for the host. Each kernel counts once, for the operation that launched it; a step that is profiled
-again must have as many, and their sum may not exceed the median by more than 5 %, else the row has failed. `forward` is the forward of a training step, and every pass is a part of the same step.
+again must have as many, and their sum may not exceed the median by more than 5 %, else the row has failed (on a GPU). `forward` is the forward of a training step, and every pass is a part of the same step.
 Kernels of the backward count for the part whose forward made their node (autograd gives both one number). A product's share has what the
 operation launches (split-K sums too), softmax has its casts; `scale and mask` has the kernels that make the mask. FLOPs of the core are 4 d for each score and
 head size d in the forward and 8 d in the backward, masked ones too because written out they are computed, against 5 and 4 for softmax.
