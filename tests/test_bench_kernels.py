@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,8 @@ from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.timing import Timing
 from trainfit.models.native import decoder
 from trainfit.report.bench_pages import pages
-from trainfit.spec.bench import BenchResult
+from trainfit.report.bench_said import of_kernels
+from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.samples import Environment
@@ -121,6 +123,9 @@ def test_every_product_is_in_the_part_that_makes_it_forward_and_backward(precisi
     assert kernels.by_part(found)["other_share"] < 0.05  # pyright: ignore[reportOperatorIssue]
 
 
+NUMBERS = count(1)
+
+
 def event(name: str, parent: Any = None, **known: Any) -> Any:
     usual = {
         "sequence_nr": -1,
@@ -129,7 +134,7 @@ def event(name: str, parent: Any = None, **known: Any) -> Any:
         "is_user_annotation": False,
         "self_cpu_time_total": 1.0,
     }
-    usual |= {"device_type": torch.autograd.DeviceType.CPU}
+    usual |= {"device_type": torch.autograd.DeviceType.CPU, "id": next(NUMBERS)}
     return SimpleNamespace(name=name, cpu_parent=parent, **(usual | known))
 
 
@@ -159,7 +164,11 @@ def gpu_events() -> list[Any]:
     kept = event("aten::copy_", leaf, kernels=[kernel("copy", 0.5)])
     update = event(f"{PHASE}optimizer", is_user_annotation=True)
     adam = event("aten::_fused_adamw_", update, kernels=[kernel("multi_tensor_apply_kernel", 8.0)])
-    on_gpu = event("softmax_warp_forward", device_type=torch.autograd.DeviceType.CUDA)
+    launched = [one for by in (inner, add, back, summed, kept, adam) for one in by.kernels]
+    on_gpu = [event(one.name, device_type=torch.autograd.DeviceType.CUDA) for one in launched]
+    on_gpu.append(
+        event(f"{PHASE}forward", device_type=torch.autograd.DeviceType.CUDA, is_user_annotation=True)
+    )
     return [
         phase,
         part,
@@ -175,7 +184,7 @@ def gpu_events() -> list[Any]:
         kept,
         update,
         adam,
-        on_gpu,
+        *on_gpu,
     ]
 
 
@@ -192,6 +201,30 @@ def test_a_gpus_kernels_have_the_phase_and_part_of_what_launched_them() -> None:
         ("backward", "other", "copy", 0.5),
         ("optimizer", "optimizer", "multi_tensor_apply_kernel", 8.0),
     ]
+
+
+@pytest.mark.parametrize("name", ["Command Buffer Full", "a cost of a later CUPTI"])
+def test_a_kernel_counts_once_whatever_cost_of_the_profiler_bears_its_operations_number(name: str) -> None:
+    events = gpu_events()
+    (adam,) = (one for one in events if one.name == "aten::_fused_adamw_")
+    costs = [event(name, adam, id=adam.id, kernels=adam.kernels) for _ in range(84)]
+    found = launches([*events, *costs], on_gpu=True)
+    assert found == launches(events, on_gpu=True)
+    assert [one.kernel for one in found if one.op == "aten::_fused_adamw_"] == ["multi_tensor_apply_kernel"]
+
+
+def test_kernels_that_no_operation_accounts_for_are_no_result() -> None:
+    flush = event("Memset (Device)", device_type=torch.autograd.DeviceType.CUDA)
+    with pytest.raises(RuntimeError, match="7 kernels ran, and operations account for 6"):
+        launches([*gpu_events(), flush], on_gpu=True)
+
+
+@pytest.mark.parametrize(("seconds", "believed"), [(3.7, True), (3.9, False)])
+def test_more_kernels_than_a_step_has_time_for_are_a_failure(seconds: float, believed: bool) -> None:
+    timing = Timing(laps={"total": [3.6] * 6}, runs=list(range(6)))
+    found = [Launch("forward", "MLP", "aten::mm", "gemm", seconds)]
+    told = kernels._believed(found, timing)
+    assert told == (found if believed else ("failed", "3.9 s of kernels in a step of 3.6 s"))
 
 
 def test_a_profiler_that_saw_no_kernel_is_no_result() -> None:
@@ -293,3 +326,30 @@ def test_the_tiny_run_has_its_tables_its_trace_and_its_page(tiny: tuple[BenchRes
 def test_files_are_refused_where_there_are_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="files"):
         run("accumulation", device="cpu", folder=tmp_path / "x")
+
+
+def test_the_pages_sentences_are_of_its_rows() -> None:
+    def of(mode: str, name: str, **numbers: float) -> BenchRow:
+        point: kernels.Point = {"model": "small", "precision": mode, "context": 64, "pass": name}
+        return BenchRow(point=point, status="done", numbers={**numbers})
+
+    core: kernels.Point = {
+        "model": "small",
+        "precision": "fp32",
+        "context": 64,
+        "attention's core in": "forward",
+    }
+    rows = [
+        of("fp32", "forward", softmax_share=0.025),
+        of("amp-bf16", "forward", softmax_share=0.22),
+        of("fp32", "whole step", softmax_share=0.5, optimizer_share=0.122),
+        BenchRow(point={**core, "pass": "forward"}, status="failed", message="no"),
+        BenchRow(point=core, status="done", numbers={"time_ratio": 3.02, "flops_ratio": 51.2}),
+    ]
+    assert of_kernels(rows) == (
+        "Softmax takes 2.5% (small, fp32, context 64) to 22.0% (small, amp-bf16, context 64) of a forward's busy time, "
+        "less than 10% in 1 of 2 cases. The optimizer takes 12.2% (small, fp32, context 64) to 12.2% (small, fp32, context 64) of a "
+        "whole step's, less than 10% in 0 of 1 cases. In fp32 the two products of attention's core take 3.02 to 3.02 times as long as "
+        "softmax in the forward, with 51 to 51 times its FLOPs."
+    )
+    assert of_kernels([]) == ""

@@ -113,6 +113,7 @@ def test_every_prediction_of_the_tiny_run_is_exact(tiny: BenchResult) -> None:
     assert [row.point["source"] for row in rows] == ["measured", "predicted"] * 4
     assert all(row.curve is not None for row in rows)
     assert {row.numbers["error"] for row in rows if row.point["source"] == "predicted"} == {"+0.00%"}
+    assert {row.numbers["off_by"] for row in rows if row.point["source"] == "predicted"} == {"+0 bytes"}
     for row in rows:
         whole = row.point["pass"] == WHOLE_STEP
         assert ("backward_bytes" in row.numbers) == whole
@@ -225,3 +226,17 @@ def test_snapshots_need_cuda(tmp_path: Path) -> None:
 def test_a_run_without_curves_has_no_plot(tiny: BenchResult) -> None:
     bare = BenchRow(point={"tensor": "x"}, status="done", numbers={"bytes": 1})
     assert memory_curves(tiny.model_copy(update={"rows": (bare,)})) is None
+
+
+def test_a_point_starts_with_the_workspaces_given_back_and_their_segments_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("segments"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: done.append("count") or 7)
+    on_gpu = Bench(torch.device("cuda"), "full", CpuStopwatch(), None, RULES["full"], float("inf"))
+    assert memory_measure.start_afresh(on_gpu) == 7
+    assert done == ["workspaces", "segments", "count"]

@@ -38,6 +38,8 @@ class Rule:
     cap_s: float = 3.0
     """Seconds after which no further sample begins, resting included; as many again for the warm-up, whose first run always runs."""
     flush: bool = True
+    rest_s: float = 0.0
+    """Rest before every sample once one was lost to held clocks; 0: after each that is lost, longer each time."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
@@ -91,11 +93,14 @@ def take(
         count += 1
     timing, rest_s, reasons, start = Timing(), 0.01, (), clock()
     while len(timing.runs) < rule.max_samples:
+        if timing.discarded and rule.rest_s:
+            stopwatch.rest(rule.rest_s)
         held, parts = _sample(run, stopwatch, rule.flush)
         if held:
             timing.discarded, reasons = timing.discarded + 1, held
-            stopwatch.rest(rest_s)
-            rest_s = min(2 * rest_s, LONGEST_REST_S)
+            if not rule.rest_s:
+                stopwatch.rest(rest_s)
+                rest_s = min(2 * rest_s, LONGEST_REST_S)
         else:
             timing.runs.append(count)
             for name, seconds in parts.items():

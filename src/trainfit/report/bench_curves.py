@@ -1,21 +1,23 @@
 """Plots of experiments that no two axes tell: memory through a step, and a step's time by part of the model. Leaves: SVG as text."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from trainfit.report.bench_table import cell_text
 from trainfit.report.peak_curves import SHOWN
 from trainfit.report.plots import CATEGORY_COLOURS, INK, MODEL_COLOURS, MUTED, svg
-from trainfit.spec.bench import BenchResult, BenchRow, Curve
+from trainfit.spec.bench import BenchResult, BenchRow, Cell, Curve
 from trainfit.spec.units import GIB
 
 NUM_COLUMNS = 4
 SHARE = "_share"
+WHOLE = "whole step"
 
 
 def memory_curves(result: BenchResult) -> str | None:
     """Small plots, predicted and measured side by side: a line for each kind of run, attention and context."""
-    rows = [row for row in result.rows if "source" in row.point]
+    rows = _told([row for row in result.rows if "source" in row.point])
     if not any(row.curve for row in rows):
         return None
     lines: dict[str, list[BenchRow]] = {}
@@ -25,8 +27,8 @@ def memory_curves(result: BenchResult) -> str | None:
 
     def draw(plt: Any) -> Any:
         figure, grid = plt.subplots(len(lines), NUM_COLUMNS, figsize=(10.4, 1.7 * len(lines)), squeeze=False)
-        for line, (name, mine) in zip(grid, lines.items(), strict=True):
-            _draw_line(line, name, mine)
+        for index, (name, mine) in enumerate(lines.items()):
+            _draw_line(grid[index], name, mine, is_first=index == 0)
         used = [name for name in SHOWN if any(row.curve and name in row.curve.columns for row in rows)]
         handles = [plt.Rectangle((0, 0), 1, 1, color=CATEGORY_COLOURS[name]) for name in used]
         figure.legend(
@@ -35,34 +37,53 @@ def memory_curves(result: BenchResult) -> str | None:
         figure.tight_layout(pad=0.4)
         return figure
 
-    return svg(draw, f"bench-{result.experiment}")
+    return _short(svg(draw, f"bench-{result.experiment}"))
+
+
+def _told(rows: list[BenchRow]) -> list[BenchRow]:
+    """All whole steps, and of the forwards alone each attention's longest: the shorter ones look the same."""
+    longest: dict[Cell, int] = {}
+    for row in rows:
+        context = int(row.point["context"])
+        longest[row.point["attention"]] = max(context, longest.get(row.point["attention"], 0))
+    return [
+        row
+        for row in rows
+        if row.point["pass"] == WHOLE or row.point["context"] == longest[row.point["attention"]]
+    ]
+
+
+def _short(text: str) -> str:
+    """Outlines to a tenth of a point and no indents: a third fewer bytes."""
+    text = re.sub(r' d="[^"]+"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
+    return re.sub(r"\n +", "\n", text)
 
 
 def _order(row: BenchRow) -> tuple[bool, str, int]:
     """Whole steps before forwards, short contexts before long ones."""
-    return row.point["pass"] != "whole step", str(row.point["attention"]), int(row.point["context"])
+    return row.point["pass"] != WHOLE, str(row.point["attention"]), int(row.point["context"])
 
 
-def _draw_line(line: Sequence[Any], name: str, rows: Sequence[BenchRow]) -> None:
+def _draw_line(line: Sequence[Any], name: str, rows: Sequence[BenchRow], *, is_first: bool) -> None:
     """One line of plots, all of one scale: what can be compared stands side by side. Where there is no curve, why."""
     modes = list(dict.fromkeys(str(row.point["precision"]) for row in rows))
-    highest = max((max(_totals(row)) for row in rows if row.curve), default=GIB) / GIB * 1.05
+    highest = max((max(_totals(row)) for row in rows if row.curve), default=GIB) / GIB * 1.2
     for axes in line:
         axes.set(ylim=(0, highest), xticks=[])
         axes.tick_params(labelsize=7, labelleft=axes is line[0])
     for row in rows:
         axes = line[2 * modes.index(str(row.point["precision"])) + (row.point["source"] == "measured")]
-        said = f"{row.point['precision']}, {row.point['source']}: "
+        said = f"{row.point['precision']}, {row.point['source']}, peak: " if is_first else ""
         if row.curve is None:
             said += row.status
         else:
             said += f"{float(row.numbers['peak_bytes']) / GIB:.2f}"
-            _draw_curve(axes, row.curve, highest)
+            _draw_curve(axes, row.curve, highest, named=is_first)
         axes.set_title(said, fontsize=8, loc="left")
     line[0].set_ylabel(f"{name}\nGiB", fontsize=8)
 
 
-def _draw_curve(axes: Any, curve: Curve, highest: float) -> None:
+def _draw_curve(axes: Any, curve: Curve, highest: float, *, named: bool) -> None:
     parts = [part for part in SHOWN if part in curve.columns]
     axes.stackplot(
         range(len(curve.phases)),
@@ -74,11 +95,12 @@ def _draw_curve(axes: Any, curve: Curve, highest: float) -> None:
         begins = curve.phases.index(phase)
         if begins:
             axes.axvline(begins, color=INK, linewidth=0.6, linestyle=":")
-            where, side = ((2, -7), "left") if phase != "optimizer" else ((-2, 2), "right")
-            axes.annotate(
-                phase, (begins, highest if side == "left" else 0), xytext=where, textcoords="offset points",
-                fontsize=6.5, color=MUTED if side == "left" else "white", ha=side,
-            )  # fmt: skip
+            if named:
+                where, side = ((2, -7), "left") if phase != "optimizer" else ((-2, 2), "right")
+                axes.annotate(
+                    phase, (begins, highest if side == "left" else 0), xytext=where, textcoords="offset points",
+                    fontsize=6.5, color=MUTED if side == "left" else "white", ha=side,
+                )  # fmt: skip
     axes.set(xlim=(0, max(1, len(curve.phases) - 1)))
 
 

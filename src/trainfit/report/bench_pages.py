@@ -114,6 +114,8 @@ def _result(story: Story, record: Record, result: BenchResult, plots: dict[str, 
         file = f"{result.experiment}-{result.gpu or 'cpu'}.svg"
         plots[file] = on_white(svg)
         parts.append(f"![{story.title}](plots/{file})")
+    if said := story.said(result.rows):
+        parts.append(said)
     for grid in _tables(story, result.rows):
         parts += [grid.same] if grid.same else []
         parts.append(markdown_grid(*_markdown(grid)))

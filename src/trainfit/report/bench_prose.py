@@ -1,8 +1,11 @@
 """What each experiment's page says beside its records: the question, and what published results of the course got wrong."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainfit.catalog.load import gpu
+from trainfit.report import bench_said
+from trainfit.spec.bench import BenchRow
 
 COURSE = "https://github.com/stanford-cs336/assignment2-systems"
 
@@ -21,6 +24,7 @@ class Story:
     """A page's words. ``pivot``: the part of a point whose values become columns of the page's tables; ``shows``: the number in them.
 
     ``besides``: other numbers, each with a table of its own. ``apart``: the part of a point whose values have tables of their own.
+    ``said``: sentences made of a run's rows.
     """
 
     title: str
@@ -30,6 +34,7 @@ class Story:
     shows: str = ""
     besides: tuple[str, ...] = ()
     apart: str = ""
+    said: Callable[[Sequence[BenchRow]], str] = lambda rows: ""
 
 
 def stories() -> dict[str, Story]:
@@ -49,7 +54,9 @@ def stories() -> dict[str, Story]:
         "flash": Story("FlashAttention against PyTorch", FLASH, (), "body", "tflops_per_s", apart="heads"),
         "fusion": Story("One elementwise chain, four ways", FUSION),
         "gpu": Story("What this GPU is", GPU),
-        "kernels": Story("Where a training step's time goes", KERNELS, KERNELS_CLAIMS),
+        "kernels": Story(
+            "Where a training step's time goes", KERNELS, KERNELS_CLAIMS, said=bench_said.of_kernels
+        ),
         "memory": Story("Memory through a step", MEMORY, MEMORY_CLAIMS),
         "streams": Story("When a second stream helps", STREAMS, STREAMS_CLAIMS),
         "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
@@ -118,7 +125,8 @@ KERNELS = """\
 The course's sizes on the native decoder, batch 4, attention written out so that its parts are kernels of their own, AdamW. The median is
 the harness's, without the profiler. Then one more step runs under `torch.profiler`, with ranges around the parts of the model: busy is the
 sum of its kernels' times as the GPU's own clock has them, and the shares are of that; busy share is busy over the median, so what is
-missing to 1 is the GPU waiting for the host. `forward` is the forward of a training step, and every pass is a part of the same step.
+missing to 100 % is the GPU waiting for the host. Each kernel counts once, for the operation that launched it; a step that is profiled
+again must have as many, and their sum may not exceed the median by more than 5 %, else the row has failed (on a GPU). `forward` is the forward of a training step, and every pass is a part of the same step.
 Kernels of the backward count for the part whose forward made their node (autograd gives both one number). A product's share has what the
 operation launches (split-K sums too), softmax has its casts; `scale and mask` has the kernels that make the mask. FLOPs of the core are 4 d for each score and
 head size d in the forward and 8 d in the backward, masked ones too because written out they are computed, against 5 and 4 for softmax.
@@ -129,8 +137,8 @@ KERNELS_CLAIMS = (
     Claim(
         "Softmax is about 5 to 10 % of the time of attention's matrix products.",
         "Those products' times were estimated, not measured, and one of that report's own rows has 29.5 %. In the table of attention's core "
-        "`time ratio` is products over softmax, both measured, beside `flops ratio`: the times are far nearer to each other than the "
-        "FLOPs, because softmax and the mask read and write every score in memory and compute little.",
+        "`time ratio` is products over softmax, both measured, beside `flops ratio`; the sentences above the tables say how "
+        "they come out. Softmax and the mask read and write every score in memory and compute little, so FLOPs say nothing of their time.",
         f"{DAMEK}/nsys_report.md",
     ),
     Claim(
@@ -146,14 +154,18 @@ KERNELS_CLAIMS = (
     Claim(
         "A share of less than 10 % that is 12.2 %.",
         "We know this claim by hearsay and did not find where it was published, nor which share was meant. Nearest to it are the 5 to 10 % "
-        "above and a softmax of 12.3 % of a forward in another report. What to hold it against here is `softmax share` of the pass "
-        "`forward`, of the same size and context; `optimizer share` of the whole step is the other share of that order.",
+        "above and a softmax of 12.3 % of a forward in another report. What it can be held against are softmax's share of a forward and the "
+        "optimizer's of a whole step. The sentences above the tables have the least and the greatest of both: neither is a constant, each "
+        "depends on size, precision and context, so a bound without these three says nothing.",
     ),
 )
 MEMORY = """\
 The 2.7B model of the course on the native decoder, batch 4. `forward only` is without gradients, as for inference. Measured peaks are
 the caching allocator's, phase by phase, of a step that nothing looks at; `first peak` is that of the very first step, in which AdamW has
-no state yet. Predicted is the virtual GPU's ledger of the same recipe, replayed on the same allocator: no formula and no GPU. The
+no state yet. Predicted is the virtual GPU's ledger of the same recipe, replayed on the same allocator: no formula and no GPU. `off by` is the predicted
+peak less the measured one. `before` is the built model, without batches and libraries' workspaces. Each point begins as a new process
+does, the workspaces and the allocator's cache given back: what an earlier point leaves there would give the next one's tensors other places,
+and so other remainders that the allocator does not split off. The
 measured timeline and the largest holders come from one more step in which every storage is followed from its birth to its death; the
 horizontal axis counts allocations and frees, not seconds. What libraries and the insides of kernels allocate is not in that timeline.
 Categories are final ones: what becomes a gradient is one from its first byte, and of what a forward makes, activations are what is
@@ -168,7 +180,7 @@ MEMORY_CLAIMS = (
         "A training step of the 2.7B model takes 51.4 GB at a context of 128, of 256 and of 512: the activations are gone before the "
         "optimizer's state comes, so the context does not matter.",
         "That is so in the first step alone. From the second one on AdamW's state is there while the forward makes its activations, so "
-        "the peak grows with the context: compare `first peak` with `peak`.",
+        "the peak grows with the context once they outweigh the gradients that come later: compare `first peak` with `peak`.",
         f"{DAMEK}/memory_viz_report.md",
     ),
     Claim(

@@ -88,6 +88,8 @@ def cell_text(name: str, cell: Cell) -> str:
         return format_bytes(cell)
     if name.endswith("_s") and not name.endswith("_per_s"):
         return format_seconds(cell)
+    if name.endswith("_share"):
+        return f"{cell:.1%}"
     if isinstance(cell, int) or cell == int(cell):
         return str(int(cell))
     return f"{cell:.4f}" if name == "total" else f"{cell:.4g}"

@@ -11,7 +11,7 @@ import torch
 
 from trainfit.bench.experiment import Bench, Experiment, Failure, Point, failures, fp32_products, told, value
 from trainfit.bench.experiments.transformer import PRECISIONS
-from trainfit.bench.memory_measure import Measured, forward_only, held_already, measure, whole_step
+from trainfit.bench.memory_measure import Measured, allocated, forward_only, measure, start_afresh, whole_step
 from trainfit.bench.memory_prediction import (
     FORWARD_ONLY,
     WHOLE_STEP,
@@ -118,9 +118,10 @@ def _measured(
     if bench.left_s() <= 0:
         return found, None
     seen: list[torch.Tensor] = []
-    held = held_already(bench.device)
+    held = start_afresh(bench)
     try:
         step = assemble(recipe, bench.device)
+        built = allocated(bench.device) - held
         batches = step.random_batches()
         runs = {
             FORWARD_ONLY: partial(forward_only, step, batches),
@@ -131,7 +132,7 @@ def _measured(
             lambda _, inputs: seen.append(inputs[0].to("meta"))
         )
         for kind, once in runs.items():
-            found[kind] = measure(bench, step, batches, once, held, snapshot_name(point, kind))
+            found[kind] = measure(bench, step, batches, once, built, held, snapshot_name(point, kind))
             hook.remove()
     except Exception as error:  # Whatever it is, it is the result of what is not measured yet.
         failure = told(error)
@@ -156,6 +157,7 @@ def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
         numbers["fits"] = found.fits
     if measured is not None:
         numbers["error"] = f"{peak / max(measured.phases.values()) - 1:+.2%}"
+        numbers["off_by"] = f"{peak - max(measured.phases.values()):+,} bytes"
     return value(point, **numbers).model_copy(update={"curve": found.curve})
 
 
