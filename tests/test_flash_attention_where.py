@@ -57,7 +57,7 @@ def test_a_check_goes_on_behind_a_wrong_shape(monkeypatch) -> None:
         candidates, "_public", lambda name, direction, tensors, causal: lambda: exact(tensors, causal)
     )
     monkeypatch.setattr(candidates, "LENGTHS", {64: 100})
-    row = candidates.check(Candidate("backward", 64, GroupsBackward(2)))
+    row = candidates.check(Candidate("backward", 64, GroupsBackward(2, 4)))
     wrong = row["error"].split(" | ")
     assert [line.partition(": ")[0] for line in wrong] == [
         *(f"wrong at {shape} causal True" for shape in candidates.SMALL),
