@@ -6,6 +6,7 @@ one direction of one implementation on one shape: causal, bf16, one sequence of 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import sys
@@ -31,6 +32,8 @@ SMALL = [(2, 4, 2, 777, 777), (1, 4, 2, 200, 520), (1, 4, 2, 520, 200)]
 
 Triton compiles anew for sizes of 1 and for multiples of 16, so these share one kernel.
 """
+RUN_LIMIT_S = 30
+"""Of kernels that are compiled and launched; a right one takes milliseconds."""
 FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 
@@ -242,7 +245,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
             tensors = _tensors(*shape, candidate.d, growing)
             exact = _exact(tensors, is_causal, torch.float64)[candidate.direction]
             eager = _largest(_exact(tensors, is_causal, torch.bfloat16)[candidate.direction], exact)
-            found = _prepared(candidate, tensors, is_causal)()
+            found = _ended(_prepared(candidate, tensors, is_causal)())
             ours = _largest(found, exact)
             row["errors"].append({"shape": shape, "causal": is_causal, "ours": ours, "eager": eager})
             wrong += _wrong(
@@ -253,8 +256,18 @@ def check(candidate: Candidate) -> dict[str, Any]:
     run = _prepared(candidate, tensors, True)
     allowed = [FARTHEST * b.abs().max().item() for b in wanted]
     for turn in range(3):
-        wrong += _wrong(candidate, f"the timed shape, run {turn}, against flash", run(), wanted, allowed)
+        wrong += _wrong(
+            candidate, f"the timed shape, run {turn}, against flash", _ended(run()), wanted, allowed
+        )
     return {**row, "error": " | ".join(wrong)} if wrong else row
+
+
+def _ended(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What the kernels that were launched have made. If one hangs, this process ends, with a traceback to here."""
+    faulthandler.dump_traceback_later(RUN_LIMIT_S, exit=True)
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+    return results
 
 
 def _wrong(
