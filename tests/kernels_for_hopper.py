@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainfit.kernels import (
     adafactor,
     adamw,
     flash_attention_launch,
+    flash_attention_schedule,
     flash_attention_tma,
     fused_cross_entropy,
     gradients_in_forward,
@@ -36,6 +38,7 @@ from trainfit.kernels import (
     stochastic_rounding,
     swiglu,
 )
+from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
 from trainfit.kernels.loss_terms import Terms
 from trainfit.kernels.moment_levels import BLOCK
 
@@ -144,26 +147,16 @@ def attention(dtype: torch.dtype, d: int, n: int, tiles: flash_attention_launch.
 def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     """The kernels in Gluon."""
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
-    forwards = (
-        flash_attention_tma.Groups(2, 64, 2),
-        flash_attention_tma.Groups(2, 128, 2, persistent=True, late=True, short=True, arrive=True),
-        flash_attention_tma.Groups(
-            2, 128, 2, persistent=True, late=True, short=True, lazy=True, arrive=True, ahead=True
-        ),
-    )
-    hows = (
-        flash_attention_tma.GroupsBackward(2),
-        flash_attention_tma.GroupsBackward(2, late=True, low_p=True, turns=True),
-        flash_attention_tma.GroupsBackward(2, late=True, direct=True),
-        flash_attention_tma.GroupsBackward(2, late=True, flat=True, ahead=True, turns=True),
-        flash_attention_tma.GroupsBackward(2, late=True, flat=True, direct=True),
-    )
+    forwards = {
+        *FORWARD.values(),
+        replace(FORWARD[128], arrive=True, ahead=True),
+        replace(FORWARD[128], lazy=True, ahead=True),
+    }
 
     def run(step: int) -> None:
         for groups in forwards:
             flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, groups)
-        for how in hows:
-            flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, how)
+        flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, BACKWARD[d])
 
     return run
 
@@ -279,7 +272,7 @@ def small_calls() -> Iterator[tuple[str, Call]]:
 def main() -> None:
     small = sys.argv[1:] == ["small"]
     triton.runtime.driver.set_active(Driver(89 if small else 90))  # pyright: ignore[reportArgumentType]
-    flash_attention_tma._multiprocessors = lambda device: 132  # pyright: ignore[reportPrivateUsage]
+    flash_attention_schedule.multiprocessors = lambda device: 132
     run, made = JITFunction.run, {}
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:

@@ -40,7 +40,20 @@ def test_the_last_one_may_be_deadly_too(monkeypatch) -> None:
     assert ["error" in row for row in tune.timed(asked)] == [False, True]
 
 
-def test_a_hanging_check_is_ended(monkeypatch) -> None:
+def test_a_hanging_kernel_ends_its_process_and_says_so() -> None:
+    hangs = """
+import time, torch
+from trainfit.kernels import flash_attention_candidates as candidates
+candidates.RUN_LIMIT_S = 0.2
+torch.cuda.synchronize = lambda: time.sleep(60)
+candidates._ended(())
+"""
+    done = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "in _ended" in done.stderr
+
+
+def test_a_check_that_takes_too_long_is_ended(monkeypatch) -> None:
     def process(task: str, names: list[str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "import time; time.sleep(60)"]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -48,5 +61,5 @@ def test_a_hanging_check_is_ended(monkeypatch) -> None:
     monkeypatch.setattr(tune, "_process", process)
     monkeypatch.setattr(tune, "CHECK_LIMIT_S", 0.3)
     row = tune._checked(candidates()[0])
-    assert row["error"] == "hung or compiled too long"
+    assert row["error"] == "compiled too long"
     json.dumps(row)

@@ -39,7 +39,7 @@ def test_what_is_no_number_is_wrong() -> None:
 def test_a_check_goes_on_behind_a_wrong_shape(monkeypatch) -> None:
     """Only dq of the causal cases lacks its first head; every such shape is told, and nothing of dk and dv."""
 
-    def tensors(b: int, h: int, k: int, n: int, m: int, d: int) -> tuple[Tensor, ...]:
+    def tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = False) -> tuple[Tensor, ...]:
         shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
         return tuple(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
 
@@ -52,12 +52,13 @@ def test_a_check_goes_on_behind_a_wrong_shape(monkeypatch) -> None:
         return lambda: (dq, dk, dv)
 
     monkeypatch.setattr(candidates, "_tensors", tensors)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(candidates, "_prepared", prepared)
     monkeypatch.setattr(
         candidates, "_public", lambda name, direction, tensors, causal: lambda: exact(tensors, causal)
     )
     monkeypatch.setattr(candidates, "LENGTHS", {64: 100})
-    row = candidates.check(Candidate("backward", 64, GroupsBackward(2)))
+    row = candidates.check(Candidate("backward", 64, GroupsBackward(2, 4)))
     wrong = row["error"].split(" | ")
     assert [line.partition(": ")[0] for line in wrong] == [
         *(f"wrong at {shape} causal True" for shape in candidates.SMALL),

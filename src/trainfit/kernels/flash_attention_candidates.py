@@ -6,6 +6,7 @@ one direction of one implementation on one shape: causal, bf16, one sequence of 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels import flash_attention_launch, flash_attention_tma
+from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention_launch import Tiles
 from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward
 from trainfit.kernels.flash_attention_where import where_wrong
@@ -30,6 +32,8 @@ SMALL = [(2, 4, 2, 777, 777), (1, 4, 2, 200, 520), (1, 4, 2, 520, 200)]
 
 Triton compiles anew for sizes of 1 and for multiples of 16, so these share one kernel.
 """
+RUN_LIMIT_S = 30
+"""Of kernels that are compiled and launched; a right one takes milliseconds."""
 FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 
@@ -60,13 +64,11 @@ def _spelled(how: How) -> str:
         tile = f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
         return f"triton pointers {tile}{registers}" + " one" * how.one_loop
     if isinstance(how, Groups):
-        fields = ("late", "short", "persistent", "lazy", "arrive", "ahead")
-        more = " turns" * how.take_turns + "".join(f" {field}" for field in fields if getattr(how, field))
+        fields = ("persistent", "lazy", "arrive", "ahead")
+        more = "".join(f" {field}" for field in fields if getattr(how, field))
         return f"gluon {how.groups}x64x{how.block_n} s{how.stages} heads{how.heads_at_once}{more}"
     if isinstance(how, GroupsBackward):
-        fields = ("late", "low_p", "direct", "turns", "flat", "ahead", "fused")
-        chosen = "".join(f" {field}" for field in fields if getattr(how, field))
-        return f"gluon s{how.stages} heads{how.heads_at_once}{chosen}"
+        return f"gluon s{how.stages} heads{how.heads_at_once}"
     return how or "triton pointers"
 
 
@@ -76,8 +78,8 @@ def candidates() -> list[Candidate]:
     for d in LENGTHS:
         for direction in ("forward", "backward"):
             made += [Candidate(direction, d, how) for how in ("flash", "cudnn", "flex", None)]
-        made += [Candidate("forward", d, how) for how in _forwards(d)]
-        made += [Candidate("backward", d, how) for how in _group_backwards()]
+        made += [Candidate("forward", d, how) for how in FORWARDS[d]]
+        made.append(Candidate("backward", d, BACKWARD[d]))
     return made + [Candidate(*key, tiles) for key, each in IN_TRITON.items() for tiles in each]
 
 
@@ -99,41 +101,17 @@ IN_TRITON: dict[tuple[str, int], list[Tiles]] = {
 """Direction and head size -> what is compared with the tiles in use."""
 
 
-def _forwards(d: int) -> list[Groups]:
-    """The earlier winner first; then with each change alone, then together."""
-    if d == 128:
-        base = Groups(2, 128, 2, take_turns=False, persistent=True, late=True, short=True)
-        changes: list[dict[str, Any]] = [
-            {}, {"arrive": True}, {"arrive": True, "take_turns": True},
-            {"ahead": True}, {"ahead": True, "arrive": True}, {"ahead": True, "arrive": True, "take_turns": True},
-            {"ahead": True, "arrive": True, "lazy": True}, {"ahead": True, "lazy": True},
-            {"ahead": True, "arrive": True, "lazy": True, "take_turns": True},
-            {"ahead": True, "arrive": True, "lazy": True, "heads_at_once": 4},
-        ]  # fmt: skip
-    else:
-        base = Groups(3, 128, 2)
-        changes = [
-            {}, {"take_turns": False}, *(
-                {"late": True, "short": True, "arrive": arrive, "lazy": lazy, "take_turns": turns}
-                for arrive, lazy in ((False, False), (True, False), (True, True))
-                for turns in (True, False)
-            ), {"late": True, "short": True, "arrive": True, "lazy": True, "persistent": True, "take_turns": False},
-            *({"groups": 2, "late": True, "short": True, "arrive": True, "lazy": lazy, "persistent": True, "ahead": True,
-               "take_turns": False} for lazy in (False, True)),
-        ]  # fmt: skip
-    return [replace(base, **change) for change in changes]
-
-
-def _group_backwards() -> list[GroupsBackward]:
-    """The earlier winner; each change alone, then together."""
-    base = GroupsBackward(2, 4, fused=False)
-    late, fused = replace(base, late=True), replace(base, fused=True)
-    both = replace(late, fused=True)
-    flat = replace(both, flat=True)
-    turns = replace(flat, turns=True)
-    made = [base, fused, late, both, flat, turns, replace(turns, low_p=True), replace(turns, heads_at_once=2)]
-    made += [replace(each, **{field: True}) for field in ("ahead", "direct") for each in (flat, turns)]
-    return made
+FORWARDS: dict[int, list[Groups]] = {
+    d: [chosen, *(replace(chosen, **change) for change in changes)]
+    for d, chosen, changes in (
+        (128, FORWARD[128], (
+            {"arrive": True}, {"ahead": True}, {"ahead": True, "lazy": True}, {"ahead": True, "arrive": True},
+            {"ahead": True, "arrive": True, "lazy": True},
+        )),
+        (64, FORWARD[64], ({"lazy": False},)),
+    )
+}  # fmt: skip
+"""Head size -> the forward in use, and with changes."""
 
 
 # -- running one ------------------------------------------------------------------------------------------------------
@@ -267,7 +245,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
             tensors = _tensors(*shape, candidate.d, growing)
             exact = _exact(tensors, is_causal, torch.float64)[candidate.direction]
             eager = _largest(_exact(tensors, is_causal, torch.bfloat16)[candidate.direction], exact)
-            found = _prepared(candidate, tensors, is_causal)()
+            found = _ended(_prepared(candidate, tensors, is_causal)())
             ours = _largest(found, exact)
             row["errors"].append({"shape": shape, "causal": is_causal, "ours": ours, "eager": eager})
             wrong += _wrong(
@@ -278,8 +256,18 @@ def check(candidate: Candidate) -> dict[str, Any]:
     run = _prepared(candidate, tensors, True)
     allowed = [FARTHEST * b.abs().max().item() for b in wanted]
     for turn in range(3):
-        wrong += _wrong(candidate, f"the timed shape, run {turn}, against flash", run(), wanted, allowed)
+        wrong += _wrong(
+            candidate, f"the timed shape, run {turn}, against flash", _ended(run()), wanted, allowed
+        )
     return {**row, "error": " | ".join(wrong)} if wrong else row
+
+
+def _ended(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What the kernels that were launched have made. If one hangs, this process ends, with a traceback to here."""
+    faulthandler.dump_traceback_later(RUN_LIMIT_S, exit=True)
+    torch.cuda.synchronize()
+    faulthandler.cancel_dump_traceback_later()
+    return results
 
 
 def _wrong(

@@ -16,20 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels import flash_attention, flash_attention_tma
-from trainfit.kernels.flash_attention_tma import Backward, Groups, GroupsBackward, Tiles, fits
+from trainfit.kernels import flash_attention, flash_attention_launch, flash_attention_tma
+from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward, fits
 
 HOPPER = (9, 0)
-FORWARD: dict[int, Groups] = {128: Groups(2, 128, 2), 64: Groups(3, 128, 2, take_turns=True)}
-"""Head size -> the fastest forward, in Gluon."""
-FORWARD_WITHOUT_GLUON: dict[int, Tiles] = {128: Tiles(128, 128, 8, 3), 64: Tiles(128, 64, 4, 3)}
-BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 4), 64: GroupsBackward(2, 4)}
-"""Head size -> the fastest backward, in Gluon. Adds dQ up with atomics, so its last bits differ from run to run."""
-REPEATABLE_BACKWARD: dict[int, Backward] = {
-    128: Backward(Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 3)),
-    64: Backward(Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3)),
+FORWARD: dict[int, Groups] = {
+    128: Groups(2, 128, 2, persistent=True),
+    64: Groups(3, 128, 2, lazy=True, arrive=True),
 }
-"""Two passes, without atomics: equal bit for bit."""
+"""Head size -> the fastest forward."""
+BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 4), 64: GroupsBackward(2, 4)}
+"""Head size -> the fastest backward. Adds dQ up with atomics, so its last bits differ from run to run."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +34,8 @@ class Machine:
     """What the choice asks of a GPU and of the Triton beside it."""
 
     capability: tuple[int, int]
-    has_tma: bool = True
-    """Triton has tensor descriptors."""
     has_gluon: bool = True
+    """Triton has Gluon and tensor descriptors."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Launch:
     """A launcher and how it is to run; None: the plain kernels, which know by themselves."""
 
     function: Callable[..., Any]
-    how: Tiles | Groups | Backward | GroupsBackward | None = None
+    how: Groups | GroupsBackward | None = None
 
     def __call__(self, *args: Any, by: Callable[..., Any] = lambda function: function) -> Any:
         """Run it; ``by`` may put another function in the launcher's place."""
@@ -57,32 +53,28 @@ class Launch:
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, scale: float, machine: Machine) -> Launch:
     """Who computes the output and log-sum-exp of q [b, h, n, d], k and v [b, k, m, d]."""
-    d = q.shape[-1]
     if q.dtype == torch.float64:
         return Launch(flash_attention.tiled_forward)
-    if not _for_tma(d, machine) or not fits(q, k, v, scale=scale):
-        return Launch(flash_attention.triton_forward)
-    if machine.has_gluon:
-        return Launch(flash_attention_tma.gluon_forward, FORWARD[d])
-    return Launch(flash_attention_tma.forward, FORWARD_WITHOUT_GLUON[d])
+    if _has_gluon(q, machine) and fits(q, k, v, scale=scale):
+        return Launch(flash_attention_tma.gluon_forward, FORWARD[q.shape[-1]])
+    return Launch(flash_attention_launch.triton_forward)
 
 
 def backward_launch(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, machine: Machine
 ) -> Launch:
-    """Who computes the gradients of q, k and v."""
-    d = q.shape[-1]
+    """Who computes the gradients of q, k and v; where determinism is asked for, kernels whose results are equal bit for bit."""
     if q.dtype == torch.float64:
         return Launch(flash_attention.tiled_backward)
-    if not _for_tma(d, machine) or not fits(gradient, q, k, v, out, scale=scale):
-        return Launch(flash_attention.triton_backward)
-    if machine.has_gluon and not torch.are_deterministic_algorithms_enabled():
-        return Launch(flash_attention_tma.backward, BACKWARD[d])
-    return Launch(flash_attention_tma.backward, REPEATABLE_BACKWARD[d])
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    if _has_gluon(q, machine) and not repeatable and fits(gradient, q, k, v, out, scale=scale):
+        return Launch(flash_attention_tma.backward, BACKWARD[q.shape[-1]])
+    return Launch(flash_attention_launch.triton_backward)
 
 
-def _for_tma(d: int, machine: Machine) -> bool:
-    return machine.capability == HOPPER and machine.has_tma and d in FORWARD
+def _has_gluon(q: Tensor, machine: Machine) -> bool:
+    """Kernels in Gluon are measured for this GPU and head size."""
+    return machine.capability == HOPPER and machine.has_gluon and q.shape[-1] in FORWARD
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -94,8 +86,7 @@ def machine_of(device: torch.device) -> Machine:
 def _machine(index: int) -> Machine:
     return Machine(
         torch.cuda.get_device_capability(index),
-        has_module("triton.tools.tensor_descriptor"),
-        has_module("triton.experimental.gluon"),
+        has_module("triton.tools.tensor_descriptor") and has_module("triton.experimental.gluon"),
     )
 
 

@@ -1,17 +1,17 @@
 # Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM102
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 """FlashAttention's forward for Hopper in Gluon: one warp loads by TMA, two or three groups of four warps compute.
 
 Each group owns 64 query rows. While the tensor cores multiply the probabilities of the last keys by their values, the group
-computes the softmax of the next; with ``TAKE_TURNS`` the groups start their products one after the other, so that one's
-softmax runs under the other's products (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, sections 3.1, 3.2).
+computes the softmax of the next (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2). Earlier results shrink
+under the next scores' product; maxima are taken in four chains, and a row's four threads add up their sums only at the end.
 ``PERSISTENT``: as many programs as the GPU has multiprocessors, each with a list of tiles; the loading warp is already at the
 next tile when the groups end one, and with ``AHEAD`` the groups compute the next tile's first scores before.
 
-Shapes and descriptors as in flash_attention_tma_triton.py. Keys are walked from the last to the first, so the masked tiles
-come first; a program without any key (causal, n > m) still takes one tile, all of it masked.
+Descriptors as flash_attention_tma.py makes them. Keys are walked from the last to the first, so the masked tiles come first;
+a program without any key (causal, n > m) still takes one tile, all of it masked.
 """
 
 from __future__ import annotations
@@ -127,31 +127,43 @@ def _shrunk(acc, shrink, LAZY: gl.constexpr):
 
 
 @gluon.jit
-def _tiles_of_program(TABLE, most, PERSISTENT: gl.constexpr):
-    """How many tiles of queries this program takes, and where their numbers stand."""
+def _count(n, all_heads, shift, BLOCK_M: gl.constexpr, PERSISTENT: gl.constexpr):
+    """How many tiles of queries this program takes."""
     if PERSISTENT:
-        mine = TABLE + gl.program_id(0) * most
-        return gl.load(mine), mine + 1
+        tiles, programs = gl.cdiv(n, BLOCK_M) * all_heads, gl.num_programs(0)
+        turns = tiles // programs
+        return turns + ((gl.program_id(0) + turns * shift) % programs < tiles - turns * programs).to(gl.int32)
     else:
-        return 1, TABLE
+        return 1
 
 
 @gluon.jit
-def _number(mine, turn, PERSISTENT: gl.constexpr):
-    """The tile that is this program's next."""
+def _number(turn, shift, PERSISTENT: gl.constexpr):
+    """This program's tile ``turn``: every turn takes the next tiles, one a program, ``shift`` programs further each time."""
     if PERSISTENT:
-        return gl.load(mine + turn)
+        programs = gl.num_programs(0)
+        return turn * programs + (gl.program_id(0) + turn * shift) % programs
     else:
         return gl.program_id(0)
 
 
 @gluon.jit
-def _place(number, n, heads, all_heads, BLOCK_M: gl.constexpr, HEADS_AT_ONCE: gl.constexpr):
-    """First row, batch and head of a tile: a few heads at a time, their longest rows (the last) first."""
+def _place(
+    number, n, heads, all_heads, BLOCK_M: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr
+):
+    """First row, batch and head of a tile: a few heads at a time, their longest rows (the last) first.
+
+    PERSISTENT: of the last heads; of those before the shortest first, and so on, so that turns with neighbours are of equal
+    length. ``shares`` in flash_attention_schedule.py does the same sum.
+    """
     blocks = gl.cdiv(n, BLOCK_M)
-    first_head = number // (HEADS_AT_ONCE * blocks) * HEADS_AT_ONCE
+    group = number // (HEADS_AT_ONCE * blocks)
+    first_head = group * HEADS_AT_ONCE
     here = gl.minimum(HEADS_AT_ONCE, all_heads - first_head)
     place = number - first_head * blocks
+    if PERSISTENT:
+        if (gl.cdiv(all_heads, HEADS_AT_ONCE) - group) % 2 == 0:
+            place = here * blocks - 1 - place
     batch_head = first_head + place % here
     return (blocks - 1 - place // here) * BLOCK_M, batch_head // heads, batch_head % heads
 
@@ -191,18 +203,17 @@ def _load_query(
 
 @gluon.jit
 def _load_tiles(
-    Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    n, m, heads, all_heads, group, most,
+    Q, K, V, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    n, m, heads, all_heads, group, shift,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: each group's q, keys and values, as the groups free their places."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
-    count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
     done = 0
-    for turn in range(count):
+    for turn in range(_count(n, all_heads, shift, BLOCK_M, PERSISTENT)):
         first, batch, head = _place(
-            _number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+            _number(turn, shift, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE, PERSISTENT
         )
         tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         kv_head = head // group
@@ -229,7 +240,7 @@ def _load_tiles(
 @gluon.jit
 def _probabilities(
     scores, row_max, row_sum, rows, key, n, m, scale_log2, keys_layout: gl.constexpr,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """exp2 of the scores, their rows' new maximum and sum, and by what earlier results shrink."""
     if MASKED:
@@ -242,11 +253,10 @@ def _probabilities(
             "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }", "=f,f,r,r",
             [scores, keys[None, :], last[:, None]], dtype=gl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-    if SHORT:  # four chains of comparisons beside one another
-        largest = gl.max(gl.max(scores.reshape([GROUP_ROWS, 4, BLOCK_N // 4]), 1), 1)
-        largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
-    else:
-        largest = gl.max(scores, 1)
+    largest = gl.max(
+        gl.max(scores.reshape([GROUP_ROWS, 4, BLOCK_N // 4]), 1), 1
+    )  # four chains beside one another
+    largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
     new_max = gl.maximum(row_max, largest * scale_log2)
     if LAZY:  # the old maximum serves as well, as long as no exponential is over 2^8
         new_max = gl.where(new_max > row_max + 8.0, new_max, row_max)
@@ -255,13 +265,10 @@ def _probabilities(
         offset = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(scores * scale_log2 - offset[:, None])
     shrink = gl.exp2(row_max - offset)
-    if SHORT:
-        parts = gl.sum(gl.sum(p.reshape([GROUP_ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
-        layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-        shrinks = gl.convert_layout(shrink, layout, assert_trivial=True)[:, None]
-        row_sum = row_sum * shrinks + gl.convert_layout(parts, row_sum.type.layout, assert_trivial=True)
-    else:
-        row_sum = row_sum * shrink + gl.sum(p, 1)
+    parts = gl.sum(gl.sum(p.reshape([GROUP_ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+    layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    shrinks = gl.convert_layout(shrink, layout, assert_trivial=True)[:, None]
+    row_sum = row_sum * shrinks + gl.convert_layout(parts, row_sum.type.layout, assert_trivial=True)
     return p, new_max, row_sum, shrink
 
 
@@ -308,37 +315,12 @@ def _scores(
 
 
 @gluon.jit
-def _await_turn(
-    turns, step, member: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, ARRIVE: gl.constexpr
-):
-    if TAKE_TURNS:
-        if ARRIVE:
-            _wait_for(NAMED + 2 * STAGES + member, 2 * GROUP_THREADS, 4)
-        else:
-            mbarrier.wait(turns.index(member), step & 1)
-
-
-@gluon.jit
-def _pass_turn(
-    turns, member: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    ARRIVE: gl.constexpr,
-):  # fmt: skip
-    if TAKE_TURNS:
-        following: gl.constexpr = (member + 1) % GROUPS
-        if ARRIVE:
-            _arrive_at(NAMED + 2 * STAGES + following, 2 * GROUP_THREADS, 1)
-        else:
-            _release(turns.index(following))
-
-
-@gluon.jit
 def _steps(
-    acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+    acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
     start, stop, tiles, done, turn, rows, n, m, scale_log2,
     member: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr, p_layout: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, TAKE_TURNS: gl.constexpr, LATE: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr,
-    ARRIVE: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Steps ``start`` to ``stop``: scores of this step's keys beside the last step's probabilities times values."""
     place, _ = _query_place(turn, member, GROUPS, AHEAD)
@@ -346,20 +328,17 @@ def _steps(
         slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
         old_slot = (done + step - 1) % STAGES
         mbarrier.wait(k_full.index(slot), phase)
-        _await_turn(turns, done - turn + step - 1, member, STAGES, TAKE_TURNS, ARRIVE)
         scores = _scores(q_tiles, k_tiles, place, slot, s_layout, BLOCK_N, BLOCK_D)
-        if LATE:  # under the product just begun
-            acc = _shrunk(acc, shrink, LAZY)
+        acc = _shrunk(acc, shrink, LAZY)  # under the product just begun
         probabilities = _operand(p, v_tiles.dtype, p_layout)
         acc = warpgroup_mma(
             probabilities, v_tiles.index(old_slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True
         )
-        _pass_turn(turns, member, GROUPS, STAGES, TAKE_TURNS, ARRIVE)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         _free(k_empty, NAMED, slot, 1, GROUPS, ARRIVE)
         new_p, row_max, row_sum, shrink = _probabilities(
             scores, row_max, row_sum, rows, (tiles - 1 - step) * BLOCK_N, n, m, scale_log2,
-            gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL, SHORT, LAZY,
+            gl.SliceLayout(0, s_layout), BLOCK_N, MASKED, CAUSAL, LAZY,
         )  # fmt: skip
         # This step's values, wanted next: the loop in this wait keeps ptxas from waiting for the product above before the softmax.
         mbarrier.wait(v_full.index(slot), phase)
@@ -367,8 +346,6 @@ def _steps(
             0, deps=(acc, probabilities)
         )  # their registers were read until here
         _free(v_empty, NAMED + STAGES, old_slot, 1, GROUPS, ARRIVE)
-        if not LATE:
-            acc = _shrunk(acc, shrink, LAZY)
         p = _packed(new_p, v_tiles.dtype)
     return acc, p, shrink, row_max, row_sum
 
@@ -376,18 +353,15 @@ def _steps(
 @gluon.jit
 def _first_step(
     scores, rows, tiles, n, m, scale_log2, s_layout: gl.constexpr,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The probabilities of a tile's last keys, which come first."""
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     row_max = gl.full([GROUP_ROWS], float("-inf"), gl.float32, row_layout)
-    if SHORT:  # a sum for each of the four threads of a row
-        row_sum = gl.zeros([GROUP_ROWS, 4], gl.float32, THREADS_OF_ROW)
-    else:
-        row_sum = gl.zeros([GROUP_ROWS], gl.float32, row_layout)
+    row_sum = gl.zeros([GROUP_ROWS, 4], gl.float32, THREADS_OF_ROW)  # one for each thread of a row
     p, row_max, row_sum, shrink = _probabilities(
         scores, row_max, row_sum, rows, (tiles - 1) * BLOCK_N, n, m, scale_log2,
-        gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL, SHORT, LAZY,
+        gl.SliceLayout(0, s_layout), BLOCK_N, True, CAUSAL, LAZY,
     )  # fmt: skip
     return _packed(p, DTYPE), row_max, row_sum, shrink
 
@@ -395,12 +369,11 @@ def _first_step(
 @gluon.jit
 def _finish(
     OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member: gl.constexpr,
-    s_layout: gl.constexpr, BLOCK_D: gl.constexpr, SHORT: gl.constexpr, PERSISTENT: gl.constexpr,
+    s_layout: gl.constexpr, BLOCK_D: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and output of a group's 64 rows on their way to memory."""
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    if SHORT:
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     none = row_sum == 0.0
     total = gl.where(none, 1.0, row_sum)
     lse = gl.where(none, float("-inf"), (row_max + gl.log2(total)) * LN_2)
@@ -419,11 +392,10 @@ def _finish(
 
 @gluon.jit
 def _compute(
-    OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-    scale_log2, n, m, heads, all_heads, most, member: gl.constexpr,
+    OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    scale_log2, n, m, heads, all_heads, shift, member: gl.constexpr,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
+    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """One group: 64 query rows of each of the program's tiles, from the first score to the stored output."""
     BLOCK_M: gl.constexpr = GROUPS * GROUP_ROWS
@@ -431,19 +403,19 @@ def _compute(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lanes = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
-    count, mine = _tiles_of_program(TABLE, most, PERSISTENT)
-    if TAKE_TURNS and ARRIVE and member == GROUPS - 1:
-        _pass_turn(turns, member, GROUPS, STAGES, TAKE_TURNS, ARRIVE)  # the first group may start
+    count = _count(n, all_heads, shift, BLOCK_M, PERSISTENT)
     if AHEAD:
-        first, batch, head = _place(_number(mine, 0, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE)
-        tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+        first, batch, head = _place(
+            _number(0, shift, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE, PERSISTENT
+        )
+        tiles, _ = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         mbarrier.wait(q_full.index(member), 0)
         mbarrier.wait(k_full.index(0), 0)
         scores = _scores(q_tiles, k_tiles, member, 0, s_layout, BLOCK_N, BLOCK_D)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         _free(k_empty, NAMED, 0, 1, GROUPS, ARRIVE)
         p, row_max, row_sum, shrink = _first_step(
-            scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, SHORT, LAZY, v_tiles.dtype
+            scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, LAZY, v_tiles.dtype
         )  # fmt: skip
     done = 0
     for turn in range(count):
@@ -451,30 +423,31 @@ def _compute(
         slot, phase = done % STAGES, (done // STAGES) & 1
         if not AHEAD:
             first, batch, head = _place(
-                _number(mine, turn, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+                _number(turn, shift, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE, PERSISTENT
             )
-            tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+        tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+        if not AHEAD:
             mbarrier.wait(q_full.index(place), phase_of_query)
             mbarrier.wait(k_full.index(slot), phase)
             scores = _scores(q_tiles, k_tiles, place, slot, s_layout, BLOCK_N, BLOCK_D)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             _free(k_empty, NAMED, slot, 1, GROUPS, ARRIVE)
             p, row_max, row_sum, shrink = _first_step(
-                scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, SHORT, LAZY,
+                scores, first + lanes, tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, LAZY,
                 v_tiles.dtype,
             )  # fmt: skip
         rows = first + lanes
         acc = gl.zeros([GROUP_ROWS, BLOCK_D], gl.float32, o_layout)
         mbarrier.wait(v_full.index(slot), phase)
         acc, p, shrink, row_max, row_sum = _steps(
-            acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+            acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
             1, tiles - whole, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout, GROUPS,
-            BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, LAZY, ARRIVE, AHEAD, True,
+            BLOCK_N, BLOCK_D, STAGES, CAUSAL, LAZY, ARRIVE, AHEAD, True,
         )  # fmt: skip
         acc, p, shrink, row_max, row_sum = _steps(
-            acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
+            acc, p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
             tiles - whole, tiles, tiles, done, turn, rows, n, m, scale_log2, member, s_layout, o_layout, p_layout, GROUPS,
-            BLOCK_N, BLOCK_D, STAGES, CAUSAL, TAKE_TURNS, LATE, SHORT, LAZY, ARRIVE, AHEAD, False,
+            BLOCK_N, BLOCK_D, STAGES, CAUSAL, LAZY, ARRIVE, AHEAD, False,
         )  # fmt: skip
         if PERSISTENT:
             _release(q_empty.index(place))
@@ -483,15 +456,20 @@ def _compute(
         if AHEAD:  # behind the last tile once more, with what is left in the places
             goes = (turn + 1 < count).to(gl.int32)
             next_first, next_batch, next_head = _place(
-                _number(mine, turn + goes, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE
+                _number(turn + goes, shift, PERSISTENT),
+                n,
+                heads,
+                all_heads,
+                BLOCK_M,
+                HEADS_AT_ONCE,
+                PERSISTENT,
             )
-            next_tiles, next_whole = _tile_numbers(next_first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
+            next_tiles, _ = _tile_numbers(next_first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
             next_place, next_phase = _query_place(turn + 1, member, GROUPS, AHEAD)
             mbarrier.wait(q_full.index(next_place), next_phase, pred=goes > 0)
             mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1, pred=goes > 0)
             scores = _scores(q_tiles, k_tiles, next_place, done % STAGES, s_layout, BLOCK_N, BLOCK_D)
-        if LATE:
-            acc = _shrunk(acc, shrink, LAZY)
+        acc = _shrunk(acc, shrink, LAZY)
         probabilities = _operand(p, v_tiles.dtype, p_layout)
         acc = warpgroup_mma(
             probabilities, v_tiles.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True
@@ -500,7 +478,7 @@ def _compute(
             scores = warpgroup_mma_wait(1, deps=(scores,))
             _free(k_empty, NAMED, done % STAGES, goes, GROUPS, ARRIVE)
             p, next_max, next_sum, shrink = _first_step(
-                scores, next_first + lanes, next_tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, SHORT, LAZY,
+                scores, next_first + lanes, next_tiles, n, m, scale_log2, s_layout, BLOCK_N, CAUSAL, LAZY,
                 v_tiles.dtype,
             )  # fmt: skip
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
@@ -508,24 +486,23 @@ def _compute(
             _free(v_empty, NAMED + STAGES, last, 1, GROUPS, ARRIVE)
         _finish(
             OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, BLOCK_D,
-            SHORT, PERSISTENT,
+            PERSISTENT,
         )  # fmt: skip
         if AHEAD:
-            first, batch, head, tiles, whole = next_first, next_batch, next_head, next_tiles, next_whole
+            first, batch, head = next_first, next_batch, next_head
             row_max, row_sum = next_max, next_sum
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_gluon_kernel(
-    Q, K, V, OUT, LSE, TABLE, scale_log2, n, m, heads, all_heads, group, most,
+    Q, K, V, OUT, LSE, scale_log2, n, m, heads, all_heads, group, shift,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, TAKE_TURNS: gl.constexpr,
-    LATE: gl.constexpr, SHORT: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
+    CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr, PERSISTENT: gl.constexpr, LAZY: gl.constexpr, ARRIVE: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """A program takes GROUPS x 64 query rows of one head or, ``PERSISTENT``, as many such tiles as TABLE gives it."""
+    """A program takes GROUPS x 64 query rows of one head or, ``PERSISTENT``, many such tiles one after the other."""
     gl.static_assert(PERSISTENT or not AHEAD)
-    gl.static_assert(not ARRIVE or NAMED + 2 * STAGES + GROUPS <= 16)
+    gl.static_assert(not ARRIVE or NAMED + 2 * STAGES <= 16)
     queries: gl.constexpr = 2 * GROUPS if AHEAD else GROUPS
     q_tiles = gl.allocate_shared_memory(Q.dtype, [queries] + Q.block_type.shape, Q.layout)
     o_tiles = q_tiles  # the queries are read when the output comes, and only then does it need their place
@@ -539,7 +516,6 @@ def forward_gluon_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(v_full.index(slot), count=1)
@@ -548,25 +524,20 @@ def forward_gluon_kernel(
     for place in gl.static_range(queries):
         mbarrier.init(q_full.index(place), count=1)
         mbarrier.init(q_empty.index(place), count=1)
-    for member in gl.static_range(GROUPS):
-        mbarrier.init(turns.index(member), count=1)
     fence_async_shared()
     _barrier()
-    mbarrier.arrive(turns.index(0), count=1)  # the first group may start
     # Whole tuples: in Triton 3.6 one that is put together from others loses which of its parts are constants.
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
-                            ARRIVE, AHEAD)),
-                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
-                            ARRIVE, AHEAD)),
-                (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                               v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
+                (_compute, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 0, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, LAZY, ARRIVE, AHEAD)),
+                (_compute, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 1, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, LAZY, ARRIVE, AHEAD)),
+                (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                               v_full, v_empty, n, m, heads, all_heads, group, shift, GROUPS, BLOCK_N, STAGES,
                                CAUSAL, HEADS_AT_ONCE, PERSISTENT, ARRIVE, AHEAD)),
             ],
             [4, 1], [240, 24],
@@ -575,20 +546,17 @@ def forward_gluon_kernel(
         gl.static_assert(GROUPS == 3)
         gl.warp_specialize(
             [
-                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 0, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
-                            ARRIVE, AHEAD)),
-                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 1, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
-                            ARRIVE, AHEAD)),
-                (_compute, (OUT, LSE, TABLE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                            v_full, v_empty, turns, scale_log2, n, m, heads, all_heads, most, 2, GROUPS, BLOCK_N,
-                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, TAKE_TURNS, LATE, SHORT, LAZY,
-                            ARRIVE, AHEAD)),
-                (_load_tiles, (Q, K, V, TABLE, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                               v_full, v_empty, n, m, heads, all_heads, group, most, GROUPS, BLOCK_N, STAGES,
+                (_compute, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 0, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, LAZY, ARRIVE, AHEAD)),
+                (_compute, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 1, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, LAZY, ARRIVE, AHEAD)),
+                (_compute, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                            v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 2, GROUPS, BLOCK_N,
+                            BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE, PERSISTENT, LAZY, ARRIVE, AHEAD)),
+                (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
+                               v_full, v_empty, n, m, heads, all_heads, group, shift, GROUPS, BLOCK_N, STAGES,
                                CAUSAL, HEADS_AT_ONCE, PERSISTENT, ARRIVE, AHEAD)),
             ],
             [4, 4, 1], [160, 160, 32],

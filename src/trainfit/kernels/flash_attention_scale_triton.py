@@ -10,18 +10,11 @@ import triton.language as tl
 
 
 @triton.jit
-def scale_kernel(sums, made, scale, size, BLOCK: tl.constexpr):
-    """``made`` = ``sums`` * ``scale`` in made's dtype; both flat."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(made + at, tl.load(sums + at, mask=at < size, other=0.0) * scale, mask=at < size)
-
-
-@triton.jit
 def scale_by_thread_kernel(
     sums, made, scale, batch_stride, head_stride, row_stride, heads, n, rows_padded, d,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The same where half a tile of sums (64 x 64) lies as the threads that added it held it; made is [b, h, n, d].
+    """``made`` ([b, h, n, d]) = ``sums`` * ``scale`` in its dtype; half a tile of sums (64 x 64) lies as threads held it.
 
     Order: column 8, warp of 16 rows, row, column 2, half of the 16 rows, column (PTX manual, wgmma's accumulator, m64n64).
     """

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -22,23 +20,18 @@ from trainfit.kernels.flash_attention_launch import ROWS, block_d
 
 @dataclass(frozen=True)
 class Groups:
-    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once, whether groups alternate.
+    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once.
 
-    ``persistent``: a program each multiprocessor, with many tiles one after the other, else a program each tile. ``late``:
-    earlier results shrink under the next scores' product instead of before it. ``short``: maxima in four chains, and a row's
-    four threads add up their sums only at the end. ``lazy``: earlier results shrink only where a maximum grew by a factor over
-    2^8. ``arrive``: groups signal at named barriers without waiting for one another's warps. ``ahead`` (persistent): the next
-    tile's first scores beside a tile's last values.
+    ``persistent``: a program each multiprocessor, with many tiles one after the other, else a program each tile. ``lazy``:
+    earlier results shrink only where a maximum grew by a factor over 2^8. ``arrive``: groups signal at named barriers without
+    waiting for one another's warps. ``ahead`` (persistent): the next tile's first scores beside a tile's last values.
     """
 
     groups: int
     block_n: int
     stages: int
     heads_at_once: int = 8
-    take_turns: bool = True
     persistent: bool = False
-    late: bool = False
-    short: bool = False
     lazy: bool = False
     arrive: bool = False
     ahead: bool = False
@@ -46,23 +39,10 @@ class Groups:
 
 @dataclass(frozen=True)
 class GroupsBackward:
-    """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32.
-
-    ``late``: dQ one step late (flash_attention_backward_late_gluon.py, two stages); there ``low_p`` takes dS from P in 16
-    bits, ``direct`` adds dQ from registers instead of by TMA, ``flat`` adds it in the order in which threads hold it, ``turns``
-    lets the groups issue their products one after the other, ``ahead`` computes a step's scores and probabilities before the
-    last step's dQ is added, so that a group need not wait for the other's dS so soon. ``fused``: one kernel scales and casts dQ (always with ``flat``).
-    """
+    """The Gluon backward: stages and heads at once; its tiles follow from the head size (over 32). Adds dQ up in fp32."""
 
     stages: int
-    heads_at_once: int = 8
-    late: bool = False
-    low_p: bool = False
-    direct: bool = False
-    turns: bool = False
-    flat: bool = False
-    ahead: bool = False
-    fused: bool = True
+    heads_at_once: int
 
 
 def fits(*tensors: Tensor, scale: float) -> bool:
@@ -110,57 +90,29 @@ def gluon_forward(
     """
     from triton import cdiv
 
-    from trainfit.kernels import flash_attention_gluon
+    from trainfit.kernels import flash_attention_gluon, flash_attention_schedule
 
     kernels: Any = flash_attention_gluon  # a constexpr argument takes a plain value
 
-    b, h, n, d = q.shape
+    (b, h, n, d), m = q.shape, k.shape[2]
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
-
     rows = kernels.GROUP_ROWS.value
-    programs, table = cdiv(n, how.groups * rows) * b * h, lse
+    programs, shift = cdiv(n, how.groups * rows) * b * h, 0
     if how.persistent:
-        programs = min(programs, _multiprocessors(q.device))
-        table = _table(n, k.shape[2], b * h, is_causal, how, programs, q.device)
+        most: Any = flash_attention_schedule.multiprocessors(q.device)
+        if programs > most:
+            programs = most
+        if is_causal:
+            sizes = (how.groups * rows, how.block_n, how.heads_at_once)
+            shift = flash_attention_schedule.shift_of(n, m, b * h, *sizes, programs)
     kernels.forward_gluon_kernel[(programs,)](
         _gluon(q, rows, block_d(d)), _gluon(k, how.block_n, block_d(d)), _gluon(v, how.block_n, block_d(d)),
-        _gluon(out, rows, block_d(d)), lse, table,
-        scale * math.log2(math.e), n, k.shape[2], h, b * h, h // k.shape[1], table.shape[-1],
+        _gluon(out, rows, block_d(d)), lse, scale * math.log2(math.e), n, m, h, b * h, h // k.shape[1], shift,
         GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.persistent, TAKE_TURNS=how.take_turns, LATE=how.late,
-        SHORT=how.short, LAZY=how.lazy, ARRIVE=how.arrive, AHEAD=how.ahead, num_warps=4,
+        HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.persistent, LAZY=how.lazy, ARRIVE=how.arrive, AHEAD=how.ahead,
+        num_warps=4,
     )  # fmt: skip
     return out, lse
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=32)
-def _table(
-    n: int, m: int, heads: int, is_causal: bool, how: Groups, programs: int, device: torch.device
-) -> Tensor:
-    """Each program's tiles, [programs, columns], int32: their count, then their numbers.
-
-    In the order of ``_place`` (heads in groups, longest rows first), each tile goes to the program that is free first.
-    """
-    from trainfit.kernels import flash_attention_gluon
-
-    rows = how.groups * flash_attention_gluon.GROUP_ROWS.value
-    blocks = -(-n // rows)
-    free, lists = [(0, program) for program in range(programs)], [[] for _ in range(programs)]
-    for number in range(blocks * heads):
-        first_head = number // (how.heads_at_once * blocks) * how.heads_at_once
-        block = blocks - 1 - (number - first_head * blocks) // min(how.heads_at_once, heads - first_head)
-        keys = max(0, min(m, (block + 1) * rows + m - n)) if is_causal else m
-        until, program = heappop(free)
-        lists[program].append(number)
-        heappush(free, (until + max(1, -(-keys // how.block_n)) + 1, program))  # and 1 to begin and end it
-    columns = -(-(1 + max(map(len, lists))) // 16) * 16
-    padded = [[len(each), *each, *[0] * (columns - 1 - len(each))] for each in lists]
-    return torch.tensor(padded, dtype=torch.int32, device=device)
 
 
 def backward(
@@ -169,21 +121,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, in their dtypes and layouts.
 
-    Beside them: two fp32 numbers a row and an fp32 dQ.
+    Beside them: two fp32 numbers a row and an fp32 dQ, both of whole tiles.
     """
+    b, h, n, d = q.shape
     dk, dv = torch.empty_like(k), torch.empty_like(v)
-    dq = torch.empty_like(q, dtype=torch.float32)
-    if how.direct or how.flat:
-        b, h, n, d = q.shape
-        dq = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
-    lse_2, delta = _prepared(gradient, out, lse, dq)
-    inputs = (q, k, v, gradient, lse_2, delta)
-    _gluon_gradients(inputs, (dq, dk, dv), is_causal, scale, how)
-    if how.flat:
-        return _scaled_by_thread(dq, q, scale), dk, dv
-    if how.fused:
-        return _scaled(dq[:, :, : q.shape[2], : q.shape[3]], q, scale), dk, dv
-    return dq.mul_(scale).to(q.dtype), dk, dv
+    sums = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
+    lse_2, delta = _prepared(gradient, out, lse, sums)
+    _gluon_gradients((q, k, v, gradient, lse_2, delta), (sums, dk, dv), is_causal, scale, how)
+    return _scaled(sums, q, scale), dk, dv
 
 
 def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,24 +148,7 @@ def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> tuple[T
 
 
 def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
-    """``sums`` ([b, h, n, d], fp32) times ``scale`` in the dtype of ``like``, whose layout they have."""
-    from triton import cdiv
-
-    from trainfit.kernels import flash_attention_scale_triton
-
-    kernels: Any = flash_attention_scale_triton  # a constexpr argument takes a plain value
-
-    if not sums.is_contiguous():
-        return sums.mul_(scale).to(like.dtype)
-    made = torch.empty_like(sums, dtype=like.dtype)
-    kernels.scale_kernel[(cdiv(sums.numel(), 4096),)](
-        sums, made, scale, sums.numel(), BLOCK=4096, num_warps=8
-    )
-    return made
-
-
-def _scaled_by_thread(sums: Tensor, like: Tensor, scale: float) -> Tensor:
-    """As ``_scaled`` for [b, h, padded rows, columns] in the threads' order."""
+    """``sums`` ([b, h, padded rows, columns], fp32, in the threads' order) times ``scale``, as a tensor like ``like``."""
     from trainfit.kernels import flash_attention_scale_triton
 
     kernels: Any = flash_attention_scale_triton  # a constexpr argument takes a plain value
@@ -228,18 +156,8 @@ def _scaled_by_thread(sums: Tensor, like: Tensor, scale: float) -> Tensor:
     made, (b, h, n, d) = torch.empty_like(like), like.shape
     rows, columns = sums.shape[2:]
     kernels.scale_by_thread_kernel[(rows * columns // 4096, b * h)](
-        sums,
-        made,
-        scale,
-        *made.stride()[:3],
-        h,
-        n,
-        rows,
-        d,
-        BLOCK_M=8192 // columns,
-        BLOCK_D=columns,
-        num_warps=4,
-    )
+        sums, made, scale, *made.stride()[:3], h, n, rows, d, BLOCK_M=8192 // columns, BLOCK_D=columns, num_warps=4
+    )  # fmt: skip
     return made
 
 
@@ -250,35 +168,23 @@ def _gluon_gradients(
     scale: float,
     how: GroupsBackward,
 ) -> None:
-    """Fills dq (its unscaled sums), dk and dv."""
+    """Fills dQ's unscaled sums, dk and dv."""
     from triton import cdiv
 
-    from trainfit.kernels import flash_attention_backward_gluon, flash_attention_backward_late_gluon
+    from trainfit.kernels import flash_attention_backward_gluon
 
     kernels: Any = flash_attention_backward_gluon  # a constexpr argument takes a plain value
 
-    (q, k, v, gradient, lse_2, delta), (dq, dk, dv) = inputs, results
+    (q, k, v, gradient, lse_2, delta), (sums, dk, dv) = inputs, results
     (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
     columns, keys, half = block_d(d), kernels.GROUP_KEYS.value, kernels.HALF.value
     rows = (
         128 * half // columns
     )  # a tile's part of dQ is two halves: of columns, or with a small head of rows
-    sums = _gluon(dq.view(-1, 128), 32, 128) if how.flat else _gluon(dq, half, half)
-    kernel, extra, options = kernels.backward_gluon_kernel, (), {}
-    if how.late:
-        late: Any = flash_attention_backward_late_gluon  # a constexpr argument takes a plain value
-        kernel, extra = late.backward_late_kernel, (dq, dq.shape[2])
-        options = {
-            "LOW_P": how.low_p,
-            "DIRECT": how.direct,
-            "TURNS": how.turns,
-            "FLAT": how.flat,
-            "AHEAD": how.ahead,
-        }
-    kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
+    kernels.backward_gluon_kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
         _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
-        _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), sums,
-        _gluon(dk, keys, columns), _gluon(dv, keys, columns), *extra, scale, scale * math.log2(math.e), n, m, h, kv_heads,
-        b * kv_heads, BLOCK_M=rows, BLOCK_D=columns, STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, **options, num_warps=4,
+        _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), _gluon(sums.view(-1, 128), 32, 128),
+        _gluon(dk, keys, columns), _gluon(dv, keys, columns), sums.shape[2], scale, scale * math.log2(math.e),
+        n, m, h, kv_heads, b * kv_heads, BLOCK_M=rows, BLOCK_D=columns, STAGES=how.stages, CAUSAL=is_causal,
+        HEADS_AT_ONCE=how.heads_at_once, num_warps=4,
     )  # fmt: skip

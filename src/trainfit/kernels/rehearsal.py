@@ -14,8 +14,8 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-KERNEL_FILES = ("_triton", "_gluon")
-"""How the names of files end that hold kernels and nothing else."""
+KERNEL_FILES = ("_triton", "_gluon", "_schedule")
+"""How the names of files end that hold kernels, and what only their launches need: nothing there makes a tensor."""
 
 
 class StandIn:
@@ -32,6 +32,9 @@ class StandIn:
 
     def __mul__(self, other: Any) -> StandIn:
         return self
+
+    def __gt__(self, other: Any) -> bool:
+        return False
 
     __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __mul__
 
