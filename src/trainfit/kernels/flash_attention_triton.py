@@ -62,20 +62,18 @@ def _put(base, tile, first, rows, columns, row_stride, column_stride, num_rows, 
 
 @triton.jit
 def _forward_tiles(
-    acc, row_sum, row_max, q, k_base, v_base, start, whole, stop, rows, columns_n, columns_d,
+    acc, row_sum, row_max, q, k_base, v_base, start, stop, rows, columns_n, columns_d,
     k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the running output, sum and maximum of the query rows.
 
-    ``MASKED``: those from ``whole`` on are not seen by every row; without ``ALL_KEYS`` the last tile has fewer.
+    ``MASKED``: not every row sees them, or the last tile has fewer.
     """
     for first in range(start, stop, BLOCK_N):
-        k = _tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS, EVEN_D)
-        v = _tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, ALL_KEYS, EVEN_D)
+        k = _tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, not MASKED, EVEN_D)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        if MASKED and first >= whole:
+        if MASKED:
             keys = first + columns_n
             seen = keys[None, :] < m
             if CAUSAL:
@@ -90,6 +88,7 @@ def _forward_tiles(
         shrink = tl.exp2(row_max - offset)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
+        v = _tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, not MASKED, EVEN_D)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
     return acc, row_sum, row_max
@@ -102,7 +101,6 @@ def forward_kernel(
     v_batch, v_head, v_row: tl.constexpr, v_column, o_batch, o_head, o_row, o_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -125,14 +123,13 @@ def forward_kernel(
     else:
         stop = m
         whole = m // BLOCK_N * BLOCK_N
-    if not ONE_LOOP:
-        acc, row_sum, row_max = _forward_tiles(
-            acc, row_sum, row_max, q, k_base, v_base, 0, whole, whole, rows, columns_n, columns_d,
-            k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, True, CAUSAL, EVEN_D, PRECISION,
-        )  # fmt: skip
     acc, row_sum, row_max = _forward_tiles(
-        acc, row_sum, row_max, q, k_base, v_base, 0 if ONE_LOOP else whole, whole, stop, rows, columns_n, columns_d,
-        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
+        acc, row_sum, row_max, q, k_base, v_base, 0, whole, rows, columns_n, columns_d,
+        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, CAUSAL, EVEN_D, PRECISION,
+    )  # fmt: skip
+    acc, row_sum, row_max = _forward_tiles(
+        acc, row_sum, row_max, q, k_base, v_base, whole, stop, rows, columns_n, columns_d,
+        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
     none = row_sum == 0.0
     acc = acc / tl.where(none, 1.0, row_sum)[:, None]
@@ -165,30 +162,27 @@ def prepare_kernel(
 
 @triton.jit
 def _key_tiles(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, whole, stop, keys, columns_m, columns_d,
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, stop, keys, columns_m, columns_d,
     q_row: tl.constexpr, q_column, do_row: tl.constexpr, do_column, n, m, d, scale_log2,
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
-    ALL_ROWS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Query rows ``start`` to ``stop`` folded into the gradients of one block of keys and values.
 
-    ``MASKED``: those before ``whole`` do not see every key; without ``ALL_ROWS`` the last tile has
-    fewer. Scores are [keys, rows], so that P and dS are in registers as the products for dV and dK take them.
+    ``MASKED``: not every row sees every key; without ``ALL_ROWS`` the last tile has fewer. Scores are [keys, rows], so that
+    P and dS are in registers as the products for dV and dK take them.
     """
     for first in range(start, stop, BLOCK_M):
         q = _tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, ALL_ROWS, EVEN_D)
         lse = tl.load(lse_base + first + columns_m)
-        if ONE_LOOP:  # late, its wait would be one of its own
-            delta = tl.load(delta_base + first + columns_m)
         scores = tl.dot(k, q.T, input_precision=PRECISION)
         do = _tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, ALL_ROWS, EVEN_D)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[None, :])
-        if MASKED and first < whole:
+        if MASKED:
             p = tl.where((first + columns_m)[None, :] + (m - n) >= keys[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        if not ONE_LOOP:
-            delta = tl.load(delta_base + first + columns_m)
+        delta = tl.load(delta_base + first + columns_m)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -202,7 +196,7 @@ def key_gradient_kernel(
     dk_batch, dk_head, dk_row, dk_column, dv_batch, dv_head, dv_row, dv_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_ROWS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
     blocks = tl.cdiv(m, BLOCK_N)
@@ -229,15 +223,14 @@ def key_gradient_kernel(
         head = kv_head * group + member
         row = (batch * heads + head) * padded
         q_base, do_base = Q + batch * q_batch + head * q_head, DO + batch * do_batch + head * do_head
-        if not ONE_LOOP:
+        if CAUSAL:
             dk, dv = _key_tiles(
-                dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, whole, keys, columns_m, columns_d,
-                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL, EVEN_D, PRECISION, ALL_ROWS, False,
+                dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, keys, columns_m, columns_d,
+                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, True, EVEN_D, PRECISION, ALL_ROWS,
             )  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin if ONE_LOOP else whole, whole, n, keys,
-            columns_m, columns_d, q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL and ONE_LOOP,
-            EVEN_D, PRECISION, ALL_ROWS, ONE_LOOP,
+            dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, whole, n, keys, columns_m, columns_d,
+            q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, False, EVEN_D, PRECISION, ALL_ROWS,
         )  # fmt: skip
     dk_base, dv_base = DK + batch * dk_batch + kv_head * dk_head, DV + batch * dv_batch + kv_head * dv_head
     _put(dk_base, dk * scale, key, columns_n, columns_d, dk_row, dk_column, m, d)
@@ -246,19 +239,18 @@ def key_gradient_kernel(
 
 @triton.jit
 def _query_tiles(
-    dq, q, do, lse, delta, k_base, v_base, start, whole, stop, rows, columns_n, columns_d,
+    dq, q, do, lse, delta, k_base, v_base, start, stop, rows, columns_n, columns_d,
     k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the gradient of one block of queries, as in ``_forward_tiles``."""
     for first in range(start, stop, BLOCK_N):
-        k = _tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS, EVEN_D)
+        k = _tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, not MASKED, EVEN_D)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        v = _tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, ALL_KEYS, EVEN_D)
+        v = _tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, not MASKED, EVEN_D)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
-        if MASKED and first >= whole:
+        if MASKED:
             keys = first + columns_n
             seen = keys[None, :] < m
             if CAUSAL:
@@ -277,7 +269,6 @@ def query_gradient_kernel(
     dq_batch, dq_head, dq_row, dq_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -300,14 +291,13 @@ def query_gradient_kernel(
     else:
         stop = m
         whole = m // BLOCK_N * BLOCK_N
-    if not ONE_LOOP:
-        dq = _query_tiles(
-            dq, q, do, lse, delta, k_base, v_base, 0, whole, whole, rows, columns_n, columns_d,
-            k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, True, CAUSAL, EVEN_D, PRECISION,
-        )  # fmt: skip
     dq = _query_tiles(
-        dq, q, do, lse, delta, k_base, v_base, 0 if ONE_LOOP else whole, whole, stop, rows, columns_n, columns_d,
-        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
+        dq, q, do, lse, delta, k_base, v_base, 0, whole, rows, columns_n, columns_d,
+        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, CAUSAL, EVEN_D, PRECISION,
+    )  # fmt: skip
+    dq = _query_tiles(
+        dq, q, do, lse, delta, k_base, v_base, whole, stop, rows, columns_n, columns_d,
+        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
     dq_base = DQ + batch * dq_batch + head * dq_head
     _put(dq_base, dq * scale, first, columns_m, columns_d, dq_row, dq_column, n, d)
