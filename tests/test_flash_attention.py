@@ -116,9 +116,11 @@ WIDE_ROWS, WIDE_KEYS = (64, 32, 4, 2, 3), (32, 64, 4, 2, 2)
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 @pytest.mark.parametrize("shape", [*SHAPES[:5], (1, 6, 2, 90, 90, 32), (1, 2, 1, 64, 128, 16)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("sizes", [WIDE_ROWS, WIDE_KEYS], ids=str)
-def test_tiles_in_the_interpreter(shape, is_causal, sizes) -> None:
-    tiles = Tiles(*sizes)
+@pytest.mark.parametrize(
+    ("sizes", "ahead"), [(WIDE_ROWS, False), (WIDE_ROWS, True), (WIDE_KEYS, True)], ids=str
+)
+def test_tiles_in_the_interpreter(shape, is_causal, sizes, ahead) -> None:
+    tiles = Tiles(*sizes, ahead=ahead)
 
     class Interpreted(flash.TiledAttention):
         @staticmethod

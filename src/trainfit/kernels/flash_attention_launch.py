@@ -25,6 +25,8 @@ class Tiles:
     heads_at_once: int = 8
     most_registers: int | None = None
     """Of a thread; fewer let more programs share a multiprocessor."""
+    ahead: bool = False
+    """Of the forward: the next tile's scores before this tile's softmax, so that both run at once."""
 
     def arguments(self, d: int) -> dict[str, Any]:
         """What the launch of a kernel takes."""
@@ -58,7 +60,8 @@ def triton_forward(
         kernels.forward_kernel[(cdiv(n, how.block_m) * b * h,)](
             q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(d),
-            **_constants(d, q.dtype), CAUSAL=is_causal,
+            **_constants(d, q.dtype), CAUSAL=is_causal, AHEAD=how.ahead,
+            ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
         )  # fmt: skip
     return out, lse
 
@@ -89,9 +92,9 @@ def _with_positive(scale: float, q: Tensor) -> tuple[Tensor, float, int]:
 
 def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """``lse`` in base 2 and delta (row sums of dO * O), [b, h, n rounded up to whole tiles], fp32."""
-    from trainfit.kernels import flash_attention_triton
+    from trainfit.kernels import flash_attention_prepare_triton
 
-    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+    kernels: Any = flash_attention_prepare_triton  # a constexpr argument takes a plain value
 
     b, h, n, d = out.shape
     blocks = -(-n // ROWS)
