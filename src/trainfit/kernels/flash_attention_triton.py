@@ -78,9 +78,9 @@ def _forward_tiles(
             place += BLOCK_N
             if ALL_KEYS:  # behind the last tile nothing may be read
                 place = tl.minimum(place, m - BLOCK_N)
-        whole: tl.constexpr = ALL_KEYS or not MASKED
-        whole_next: tl.constexpr = ALL_KEYS or not (MASKED or AHEAD)
-        k = load_tile(k_base, place, columns_n, columns_d, k_row, k_column, m, d, whole_next, EVEN_D)
+        k = load_tile(
+            k_base, place, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS or not (MASKED or AHEAD), EVEN_D
+        )  # fmt: skip
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if AHEAD:
             ready, scores = scores, ready
@@ -98,7 +98,9 @@ def _forward_tiles(
         shrink = tl.exp2(row_max - offset)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
-        v = load_tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, whole, EVEN_D)
+        v = load_tile(
+            v_base, first, columns_n, columns_d, v_row, v_column, m, d, ALL_KEYS or not MASKED, EVEN_D
+        )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
     return acc, row_sum, row_max, ready
