@@ -239,8 +239,9 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
-    one_loop = flash_attention_launch.Tiles(64, 64, 4, 2, one_loop=True)
-    yield "attention in one loop, odd", attention(BF16, 80, 1000, one_loop)
+    ahead = flash_attention_launch.Tiles(128, 64, 8, 3, ahead=True)
+    yield "attention ahead", attention(BF16, 128, 1024, ahead)
+    yield "attention ahead, odd", attention(BF16, 80, 1000, ahead)
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)

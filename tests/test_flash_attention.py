@@ -118,10 +118,10 @@ WIDE_ROWS, WIDE_KEYS = (64, 32, 4, 2, 3), (32, 64, 4, 2, 2)
 @pytest.mark.parametrize("shape", [*SHAPES[:5], (1, 6, 2, 90, 90, 32), (1, 2, 1, 64, 128, 16)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    ("sizes", "one_loop"), [(WIDE_ROWS, False), (WIDE_ROWS, True), (WIDE_KEYS, True)], ids=str
+    ("sizes", "ahead"), [(WIDE_ROWS, False), (WIDE_ROWS, True), (WIDE_KEYS, True)], ids=str
 )
-def test_tiles_in_the_interpreter(shape, is_causal, sizes, one_loop) -> None:
-    tiles = Tiles(*sizes, one_loop=one_loop)
+def test_tiles_in_the_interpreter(shape, is_causal, sizes, ahead) -> None:
+    tiles = Tiles(*sizes, ahead=ahead)
 
     class Interpreted(flash.TiledAttention):
         @staticmethod

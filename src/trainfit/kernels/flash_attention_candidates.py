@@ -62,7 +62,7 @@ def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
         registers = f" r{how.most_registers}" if how.most_registers else ""
         tile = f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
-        return f"triton pointers {tile}{registers}" + " one" * how.one_loop
+        return f"triton pointers {tile}{registers}" + " ahead" * how.ahead
     if isinstance(how, Groups):
         fields = ("persistent", "lazy", "arrive", "ahead")
         more = "".join(f" {field}" for field in fields if getattr(how, field))
@@ -83,20 +83,22 @@ def candidates() -> list[Candidate]:
     return made + [Candidate(*key, tiles) for key, each in IN_TRITON.items() for tiles in each]
 
 
-def _one(*arguments: int) -> Tiles:
-    return Tiles(*arguments, one_loop=True)
+def _ahead(*arguments: int) -> Tiles:
+    return Tiles(*arguments, ahead=True)
 
 
 IN_TRITON: dict[tuple[str, int], list[Tiles]] = {
     ("forward", 128): [
-        _one(128, 128, 8, 3), _one(128, 128, 8, 2), _one(128, 128, 8, 3, 4), _one(128, 128, 8, 3, 16),
-        _one(128, 64, 8, 4), _one(64, 64, 4, 3), Tiles(128, 128, 8, 3, 4),
+        Tiles(128, 128, 8, 3, 4), _ahead(128, 64, 8, 3), _ahead(128, 64, 8, 4), _ahead(128, 64, 8, 4, 4),
+        _ahead(128, 64, 8, 5), _ahead(128, 128, 8, 2), _ahead(64, 64, 4, 2), _ahead(64, 64, 4, 2, 4),
     ],
-    ("keys", 128): [_one(64, 128, 8, 3), _one(64, 128, 8, 2), _one(64, 64, 4, 2)],
-    ("queries", 128): [_one(128, 64, 8, 3), _one(64, 64, 4, 3)],
-    ("forward", 64): [_one(128, 64, 4, 4), _one(128, 64, 4, 3), _one(128, 128, 8, 3)],
-    ("keys", 64): [_one(32, 128, 4, 3), _one(64, 64, 4, 3)],
-    ("queries", 64): [_one(128, 64, 4, 3), _one(128, 64, 4, 4)],
+    ("keys", 128): [Tiles(64, 128, 8, 3)],
+    ("queries", 128): [Tiles(128, 64, 8, 3)],
+    ("forward", 64): [
+        _ahead(128, 128, 8, 3), _ahead(128, 128, 8, 2), _ahead(64, 64, 4, 3), _ahead(64, 64, 4, 2), _ahead(128, 64, 8, 3),
+    ],
+    ("keys", 64): [Tiles(32, 128, 4, 3)],
+    ("queries", 64): [Tiles(128, 64, 4, 3)],
 }  # fmt: skip
 """Direction and head size -> what is compared with the tiles in use."""
 

@@ -25,14 +25,14 @@ class Tiles:
     heads_at_once: int = 8
     most_registers: int | None = None
     """Of a thread; fewer let more programs share a multiprocessor."""
-    one_loop: bool = False
-    """Tiles with and without a mask in one loop, whose pipeline fills only once."""
+    ahead: bool = False
+    """Of the forward: the next tile's scores before this tile's softmax, so that both run at once."""
 
     def arguments(self, d: int) -> dict[str, Any]:
         """What the launch of a kernel takes."""
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
-            "HEADS_AT_ONCE": self.heads_at_once, "ONE_LOOP": self.one_loop,
+            "HEADS_AT_ONCE": self.heads_at_once,
             "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers,
         }  # fmt: skip
 
@@ -60,8 +60,8 @@ def triton_forward(
         kernels.forward_kernel[(cdiv(n, how.block_m) * b * h,)](
             q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(d),
-            **_constants(d, q.dtype), CAUSAL=is_causal,
-            ALL_KEYS=how.one_loop and k.shape[2] % how.block_n == 0,
+            **_constants(d, q.dtype), CAUSAL=is_causal, AHEAD=how.ahead,
+            ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
         )  # fmt: skip
     return out, lse
 
@@ -92,9 +92,9 @@ def _with_positive(scale: float, q: Tensor) -> tuple[Tensor, float, int]:
 
 def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """``lse`` in base 2 and delta (row sums of dO * O), [b, h, n rounded up to whole tiles], fp32."""
-    from trainfit.kernels import flash_attention_triton
+    from trainfit.kernels import flash_attention_prepare_triton
 
-    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+    kernels: Any = flash_attention_prepare_triton  # a constexpr argument takes a plain value
 
     b, h, n, d = out.shape
     blocks = -(-n // ROWS)
@@ -124,7 +124,7 @@ def triton_key_gradients(
     kernels.key_gradient_kernel[(cdiv(m, how.block_n) * b * kv_heads,)](
         *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads, b * kv_heads,
         *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dk.stride(), *dv.stride(),
-        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_ROWS=how.one_loop and n % how.block_m == 0,
+        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_ROWS=n % how.block_m == 0,
     )  # fmt: skip
     return dk, dv
 
@@ -142,7 +142,7 @@ def triton_query_gradient(inputs: tuple[Tensor, ...], is_causal: bool, scale: fl
     kernels.query_gradient_kernel[(cdiv(n, how.block_m) * b * h,)](
         *inputs, dq, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, b * h, h // k.shape[1],
         *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dq.stride(),
-        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_KEYS=how.one_loop and m % how.block_n == 0,
+        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal,
     )  # fmt: skip
     return dq
 

@@ -1,11 +1,33 @@
-"""What the Gluon backward of FlashAttention needs beforehand, by TMA in Triton."""
+"""What the backward of FlashAttention needs beforehand, in Triton: by pointers for the Triton kernels, by TMA for Gluon's."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trainfit.kernels.flash_attention_triton import LOG2_E
+from trainfit.kernels.flash_attention_triton import LOG2_E, load_tile
+
+
+@triton.jit
+def prepare_kernel(
+    OUT, DO, LSE, LSE_2, DELTA, n, padded, d, heads,
+    o_batch, o_head, o_row: tl.constexpr, o_column, do_batch, do_head, do_row: tl.constexpr, do_column,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
+):  # fmt: skip
+    """delta = row sum of dO * O and ``lse`` in base 2, both padded to whole tiles.
+
+    Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
+    """
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    first, rows, columns = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    o_base, do_base = OUT + batch * o_batch + head * o_head, DO + batch * do_batch + head * do_head
+    o = load_tile(o_base, first, rows, columns, o_row, o_column, n, d, False, EVEN_D)
+    do = load_tile(do_base, first, rows, columns, do_row, do_column, n, d, False, EVEN_D)
+    rows += first
+    lse = tl.load(LSE + tl.program_id(1).to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
+    at = tl.program_id(1).to(tl.int64) * padded + rows
+    tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
+    tl.store(DELTA + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def block_and_head(blocks, all_heads, HEADS_AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def _tile(
+def load_tile(
     base, first, rows, columns, row_stride: tl.constexpr, column_stride, num_rows, num_columns,
     ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -62,24 +62,32 @@ def _put(base, tile, first, rows, columns, row_stride, column_stride, num_rows, 
 
 @triton.jit
 def _forward_tiles(
-    acc, row_sum, row_max, q, k_base, v_base, start, whole, stop, rows, columns_n, columns_d,
-    k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
+    acc, row_sum, row_max, ready, q, k_base, v_base, start, stop, rows, columns_n, columns_d,
+    k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the running output, sum and maximum of the query rows.
 
-    ``MASKED``: those from ``whole`` on are not seen by every row; without ``ALL_KEYS`` the last tile has fewer.
+    ``MASKED``: not every row sees them; without ``ALL_KEYS`` the last tile has fewer. ``AHEAD``: the scores of ``start`` are
+    ``ready``, and each step begins with those of the next tile, which nothing before its second product waits for.
     """
     for first in range(start, stop, BLOCK_N):
-        k = _tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS, EVEN_D)
-        v = _tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, ALL_KEYS, EVEN_D)
+        place = first
+        if AHEAD:
+            place += BLOCK_N
+            if ALL_KEYS:  # behind the last tile nothing may be read
+                place = tl.minimum(place, m - BLOCK_N)
+        k = load_tile(
+            k_base, place, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS or not (MASKED or AHEAD), EVEN_D
+        )  # fmt: skip
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        if MASKED and first >= whole:
+        if AHEAD:
+            ready, scores = scores, ready
+        if MASKED:
             keys = first + columns_n
-            seen = keys[None, :] < m
-            if CAUSAL:
-                seen = seen & (rows[:, None] + (m - n) >= keys[None, :])
+            # Under a causal mask no row that exists sees a key behind the last.
+            seen = rows[:, None] + (m - n) >= keys[None, :] if CAUSAL else keys[None, :] < m
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         offset = new_max
@@ -90,9 +98,12 @@ def _forward_tiles(
         shrink = tl.exp2(row_max - offset)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
+        v = load_tile(
+            v_base, first, columns_n, columns_d, v_row, v_column, m, d, ALL_KEYS or not MASKED, EVEN_D
+        )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
-    return acc, row_sum, row_max
+    return acc, row_sum, row_max, ready
 
 
 @triton.jit
@@ -102,7 +113,7 @@ def forward_kernel(
     v_batch, v_head, v_row: tl.constexpr, v_column, o_batch, o_head, o_row, o_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ALL_KEYS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -114,7 +125,7 @@ def forward_kernel(
     columns_m, columns_n, columns_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     rows = first + columns_m
     q_base = Q + batch * q_batch + head * q_head
-    q = _tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, False, EVEN_D)
+    q = load_tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, False, EVEN_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -125,14 +136,17 @@ def forward_kernel(
     else:
         stop = m
         whole = m // BLOCK_N * BLOCK_N
-    if not ONE_LOOP:
-        acc, row_sum, row_max = _forward_tiles(
-            acc, row_sum, row_max, q, k_base, v_base, 0, whole, whole, rows, columns_n, columns_d,
-            k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, True, CAUSAL, EVEN_D, PRECISION,
-        )  # fmt: skip
-    acc, row_sum, row_max = _forward_tiles(
-        acc, row_sum, row_max, q, k_base, v_base, 0 if ONE_LOOP else whole, whole, stop, rows, columns_n, columns_d,
-        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
+    ready = 0.0
+    if AHEAD:
+        k = load_tile(k_base, 0, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS, EVEN_D)
+        ready = tl.dot(q, k.T, input_precision=PRECISION)
+    acc, row_sum, row_max, ready = _forward_tiles(
+        acc, row_sum, row_max, ready, q, k_base, v_base, 0, whole, rows, columns_n, columns_d, k_row, k_column,
+        v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, ALL_KEYS, AHEAD, CAUSAL, EVEN_D, PRECISION,
+    )  # fmt: skip
+    acc, row_sum, row_max, ready = _forward_tiles(
+        acc, row_sum, row_max, ready, q, k_base, v_base, whole, stop, rows, columns_n, columns_d, k_row, k_column,
+        v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, AHEAD, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
     none = row_sum == 0.0
     acc = acc / tl.where(none, 1.0, row_sum)[:, None]
@@ -142,53 +156,28 @@ def forward_kernel(
 
 
 @triton.jit
-def prepare_kernel(
-    OUT, DO, LSE, LSE_2, DELTA, n, padded, d, heads,
-    o_batch, o_head, o_row: tl.constexpr, o_column, do_batch, do_head, do_row: tl.constexpr, do_column,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-):  # fmt: skip
-    """delta = row sum of dO * O and ``lse`` in base 2, both padded to whole tiles.
-
-    Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
-    """
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    first, rows, columns = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    o_base, do_base = OUT + batch * o_batch + head * o_head, DO + batch * do_batch + head * do_head
-    o = _tile(o_base, first, rows, columns, o_row, o_column, n, d, False, EVEN_D)
-    do = _tile(do_base, first, rows, columns, do_row, do_column, n, d, False, EVEN_D)
-    rows += first
-    lse = tl.load(LSE + tl.program_id(1).to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
-    at = tl.program_id(1).to(tl.int64) * padded + rows
-    tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
-    tl.store(DELTA + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
-
-
-@triton.jit
 def _key_tiles(
-    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, whole, stop, keys, columns_m, columns_d,
+    dk, dv, k, v, q_base, do_base, lse_base, delta_base, start, stop, keys, columns_m, columns_d,
     q_row: tl.constexpr, q_column, do_row: tl.constexpr, do_column, n, m, d, scale_log2,
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
-    ALL_ROWS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Query rows ``start`` to ``stop`` folded into the gradients of one block of keys and values.
 
-    ``MASKED``: those before ``whole`` do not see every key; without ``ALL_ROWS`` the last tile has
-    fewer. Scores are [keys, rows], so that P and dS are in registers as the products for dV and dK take them.
+    ``MASKED``: not every row sees every key; without ``ALL_ROWS`` the last tile has fewer. Scores are [keys, rows], so that
+    P and dS are in registers as the products for dV and dK take them.
     """
     for first in range(start, stop, BLOCK_M):
-        q = _tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, ALL_ROWS, EVEN_D)
+        q = load_tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, ALL_ROWS, EVEN_D)
         lse = tl.load(lse_base + first + columns_m)
-        if ONE_LOOP:  # late, its wait would be one of its own
-            delta = tl.load(delta_base + first + columns_m)
         scores = tl.dot(k, q.T, input_precision=PRECISION)
-        do = _tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, ALL_ROWS, EVEN_D)
+        do = load_tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, ALL_ROWS, EVEN_D)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[None, :])
-        if MASKED and first < whole:
+        if MASKED:
             p = tl.where((first + columns_m)[None, :] + (m - n) >= keys[:, None], p, 0.0)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        if not ONE_LOOP:
-            delta = tl.load(delta_base + first + columns_m)
+        delta = tl.load(delta_base + first + columns_m)
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -202,7 +191,7 @@ def key_gradient_kernel(
     dk_batch, dk_head, dk_row, dk_column, dv_batch, dv_head, dv_row, dv_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_ROWS: tl.constexpr, ONE_LOOP: tl.constexpr,
+    ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
     blocks = tl.cdiv(m, BLOCK_N)
@@ -214,8 +203,8 @@ def key_gradient_kernel(
     columns_m, columns_n, columns_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     keys = key + columns_n
     k_base, v_base = K + batch * k_batch + kv_head * k_head, V + batch * v_batch + kv_head * v_head
-    k = _tile(k_base, key, columns_n, columns_d, k_row, k_column, m, d, False, EVEN_D)
-    v = _tile(v_base, key, columns_n, columns_d, v_row, v_column, m, d, False, EVEN_D)
+    k = load_tile(k_base, key, columns_n, columns_d, k_row, k_column, m, d, False, EVEN_D)
+    v = load_tile(v_base, key, columns_n, columns_d, v_row, v_column, m, d, False, EVEN_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     # Rows that see part of these keys, then rows that see them all. Keys that do not exist spoil only their own gradients,
@@ -229,15 +218,14 @@ def key_gradient_kernel(
         head = kv_head * group + member
         row = (batch * heads + head) * padded
         q_base, do_base = Q + batch * q_batch + head * q_head, DO + batch * do_batch + head * do_head
-        if not ONE_LOOP:
+        if CAUSAL:
             dk, dv = _key_tiles(
-                dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, whole, keys, columns_m, columns_d,
-                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL, EVEN_D, PRECISION, ALL_ROWS, False,
+                dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, keys, columns_m, columns_d,
+                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, True, EVEN_D, PRECISION, ALL_ROWS,
             )  # fmt: skip
         dk, dv = _key_tiles(
-            dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin if ONE_LOOP else whole, whole, n, keys,
-            columns_m, columns_d, q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, CAUSAL and ONE_LOOP,
-            EVEN_D, PRECISION, ALL_ROWS, ONE_LOOP,
+            dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, whole, n, keys, columns_m, columns_d,
+            q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, False, EVEN_D, PRECISION, ALL_ROWS,
         )  # fmt: skip
     dk_base, dv_base = DK + batch * dk_batch + kv_head * dk_head, DV + batch * dv_batch + kv_head * dv_head
     _put(dk_base, dk * scale, key, columns_n, columns_d, dk_row, dk_column, m, d)
@@ -246,23 +234,21 @@ def key_gradient_kernel(
 
 @triton.jit
 def _query_tiles(
-    dq, q, do, lse, delta, k_base, v_base, start, whole, stop, rows, columns_n, columns_d,
+    dq, q, do, lse, delta, k_base, v_base, start, stop, rows, columns_n, columns_d,
     k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the gradient of one block of queries, as in ``_forward_tiles``."""
     for first in range(start, stop, BLOCK_N):
-        k = _tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS, EVEN_D)
+        k = load_tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, not MASKED, EVEN_D)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        v = _tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, ALL_KEYS, EVEN_D)
+        v = load_tile(v_base, first, columns_n, columns_d, v_row, v_column, m, d, not MASKED, EVEN_D)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         p = tl.exp2(scores * scale_log2 - lse[:, None])
-        if MASKED and first >= whole:
+        if MASKED:
             keys = first + columns_n
-            seen = keys[None, :] < m
-            if CAUSAL:
-                seen = seen & (rows[:, None] + (m - n) >= keys[None, :])
+            # Under a causal mask no row that exists sees a key behind the last.
+            seen = rows[:, None] + (m - n) >= keys[None, :] if CAUSAL else keys[None, :] < m
             p = tl.where(seen, p, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -277,7 +263,6 @@ def query_gradient_kernel(
     dq_batch, dq_head, dq_row, dq_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_KEYS: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     """One program: dQ of BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -289,8 +274,8 @@ def query_gradient_kernel(
     columns_m, columns_n, columns_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     rows = first + columns_m
     q_base, do_base = Q + batch * q_batch + head * q_head, DO + batch * do_batch + head * do_head
-    q = _tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, False, EVEN_D)
-    do = _tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, False, EVEN_D)
+    q = load_tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, False, EVEN_D)
+    do = load_tile(do_base, first, columns_m, columns_d, do_row, do_column, n, d, False, EVEN_D)
     at = batch_head.to(tl.int64) * padded + rows
     lse, delta = tl.load(LSE_2 + at), tl.load(DELTA + at)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -300,14 +285,13 @@ def query_gradient_kernel(
     else:
         stop = m
         whole = m // BLOCK_N * BLOCK_N
-    if not ONE_LOOP:
-        dq = _query_tiles(
-            dq, q, do, lse, delta, k_base, v_base, 0, whole, whole, rows, columns_n, columns_d,
-            k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, True, CAUSAL, EVEN_D, PRECISION,
-        )  # fmt: skip
     dq = _query_tiles(
-        dq, q, do, lse, delta, k_base, v_base, 0 if ONE_LOOP else whole, whole, stop, rows, columns_n, columns_d,
-        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
+        dq, q, do, lse, delta, k_base, v_base, 0, whole, rows, columns_n, columns_d,
+        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, CAUSAL, EVEN_D, PRECISION,
+    )  # fmt: skip
+    dq = _query_tiles(
+        dq, q, do, lse, delta, k_base, v_base, whole, stop, rows, columns_n, columns_d,
+        k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
     dq_base = DQ + batch * dq_batch + head * dq_head
     _put(dq_base, dq * scale, first, columns_m, columns_d, dq_row, dq_column, n, d)
