@@ -110,7 +110,7 @@ FORWARDS: dict[int, list[Groups]] = {
             {"arrive": True}, {"ahead": True}, {"ahead": True, "lazy": True}, {"ahead": True, "arrive": True},
             {"ahead": True, "arrive": True, "lazy": True},
         )),
-        (64, FORWARD[64], ({"lazy": False},)),
+        (64, FORWARD[64], ({"lazy": False}, {"groups": 2, "persistent": True, "ahead": True})),
     )
 }  # fmt: skip
 """Head size -> the forward in use, and with changes."""
