@@ -14,7 +14,8 @@ from torch import Tensor
 from trainfit.bench.experiment import Bench, Part, Point, fp32_products, of_work
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import TOTAL, Lap, Rule
-from trainfit.kernels.flash_attention import flash_attention, triton_backward, triton_forward
+from trainfit.kernels.flash_attention import flash_attention
+from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PeakDtype

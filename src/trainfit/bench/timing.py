@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from trainfit.bench.stopwatch import Stopwatch
 from trainfit.spec.bench import BenchStatus
@@ -188,17 +189,25 @@ def steadied(timing: Timing, rule: Rule) -> Timing:
 
 
 def spread_of_median(samples: list[float]) -> float:
-    """Width of the median's 95 % confidence interval over the median; infinite below six samples.
-
-    The ranks are those of the normal approximation of the binomial, n / 2 -+ 0.98 sqrt(n); six samples are the fewest whose
-    least and greatest hold the median with 95 % (1 - 2 / 2**6 = 96.9 %).
-    """
-    count = len(samples)
-    if count < 6:
+    """Width of the median's 95 % confidence interval over the median; infinite below six samples."""
+    rank = _rank(len(samples))
+    if rank == 0:
         return math.inf
     ordered = sorted(samples)
-    reach = 0.98 * math.sqrt(count)
-    low = max(0, math.floor(count / 2 - reach) - 1)
-    high = min(count - 1, math.ceil(count / 2 + reach))
     median = Spread.of(samples).median
-    return (ordered[high] - ordered[low]) / median if median > 0 else math.inf
+    return (ordered[-rank] - ordered[rank - 1]) / median if median > 0 else math.inf
+
+
+@cache
+def _rank(count: int) -> int:
+    """The greatest k for which the k-th least and the k-th greatest of ``count`` samples hold the median with 95 %; 0: none.
+
+    They miss it where fewer than k samples are on one side of it, which is a matter of coins: 2 P(Binomial(count, 1/2) < k).
+    """
+    rank, below = 0, 0.0
+    while rank < count // 2:
+        below += math.comb(count, rank) / 2**count
+        if 2 * below > 0.05:
+            break
+        rank += 1
+    return rank

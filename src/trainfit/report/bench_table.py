@@ -49,14 +49,15 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
         columns += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(names)]
     for name in dict.fromkeys(name for row in rows for name in row.numbers if not name.endswith(DEVIATION)):
         is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
-        columns.append((title(name), not is_text, [_number(row, name) for row in rows]))
+        columns.append((title(name), not is_text, [number_text(row, name) for row in rows]))
     if any(row.status != "done" for row in rows):
         columns.append(("status", False, ["" if row.status == "done" else row.status for row in rows]))
     titles, is_number, cells = zip(*columns, strict=True)
     return Grid(titles, tuple(zip(*cells, strict=True)), is_number, same)
 
 
-def _number(row: BenchRow, name: str) -> str:
+def number_text(row: BenchRow, name: str) -> str:
+    """A row's number, with its standard deviation where it has one."""
     if name not in row.numbers:
         return ""
     text = cell_text(name, row.numbers[name])
