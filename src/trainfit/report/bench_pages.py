@@ -129,6 +129,8 @@ def _sources(one: Merged) -> str:
 def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
     if not story.pivot:
         return grids(rows)
+    apart = [row for row in rows if story.pivot not in row.point]
+    rows = [row for row in rows if story.pivot in row.point]
     groups: dict[Cell, list[BenchRow]] = {}
     for row in rows:
         groups.setdefault(row.point[story.apart] if story.apart else "", []).append(row)
@@ -137,7 +139,7 @@ def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
         lines = {_line(row, story.pivot) for row in rows if name in row.numbers}
         told = [row for row in rows if _line(row, story.pivot) in lines]
         tables += [pivoted(told, story.pivot, name)] if told else []
-    return tables
+    return tables + grids(apart)
 
 
 def _line(row: BenchRow, pivot: str) -> tuple[Cell, ...]:

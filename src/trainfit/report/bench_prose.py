@@ -59,7 +59,7 @@ def stories() -> dict[str, Story]:
             "warm-up",
             "median_s",
             ("forward_mean_s", "backward_mean_s", "optimizer_mean_s", "total_mean_s"),
-        ),  # fmt: skip
+        ),
     }
 
 

@@ -11,7 +11,7 @@ from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
-UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s"}
+UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s", "set_kib": "set, KiB", "copied_mib": "copied, MiB"}
 SPREAD = "spread"
 """From the 10th to the 90th percentile, over the median."""
 MEAN, DEVIATION = "_mean_s", "_std_s"
@@ -40,7 +40,11 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
     varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
     same = ", ".join(f"{key} {cell_text('', rows[0].point[key])}" for key in keys if key not in varied)
     columns: list[tuple[str, bool, list[str]]] = [
-        (key, not isinstance(rows[0].point[key], str | bool), [cell_text("", row.point[key]) for row in rows])
+        (
+            UNITS.get(key, key),
+            not isinstance(rows[0].point[key], str | bool),
+            [cell_text("", row.point[key]) for row in rows],
+        )
         for key in varied
     ]
     if any(row.times for row in rows):
@@ -91,6 +95,8 @@ def cell_text(name: str, cell: Cell) -> str:
         return format_seconds(cell)
     if isinstance(cell, int) or cell == int(cell):
         return str(int(cell))
+    if abs(cell) >= 1e4:
+        return f"{cell:.0f}"
     return f"{cell:.4f}" if name == "total" else f"{cell:.4g}"
 
 
