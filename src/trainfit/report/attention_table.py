@@ -68,7 +68,7 @@ def runs_of(records: Sequence[Record]) -> list[AttentionRun]:
             same_torch = (
                 before and before.bench and before.bench.environment.torch == result.environment.torch
             )
-            if same_torch and not set(shapes[result.gpu, shape.key].seconds) <= set(shape.seconds):
+            if same_torch and set(shape.seconds) < set(shapes[result.gpu, shape.key].seconds):
                 continue
             told[result.gpu, shape.key] = record
             shapes[result.gpu, shape.key] = shape
