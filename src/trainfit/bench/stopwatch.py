@@ -57,8 +57,7 @@ class Stopwatch(ABC):
         """Why the clocks were held down from now until the device came to ``end``."""
         return self.throttled()
 
-    @abstractmethod
-    def busy(self) -> None:
+    def busy(self) -> None:  # noqa: B027
         """Give the device ``BUSY_S`` to do, in which the host asks for what comes next; nothing where the host is the device."""
 
     @abstractmethod
@@ -88,9 +87,6 @@ class CpuStopwatch(Stopwatch):
         return end - start
 
     def wait(self) -> None:
-        pass
-
-    def busy(self) -> None:
         pass
 
     def throttled(self) -> tuple[str, ...]:
