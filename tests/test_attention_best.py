@@ -270,6 +270,12 @@ def test_the_newest_record_of_a_shape_counts_and_only_as_a_whole() -> None:
     first, second = runs_of([new, old])
     assert [(shape.seq, shape.seconds) for shape in first.shapes] == [(64, {"flash": 1e-3, "triton": 2e-3})]
     assert [(shape.seq, shape.seconds) for shape in second.shapes] == [(1024, {"flash": 5e-3, "cudnn": 4e-3})]
+    fewer = record(
+        row("flash", 9e-3), row("ours", 8e-3), row("cudnn", 7e-3, samples=5), at="2026-11-23T15:00:00"
+    )
+    whole = record(row("flash", 3e-3), row("ours", 1e-3), row("cudnn", 2e-3))
+    (run,) = runs_of([whole, fewer])  # The later one had no time for cuDNN.
+    assert run.shapes[0].seconds == {"flash": 3e-3, "triton": 1e-3, "cudnn": 2e-3}
 
 
 def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from trainfit.bench.stopwatch import CpuStopwatch
 from trainfit.catalog import load as catalog
 from trainfit.cli.main import main
 from trainfit.records import read
+from trainfit.report.bench_merge import merged
 from trainfit.report.bench_pages import pages, pivoted
 from trainfit.report.bench_plot import AXES, OWN_PLOTS, lines_of, plot_of
 from trainfit.report.bench_prose import stories
@@ -372,14 +373,57 @@ def test_an_impossible_time_is_not_drawn() -> None:
     assert plot_of(result_of(*ROWS[1:])) is None
 
 
-def test_the_newest_full_record_of_a_device_makes_the_page() -> None:
-    old, new = (new_bench_record(result_of(row)) for row in (ROWS[3], ROWS[0]))
+def test_the_newest_full_record_of_a_point_makes_the_page() -> None:
+    throttled = BenchRow(point=ROWS[0].point, status="throttled", message="software power cap")
+    old, new = (new_bench_record(result_of(row)) for row in (throttled, ROWS[0]))
     text = pages([new, old])["flash"].text
     assert "123.4" in text
     assert "throttled" not in text
     tiny = new_bench_record(result_of(*ROWS).model_copy(update={"form": "tiny"}))
     with pytest.raises(InputError, match="full form"):
         pages([tiny])
+
+
+def test_records_of_one_experiment_make_one_page_and_keep_what_is_known() -> None:
+    slower = ROWS[0].model_copy(update={"numbers": {"tflops_per_s": 99.5}})
+    lost = BenchRow(point=point(128, "ours"), status="not-run", message="no time")
+    part = BenchRow(
+        point={key: cell for key, cell in point(128, "ours").items() if key != "pass"}, status="throttled",
+        message="held",
+    )  # fmt: skip
+    records = [
+        new_bench_record(result_of(*rows)) for rows in ((part, ROWS[0], ROWS[3]), (slower,), (lost, ROWS[1]))
+    ]
+    (one,) = merged(list(reversed(records)))
+    assert one.result.rows == (slower, ROWS[3], ROWS[1])  # The newest with a number; nothing of the part.
+    assert len(one.records) == 3
+    assert "3 records, commit" in pages(records)["flash"].text
+    other = result_of(lost).model_copy(update={"environment": WHERE.model_copy(update={"torch": "9.9"})})
+    (newest,) = merged([*records, new_bench_record(other)])
+    assert newest.result.rows == (lost,)  # Times of another torch are not mixed in.
+
+
+def test_only_the_points_asked_for_are_run() -> None:
+    result = run("gpu", device="cpu", form="tiny", only={"cache": ["warm"], "copied_mib": ["4", "0.25"]})
+    assert [(row.point["cache"], row.point["copied_mib"]) for row in result.rows] == [
+        ("warm", 0.25),
+        ("warm", 4.0),
+    ]
+    assert all(row.times for row in result.rows)
+    with pytest.raises(InputError, match="cache"):
+        run("gpu", device="cpu", form="tiny", only={"cash": ["warm"]})
+    with pytest.raises(InputError, match="cold, warm"):
+        run("gpu", device="cpu", form="tiny", only={"cache": ["hot"]})
+
+
+def test_only_one_warm_up_of_a_transformer() -> None:
+    result = run(
+        "transformer", device="cpu", form="tiny", only={"warm-up": ["5"], "precision": ["bf16", "fp32"]}
+    )
+    assert [(row.point["precision"], row.point["warm-up"]) for row in result.rows] == [
+        ("fp32", 5),
+        ("bf16", 5),
+    ]
 
 
 def test_a_table_tells_once_what_all_rows_share() -> None:

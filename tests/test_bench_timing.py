@@ -10,7 +10,16 @@ import torch
 from trainfit.bench.experiment import Bench, Part, told
 from trainfit.bench.roofline import Work, is_impossible, least_seconds
 from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
-from trainfit.bench.timing import Lap, Rule, Timing, judge, spread_of_median, take
+from trainfit.bench.timing import (
+    LONGEST_REST_S,
+    PATIENCE,
+    Lap,
+    Rule,
+    Timing,
+    spread_of_median,
+    steadied,
+    take,
+)
 from trainfit.catalog.load import gpu
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.errors import InputError
@@ -45,6 +54,9 @@ class ScriptedStopwatch(Stopwatch):
     def throttled(self) -> tuple[str, ...]:
         self.samples += 1
         return ("software power cap",) if self.held(self.samples - 1) else ()
+
+    def busy(self) -> None:
+        self.events.append("busy")
 
     def environment(self, host: Environment) -> Environment:
         return host
@@ -110,6 +122,44 @@ def test_the_cache_is_flushed_before_every_sample_and_only_if_asked() -> None:
     assert "flush" not in watch.events
 
 
+def test_the_device_is_kept_busy_after_the_flush_and_only_if_asked() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0)
+    timed(watch, Rule(warmup=0, min_samples=6, hide=True))
+    assert watch.events == ["flush", "busy", "run", "wait"] * 6
+    watch = ScriptedStopwatch(lambda sample: 1.0)
+    timed(watch, Rule(warmup=0, min_samples=6))
+    assert "busy" not in watch.events
+
+
+class Rested(ScriptedStopwatch):
+    """A device that is held down unless it rested for ``enough_s`` before; what it says at first is no reason."""
+
+    def __init__(self, enough_s: float):
+        super().__init__(lambda sample: 1.0)
+        self.enough_s = enough_s
+
+    def throttled(self) -> tuple[str, ...]:
+        cool = bool(self.rests) and self.rests.pop() >= self.enough_s
+        return () if cool else ("software power cap",)
+
+
+def test_work_that_needs_a_rest_before_each_sample_gets_one() -> None:
+    timing = timed(Rested(0.3), Rule(warmup=0, min_samples=15, max_samples=15))
+    assert (timing.status, len(timing.runs)) == ("done", 15)
+    assert timing.discarded == 6  # Without a rest, then after 10, 20, 40, 80 and 160 ms.
+    assert timing.after(6, 10).discarded == 0
+    assert timing.reasons == ("software power cap",)
+
+
+def test_the_first_run_may_compile_for_longer_than_the_cap() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0)
+    seconds = iter([0.0, 0.0, 100.0, *range(101, 200)])
+    timing = take(
+        lambda lap: watch.ran(), watch, Rule(warmup=0, min_samples=6, cap_s=10.0), clock=lambda: next(seconds)
+    )
+    assert (timing.status, len(timing.runs)) == ("done", 6)
+
+
 def test_the_cpus_flush_writes_more_than_its_last_cache() -> None:
     watch = CpuStopwatch()
     watch._cold.fill_(1)
@@ -125,7 +175,7 @@ def test_throttled_samples_are_thrown_away_and_the_device_rests_longer_each_time
     timing = timed(watch, Rule(warmup=0, min_samples=10))
     assert timing.status == "done"
     assert timing.laps["total"] == [1.0] * 10
-    assert (timing.discarded, watch.rests) == (2, [0.01, 0.02])
+    assert (timing.discarded, watch.rests) == (2, [0.01] + [0.02] * 8)
     assert timing.runs == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
@@ -161,7 +211,7 @@ def test_samples_after_a_number_of_warm_ups_are_of_one_series() -> None:
     watch = ScriptedStopwatch(lambda sample: 9.0 if sample == 0 else 1.0)
     timing = timed(watch, Rule(warmup=0, min_samples=15, max_samples=15))
     assert timing.after(0, 10).laps["total"] == [9.0] + [1.0] * 9
-    warm = judge(timing.after(1, 10), Rule(min_samples=10))
+    warm = steadied(timing.after(1, 10), Rule(min_samples=10))
     assert (warm.laps["total"], warm.status) == ([1.0] * 10, "done")
     assert len(timing.after(10, 10).runs) == 5
 
@@ -185,7 +235,10 @@ def test_clocks_above_the_data_sheets_are_not_called_impossible() -> None:
 def test_a_device_that_stays_throttled_is_given_up_before_the_cap() -> None:
     watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: True)
     timing = timed(watch, Rule(warmup=0, min_samples=10, cap_s=1e9))
-    assert (timing.status, timing.discarded, watch.samples) == ("throttled", 20, 20)
+    # Nine without the longest rest, eight after it.
+    assert (timing.status, timing.discarded) == ("throttled", 16)
+    assert watch.rests[-PATIENCE:] == [LONGEST_REST_S] * PATIENCE
+    assert timing.message == "the clocks were held down (software power cap) in 16 of 16 samples"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,13 @@ from trainfit.spec.units import format_seconds
 Point = dict[str, Cell]
 Rates = Callable[[float], Mapping[str, Cell]]
 """What follows from a median of so many seconds, such as TFLOP/s."""
+
+
+def cell_name(cell: Cell) -> str:
+    """A point's value as one writes it: ``true``, ``16``, ``bf16``."""
+    return (
+        str(cell).lower() if isinstance(cell, bool) else f"{cell:g}" if isinstance(cell, float) else str(cell)
+    )
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,13 @@ class Bench:
     """Where files go that are too large for a record (traces, snapshots); None: none are written."""
     on_file: Callable[[Path], None] = lambda path: None
     """Hears of each file that was written."""
+
+    only: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Points that are asked for: the values wanted of each key, as ``cell_name`` writes them."""
+
+    def wants(self, point: Point) -> bool:
+        """Whether a row of this point is asked for."""
+        return all(key in point and cell_name(point[key]) in values for key, values in self.only.items())
 
     def keep(self, name: str, write: Callable[[Path], object]) -> None:
         """Have ``write`` make the file ``name``, if files are asked for."""
@@ -89,6 +103,9 @@ class Bench:
             on_host: the work is the CPU's, whatever the device.
         """
         rule = rule or self.rule
+        parts = [part for part in parts if self.wants(part.point)]
+        if not parts:
+            return
         points = [part.point for part in parts]
         timing = self.series(build, rule, on_host=on_host)
         if isinstance(timing, tuple):

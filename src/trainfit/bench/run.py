@@ -1,17 +1,18 @@
 """``run``: an experiment's name in, a BenchResult out. ``experiments``: those there are, found by themselves."""
 
 import importlib
+import math
 import pkgutil
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from trainfit.bench import experiments as folder
-from trainfit.bench.experiment import Bench, Experiment
+from trainfit.bench.experiment import Bench, Experiment, cell_name
 from trainfit.bench.stopwatch import stopwatch_of
 from trainfit.bench.timing import Rule
 from trainfit.catalog import load as catalog
@@ -57,6 +58,7 @@ def run(
     on_row: Callable[[BenchRow], None] = lambda row: None,
     folder: Path | None = None,
     on_file: Callable[[Path], None] = lambda path: None,
+    only: Mapping[str, Sequence[str]] | None = None,
 ) -> BenchResult:
     """Run one experiment in this process.
 
@@ -67,9 +69,10 @@ def run(
         on_row: hears each row as it is made.
         folder: write the experiment's files there (``Experiment.files``); None: write none.
         on_file: hears each file's path.
+        only: the values wanted of each key of a point; rows of other points are not made.
 
     Raises:
-        InputError: no such experiment or device, or files asked of an experiment that has none.
+        InputError: no such experiment or device, files asked of an experiment that has none, or ``only`` of what it has not.
     """
     start = time.perf_counter()
     asked, place = experiment(name), _device(device)
@@ -80,11 +83,15 @@ def run(
     stopwatch = stopwatch_of(place)
     gpu = _data_sheet(place)
     bench = Bench(place, form, stopwatch, gpu, RULES[form], start + limit_s, folder, on_file)
+    if only:
+        bench.only = _only(asked, bench, only)
     rows = []
     with (
         set_aside()
     ):  # Between points garbage is collected, a quarter of a second where all of torch is looked at.
         for row in asked.run(bench):
+            if not bench.wants(row.point):
+                continue
             rows.append(row)
             on_row(row)
     settings = asdict(RULES[form]) | {"flush_bytes": stopwatch.flush_bytes}
@@ -93,6 +100,28 @@ def run(
         experiment=name, form=form, rows=tuple(rows), environment=environment, gpu=gpu.name if gpu else None,
         limit_s=limit_s, elapsed_s=time.perf_counter() - start, settings=settings,
     )  # fmt: skip
+
+
+def _only(asked: Experiment, bench: Bench, only: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
+    """``only``, held against the points that a run without time has.
+
+    Raises:
+        InputError: there is no such key or value.
+    """
+    there: dict[str, dict[str, None]] = {}
+    for row in asked.run(replace(bench, ends_at=-math.inf, folder=None)):
+        for key, cell in row.point.items():
+            there.setdefault(key, {})[cell_name(cell)] = None
+    for key, values in only.items():
+        if key not in there:
+            raise InputError(
+                f"{asked.name} has no such key", f"use {', '.join(there)}", field="only", value=key
+            )
+        for one in values:
+            if one not in there[key]:
+                known = ", ".join(there[key])
+                raise InputError(f"no {key} is so", f"use {known}", field="only", value=f"{key}={one}")
+    return {key: frozenset(values) for key, values in only.items()}
 
 
 def _make(folder: Path, asked: Experiment) -> None:

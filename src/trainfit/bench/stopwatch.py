@@ -21,6 +21,11 @@ LEAST_FLUSH_BYTES = 256 * MIB
 """On a GPU; at least twice any L2 of the catalog's GPUs."""
 CPU_CACHE_BYTES = 32 * MIB
 """Of a CPU that does not tell the size of its last cache."""
+BUSY_S = 2e-4
+"""Longer than a busy host needs to ask for an event, a few kernels and an event."""
+HIGHEST_CLOCK_PER_S = 2e9
+"""GPUs spin by their own cycles; at a lower clock it is longer."""
+ASK_EACH_S = 0.01
 
 
 class Stopwatch(ABC):
@@ -46,7 +51,14 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def throttled(self) -> tuple[str, ...]:
-        """Why the clocks are held down right now; asked while the sample still runs."""
+        """Why the clocks are held down right now."""
+
+    def held_until(self, end: Any) -> tuple[str, ...]:
+        """Why the clocks were held down from now until the device came to ``end``."""
+        return self.throttled()
+
+    def busy(self) -> None:  # noqa: B027
+        """Give the device ``BUSY_S`` to do, in which the host asks for what comes next; nothing where the host is the device."""
 
     @abstractmethod
     def environment(self, host: Environment) -> Environment:
@@ -109,6 +121,18 @@ class CudaStopwatch(Stopwatch):
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def busy(self) -> None:
+        torch.cuda._sleep(int(BUSY_S * HIGHEST_CLOCK_PER_S))
+
+    def held_until(self, end: torch.cuda.Event) -> tuple[str, ...]:
+        """Asked once while a short sample runs, every ``ASK_EACH_S`` of a long one: its clocks may be held in the middle."""
+        held, asked_at = set(self.throttled()), time.perf_counter()
+        while not end.query():
+            if time.perf_counter() - asked_at > ASK_EACH_S:
+                held.update(self.throttled())
+                asked_at = time.perf_counter()
+        return tuple(sorted(held))
 
     def throttled(self) -> tuple[str, ...]:
         for name, clock in self._nvml.clocks_mhz().items():

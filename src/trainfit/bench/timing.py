@@ -2,9 +2,10 @@
 
 Enters: something to run, and a rule. Leaves: a Timing, which has samples only if the run was clean.
 
-Each sample: empty the cache, mark, run, mark, ask for the clocks while the device still works, wait. Samples are taken until the
-median is known well enough (``Rule.spread``), or the time cap. A sample in which the driver held the clocks down is thrown away
-and the device rests, longer each time; where most samples are lost so, the run has no number.
+Each sample: empty the cache, mark, run, mark, ask for the clocks until the device is done. Samples are taken until the median is
+known well enough (``Rule.spread``), or the time cap. A sample in which the driver held the clocks down is thrown away; from then on
+the device rests before every sample, longer with each one lost: work at full load draws more than the GPU may for long, and
+without a rest every second sample would be lost. Where most samples are lost all the same, the run has no number.
 
 The spread is that of the median, not of the samples: the 95 % confidence interval by order statistics, which needs no bell curve
 (Le Boudec, Performance Evaluation, 2010, section 2.2; Hoefler and Belli, SC 2015, rule 5).
@@ -14,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 from trainfit.bench.stopwatch import Stopwatch
 from trainfit.spec.bench import BenchStatus
@@ -22,7 +24,9 @@ from trainfit.spec.samples import Spread
 Lap = Callable[[str], None]
 """Called by what is timed where a part of it begins."""
 TOTAL = "total"
-LONGEST_REST_S = 0.5
+FIRST_REST_S, LONGEST_REST_S = 0.01, 1.0
+PATIENCE = 8
+"""Samples lost after the longest rest; with so many, and more than were kept, the work itself is what holds the clocks down."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,12 @@ class Rule:
     spread: float = 0.02
     """Width of the median's confidence interval over the median, at which it is known well enough."""
     cap_s: float = 3.0
-    """Seconds after which no further sample begins, resting included; as many again for the warm-up, whose first run always runs."""
+    """Seconds after which no further sample begins, resting included. The very first run always runs and is not counted: it may
+    compile. As many seconds again for the warm-up."""
     flush: bool = True
-    rest_s: float = 0.0
-    """Rest before every sample once one was lost to held clocks; 0: after each that is lost, longer each time."""
+    hide: bool = False
+    """Keep the device busy until the host has asked for the whole sample, so that a short one is the device's time alone. Never
+    where the host's time is part of the question."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
@@ -52,7 +58,7 @@ class Rule:
 class Timing:
     """Samples of one run; ``laps`` has the seconds of each part, ``total`` of the whole, in the order taken.
 
-    ``runs`` counts the runs before each kept sample, warm-up and discarded ones included.
+    ``runs`` counts the runs before each kept sample, warm-up and discarded ones included. ``reasons``: why any were discarded.
     """
 
     status: BenchStatus = "done"
@@ -60,12 +66,18 @@ class Timing:
     laps: dict[str, list[float]] = field(default_factory=dict)
     runs: list[int] = field(default_factory=list)
     discarded: int = 0
+    reasons: tuple[str, ...] = ()
 
     def after(self, runs: int, num_samples: int) -> "Timing":
-        """The first ``num_samples`` kept samples that at least ``runs`` runs went before; not judged."""
+        """The first ``num_samples`` kept samples that at least ``runs`` runs went before; not judged.
+
+        ``discarded`` are those among them; whether too many were is the whole series' matter.
+        """
         kept = [index for index, before in enumerate(self.runs) if before >= runs][:num_samples]
         laps = {name: [samples[index] for index in kept] for name, samples in self.laps.items()}
-        return Timing(laps=laps, runs=[self.runs[index] for index in kept], discarded=self.discarded)
+        ran = [self.runs[index] for index in kept]
+        lost = ran[-1] + 1 - runs - len(ran) if ran else 0
+        return Timing(laps=laps, runs=ran, discarded=lost, reasons=self.reasons)
 
     def spread(self, lap: str = TOTAL) -> Spread | None:
         """The samples' summary; None where there is no number."""
@@ -91,26 +103,27 @@ def take(
         run(_no_lap)
         stopwatch.wait()
         count += 1
-    timing, rest_s, reasons, start = Timing(), 0.01, (), clock()
+    timing, rest_s, lost_rested, start = Timing(), 0.0, 0, clock()
     while len(timing.runs) < rule.max_samples:
-        if timing.discarded and rule.rest_s:
-            stopwatch.rest(rule.rest_s)
-        held, parts = _sample(run, stopwatch, rule.flush)
+        if rest_s:
+            stopwatch.rest(rest_s)
+        held, parts = _sample(run, stopwatch, rule)
         if held:
-            timing.discarded, reasons = timing.discarded + 1, held
-            if not rule.rest_s:
-                stopwatch.rest(rest_s)
-                rest_s = min(2 * rest_s, LONGEST_REST_S)
+            timing.discarded, timing.reasons = timing.discarded + 1, tuple(sorted({*timing.reasons, *held}))
+            lost_rested += rest_s == LONGEST_REST_S
+            rest_s = min(2 * rest_s or FIRST_REST_S, LONGEST_REST_S)
         else:
             timing.runs.append(count)
             for name, seconds in parts.items():
                 timing.laps.setdefault(name, []).append(seconds)
         count += 1
-        if _enough(timing, rule) or _hopeless(timing, rule):
+        if count == 1:
+            start = clock()
+        if _enough(timing, rule) or _hopeless(timing, rule, lost_rested):
             break
         if clock() - start > rule.cap_s and _tried(timing, rule):
             break
-    return judge(timing, rule, reasons)
+    return judge(timing, rule)
 
 
 def _no_lap(name: str) -> None:
@@ -118,15 +131,17 @@ def _no_lap(name: str) -> None:
 
 
 def _sample(
-    run: Callable[[Lap], object], stopwatch: Stopwatch, flush: bool
+    run: Callable[[Lap], object], stopwatch: Stopwatch, rule: Rule
 ) -> tuple[tuple[str, ...], dict[str, float]]:
     """One run: why the clocks were held, and the seconds of each part (a name that comes twice is summed)."""
-    if flush:
+    if rule.flush:
         stopwatch.flush()
+    if rule.hide:
+        stopwatch.busy()
     marks = [(TOTAL, stopwatch.mark())]
     result = run(lambda name: marks.append((name, stopwatch.mark())))
     end = stopwatch.mark()
-    held = stopwatch.throttled()
+    held = stopwatch.held_until(end)
     stopwatch.wait()
     del result  # freed outside of what is timed
     ends = [mark for _, mark in marks[1:]] + [end]
@@ -141,8 +156,10 @@ def _tried(timing: Timing, rule: Rule) -> bool:
     return bool(timing.runs) or timing.discarded >= rule.min_samples
 
 
-def _hopeless(timing: Timing, rule: Rule) -> bool:
+def _hopeless(timing: Timing, rule: Rule, lost_rested: int) -> bool:
     """Whether so many samples were lost, in spite of the rests, that most will be."""
+    if lost_rested >= PATIENCE and timing.discarded > len(timing.runs):
+        return True
     return timing.discarded >= 2 * max(rule.min_samples, len(timing.runs))
 
 
@@ -151,12 +168,17 @@ def _enough(timing: Timing, rule: Rule) -> bool:
     return len(samples) >= rule.min_samples and spread_of_median(samples) <= rule.spread
 
 
-def judge(timing: Timing, rule: Rule, reasons: tuple[str, ...] = ()) -> Timing:
-    """The timing with its status; without samples where most were lost to held clocks, for ``reasons``."""
+def judge(timing: Timing, rule: Rule) -> Timing:
+    """The timing with its status; without samples where most were lost to held clocks."""
     if timing.discarded > len(timing.runs):
         lost = f"{timing.discarded} of {timing.discarded + len(timing.runs)} samples"
-        why = f"the clocks were held down ({', '.join(reasons)}) in {lost}"
-        return Timing("throttled", why, discarded=timing.discarded)
+        why = f"the clocks were held down ({', '.join(timing.reasons)}) in {lost}"
+        return Timing("throttled", why, discarded=timing.discarded, reasons=timing.reasons)
+    return steadied(timing, rule)
+
+
+def steadied(timing: Timing, rule: Rule) -> Timing:
+    """The timing, called unsteady where its median is not known as well as asked."""
     if not _enough(timing, rule):
         samples = timing.laps[TOTAL]
         width = spread_of_median(samples)
@@ -167,17 +189,25 @@ def judge(timing: Timing, rule: Rule, reasons: tuple[str, ...] = ()) -> Timing:
 
 
 def spread_of_median(samples: list[float]) -> float:
-    """Width of the median's 95 % confidence interval over the median; infinite below six samples.
-
-    The ranks are those of the normal approximation of the binomial, n / 2 -+ 0.98 sqrt(n); six samples are the fewest whose
-    least and greatest hold the median with 95 % (1 - 2 / 2**6 = 96.9 %).
-    """
-    count = len(samples)
-    if count < 6:
+    """Width of the median's 95 % confidence interval over the median; infinite below six samples."""
+    rank = _rank(len(samples))
+    if rank == 0:
         return math.inf
     ordered = sorted(samples)
-    reach = 0.98 * math.sqrt(count)
-    low = max(0, math.floor(count / 2 - reach) - 1)
-    high = min(count - 1, math.ceil(count / 2 + reach))
     median = Spread.of(samples).median
-    return (ordered[high] - ordered[low]) / median if median > 0 else math.inf
+    return (ordered[-rank] - ordered[rank - 1]) / median if median > 0 else math.inf
+
+
+@cache
+def _rank(count: int) -> int:
+    """The greatest k for which the k-th least and the k-th greatest of ``count`` samples hold the median with 95 %; 0: none.
+
+    They miss it where fewer than k samples are on one side of it, which is a matter of coins: 2 P(Binomial(count, 1/2) < k).
+    """
+    rank, below = 0, 0.0
+    while rank < count // 2:
+        below += math.comb(count, rank) / 2**count
+        if 2 * below > 0.05:
+            break
+        rank += 1
+    return rank

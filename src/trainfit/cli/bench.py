@@ -39,6 +39,12 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Also write traces (kernels) or snapshots (memory) there."),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE,...", help="Only points whose KEY is one of these, such as compile=model."
+        ),
+    ] = None,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
@@ -50,10 +56,12 @@ def run(
         print_json({"experiments": experiment_names()}) if json else typer.echo("\n".join(experiment_names()))
         return 0
     _check(record)
+    wanted = _wanted(only or [])
     with only_json(json):
         result = run_experiment(
-            name, device=device, form=form, limit_s=limit, on_row=_tell, folder=files, on_file=_tell_file
-        )
+            name, device=device, form=form, limit_s=limit, on_row=_tell, folder=files, on_file=_tell_file,
+            only=wanted,
+        )  # fmt: skip
         _keep(record, result)
         if plot is not None:
             _draw(plot, result)
@@ -62,6 +70,21 @@ def run(
     else:
         show(result)
     return 0
+
+
+def _wanted(only: list[str]) -> dict[str, list[str]]:
+    """Values by key; a key that comes twice has the values of both."""
+    from trainfit.spec.errors import InputError
+
+    wanted: dict[str, list[str]] = {}
+    for one in only:
+        key, equals, values = one.partition("=")
+        if not (key and equals and values):
+            raise InputError(
+                "is not KEY=VALUE", "write for example compile=model,block", field="only", value=one
+            )
+        wanted.setdefault(key, []).extend(value.strip() for value in values.split(","))
+    return wanted
 
 
 def _check(record: Path | None) -> None:

@@ -3,7 +3,8 @@
 ``python -m trainfit.report.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
 
 Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of several records of a
-shape and GPU the newest counts, and only as a whole: kernels of one shape are compared within one run. Shapes of fewer heads than
+shape and GPU the newest counts, and only as a whole: kernels of one shape are compared within one run; one that came to fewer kernels
+than an older one with the same torch does not take its place. Shapes of fewer heads than
 models have are left out: one head leaves most of a large GPU idle. A median of fewer than six samples is left out, too.
 """
 
@@ -63,6 +64,12 @@ def runs_of(records: Sequence[Record]) -> list[AttentionRun]:
         if result is None or result.form != "full" or result.gpu is None:
             continue
         for shape in shapes_of(result.rows):
+            before = told.get((result.gpu, shape.key))
+            same_torch = (
+                before and before.bench and before.bench.environment.torch == result.environment.torch
+            )
+            if same_torch and set(shape.seconds) < set(shapes[result.gpu, shape.key].seconds):
+                continue
             told[result.gpu, shape.key] = record
             shapes[result.gpu, shape.key] = shape
     if not shapes:

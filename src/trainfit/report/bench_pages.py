@@ -3,7 +3,7 @@
 ``python -m trainfit.report.bench_pages RECORDS... [--into docs/bench]``
 
 Enters: files of Records. Leaves: NAME.md for each experiment that has a record in full form, its plot in ``plots/``, and README.md, the
-list. Of several records of one experiment and device the newest counts. The same records give the same bytes.
+list. Several records of one experiment, device and torch make one page together (bench_merge.py). The same records give the same bytes.
 """
 
 import argparse
@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainfit.records import load
+from trainfit.report.bench_merge import Merged, merged
 from trainfit.report.bench_plot import plot_of
 from trainfit.report.bench_prose import Claim, Story, stories
-from trainfit.report.bench_table import Grid, cell_text, grids, reasons, title
+from trainfit.report.bench_table import Grid, cell_text, grids, number_text, reasons, title
 from trainfit.report.page_file import Page, on_white, write_page
 from trainfit.report.table import markdown_cell, markdown_grid
-from trainfit.spec.bench import BenchResult, BenchRow, Cell
+from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.result import Record
 from trainfit.spec.units import format_seconds
@@ -54,20 +55,16 @@ def pages(records: Sequence[Record]) -> dict[str, Page]:
     Raises:
         InputError: no record is of a benchmark in full form.
     """
-    newest: dict[tuple[str, str], Record] = {}
-    for record in sorted(records, key=lambda one: one.created_at):
-        if record.bench is not None and record.bench.form == "full":
-            newest[(record.bench.experiment, record.bench.environment.device)] = record
-    if not newest:
+    found = merged(records)
+    if not found:
         raise InputError(
             "no benchmark in full form among the records",
             "make one with trainfit bench NAME --form full --record FILE",
         )
     told = stories()
     made: dict[str, Page] = {}
-    for name in sorted({experiment for experiment, _ in newest}):
-        mine = [record for (experiment, _), record in sorted(newest.items()) if experiment == name]
-        made[name] = _page(name, told[name], mine)
+    for name in sorted({one.result.experiment for one in found}):
+        made[name] = _page(name, told[name], [one for one in found if one.result.experiment == name])
     made[INDEX] = Page(_index({name: told[name] for name in made}), {})
     return made
 
@@ -77,7 +74,7 @@ def _index(told: dict[str, Story]) -> str:
     return "\n\n".join(["# Experiments", f"Made by `{MADE_BY}`; do not edit.", "\n".join(lines)]) + "\n"
 
 
-def _page(name: str, story: Story, records: list[Record]) -> Page:
+def _page(name: str, story: Story, found: list[Merged]) -> Page:
     plots: dict[str, str] = {}
     parts = [
         f"# {story.title}",
@@ -86,9 +83,8 @@ def _page(name: str, story: Story, records: list[Record]) -> Page:
     ]
     if story.claims:
         parts += ["## What published results got wrong", "\n".join(_claim(claim) for claim in story.claims)]
-    for record in records:
-        assert record.bench is not None
-        parts += _result(story, record, record.bench, plots)
+    for one in found:
+        parts += _result(story, one, plots)
     return Page("\n\n".join(parts) + "\n", plots)
 
 
@@ -97,16 +93,16 @@ def _claim(claim: Claim) -> str:
     return f"- Said: {said} Right: {claim.right}"
 
 
-def _result(story: Story, record: Record, result: BenchResult, plots: dict[str, str]) -> list[str]:
+def _result(story: Story, one: Merged, plots: dict[str, str]) -> list[str]:
     """One device's part of the page."""
+    result = one.result
     where = result.environment
-    commit = (record.commit or "unknown")[:12]
     clocks = f", SM clock at least {where.clocks_mhz['sm']} MHz" if "sm" in where.clocks_mhz else ""
     sheet = "" if result.gpu else " No data sheet of this device is known, so no time is called impossible."
     timed = TIMED if any(row.times for row in result.rows) else ""
     parts = [
         f"## {where.device}",
-        f"torch {where.torch}{f', driver {where.driver}' if where.driver else ''}{clocks}, commit {commit}, {record.created_at[:10]}; "
+        f"torch {where.torch}{f', driver {where.driver}' if where.driver else ''}{clocks}, {_sources(one)}; "
         f"{format_seconds(result.elapsed_s)}.{sheet}{timed}",
     ]
     svg = plot_of(result)
@@ -124,9 +120,19 @@ def _result(story: Story, record: Record, result: BenchResult, plots: dict[str, 
     return parts
 
 
+def _sources(one: Merged) -> str:
+    """The records: how many, their commits and days."""
+    commits = dict.fromkeys((record.commit or "unknown")[:12] for record in one.records)
+    days = dict.fromkeys(record.created_at[:10] for record in one.records)
+    several = f"{len(one.records)} records, " if len(one.records) > 1 else ""
+    return f"{several}commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {', '.join(days)}"
+
+
 def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
     if not story.pivot:
         return grids(rows)
+    apart = [row for row in rows if story.pivot not in row.point]
+    rows = [row for row in rows if story.pivot in row.point]
     groups: dict[Cell, list[BenchRow]] = {}
     for row in rows:
         groups.setdefault(row.point[story.apart] if story.apart else "", []).append(row)
@@ -135,7 +141,7 @@ def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
         lines = {_line(row, story.pivot) for row in rows if name in row.numbers}
         told = [row for row in rows if _line(row, story.pivot) in lines]
         tables += [pivoted(told, story.pivot, name)] if told else []
-    return tables
+    return tables + grids(apart)
 
 
 def _line(row: BenchRow, pivot: str) -> tuple[Cell, ...]:
@@ -163,10 +169,9 @@ def pivoted(rows: Sequence[BenchRow], pivot: str, shows: str) -> Grid:
     for row in rows:
         at = tuple(cell_text("", row.point[key]) for key in keys)
         lines.setdefault(at, {})[str(row.point[pivot])] = _shown(row, shows)
-    titles = [
-        *keys,
-        *(f"{column}, {'median' if shows == 'median_s' else title(shows)}" for column in columns),
-    ]
+    named = "" if any(isinstance(row.point[pivot], str) for row in rows) else f"{pivot} "
+    shown = "median" if shows == "median_s" else title(shows)
+    titles = [*keys, *(f"{named}{column}, {shown}" for column in columns)]
     cells = [(*at, *(found.get(column, "") for column in columns)) for at, found in lines.items()]
     return Grid(tuple(titles), tuple(cells), (False,) * len(keys) + (True,) * len(columns), same)
 
@@ -179,7 +184,7 @@ def _shown(row: BenchRow, name: str) -> str:
     mark = "" if row.status == "done" else " (unsteady)"
     if name == "median_s":
         return cell_text(name, row.times.median if row.times else 0.0) + mark
-    return cell_text(name, row.numbers[name]) + mark if name in row.numbers else ""
+    return number_text(row, name) + mark if name in row.numbers else ""
 
 
 if __name__ == "__main__":

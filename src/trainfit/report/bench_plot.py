@@ -10,8 +10,10 @@ from trainfit.report.plots import MARKERS, MODEL_COLOURS, plain_logarithms, svg
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 
 MEDIAN = "median_s"
-LONGEST_LEVEL_NAME = 20
-"""Letters; longer names of bars are written aslant."""
+MOST_LETTERS = 80
+"""Of all names beneath bars, each as long as the longest; with more the bars lie."""
+MOST_INSIDE = 6
+"""Entries of a legend; a longer one is beside the plot."""
 Drawn = dict[str, list[tuple[Cell, float]]]
 """Points (x, y) by the name of their line."""
 
@@ -34,7 +36,7 @@ AXES: dict[str, Axes] = {
     ),
     "transformer": Axes("model", MEDIAN, ("precision", "compile"), (("warm-up", 5),)),
     "accumulation": Axes("method", "relative_error", ("floats",)),
-    "dataloader": Axes("workers", MEDIAN, ("prefetch", "pinned"), (("data", "loaded"),)),
+    "dataloader": Axes("workers", MEDIAN, ("prefetch", "pinned"), (("data", "loaded"),), "linear"),
     "fusion": Axes("body", "gb_per_s", ("rows",), scale="linear"),
     "gpu": Axes("set_kib", "gb_per_s", ("level",)),
     "streams": Axes("case", "gain", ("streams",), scale="linear"),
@@ -57,38 +59,43 @@ def plot_of(result: BenchResult) -> str | None:
 
     def draw(plt: Any) -> Any:
         figure, area = plt.subplots(figsize=(7.2, 4.4))
-        area.set(yscale=axes.scale, xlabel=title(axes.x))
-        area.set_ylabel("median, s" if axes.y == MEDIAN else title(axes.y))
+        y = "median, s" if axes.y == MEDIAN else title(axes.y)
         if any(isinstance(x, str) for points in drawn.values() for x, _ in points):
-            _bars(area, drawn)
+            _bars(area, drawn, axes.scale, title(axes.x), y)
         else:
+            area.set(xscale=axes.scale, yscale=axes.scale, xlabel=title(axes.x), ylabel=y)
             _lines(area, drawn)
-        area.legend(title=", ".join(map(title, axes.lines)), fontsize=8.5, title_fontsize=8.5)
+        plain_logarithms(area)
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(drawn) > MOST_INSIDE else {}
+        if len(drawn) > 1:
+            area.legend(title=", ".join(map(title, axes.lines)), fontsize=8.5, title_fontsize=8.5, **beside)
         return figure
 
     return svg(draw, f"bench-{result.experiment}")
 
 
 def _lines(area: Any, drawn: Drawn) -> None:
-    area.set(xscale="log")
     for index, (name, points) in enumerate(drawn.items()):
         colour, marker = MODEL_COLOURS[index % len(MODEL_COLOURS)], MARKERS[index % len(MARKERS)]
         area.plot(*zip(*sorted(points), strict=True), color=colour, marker=marker, markersize=5, label=name)
-    plain_logarithms(area)
 
 
-def _bars(area: Any, drawn: Drawn) -> None:
+def _bars(area: Any, drawn: Drawn, scale: str, x: str, y: str) -> None:
+    """Upright; lying, the first on top, where the names need the room."""
     names = list(dict.fromkeys(str(x) for points in drawn.values() for x, _ in points))
+    lie = len(names) * max(map(len, names)) > MOST_LETTERS
     width = 0.8 / len(drawn)
     for index, (name, points) in enumerate(drawn.items()):
         at = [names.index(str(x)) + (index - (len(drawn) - 1) / 2) * width for x, _ in points]
         colour = MODEL_COLOURS[index % len(MODEL_COLOURS)]
-        area.bar(at, [y for _, y in points], width=width, color=colour, label=name)
-    area.set_xticks(range(len(names)), names)
-    if max(map(len, names)) > LONGEST_LEVEL_NAME:
-        area.tick_params(axis="x", rotation=35)
-        for label in area.get_xticklabels():
-            label.set(ha="right", rotation_mode="anchor")
+        (area.barh if lie else area.bar)(at, [y for _, y in points], width, color=colour, label=name)
+    if lie:
+        area.set_yticks(range(len(names)), names)
+        area.invert_yaxis()
+        area.set(xscale=scale, xlabel=y, ylabel=x)
+    else:
+        area.set_xticks(range(len(names)), names)
+        area.set(yscale=scale, xlabel=x, ylabel=y)
 
 
 def lines_of(result: BenchResult, axes: Axes) -> Drawn:

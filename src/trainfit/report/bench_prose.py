@@ -59,7 +59,14 @@ def stories() -> dict[str, Story]:
         ),
         "memory": Story("Memory through a step", MEMORY, MEMORY_CLAIMS),
         "streams": Story("When a second stream helps", STREAMS, STREAMS_CLAIMS),
-        "transformer": Story("A training step of five sizes", TRANSFORMER, TRANSFORMER_CLAIMS),
+        "transformer": Story(
+            "A training step of five sizes",
+            TRANSFORMER,
+            TRANSFORMER_CLAIMS,
+            "warm-up",
+            "median_s",
+            ("forward_mean_s", "backward_mean_s", "optimizer_mean_s", "total_mean_s"),
+        ),
     }
 
 
@@ -210,7 +217,11 @@ STREAMS_CLAIMS = (
 )
 TRANSFORMER = """\
 The course's five sizes on the native decoder, batch 4, 512 tokens, AdamW. One series of steps from the first one on: with w warm-up
-steps the row is of steps w to w + 9. Mean and standard deviation of forward, backward and optimizer are by events on the device."""
+steps it is of steps w to w + 9: the median first, then mean ± standard deviation of each part and of the whole, by events on the device.
+
+A GPU at full load draws more than it may and lowers its clocks. A step in which that was seen is not counted, and from then on the GPU
+rests up to a second before each step. A size whose own step is long enough for that says `throttled` and has no numbers: what it
+takes in training, with the clocks that the GPU can hold, is measured with `trainfit measure`."""
 TRANSFORMER_CLAIMS = (
     Claim(
         "Times without warm-up, or of collectives without warm-up, given as the operation's time.",

@@ -11,7 +11,7 @@ from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
-UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s"}
+UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s", "set_kib": "set, KiB", "copied_mib": "copied, MiB"}
 SPREAD = "spread"
 """From the 10th to the 90th percentile, over the median."""
 MEAN, DEVIATION = "_mean_s", "_std_s"
@@ -40,7 +40,11 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
     varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
     same = ", ".join(f"{key} {cell_text('', rows[0].point[key])}" for key in keys if key not in varied)
     columns: list[tuple[str, bool, list[str]]] = [
-        (key, not isinstance(rows[0].point[key], str | bool), [cell_text("", row.point[key]) for row in rows])
+        (
+            UNITS.get(key, key),
+            not isinstance(rows[0].point[key], str | bool),
+            [cell_text("", row.point[key]) for row in rows],
+        )
         for key in varied
     ]
     if any(row.times for row in rows):
@@ -49,14 +53,15 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
         columns += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(names)]
     for name in dict.fromkeys(name for row in rows for name in row.numbers if not name.endswith(DEVIATION)):
         is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
-        columns.append((title(name), not is_text, [_number(row, name) for row in rows]))
+        columns.append((title(name), not is_text, [number_text(row, name) for row in rows]))
     if any(row.status != "done" for row in rows):
         columns.append(("status", False, ["" if row.status == "done" else row.status for row in rows]))
     titles, is_number, cells = zip(*columns, strict=True)
     return Grid(titles, tuple(zip(*cells, strict=True)), is_number, same)
 
 
-def _number(row: BenchRow, name: str) -> str:
+def number_text(row: BenchRow, name: str) -> str:
+    """A row's number, with its standard deviation where it has one."""
     if name not in row.numbers:
         return ""
     text = cell_text(name, row.numbers[name])
@@ -92,6 +97,8 @@ def cell_text(name: str, cell: Cell) -> str:
         return f"{cell:.1%}"
     if isinstance(cell, int) or cell == int(cell):
         return str(int(cell))
+    if abs(cell) >= 1e4:
+        return f"{cell:.0f}"
     return f"{cell:.4f}" if name == "total" else f"{cell:.4g}"
 
 

@@ -183,7 +183,7 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
             axes.plot([], [], "D", color=PREDICTED, markersize=5, label="predicted")
         axes.set(xscale="log", xlabel="seconds a step")
         axes.margins(x=0.08)
-        plain_logarithms(axes, y=False)
+        plain_logarithms(axes)
         _rows(axes, [_label(one) for one in shown])
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8.5)
         return figure
@@ -199,11 +199,13 @@ def _rows(axes: Any, labels: list[str]) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def plain_logarithms(axes: Any, *, y: bool = True) -> None:
+def plain_logarithms(axes: Any) -> None:
     """Plain numbers on logarithmic axes, also between the powers of ten where few of those are in sight."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    for axis in (axes.xaxis, axes.yaxis) if y else (axes.xaxis,):
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() != "log":
+            continue
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1.0,) if high / max(low, 1e-12) > 1e3 else (1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

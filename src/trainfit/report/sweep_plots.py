@@ -195,10 +195,7 @@ def _scales(axes: Any, points: dict[str, tuple[float, float]]) -> None:
         values = [point[index] for point in points.values()]
         if min(values) > 0 and max(values) / min(values) > SPREAD:
             scale("log")
-    if axes.get_xscale() == axes.get_yscale() == "log":
-        plots.plain_logarithms(axes)
-    elif axes.get_xscale() == "log":
-        plots.plain_logarithms(axes, y=False)
+    plots.plain_logarithms(axes)
 
 
 def _name_points(
