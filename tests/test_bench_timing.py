@@ -179,13 +179,6 @@ def test_throttled_samples_are_thrown_away_and_the_device_rests_longer_each_time
     assert timing.runs == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_a_device_that_was_held_once_rests_before_every_later_sample() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: sample == 1)
-    timing = timed(watch, Rule(warmup=0, min_samples=6, max_samples=6, rest_s=2.0))
-    assert (timing.status, timing.discarded, len(timing.runs)) == ("done", 1, 6)
-    assert watch.rests == [2.0] * 5
-
-
 def test_a_throttled_run_has_no_number() -> None:
     watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: sample % 4 != 0)
     timing = timed(watch, Rule(warmup=0, min_samples=10, cap_s=20.0), tick_s=1.0)
