@@ -26,44 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LN_2 = gl.constexpr(0.6931471805599453)
-GROUP_ROWS = gl.constexpr(64)
-"""Query rows of a group: what one instruction multiplies."""
-THREADS_OF_ROW = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
+from trainfit.kernels.flash_attention_softmax_gluon import (
+    GROUP_ROWS,
+    THREADS_OF_ROW,
+    _operand,
+    _packed,
+    _probabilities,
+    _shrunk,
 )
-"""[rows, 4]: the threads that hold a row of a product's result (PTX ISA, wgmma.mma_async, matrix D)."""
-GROUP_THREADS = gl.constexpr(128)
+from trainfit.kernels.named_barriers_gluon import GROUP_THREADS, _arrive_at, _barrier, _release, _wait_for
+
+LN_2 = gl.constexpr(0.6931471805599453)
 NAMED = gl.constexpr(5)
 """The first named barrier that Triton leaves alone, with three groups (CUDA has 16)."""
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
-
-
-@gluon.jit
-def _wait_for(barrier, threads: gl.constexpr, warps: gl.constexpr):
-    """This group, or the loading warp, waits at a named barrier until ``threads`` in all are there."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-    which = gl.full([32 * warps], barrier, gl.int32, layout)
-    many = gl.full([32 * warps], threads, gl.int32, layout)
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _arrive_at(barrier, threads: gl.constexpr, really):
-    """This group has come to a named barrier and goes on; without ``really`` it has not."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    which = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
-    many = gl.full([GROUP_THREADS], threads, gl.int32, layout)
-    gl.inline_asm_elementwise(
-        "{ .reg .pred really; setp.ne.s32 really, $3, 0; @really bar.arrive $1, $2; mov.u32 $0, 0; }",
-        "=r,r,r,r,~{memory}", [which, many, gl.full([GROUP_THREADS], really, gl.int32, layout)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -85,45 +60,6 @@ def _until_free(
             _wait_for(barrier + slot, GROUPS * GROUP_THREADS + 32, 1)
     else:
         mbarrier.wait(empty.index(slot), ((number // STAGES) & 1) ^ 1)
-
-
-@gluon.constexpr_function
-def _unless_one(size):
-    """PTX: ``size`` numbers of a thread times their factors, left out where all of a warp's factors are 1.
-
-    The numbers stand as a product's result does (PTX ISA, wgmma.mma_async, matrix D): two of a row, then two of the other.
-    """
-    lines = [
-        "{ .reg .pred here, any;",
-        f"setp.neu.f32 here, ${2 * size}, 0f3F800000;",
-        f"setp.neu.or.f32 here, ${2 * size + 2}, 0f3F800000, here;",
-        "vote.sync.any.pred any, here, 0xffffffff;",
-        *(f"mov.b32 ${i}, ${size + i};" for i in range(size)),
-        "@!any bra DONE;",
-        *(f"mul.f32 ${i}, ${i}, ${2 * size + i % 4 // 2 * 2};" for i in range(size)),
-        "DONE: }",
-    ]
-    return "\n".join(lines)
-
-
-@gluon.constexpr_function
-def _registers(size):
-    return ",".join(["=&f"] * size + ["f"] * 2 * size)
-
-
-@gluon.jit
-def _shrunk(acc, shrink, LAZY: gl.constexpr):
-    """The results so far, of earlier maxima, beside those of the present maxima."""
-    factors = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if LAZY:
-        size: gl.constexpr = acc.shape[1] // 2
-        asm: gl.constexpr = _unless_one(size)
-        registers: gl.constexpr = _registers(size)
-        return gl.inline_asm_elementwise(
-            asm, registers, [acc, factors], dtype=gl.float32, is_pure=True, pack=size
-        )
-    else:
-        return acc * factors
 
 
 @gluon.jit
@@ -235,72 +171,6 @@ def _load_tiles(
                 V, [batch, kv_head, key, 0], v_full.index(slot), v_tiles.index(slot)
             )
         done += tiles
-
-
-@gluon.jit
-def _probabilities(
-    scores, row_max, row_sum, rows, key, n, m, scale_log2, keys_layout: gl.constexpr,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
-    """exp2 of the scores, their rows' new maximum and sum, and by what earlier results shrink."""
-    if MASKED:
-        keys = key + gl.arange(0, BLOCK_N, keys_layout)
-        last = gl.full([GROUP_ROWS], m - 1, gl.int32, row_max.type.layout)
-        if CAUSAL:
-            last = gl.minimum(rows + (m - n), last)
-        # Written out, for the compiler gathers comparisons in registers bit by bit.
-        scores = gl.inline_asm_elementwise(
-            "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }", "=f,f,r,r",
-            [scores, keys[None, :], last[:, None]], dtype=gl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    largest = gl.max(
-        gl.max(scores.reshape([GROUP_ROWS, 4, BLOCK_N // 4]), 1), 1
-    )  # four chains beside one another
-    largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
-    new_max = gl.maximum(row_max, largest * scale_log2)
-    if LAZY:  # the old maximum serves as well, as long as no exponential is over 2^8
-        new_max = gl.where(new_max > row_max + 8.0, new_max, row_max)
-    offset = new_max
-    if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number
-        offset = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(scores * scale_log2 - offset[:, None])
-    shrink = gl.exp2(row_max - offset)
-    parts = gl.sum(gl.sum(p.reshape([GROUP_ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
-    layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    shrinks = gl.convert_layout(shrink, layout, assert_trivial=True)[:, None]
-    row_sum = row_sum * shrinks + gl.convert_layout(parts, row_sum.type.layout, assert_trivial=True)
-    return p, new_max, row_sum, shrink
-
-
-@gluon.jit
-def _release(barrier):
-    """All warps of the group are through with what the barrier guards."""
-    _barrier()
-    mbarrier.arrive(barrier, count=1)
-
-
-@gluon.jit
-def _packed(p, dtype: gl.constexpr):
-    """[rows, keys] fp32 as 16-bit numbers, two neighbours in an int32: loops carry single 16-bit numbers by shuffling bytes."""
-    low, high = p.reshape([GROUP_ROWS, p.shape[1] // 2, 2]).split()
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
-        )
-
-
-@gluon.jit
-def _operand(p, dtype: gl.constexpr, p_layout: gl.constexpr):
-    """``_packed`` probabilities as the product takes them."""
-    low, high = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
-    )
-    halves = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
-    return gl.convert_layout(halves.reshape([GROUP_ROWS, 2 * p.shape[1]]), p_layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -425,6 +295,8 @@ def _compute(
             first, batch, head = _place(
                 _number(turn, shift, PERSISTENT), n, heads, all_heads, BLOCK_M, HEADS_AT_ONCE, PERSISTENT
             )
+        # Also with AHEAD, which knew them before: of the two that the loop then carried, Triton 3.6's inliner left ``whole`` as it
+        # was for the first tile, and the groups waited for keys that nobody loads.
         tiles, whole = _tile_numbers(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
         if not AHEAD:
             mbarrier.wait(q_full.index(place), phase_of_query)
