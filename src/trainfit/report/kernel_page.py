@@ -149,11 +149,19 @@ def _goals(rows: Sequence[Row]) -> str:
             if ours is not None and theirs is not None:
                 what = f"{STORIES[case][0]}{'' if case == 'update' else ', ' + _PARTS[part]}: faster than compiled"
                 shown = f"{ours['ms']:.3f} against {theirs['ms']:.3f} ms"
-                lines.append([what, shown, _met(ours["ms"] < theirs["ms"])])
+                lines.append([what, shown, _faster(ours["ms"], theirs["ms"])])
     return markdown_grid(["goal", "measured", ""], lines, num_text=3)
 
 
 _PARTS = {"forward": "forward", "both": "forward and backward"}
+
+
+TIE = 0.005
+"""Two medians this near each other are called equal: their spread is as wide."""
+
+
+def _faster(ours_ms: float, theirs_ms: float) -> str:
+    return "equal" if abs(ours_ms / theirs_ms - 1) < TIE else _met(ours_ms < theirs_ms)
 
 
 def _met(is_met: bool) -> str:
