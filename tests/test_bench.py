@@ -260,6 +260,7 @@ def test_once_a_body_is_out_of_memory_its_longer_sequences_are_left_out(
         (32768, "compiled"),
     ]  # Ours takes a second a run there.
     assert {n for n, _ in seen["fp32", 128]} == {256, 4096, 8192}
+    assert {name for _, name in seen["fp32", 32]} == {"eager", "ours"}
 
 
 def test_the_goals_are_the_first_table_of_flash_and_a_lost_row_says_so() -> None:

@@ -20,6 +20,8 @@ PLAN = {
 WHOLE = 64
 """The head size that has every length; each length is compiled anew, so the others have three."""
 SEQUENCES = {"tiny": (64, 128), "full": (256, 1024, 4096, 8192, 16384)}
+NARROW = 32
+"""Up to this head size the compiled body is left out: each of its shapes takes seconds to compile."""
 THINNED = {"tiny": (), "full": (256, 4096, 8192)}
 BEYOND = (("bf16", 32768), ("fp32", 32768), ("bf16", 65536), ("fp32", 65536), ("bf16", 131072))
 """In full form, until those that hold the scores are out of memory."""
@@ -52,11 +54,19 @@ def _shapes(form: str) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
         for dtype, d in PLAN[form]:
             if (d == WHOLE) is whole:
                 for n in (SEQUENCES if whole else THINNED)[form]:
-                    yield dtype, d, n, BODIES[form]
+                    yield dtype, d, n, _without("compiled", form) if d <= NARROW else BODIES[form]
         if whole and form == "full":
             for dtype, n in BEYOND:
-                held = tuple(name for name in BODIES[form] if name != HOLDS_NO_SCORES)
-                yield dtype, WHOLE, n, BODIES[form] if dtype == BEYOND_OURS else held
+                yield (
+                    dtype,
+                    WHOLE,
+                    n,
+                    BODIES[form] if dtype == BEYOND_OURS else _without(HOLDS_NO_SCORES, form),
+                )
+
+
+def _without(body: str, form: str) -> tuple[str, ...]:
+    return tuple(name for name in BODIES[form] if name != body)
 
 
 def _case(bench: Bench, dtype: str, d: int, n: int, name: str) -> Case:
