@@ -30,8 +30,8 @@ TOTAL = "total"
 FIRST_REST_S, LONGEST_REST_S = 0.01, 1.0
 SPIN = 1.5
 """Times the longest that the host took to ask for a run."""
-MOST_EXPOSED = 20
-"""Samples in a row that the device came to too early; with so many the work itself waits for the device."""
+MOST_EXPOSED = 6
+"""Samples in a row that the device came to too early; with so many the work itself waits for the device (the spin, half as long again each time, stays short)."""
 PATIENCE = 8
 """Samples lost after the longest rest; with so many, and more than were kept, the work itself is what holds the clocks down."""
 
