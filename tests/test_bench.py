@@ -28,6 +28,7 @@ from trainfit.report.bench_pages import pages, pivoted
 from trainfit.report.bench_plot import AXES, OWN_PLOTS, lines_of, plot_of
 from trainfit.report.bench_prose import stories
 from trainfit.report.bench_table import aligned, grids, reasons
+from trainfit.report.flash_goals import goals
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
@@ -247,15 +248,59 @@ def test_once_a_body_is_out_of_memory_its_longer_sequences_are_left_out(
 
     monkeypatch.setattr(attention_experiment, "_rows", row)
     rows = list(attention_experiment.run(replace(on_a_cpu(), form="full")))
-    longest: dict[Any, list[Any]] = {}
+    seen: dict[Any, list[Any]] = {}
     for found in rows:
-        longest.setdefault((found.point["dtype"], found.point["head"]), []).append(
-            (found.point["seq"], found.point["body"])
-        )
-    assert len(longest) == len(attention_experiment.PLAN["full"])
-    for seen in longest.values():
-        assert seen[-3:] == [(32768, "eager"), (32768, "compiled"), (32768, "ours")]
-        assert len(seen) == 6 * 3
+        at = found.point
+        seen.setdefault((at["dtype"], at["head"]), []).append((at["seq"], at["body"]))
+    assert list(seen)[:2] == [("fp32", 64), ("bf16", 64)]
+    assert set(seen) == set(attention_experiment.PLAN["full"])
+    assert seen["bf16", 64][-3:] == [(32768, "eager"), (32768, "compiled"), (32768, "ours")]
+    assert seen["fp32", 64][-2:] == [
+        (32768, "eager"),
+        (32768, "compiled"),
+    ]  # Ours takes a second a run there.
+    assert {n for n, _ in seen["fp32", 128]} == {256, 4096, 8192}
+    assert {name for _, name in seen["fp32", 32]} == {"eager", "ours"}
+
+
+def test_the_goals_are_the_first_table_of_flash_and_a_lost_row_says_so() -> None:
+    def row(body: str, head: int, seq: int, which: str, **known: Any) -> BenchRow:
+        at = {
+            "dtype": "bf16",
+            "batch": 1,
+            "heads": 16,
+            "causal": True,
+            "head": head,
+            "seq": seq,
+            "pass": which,
+        }
+        return BenchRow(point={**at, "body": body}, **known)
+
+    done: dict[str, Any] = {"status": "done", "times": Spread.of([4.357e-3] * 6)}
+    rows = [
+        row("cudnn", 128, 8192, "forward", **done, numbers={"tflops_per_s": 530.4}),
+        row("ours", 128, 8192, "forward", **done, numbers={"tflops_per_s": 571.6}),
+        row("ours", 64, 16384, "both", **done, numbers={"tflops_per_s": 1.0, "host_s": 3.21e-4}),
+        row("ours", 64, 16384, "forward", **done, numbers={"tflops_per_s": 1.0, "host_s": 1.23e-4}),
+        row("cudnn", 64, 16384, "both", status="throttled", message="software power cap"),
+    ]
+    text = pages([new_bench_record(result_of(*rows))])["flash"].text
+    tables = [part for part in text.split("\n\n") if part.startswith("| ")]
+    assert "| forward, head 128, 8,192 tokens, TFLOP/s | 500 plain, 640 ours | 530 |  | 572 |" in tables[0]
+    assert (
+        "| forward + backward, head 64, 16,384 tokens, ms | at most 4.4 | throttled |  | 4.36 |" in tables[0]
+    )
+    assert "backward, head 128" not in tables[0]
+    assert "321 us" in text  # The host's time, of both passes only.
+    assert "123 us" not in text
+    assert goals([]) is None
+
+
+def test_a_long_case_rests_longer_and_none_is_timed_without_hiding_the_host() -> None:
+    goal = Case("ours", "bf16", 1, 16, 8192, 128, is_causal=True)
+    rules = [attention.rule_of(replace(goal, seq=n)) for n in (1024, 8192, 32768, 131072)]
+    assert [rule.rest_s for rule in rules] == pytest.approx([0.015, 0.0154, 0.246, 0.3], rel=0.01)
+    assert all(rule.hide and rule.max_samples <= 20 for rule in rules)
 
 
 def on_a_cpu() -> Bench:

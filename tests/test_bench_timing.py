@@ -9,7 +9,7 @@ import torch
 
 from trainfit.bench.experiment import Bench, Part, told
 from trainfit.bench.roofline import Work, is_impossible, least_seconds
-from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
+from trainfit.bench.stopwatch import BUSY_S, CpuStopwatch, Stopwatch
 from trainfit.bench.timing import (
     LONGEST_REST_S,
     PATIENCE,
@@ -34,8 +34,11 @@ class ScriptedStopwatch(Stopwatch):
     def __init__(self, seconds: Callable[[int], float], held: Callable[[int], bool] = lambda sample: False):
         self.seconds, self.held = seconds, held
         self.now, self.samples, self.events, self.rests = 0.0, 0, [], []
+        self.host, self.spins = 0.0, []
+        self.asking_s: Callable[[int], float] = lambda spin: 0.0
 
     def ran(self) -> None:
+        self.host += self.asking_s(max(0, len(self.spins) - 1))
         self.now += self.seconds(self.samples)
         self.events.append("run")
 
@@ -55,8 +58,16 @@ class ScriptedStopwatch(Stopwatch):
         self.samples += 1
         return ("software power cap",) if self.held(self.samples - 1) else ()
 
-    def busy(self) -> None:
+    def busy(self, seconds: float) -> None:
+        self.spins.append(seconds)
         self.events.append("busy")
+
+    def reached(self, mark: float) -> bool:
+        """What spins for less than the host took is over too early."""
+        return self.spins[-1] < self.asking_s(len(self.spins) - 1)
+
+    def host_now(self) -> float:
+        return self.host
 
     def environment(self, host: Environment) -> Environment:
         return host
@@ -129,6 +140,42 @@ def test_the_device_is_kept_busy_after_the_flush_and_only_if_asked() -> None:
     watch = ScriptedStopwatch(lambda sample: 1.0)
     timed(watch, Rule(warmup=0, min_samples=6))
     assert "busy" not in watch.events
+
+
+def test_the_device_spins_longer_than_the_host_asked_in_the_warm_up() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0)
+    watch.asking_s = lambda spin: 4e-3
+    timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
+    assert watch.spins == [6e-3] * 6
+    assert timing.host["total"] == pytest.approx([4e-3] * 6)
+    quick = ScriptedStopwatch(lambda sample: 1.0)
+    timed(quick, Rule(warmup=1, min_samples=6, hide=True))
+    assert quick.spins == [BUSY_S] * 6
+
+
+def test_a_sample_that_the_device_came_to_too_early_is_taken_again_after_a_longer_spin() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0)
+    watch.asking_s = lambda spin: 9e-3 if spin == 2 else 1e-3
+    timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
+    assert (timing.status, timing.runs) == ("done", [1, 2, 4, 5, 6, 7])
+    assert watch.spins == pytest.approx([1.5e-3] * 3 + [13.5e-3] * 4)
+    assert max(timing.host["total"]) < 2e-3
+    assert timing.discarded == 0
+
+
+def test_work_that_waits_for_the_device_has_no_hidden_time() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0)
+    watch.asking_s = lambda spin: 2.0 * watch.spins[-1] if watch.spins else 1e-3
+    watch.reached = lambda mark: True
+    timing = timed(watch, Rule(warmup=0, min_samples=6, hide=True))
+    assert (timing.status, timing.laps) == ("failed", {})
+    assert "before the host had asked" in timing.message
+
+
+def test_a_rule_may_ask_for_a_rest_before_every_sample() -> None:
+    watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: sample == 2)
+    timed(watch, Rule(warmup=2, min_samples=6, rest_s=0.015))
+    assert watch.rests == [0.015] * 3 + [0.03] * 4  # Longer once the clocks were held down in spite of it.
 
 
 class Rested(ScriptedStopwatch):

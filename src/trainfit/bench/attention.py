@@ -5,7 +5,7 @@ Shapes: q, k, v [b, h, n, d]; b batch, h heads, n sequence, d head size. Every b
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -187,6 +187,24 @@ def _work(case: Case, which: str) -> Work:
     return Work(flops(case, LEAST_PRODUCTS[which]), peak, cold_bytes)
 
 
+# -- samples ------------------------------------------------------------------------------------------------------------
+
+LIKELY_PER_S = {"bf16": 5e14, "fp32": 4e13}
+"""FLOPs per second, about what kernels reach on the fastest GPU here; only a rest's length and the samples' number follow from it."""
+REST, LEAST_REST_S, MOST_REST_S = 8, 0.015, 0.3
+"""A device that rests eight times as long as it works draws less than it may; runs above ``LONG_S`` hold it down even so."""
+LONG_S = 0.012
+SHORT = Rule(warmup=2, min_samples=12, max_samples=20, spread=0.03, cap_s=4.0, hide=True, rest_s=LEAST_REST_S)
+LONG = replace(SHORT, warmup=1, min_samples=6, max_samples=9)
+
+
+def rule_of(case: Case) -> Rule:
+    """How many samples are taken of a case in full form, and the rest before each."""
+    likely_s = flops(case, PRODUCTS["both"]) / LIKELY_PER_S[case.dtype]
+    rest_s = min(max(REST * likely_s, LEAST_REST_S), MOST_REST_S)
+    return replace(LONG if likely_s > LONG_S else SHORT, rest_s=rest_s)
+
+
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +218,7 @@ def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
         def numbers(seconds: float) -> dict[str, Cell]:
             return {**rates(seconds), **(held if which == "forward" else {})}
 
-        return Part({**case.point, "pass": which}, LAP[which], _work(case, which), numbers)
+        return Part({**case.point, "pass": which}, LAP[which], _work(case, which), numbers, tells_host=True)
 
     def build() -> Callable[[Lap], object]:
         check(case, bench.device)

@@ -22,6 +22,7 @@ from trainfit.measure.meter import is_out_of_memory
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_seconds
 
 Point = dict[str, Cell]
@@ -44,6 +45,8 @@ class Part:
     lap: str = TOTAL
     work: Work | None = None
     rates: Rates = lambda seconds: {}
+    tells_host: bool = False
+    """Also ``host_s``, the median of the host's seconds to ask for this part, until the call returned; never where it is the device."""
 
 
 @dataclass
@@ -144,6 +147,8 @@ class Bench:
             why = f"{format_seconds(times.median)} is less than the {format_seconds(least_s)} that the data sheet allows"
             return BenchRow(**known, status="impossible", message=why)
         rates = dict(numbers) | dict(part.rates(times.median))
+        if part.tells_host and self.device.type != "cpu":
+            rates["host_s"] = Spread.of(timing.host[part.lap]).median
         return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
 
     def _least_seconds(self, work: Work | None) -> float | None:

@@ -22,7 +22,7 @@ LEAST_FLUSH_BYTES = 256 * MIB
 CPU_CACHE_BYTES = 32 * MIB
 """Of a CPU that does not tell the size of its last cache."""
 BUSY_S = 2e-4
-"""Longer than a busy host needs to ask for an event, a few kernels and an event."""
+"""The least: longer than a busy host needs to ask for an event, a few kernels and an event."""
 HIGHEST_CLOCK_PER_S = 2e9
 """GPUs spin by their own cycles; at a lower clock it is longer."""
 ASK_EACH_S = 0.01
@@ -57,8 +57,16 @@ class Stopwatch(ABC):
         """Why the clocks were held down from now until the device came to ``end``."""
         return self.throttled()
 
-    def busy(self) -> None:  # noqa: B027
-        """Give the device ``BUSY_S`` to do, in which the host asks for what comes next; nothing where the host is the device."""
+    def busy(self, seconds: float) -> None:  # noqa: B027
+        """Give the device so long to do, in which the host asks for what comes next; nothing where the host is the device."""
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has come to ``mark`` and the host may be behind; never where the host is the device."""
+        return False
+
+    def host_now(self) -> float:
+        """Seconds on the host's clock."""
+        return time.perf_counter()
 
     @abstractmethod
     def environment(self, host: Environment) -> Environment:
@@ -122,8 +130,11 @@ class CudaStopwatch(Stopwatch):
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def busy(self) -> None:
-        torch.cuda._sleep(int(BUSY_S * HIGHEST_CLOCK_PER_S))
+    def busy(self, seconds: float) -> None:
+        torch.cuda._sleep(int(seconds * HIGHEST_CLOCK_PER_S))
+
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
 
     def held_until(self, end: torch.cuda.Event) -> tuple[str, ...]:
         """Asked once while a short sample runs, every ``ASK_EACH_S`` of a long one: its clocks may be held in the middle."""

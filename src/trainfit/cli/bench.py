@@ -126,6 +126,7 @@ def _tell_file(path: Path) -> None:
 def show(result: "BenchResult") -> None:
     """The result for people: where, then a table for each question."""
     from trainfit.cli.show import console, notes
+    from trainfit.report.bench_prose import stories
     from trainfit.report.bench_table import aligned, grids, reasons
 
     out = console()
@@ -138,6 +139,10 @@ def show(result: "BenchResult") -> None:
         # Not wrapped: a table that is wider than the terminal is still a table.
         out.file.write("".join(f"  {line}\n" for line in aligned(grid)))
     notes(out, "Rows without a rate", reasons(result.rows))
+    first = stories()[result.experiment].first(result.rows)
+    if first is not None:
+        out.print()
+        out.file.write("".join(f"  {line}\n" for line in aligned(first)))
     counts = {row.status: 0 for row in result.rows}
     for row in result.rows:
         counts[row.status] += 1

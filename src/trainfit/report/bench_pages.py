@@ -112,6 +112,8 @@ def _result(story: Story, one: Merged, plots: dict[str, str]) -> list[str]:
         parts.append(f"![{story.title}](plots/{file})")
     if said := story.said(result.rows):
         parts.append(said)
+    if (first := story.first(result.rows)) is not None:
+        parts.append(markdown_grid(*_markdown(first)))
     for grid in _tables(story, result.rows):
         parts += [grid.same] if grid.same else []
         parts.append(markdown_grid(*_markdown(grid)))
@@ -138,7 +140,9 @@ def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
         groups.setdefault(row.point[story.apart] if story.apart else "", []).append(row)
     tables = [pivoted(group, story.pivot, story.shows) for group in groups.values()]
     for name in story.besides:
-        lines = {_line(row, story.pivot) for row in rows if name in row.numbers}
+        having = [row for row in rows if name in row.numbers]
+        passed = [row for row in having if row.point.get("pass") == story.beside_pass]
+        lines = {_line(row, story.pivot) for row in passed or having}
         told = [row for row in rows if _line(row, story.pivot) in lines]
         tables += [pivoted(told, story.pivot, name)] if told else []
     return tables + grids(apart)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from trainfit.catalog.load import gpu
 from trainfit.report import bench_said
+from trainfit.report.bench_table import Grid
+from trainfit.report.flash_goals import goals
 from trainfit.spec.bench import BenchRow
 
 COURSE = "https://github.com/stanford-cs336/assignment2-systems"
@@ -24,7 +26,8 @@ class Story:
     """A page's words. ``pivot``: the part of a point whose values become columns of the page's tables; ``shows``: the number in them.
 
     ``besides``: other numbers, each with a table of its own. ``apart``: the part of a point whose values have tables of their own.
-    ``said``: sentences made of a run's rows.
+    ``beside_pass``: the pass whose rows the tables of ``besides`` have; a number that no such row has is shown of those that have it.
+    ``said``: sentences made of a run's rows. ``first``: a table before all others.
     """
 
     title: str
@@ -35,6 +38,8 @@ class Story:
     besides: tuple[str, ...] = ()
     apart: str = ""
     said: Callable[[Sequence[BenchRow]], str] = lambda rows: ""
+    beside_pass: str = "both"
+    first: Callable[[Sequence[BenchRow]], Grid | None] = lambda rows: None
 
 
 def stories() -> dict[str, Story]:
@@ -48,10 +53,19 @@ def stories() -> dict[str, Story]:
             (_unsynchronised(),),
             "body",
             "median_s",
-            ("before_backward_bytes",),
+            ("before_backward_bytes", "host_s"),
         ),
         "dataloader": Story("Loading data while the device computes", DATALOADER),
-        "flash": Story("FlashAttention against PyTorch", FLASH, (), "body", "tflops_per_s", apart="heads"),
+        "flash": Story(
+            "FlashAttention against PyTorch",
+            FLASH,
+            (),
+            "body",
+            "tflops_per_s",
+            ("host_s",),
+            apart="heads",
+            first=goals,
+        ),
         "fusion": Story("One elementwise chain, four ways", FUSION),
         "gpu": Story("What this GPU is", GPU),
         "kernels": Story(
@@ -94,7 +108,9 @@ AUTOCAST_CLAIMS = (
 )
 ATTENTION = """\
 Batch 8, one head, unmasked: softmax(Q K^T / sqrt(d)) V as the course has it, written out, the same compiled, and our FlashAttention, all
-on the same numbers. Forward and backward are timed in one run by events on the device, so neither can hide in the other. The memory
+on the same numbers. Forward and backward are timed in one run by events on the device, so neither can hide in the other; the device is
+kept busy until the host has asked for both, so the medians are the device's time alone. Host is how long the host takes to ask for both:
+where that is more than the device's time, a program that does nothing else is as slow as the host. The memory
 before backward is what the forward's output and saved tensors hold: written out it grows with the square of the length, ours with the
 length. The rows *forward, not synchronised* are the published mistake on purpose: the host's clock, read as soon as the kernels were
 asked for."""
@@ -108,8 +124,10 @@ Causal FlashAttention, everything of one shape side by side in one run and on th
 training has, as many sequences as make 8,192 tokens: PyTorch's flash and cuDNN backends (`flash`, `cudnn`), FlexAttention compiled with a
 causal block mask (`flex`), our Triton kernels without Hopper's features (`plain`) and what `attention: triton` runs on this GPU (`ours`).
 `attention: best` chooses by these rows. With one head and one sequence, as the published table of this exercise has it: ours, PyTorch's
-own choice of kernel (`pytorch`), and attention written out (`eager`); one head fills few of a large GPU's multiprocessors, so those are
-rates of small work. Rates count 2 products of n x n x d forward, 5 backward and 7 both, half of each masked."""
+own choice of kernel (`pytorch`); one head fills few of a large GPU's multiprocessors, so those are
+rates of small work. The device is kept busy until the host has asked for forward and backward, so all rates are of the device's time
+alone; it rests before each sample, or its power would exceed what it may draw. Host is how long the host takes to ask for both passes:
+where that is more than the device's time, short sequences are as slow as the host. Rates count 2 products of n x n x d forward, 5 backward and 7 both, half of each masked."""
 FUSION = """\
 x of n rows [n, 2f] goes through RMSNorm and SwiGLU: h = x weight / sqrt(mean(x^2) + eps), y = silu(first half of h) times the second half.
 It is run operation by operation (with the norm written out, and with PyTorch's own), compiled, as one Triton kernel and as one kernel in
