@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.flash_attention import flash_attention
+from trainfit.kernels.flash_attention_where import where_wrong
 from trainfit.records import read_jsonl
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from
@@ -78,21 +79,25 @@ def test_gradients_are_as_near_to_fp64_as_written_out_ones(
         found, again = (results(causal, given, dtype) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
-    for ours, theirs, right, twice in zip(found, plain, exact, again, strict=True):
-        assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-5
-        assert not deterministic or torch.equal(ours, twice)
+    for name, ours, theirs, right, twice in zip(
+        ("out", "dq", "dk", "dv"), found, plain, exact, again, strict=True
+    ):
+        assert where_wrong(name, ours, right, 2 * (theirs - right).abs().max().item() + 1e-5) == ""
+        assert not deterministic or torch.equal(ours, twice), f"{name} differs from run to run"
 
 
 @pytest.mark.parametrize("code", ["native", "hf"])
 @pytest.mark.parametrize("compiled", [False, "block"])
 def test_a_step_learns_as_with_attention_written_out(code: str, compiled: Any) -> None:
-    reference = assemble(recipe(code, 128, attention="eager"), CARD)
-    step = assemble(recipe(code, 128, compile=compiled), CARD)
+    """Three steps on one batch, with a rate at which its loss falls (at 0.05 it rises)."""
+    optimizer = {"lr": 0.005}
+    reference = assemble(recipe(code, 128, attention="eager", optimizer=optimizer), CARD)
+    step = assemble(recipe(code, 128, compile=compiled, optimizer=optimizer), CARD)
     step.model.load_state_dict(reference.model.state_dict())
     batches = step.random_batches()
     found, expected = ([each(batches).item() for _ in range(3)] for each in (step, reference))
     assert found == pytest.approx(expected, rel=5e-3)
-    assert found[-1] < found[0]
+    assert found[2] < found[1] < found[0]
 
 
 # -- memory
@@ -113,6 +118,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 """Implementation, head size, and fields of the recipe."""
 HF_MORE = 512
 """Bytes that a process with torchao installed holds beside an hf model (docs/log.md, 2026-11-21)."""
+UNSPLIT = 2 * 2**20
+"""A free block that is up to a MiB larger than what is asked for is given whole. Which one is free in a first step depends on
+the addresses of segments, which the driver chooses: an H200 had 1.2 MiB more and 0.8 MiB less in a phase, a prediction's
+steady layout in the first step. A product's or an activation's size is larger.
+"""
 
 
 def recipe(code: str, d: int, **fields: Any) -> Recipe:
@@ -153,10 +163,10 @@ def of_a_suite(room: str, folder: Path, *how: str) -> dict[str, Record]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_is_the_predicted_one_to_the_byte(
+def test_the_peak_is_the_predicted_one(
     name: str, predicted: dict[str, Record], measured: dict[str, Record]
 ) -> None:
-    """Of each phase of the first and the steady step (compiled: within 1 %)."""
+    """To the byte in each phase of the steady step, within two blocks in the first (compiled: all within 1 %)."""
     code, d, fields = CASES[name]
     asked = recipe(code, d, **fields)
     estimate, measurement = predicted[asked.id].estimate, measured[asked.id].measurement
@@ -166,8 +176,13 @@ def test_the_peak_is_the_predicted_one_to_the_byte(
     assert measurement.phases is not None
     told, found = peaks(estimate.phases), peaks(measurement.phases)
     more = {key: found[key] - told[key] for key in told}
-    bound = {key: 0.01 * told[key] if asked.compile else HF_MORE if code == "hf" else 0 for key in told}
+    bound = {key: 0.01 * told[key] if asked.compile else allowed(key, code) for key in told}
     assert {key: extra for key, extra in more.items() if abs(extra) > bound[key]} == {}
+
+
+def allowed(key: str, code: str) -> int:
+    """Bytes by which a phase of a step may differ."""
+    return (UNSPLIT if key.startswith("first") else 0) + (HF_MORE if code == "hf" else 0)
 
 
 def peaks(phases: Phases) -> dict[str, int]:

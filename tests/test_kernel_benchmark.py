@@ -48,8 +48,11 @@ def test_a_way_that_fails_is_told_and_the_others_go_on():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("make", kernel_cases.CASES, ids=lambda make: make.__name__)
 def test_errors_on_a_gpu_are_at_most_twice_eagers(make, dtype: torch.dtype):
+    torch.manual_seed(1)
     case = make(kernel_cases.SMALL, torch.device("cuda"), dtype, False)
-    assert max(row["of_eager"] for row in kernel_benchmark.errors_of(case)) <= 2
+    rows = list(kernel_benchmark.errors_of(case))
+    assert rows
+    assert [(row["way"], row["error"], row["eager"]) for row in rows if row["of_eager"] > 2] == []
 
 
 @pytest.mark.gpu

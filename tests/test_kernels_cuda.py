@@ -65,13 +65,15 @@ def test_tokens_that_are_all_ignored_move_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_gradient_other_than_the_expected_one_is_multiplied(dtype: torch.dtype):
-    """More elements than all programs take at once, and no multiple of a block."""
+    """By fp32's 0.3, rounded once; more elements than all programs take at once, and no multiple of a block."""
     x = torch.randn(gradients_in_forward.PROGRAMS * gradients_in_forward.BLOCK + 4099, device=CARD).to(dtype)
     before = x.clone()
     gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(1.0, device=CARD))
     assert torch.equal(x, before)
-    gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(0.3, device=CARD))
-    assert torch.equal(x, before * torch.tensor(0.3, device=CARD))
+    ratio = torch.tensor(0.3, device=CARD)
+    gradients_in_forward.triton_multiply_unless_one(x, ratio)
+    # Not ``before * ratio``: of a number in one element CUDA takes bf16's 0.3.
+    assert torch.equal(x, (before.float() * ratio).to(dtype))
 
 
 # -- the blocks' kernels
@@ -157,9 +159,15 @@ def recipe(fields: dict[str, Any]) -> Recipe:
     return recipe_from({"precision": "bf16", "batch": {"micro": 4, "seq": 512}, **fields, "model": model})
 
 
+UNSPLIT = 2**19
+"""Bytes: a free block a little larger than what is asked for is given whole, and which one is free depends on the addresses
+that the driver chooses. On an H200 the highest peaks differed by 0, 512, 128 Ki + 512 and 256 Ki.
+"""
+
+
 @pytest.mark.timeout(300)
-def test_the_peak_is_predicted_to_the_byte(tmp_path: Path):
-    """Each measured in a process of its own, predicted in one that sees no GPU."""
+def test_the_peak_is_the_predicted_one(tmp_path: Path):
+    """The highest, within what blocks differ by: each measured in a process of its own, predicted in one that sees no GPU."""
     asked, found = tmp_path / "recipes.jsonl", {}
     asked.write_text("".join(recipe(fields).model_dump_json() + "\n" for fields in RECIPES))
     for room, how in (("predict", ()), ("measure", ("--device", "cuda", "--steps", "0", "--warmup", "2"))):
@@ -174,7 +182,9 @@ def test_the_peak_is_predicted_to_the_byte(tmp_path: Path):
         assert estimate.estimate is not None
         assert measurement.measurement is not None
         assert measurement.measurement.status == "done", measurement.measurement.message
-        predicted = estimate.estimate.peak_allocated_bytes
-        if measurement.measurement.peak_allocated_bytes != predicted:
-            wrong[str(fields)] = (predicted, measurement.measurement.peak_allocated_bytes)
+        told = estimate.estimate.peak_allocated_bytes
+        measured = measurement.measurement.peak_allocated_bytes
+        assert measured is not None
+        if abs(measured - told) > UNSPLIT:
+            wrong[str(fields)] = (told, measured)
     assert wrong == {}

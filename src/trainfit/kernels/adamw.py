@@ -120,7 +120,7 @@ class FusedAdamW(WeightByWeight):
 def plain_adamw(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], stochastic: bool, seed: int
 ) -> None:
-    """Update in place; ``stochastic``: weights and bf16 moments are rounded at random."""
+    """Update in place; ``stochastic``: weights and moments in bf16 are rounded at random."""
     generator = generator_of(seed, p.device)
     wide, m_wide, v_wide = (t.float() for t in (p, m, v))
     for target, values in zip(

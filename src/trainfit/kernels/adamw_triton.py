@@ -25,12 +25,20 @@ def _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)
     return p, m, v
 
 
+@triton.jit
+def _rounded_for(TARGET, x, noise):
+    """x rounded at random where TARGET holds bf16; as it is for other dtypes, which are rounded to nearest."""
+    if TARGET.dtype.element_ty == tl.bfloat16:
+        x = rounded(x, noise)
+    return x
+
+
 @triton.jit(do_not_specialize=["seed"])
 def adamw_kernel(
     P, G, M, V, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STOCHASTIC: weight and moments are rounded to bf16 at random."""
+    """STOCHASTIC: of weight and moments those in bf16 are rounded at random."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     p = tl.load(P + at, mask=inside, other=0.0).to(tl.float32)
@@ -40,7 +48,7 @@ def adamw_kernel(
     p, m, v = _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)  # pyright: ignore[reportGeneralTypeIssues]
     if STOCHASTIC:
         noise_p, noise_m, noise_v, _ = tl.randint4x(seed, at.to(tl.int32))
-        p, m, v = rounded(p, noise_p), rounded(m, noise_m), rounded(v, noise_v)
+        p, m, v = _rounded_for(P, p, noise_p), _rounded_for(M, m, noise_m), _rounded_for(V, v, noise_v)
     tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
     tl.store(M + at, m.to(M.dtype.element_ty), mask=inside)
     tl.store(V + at, v.to(V.dtype.element_ty), mask=inside)
@@ -49,7 +57,7 @@ def adamw_kernel(
 @triton.jit
 def _written(P, at, inside, p, seed, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
-        p = rounded(p, tl.randint(seed, at.to(tl.int32)))
+        p = _rounded_for(P, p, tl.randint(seed, at.to(tl.int32)))
     tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
 
 

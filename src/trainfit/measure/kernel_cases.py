@@ -161,8 +161,8 @@ def rotation(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: b
 
 
 def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool) -> Case:
-    """AdamW of one bf16 weight and its bf16 moments, in place. ``eager`` and ``compiled`` round at random as our kernel does,
-    by PyTorch's random numbers; what only rounds to nearest says so.
+    """AdamW of one weight and its moments, in place. ``eager`` and ``compiled`` round bf16 at random as our kernel does, by
+    PyTorch's random numbers; what only rounds to nearest says so. Other dtypes are always rounded to nearest.
     """
     n, e = sizes.rows, sizes.hidden
     p, g, m = (_randn(device, dtype, n, e, grad=False) * scale for scale in (0.1, 1e-3, 1e-4))
