@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +131,13 @@ def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
     return lambda step: rows.triton_dequantize(like, stored, scales)
 
 
-def attention(dtype: torch.dtype, d: int, n: int, tiles: flash_attention_launch.Tiles | None = None) -> Call:
-    """``tiles`` None: those of the launchers."""
+def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     q, k = empty(1, 8, n, d, dtype=dtype), empty(1, 2, n, d, dtype=dtype)
-    lse, how = empty(1, 8, n, dtype=FP32), (tiles, tiles) if tiles else None
+    lse = empty(1, 8, n, dtype=FP32)
 
     def run(step: int) -> None:
-        flash_attention_launch.triton_forward(q, k, k, True, 0.1, tiles)
-        flash_attention_launch.triton_backward(q, q, k, k, q, lse, True, 0.1, how)
+        flash_attention_launch.triton_forward(q, k, k, True, 0.1)
+        flash_attention_launch.triton_backward(q, q, k, k, q, lse, True, 0.1)
 
     return run
 

@@ -97,9 +97,7 @@ def _compute_tile(
         whole, tiles, 0, member, first + lanes, n, m, scale_log2, s_layout, o_layout, p_layout,
         GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
     )  # fmt: skip
-    acc, probabilities = _added(
-        acc, p, shrink, v_tiles, (tiles - 1) % STAGES, p_layout, BLOCK_N, BLOCK_D
-    )
+    acc, probabilities = _added(acc, p, shrink, v_tiles, (tiles - 1) % STAGES, p_layout, BLOCK_N, BLOCK_D)
     acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
     # The queries are read when the output comes, and only then does it need their place.
     _finish(

@@ -119,7 +119,9 @@ def _compute_tiles(
         _release(q_empty.index(place))
         last = (done + tiles - 1) % STAGES
         done += tiles
-        goes = (turn + 1 < count).to(gl.int32)  # behind the last tile once more, with what is left in the places
+        goes = (turn + 1 < count).to(
+            gl.int32
+        )  # behind the last tile once more, with what is left in the places
         next_first, next_batch, next_head = _place(
             _number(turn + goes, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE
         )
