@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +131,13 @@ def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
     return lambda step: rows.triton_dequantize(like, stored, scales)
 
 
-def attention(dtype: torch.dtype, d: int, n: int, tiles: flash_attention_launch.Tiles | None = None) -> Call:
-    """``tiles`` None: those of the launchers."""
+def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     q, k = empty(1, 8, n, d, dtype=dtype), empty(1, 2, n, d, dtype=dtype)
-    lse, how = empty(1, 8, n, dtype=FP32), (tiles, tiles) if tiles else None
+    lse = empty(1, 8, n, dtype=FP32)
 
     def run(step: int) -> None:
-        flash_attention_launch.triton_forward(q, k, k, True, 0.1, tiles)
-        flash_attention_launch.triton_backward(q, q, k, k, q, lse, True, 0.1, how)
+        flash_attention_launch.triton_forward(q, k, k, True, 0.1)
+        flash_attention_launch.triton_backward(q, q, k, k, q, lse, True, 0.1)
 
     return run
 
@@ -147,14 +145,9 @@ def attention(dtype: torch.dtype, d: int, n: int, tiles: flash_attention_launch.
 def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
     """The kernels in Gluon."""
     q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
-    forwards = {
-        *FORWARD.values(),
-        replace(FORWARD[128], arrive=True, ahead=True),
-        replace(FORWARD[128], lazy=True, ahead=True),
-    }
 
     def run(step: int) -> None:
-        for groups in forwards:
+        for groups in FORWARD.values():
             flash_attention_tma.gluon_forward(q, k, k, is_causal, 0.1, groups)
         flash_attention_tma.backward(q, q, k, k, q, lse, is_causal, 0.1, BACKWARD[d])
 
@@ -239,9 +232,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     for name, codes in (("int8", torch.int8), ("fp8", torch.float8_e4m3fn)):
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
-    ahead = flash_attention_launch.Tiles(128, 64, 8, 3, ahead=True)
-    yield "attention ahead", attention(BF16, 128, 1024, ahead)
-    yield "attention ahead, odd", attention(BF16, 80, 1000, ahead)
+    yield "attention odd", attention(BF16, 80, 1000)
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)

@@ -133,18 +133,15 @@ def test_kernels_with_a_scale_that_is_not_positive(scale: float) -> None:
         torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)
 
 
-WIDE_ROWS, WIDE_KEYS = (64, 32, 4, 2, 3), (32, 64, 4, 2, 2)
+WIDE_ROWS, WIDE_KEYS = Tiles(64, 32, 4, 2, 3), Tiles(32, 64, 4, 2, 2)
 """Heads at once that do not divide the heads."""
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 @pytest.mark.parametrize("shape", [*SHAPES[:5], (1, 6, 2, 90, 90, 32), (1, 2, 1, 64, 128, 16)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "ahead"), [(WIDE_ROWS, False), (WIDE_ROWS, True), (WIDE_KEYS, True)], ids=str
-)
-def test_tiles_in_the_interpreter(shape, is_causal, sizes, ahead) -> None:
-    tiles = Tiles(*sizes, ahead=ahead)
+@pytest.mark.parametrize("tiles", [WIDE_ROWS, WIDE_KEYS], ids=["wide rows", "wide keys"])
+def test_tiles_in_the_interpreter(shape, is_causal, tiles) -> None:
 
     class Interpreted(flash.TiledAttention):
         @staticmethod

@@ -228,7 +228,7 @@ def _compute(
         if step > 0:
             _wait_for(DS_FULL + other * DS_PLACES + (place ^ 1), both, 4)
         dq = _query_gradient(ds_tiles, k_tiles, place ^ 1, member, BLOCK_M, BLOCK_D)  # the last step's
-        _arrive_at(TURN + other, both, 1)  # its products behind ours, its softmax beside them
+        _arrive_at(TURN + other, both)  # its products behind ours, its softmax beside them
         lse_2 = lse_tiles.index(slot).load(s_layout)
         scores = warpgroup_mma_wait(GROUPS, deps=(scores,))  # dQ's products, one a group, run on
         p = _probabilities(
@@ -236,7 +236,7 @@ def _compute(
         )
         dq = warpgroup_mma_wait(0, deps=(dq,))
         if step > 0:
-            _arrive_at(DS_EMPTY + member * DS_PLACES + (place ^ 1), both, 1)
+            _arrive_at(DS_EMPTY + member * DS_PLACES + (place ^ 1), both)
         _add(DQ, dq_tiles, dq, batch * heads + last_head, rows_padded, last_tile, step > 0, member, BLOCK_M)
         mbarrier.wait(do_full.index(slot), phase)
         dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -250,11 +250,11 @@ def _compute(
         fence_async_shared()
         tma.store_wait(0)  # the last part of dQ has left its tile, behind the barrier that follows
         _barrier()
-        _arrive_at(DS_FULL + member * DS_PLACES + place, both, 1)
+        _arrive_at(DS_FULL + member * DS_PLACES + place, both)
         ds_low = gl.convert_layout(ds, operand)
         dk = warpgroup_mma(ds_low, q, dk, is_async=True)
         dv, p_low, dk, ds_low = warpgroup_mma_wait(0, deps=(dv, p_low, dk, ds_low))
-        _arrive_at(EMPTY + slot, readers, 1)
+        _arrive_at(EMPTY + slot, readers)
         last_head, last_tile = head, tile
         tile += 1
         if tile == tiles:

@@ -21,8 +21,8 @@ from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward, fits
 
 HOPPER = (9, 0)
 FORWARD: dict[int, Groups] = {
-    128: Groups(2, 128, 2, persistent=True),
-    64: Groups(3, 128, 2, lazy=True, arrive=True),
+    128: Groups(2, 128, 2),
+    64: Groups(3, 128, 2),
 }
 """Head size -> the fastest forward."""
 BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 4), 64: GroupsBackward(2, 4)}

@@ -25,8 +25,6 @@ class Tiles:
     heads_at_once: int = 8
     most_registers: int | None = None
     """Of a thread; fewer let more programs share a multiprocessor."""
-    ahead: bool = False
-    """Of the forward: the next tile's scores before this tile's softmax, so that both run at once."""
 
     def arguments(self, d: int) -> dict[str, Any]:
         """What the launch of a kernel takes."""
@@ -60,7 +58,7 @@ def triton_forward(
         kernels.forward_kernel[(cdiv(n, how.block_m) * b * h,)](
             q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(d),
-            **_constants(d, q.dtype), CAUSAL=is_causal, AHEAD=how.ahead,
+            **_constants(d, q.dtype), CAUSAL=is_causal,
             ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
         )  # fmt: skip
     return out, lse
@@ -171,7 +169,7 @@ def tiles(kernel: str, x: Tensor) -> Tiles:
 HOPPER_SHARED_BYTES = 227 * 1024
 """Of one program (CUDA programming guide, technical specifications of compute capability 9.0)."""
 TILES = {
-    "forward": (Tiles(128, 64, 4, 4), Tiles(128, 128, 8, 3)),
+    "forward": (Tiles(128, 64, 4, 4), Tiles(128, 128, 8, 3, 4)),
     "keys": (Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 3)),
     "queries": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
 }

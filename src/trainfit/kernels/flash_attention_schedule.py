@@ -1,4 +1,4 @@
-"""Which tiles each program of the persistent forward (flash_attention_gluon.py) takes, chosen on the host. No tensors.
+"""Which tiles each program of the persistent forward (flash_attention_persistent_gluon.py) takes, chosen on the host. No tensors.
 
 In every turn the programs take the next tiles, one each. Their lengths differ under a causal mask: ``shift`` programs
 further in each turn, a program meets long and short ones.
@@ -31,7 +31,7 @@ def shift_of(n: int, m: int, heads: int, rows: int, block_n: int, heads_at_once:
 
 
 def lengths(n: int, m: int, heads: int, rows: int, block_n: int, heads_at_once: int) -> list[int]:
-    """Key tiles of each tile of queries, and 1 to begin and end it, in the order of ``_place`` (PERSISTENT, causal)."""
+    """Key tiles of each tile of queries, and 1 to begin and end it, in the order of ``_place`` (two groups, causal)."""
     blocks = -(-n // rows)
     groups = -(-heads // heads_at_once)
     keys = [max(0, min(m, (block + 1) * rows + m - n)) for block in reversed(range(blocks))]

@@ -43,24 +43,21 @@ def _registers(size):
 
 
 @gluon.jit
-def _shrunk(acc, shrink, LAZY: gl.constexpr):
-    """The results so far, of earlier maxima, beside those of the present maxima."""
+def _shrunk(acc, shrink):
+    """The results so far, of earlier maxima, beside those of the present maxima, which mostly are the same."""
     factors = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if LAZY:
-        size: gl.constexpr = acc.shape[1] // 2
-        asm: gl.constexpr = _unless_one(size)
-        registers: gl.constexpr = _registers(size)
-        return gl.inline_asm_elementwise(
-            asm, registers, [acc, factors], dtype=gl.float32, is_pure=True, pack=size
-        )
-    else:
-        return acc * factors
+    size: gl.constexpr = acc.shape[1] // 2
+    asm: gl.constexpr = _unless_one(size)
+    registers: gl.constexpr = _registers(size)
+    return gl.inline_asm_elementwise(
+        asm, registers, [acc, factors], dtype=gl.float32, is_pure=True, pack=size
+    )
 
 
 @gluon.jit
 def _probabilities(
     scores, row_max, row_sum, rows, key, n, m, scale_log2, keys_layout: gl.constexpr,
-    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, LAZY: gl.constexpr,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """exp2 of the scores, their rows' new maximum and sum, and by what earlier results shrink."""
     if MASKED:
@@ -78,8 +75,8 @@ def _probabilities(
     )  # four chains beside one another
     largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
     new_max = gl.maximum(row_max, largest * scale_log2)
-    if LAZY:  # the old maximum serves as well, as long as no exponential is over 2^8
-        new_max = gl.where(new_max > row_max + 8.0, new_max, row_max)
+    # The old maximum serves as well, as long as no exponential is over 2^8.
+    new_max = gl.where(new_max > row_max + 8.0, new_max, row_max)
     offset = new_max
     if MASKED:  # a row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number
         offset = gl.where(new_max == float("-inf"), 0.0, new_max)

@@ -20,21 +20,17 @@ from trainfit.kernels.flash_attention_launch import ROWS, block_d
 
 @dataclass(frozen=True)
 class Groups:
-    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once.
-
-    ``persistent``: a program each multiprocessor, with many tiles one after the other, else a program each tile. ``lazy``:
-    earlier results shrink only where a maximum grew by a factor over 2^8. ``arrive``: groups signal at named barriers without
-    waiting for one another's warps. ``ahead`` (persistent): the next tile's first scores beside a tile's last values.
-    """
+    """The Gluon forward: groups of 64 query rows (2 or 3), keys of a tile, stages, heads at once."""
 
     groups: int
     block_n: int
     stages: int
     heads_at_once: int = 8
-    persistent: bool = False
-    lazy: bool = False
-    arrive: bool = False
-    ahead: bool = False
+
+    @property
+    def persistent(self) -> bool:
+        """A program each multiprocessor, with many tiles one after the other, else a program each tile."""
+        return self.groups == 2
 
 
 @dataclass(frozen=True)
@@ -109,8 +105,7 @@ def gluon_forward(
         _gluon(q, rows, block_d(d)), _gluon(k, how.block_n, block_d(d)), _gluon(v, how.block_n, block_d(d)),
         _gluon(out, rows, block_d(d)), lse, scale * math.log2(math.e), n, m, h, b * h, h // k.shape[1], shift,
         GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, PERSISTENT=how.persistent, LAZY=how.lazy, ARRIVE=how.arrive, AHEAD=how.ahead,
-        num_warps=4,
+        HEADS_AT_ONCE=how.heads_at_once, num_warps=4,
     )  # fmt: skip
     return out, lse
 

@@ -62,28 +62,20 @@ def _put(base, tile, first, rows, columns, row_stride, column_stride, num_rows, 
 
 @triton.jit
 def _forward_tiles(
-    acc, row_sum, row_max, ready, q, k_base, v_base, start, stop, rows, columns_n, columns_d,
+    acc, row_sum, row_max, q, k_base, v_base, start, stop, rows, columns_n, columns_d,
     k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, AHEAD: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
+    MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start`` to ``stop`` folded into the running output, sum and maximum of the query rows.
 
-    ``MASKED``: not every row sees them; without ``ALL_KEYS`` the last tile has fewer. ``AHEAD``: the scores of ``start`` are
-    ``ready``, and each step begins with those of the next tile, which nothing before its second product waits for.
+    ``MASKED``: not every row sees them; without ``ALL_KEYS`` the last tile has fewer.
     """
     for first in range(start, stop, BLOCK_N):
-        place = first
-        if AHEAD:
-            place += BLOCK_N
-            if ALL_KEYS:  # behind the last tile nothing may be read
-                place = tl.minimum(place, m - BLOCK_N)
         k = load_tile(
-            k_base, place, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS or not (MASKED or AHEAD), EVEN_D
-        )  # fmt: skip
+            k_base, first, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS or not MASKED, EVEN_D
+        )
         scores = tl.dot(q, k.T, input_precision=PRECISION)
-        if AHEAD:
-            ready, scores = scores, ready
         if MASKED:
             keys = first + columns_n
             # Under a causal mask no row that exists sees a key behind the last.
@@ -103,7 +95,7 @@ def _forward_tiles(
         )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         row_max = new_max
-    return acc, row_sum, row_max, ready
+    return acc, row_sum, row_max
 
 
 @triton.jit
@@ -113,7 +105,7 @@ def forward_kernel(
     v_batch, v_head, v_row: tl.constexpr, v_column, o_batch, o_head, o_row, o_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    ALL_KEYS: tl.constexpr, AHEAD: tl.constexpr,
+    ALL_KEYS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M query rows of one head. The longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
@@ -136,17 +128,13 @@ def forward_kernel(
     else:
         stop = m
         whole = m // BLOCK_N * BLOCK_N
-    ready = 0.0
-    if AHEAD:
-        k = load_tile(k_base, 0, columns_n, columns_d, k_row, k_column, m, d, ALL_KEYS, EVEN_D)
-        ready = tl.dot(q, k.T, input_precision=PRECISION)
-    acc, row_sum, row_max, ready = _forward_tiles(
-        acc, row_sum, row_max, ready, q, k_base, v_base, 0, whole, rows, columns_n, columns_d, k_row, k_column,
-        v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, ALL_KEYS, AHEAD, CAUSAL, EVEN_D, PRECISION,
+    acc, row_sum, row_max = _forward_tiles(
+        acc, row_sum, row_max, q, k_base, v_base, 0, whole, rows, columns_n, columns_d, k_row, k_column,
+        v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
-    acc, row_sum, row_max, ready = _forward_tiles(
-        acc, row_sum, row_max, ready, q, k_base, v_base, whole, stop, rows, columns_n, columns_d, k_row, k_column,
-        v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, AHEAD, CAUSAL, EVEN_D, PRECISION,
+    acc, row_sum, row_max = _forward_tiles(
+        acc, row_sum, row_max, q, k_base, v_base, whole, stop, rows, columns_n, columns_d, k_row, k_column,
+        v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
     none = row_sum == 0.0
     acc = acc / tl.where(none, 1.0, row_sum)[:, None]

@@ -29,14 +29,13 @@ def _wait_for(barrier, threads: gl.constexpr, warps: gl.constexpr):
 
 
 @gluon.jit
-def _arrive_at(barrier, threads: gl.constexpr, really):
-    """This group has come to a named barrier and goes on; without ``really`` it has not."""
+def _arrive_at(barrier, threads: gl.constexpr):
+    """This group has come to a named barrier and goes on."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     which = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
     many = gl.full([GROUP_THREADS], threads, gl.int32, layout)
     gl.inline_asm_elementwise(
-        "{ .reg .pred really; setp.ne.s32 really, $3, 0; @really bar.arrive $1, $2; mov.u32 $0, 0; }",
-        "=r,r,r,r,~{memory}", [which, many, gl.full([GROUP_THREADS], really, gl.int32, layout)],
+        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
