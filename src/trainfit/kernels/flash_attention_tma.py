@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,19 +45,39 @@ class GroupsBackward:
     heads_at_once: int
 
 
-def fits(*tensors: Tensor, scale: float) -> bool:
-    """Whether TMA carries these [b, heads, rows, d] tensors and the kernels hold for ``scale``: 16 bits, d up to 128,
+class Layout(NamedTuple):
+    """All that the choice of a kernel asks of a tensor. Equal layouts, equal choices."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    past_16_bytes: int
+    """Its address, modulo 16."""
+
+
+def layout(x: Tensor) -> Layout:
+    """Of a real or fake tensor."""
+    return Layout(x.dtype, x.shape, x.stride(), _first_byte(x) % 16)
+
+
+def fits(layouts: tuple[Layout, ...], has_positive_scale: bool) -> bool:
+    """Whether TMA carries these [b, heads, rows, d] tensors and the kernels hold for the scale: 16 bits, d up to 128,
     contiguous heads, everything else on multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
-    return scale > 0 and all(
-        x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.stride(-1) == 1 and x.numel() > 0
-        and all(stride % 8 == 0 for stride in x.stride()[:-1]) and _first_byte(x) % 16 == 0
-        for x in tensors
+    return has_positive_scale and all(
+        x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.strides[-1] == 1 and 0 not in x.shape
+        and all(stride % 8 == 0 for stride in x.strides[:-1]) and x.past_16_bytes == 0
+        for x in layouts
     )  # fmt: skip
 
 
 def _first_byte(x: Tensor) -> int:
     """Its address. A fake tensor has none: CUDA's allocator aligns storages to more than is asked here."""
     return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+
+
+def _whole(length: int, size: int) -> int:
+    """Tiles of ``size`` that hold so many rows. (``size`` may be a rehearsal's stand-in, which has no minus sign.)"""
+    return (length + size - 1) // size
 
 
 def gluon_forward(
@@ -71,10 +91,11 @@ def gluon_forward(
 
     kernels: Any = flash_attention_gluon  # a constexpr argument takes a plain value
     tile: Any = repeated_launch_triton.Tile
-    (b, h, n, d), (kv_heads, m), columns = q.shape, k.shape[1:3], block_d(q.shape[-1])
+    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
+    columns = block_d(d)
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     rows = kernels.GROUP_ROWS.value
-    programs, shift = -(-n // (how.groups * rows)) * b * h, 0
+    programs, shift = _whole(n, how.groups * rows) * b * h, 0
     if how.persistent:
         most: Any = flash_attention_schedule.multiprocessors(q.device)
         if programs > most:
@@ -160,7 +181,7 @@ def _gluon_gradients(
     rows = 128 * half // columns
     of_rows, of_keys = (1, 1, rows, columns), (1, 1, keys, columns)
     repeated_launch_triton.launch(
-        kernels.backward_gluon_kernel, (-(-m // (kernels.GROUPS.value * keys)) * b * kv_heads,),
+        kernels.backward_gluon_kernel, (_whole(m, kernels.GROUPS.value * keys) * b * kv_heads,),
         (
             tile(q, of_rows), tile(k, of_keys), tile(v, of_keys), tile(gradient, of_rows),
             tile(lse_2.flatten(0, 1), (1, rows)), tile(delta.flatten(0, 1), (1, rows)),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
 
 MOST_KNOWN = 4096
 """Keys that are kept; then all are forgotten, so that ever new lengths cost no memory."""
@@ -54,18 +54,21 @@ def launch(
 
     ``values``: tensors, floats, which a kernel is not compiled for, and integers, which it may be.
     """
-    device = driver.active.get_current_device()
+    if not isinstance(kernel, JITFunction):  # Triton's interpreter: no driver, nothing compiled
+        kernel[grid](*map(_descriptor, tiles), *values, **constants, num_warps=num_warps)
+        return
+    # Triton would hash a kernel's text; its Python function stays with it.
     key = (
-        device, kernel, grid, num_warps, *[_kind_of_tile(each) for each in tiles], *map(_kind, values), *constants.values()
+        driver.active.get_current_device(), kernel.fn, grid, num_warps,
+        *map(_kind_of_tile, tiles), *map(_kind, values), *constants.values(),
     )  # fmt: skip
     known = _known.get(key)
     if known is not None:
-        descriptors = map(_with_tensor, known.types, known.fields, tiles)
-        known.run(*descriptors, *values, *constants.values())
+        known.run(*map(_with_tensor, known.types, known.fields, tiles), *values, *constants.values())
         return
     descriptors = [_descriptor(each) for each in tiles]
     compiled = kernel[grid](*descriptors, *values, **constants, num_warps=num_warps)
-    if isinstance(compiled, CompiledKernel):  # the interpreter gives none
+    if isinstance(compiled, CompiledKernel):  # None where a hook of Triton's took the launch over
         _remember(key, kernel, grid, compiled, descriptors, constants)
 
 
