@@ -57,9 +57,10 @@ def launch(
     if not isinstance(kernel, JITFunction):  # Triton's interpreter: no driver, nothing compiled
         kernel[grid](*map(_descriptor, tiles), *values, **constants, num_warps=num_warps)
         return
+    active: Any = driver.active
     # Triton would hash a kernel's text; its Python function stays with it.
     key = (
-        driver.active.get_current_device(), kernel.fn, grid, num_warps,
+        active.get_current_device(), kernel.fn, grid, num_warps,
         *map(_kind_of_tile, tiles), *map(_kind, values), *constants.values(),
     )  # fmt: skip
     known = _known.get(key)
