@@ -11,6 +11,7 @@ tensors, torch.compile and checkpointing know them. Source: Dao, FlashAttention-
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -112,13 +113,14 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         InputError: what does not fit, and what would.
     """
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() not in (3, 4) or not q.dim() == k.dim() == v.dim():
-        raise InputError(f"attention takes [b, n, d] or [b, h, n, d], not {shapes}", "reshape them")
+        raise InputError(f"attention takes [b, n, d] or [b, h, n, d], not {_shapes(q, k, v)}", "reshape them")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
-        raise InputError(f"batch and head size differ: {shapes}", "make them equal")
+        raise InputError(f"batch and head size differ: {_shapes(q, k, v)}", "make them equal")
     if q.dim() == 4 and (not k.shape[1] or q.shape[1] % k.shape[1]):
-        raise InputError(f"the query heads are no multiple of the key heads: {shapes}", "make them one")
+        raise InputError(
+            f"the query heads are no multiple of the key heads: {_shapes(q, k, v)}", "make them one"
+        )
     if not 1 <= q.shape[-1] <= MAX_HEAD_SIZE:
         raise InputError(
             f"head size {q.shape[-1]}: the kernels hold a whole head",
@@ -126,6 +128,10 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise InputError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}", "use one floating dtype for all three")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
 # -- the PyTorch body -------------------------------------------------------------------------------------------------
@@ -241,7 +247,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float)
     from trainfit.kernels.flash_attention_choice import forward_launch, machine_of
 
     run = forward_launch(q, k, v, scale, machine_of(q.device)) if _has_kernels(q) else tiled_forward
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return run(q, k, v, is_causal, scale)
 
 
@@ -253,7 +259,7 @@ def _run_backward(
     run = tiled_backward
     if _has_kernels(q):
         run = backward_launch(gradient, q, k, v, out, scale, machine_of(q.device))
-    with torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return run(gradient, q, k, v, out, lse, is_causal, scale)
 
 
@@ -269,6 +275,12 @@ def _differentiate(ctx: Any, gradient: Tensor, _: None) -> Any:
         gradient, *ctx.saved_tensors, ctx.is_causal, ctx.scale
     )
     return dq, dk, dv, None, None
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    """Entering autocast's own context costs as much as a launch, so only where it is on."""
+    kind = q.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _has_kernels(q: Tensor) -> bool:

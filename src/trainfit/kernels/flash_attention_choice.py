@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels import flash_attention, flash_attention_launch, flash_attention_tma
-from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward, fits
+from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward, Layout, fits, layout
 
 HOPPER = (9, 0)
 FORWARD: dict[int, Groups] = {
@@ -53,26 +53,40 @@ class Launch:
 
 def forward_launch(q: Tensor, k: Tensor, v: Tensor, scale: float, machine: Machine) -> Launch:
     """Who computes the output and log-sum-exp of q [b, h, n, d], k and v [b, k, m, d]."""
-    if q.dtype == torch.float64:
-        return Launch(flash_attention.tiled_forward)
-    if _has_gluon(q, machine) and fits(q, k, v, scale=scale):
-        return Launch(flash_attention_tma.gluon_forward, FORWARD[q.shape[-1]])
-    return Launch(flash_attention_launch.triton_forward)
+    return _forward((layout(q), layout(k), layout(v)), scale > 0, machine)
 
 
 def backward_launch(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, machine: Machine
 ) -> Launch:
     """Who computes the gradients of q, k and v; where determinism is asked for, kernels whose results are equal bit for bit."""
-    if q.dtype == torch.float64:
+    layouts = (layout(q), layout(gradient), layout(k), layout(v), layout(out))
+    return _backward(layouts, scale > 0, machine, torch.are_deterministic_algorithms_enabled())
+
+
+@lru_cache(maxsize=4096)
+def _forward(layouts: tuple[Layout, ...], has_positive_scale: bool, machine: Machine) -> Launch:
+    """``layouts``: q's first."""
+    if layouts[0].dtype == torch.float64:
+        return Launch(flash_attention.tiled_forward)
+    if _has_gluon(layouts[0], machine) and fits(layouts, has_positive_scale):
+        return Launch(flash_attention_tma.gluon_forward, FORWARD[layouts[0].shape[-1]])
+    return Launch(flash_attention_launch.triton_forward)
+
+
+@lru_cache(maxsize=4096)
+def _backward(
+    layouts: tuple[Layout, ...], has_positive_scale: bool, machine: Machine, repeatable: bool
+) -> Launch:
+    """``layouts``: q's first."""
+    if layouts[0].dtype == torch.float64:
         return Launch(flash_attention.tiled_backward)
-    repeatable = torch.are_deterministic_algorithms_enabled()
-    if _has_gluon(q, machine) and not repeatable and fits(gradient, q, k, v, out, scale=scale):
-        return Launch(flash_attention_tma.backward, BACKWARD[q.shape[-1]])
+    if _has_gluon(layouts[0], machine) and not repeatable and fits(layouts, has_positive_scale):
+        return Launch(flash_attention_tma.backward, BACKWARD[layouts[0].shape[-1]])
     return Launch(flash_attention_launch.triton_backward)
 
 
-def _has_gluon(q: Tensor, machine: Machine) -> bool:
+def _has_gluon(q: Layout, machine: Machine) -> bool:
     """Kernels in Gluon are measured for this GPU and head size."""
     return machine.capability == HOPPER and machine.has_gluon and q.shape[-1] in FORWARD
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,13 +41,28 @@ class GroupsBackward:
     heads_at_once: int
 
 
-def fits(*tensors: Tensor, scale: float) -> bool:
-    """Whether TMA carries these [b, heads, rows, d] tensors and the kernels hold for ``scale``: 16 bits, d up to 128,
+class Layout(NamedTuple):
+    """All that the choice of a kernel asks of a tensor. Equal layouts, equal choices."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    past_16_bytes: int
+    """Its address, modulo 16."""
+
+
+def layout(x: Tensor) -> Layout:
+    """Of a real or fake tensor."""
+    return Layout(x.dtype, x.shape, x.stride(), _first_byte(x) % 16)
+
+
+def fits(layouts: tuple[Layout, ...], has_positive_scale: bool) -> bool:
+    """Whether TMA carries these [b, heads, rows, d] tensors and the kernels hold for the scale: 16 bits, d up to 128,
     contiguous heads, everything else on multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
-    return scale > 0 and all(
-        x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.stride(-1) == 1 and x.numel() > 0
-        and all(stride % 8 == 0 for stride in x.stride()[:-1]) and _first_byte(x) % 16 == 0
-        for x in tensors
+    return has_positive_scale and all(
+        x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.strides[-1] == 1 and 0 not in x.shape
+        and all(stride % 8 == 0 for stride in x.strides[:-1]) and x.past_16_bytes == 0
+        for x in layouts
     )  # fmt: skip
 
 
@@ -56,25 +71,9 @@ def _first_byte(x: Tensor) -> int:
     return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
 
 
-def _descriptor(x: Tensor, rows: int, d: int) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, block_d(d)])
-
-
-def _gluon(x: Tensor, rows: int, columns: int) -> Any:
-    """Gluon's descriptor of x, [b, heads, rows, d], or [heads, rows] one head a tile (``columns`` 0), or two-dimensional."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    if x.dim() == 2:
-        layout: Any = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        block = [rows, columns] if columns else [1, rows]
-        return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-    types = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-    block = [1, 1, rows, columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, types[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+def _whole(length: int, size: int) -> int:
+    """Tiles of ``size`` that hold so many rows. (``size`` may be a rehearsal's stand-in, which has no minus sign.)"""
+    return (length + size - 1) // size
 
 
 def gluon_forward(
@@ -84,16 +83,15 @@ def gluon_forward(
 
     Some warps only load, and groups of warps only compute.
     """
-    from triton import cdiv
-
-    from trainfit.kernels import flash_attention_gluon, flash_attention_schedule
+    from trainfit.kernels import flash_attention_gluon, flash_attention_schedule, repeated_launch_triton
 
     kernels: Any = flash_attention_gluon  # a constexpr argument takes a plain value
-
-    (b, h, n, d), m = q.shape, k.shape[2]
+    tile: Any = repeated_launch_triton.Tile
+    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
+    columns = block_d(d)
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     rows = kernels.GROUP_ROWS.value
-    programs, shift = cdiv(n, how.groups * rows) * b * h, 0
+    programs, shift = _whole(n, how.groups * rows) * b * h, 0
     if how.persistent:
         most: Any = flash_attention_schedule.multiprocessors(q.device)
         if programs > most:
@@ -101,11 +99,15 @@ def gluon_forward(
         if is_causal:
             sizes = (how.groups * rows, how.block_n, how.heads_at_once)
             shift = flash_attention_schedule.shift_of(n, m, b * h, *sizes, programs)
-    kernels.forward_gluon_kernel[(programs,)](
-        _gluon(q, rows, block_d(d)), _gluon(k, how.block_n, block_d(d)), _gluon(v, how.block_n, block_d(d)),
-        _gluon(out, rows, block_d(d)), lse, scale * math.log2(math.e), n, m, h, b * h, h // k.shape[1], shift,
-        GROUPS=how.groups, BLOCK_N=how.block_n, BLOCK_D=block_d(d), STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, num_warps=4,
+    of_rows, of_keys = (1, 1, rows, columns), (1, 1, how.block_n, columns)
+    repeated_launch_triton.launch(
+        kernels.forward_gluon_kernel, (programs,),
+        (tile(q, of_rows), tile(k, of_keys), tile(v, of_keys), tile(out, of_rows)),
+        (lse, scale * math.log2(math.e), n, m, h, b * h, h // kv_heads, shift),
+        {
+            "GROUPS": how.groups, "BLOCK_N": how.block_n, "BLOCK_D": columns, "STAGES": how.stages, "CAUSAL": is_causal,
+            "HEADS_AT_ONCE": how.heads_at_once,
+        },
     )  # fmt: skip
     return out, lse
 
@@ -128,30 +130,29 @@ def backward(
 
 def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
     """``lse`` in base 2 and delta, [b, h, n rounded up to whole tiles]; zeros in dQ."""
-    from trainfit.kernels import flash_attention_prepare_triton
+    from trainfit.kernels import flash_attention_prepare_triton, repeated_launch_triton
 
-    kernels: Any = flash_attention_prepare_triton  # a constexpr argument takes a plain value
-
+    tile: Any = repeated_launch_triton.Tile
     b, h, n, d = out.shape
-    blocks = -(-n // ROWS)
+    blocks, block = -(-n // ROWS), (1, 1, ROWS, block_d(d))
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
-    kernels.prepare_tma_kernel[(blocks, b * h)](
-        _descriptor(out, ROWS, d), _descriptor(gradient, ROWS, d), _descriptor(dq, ROWS, d), lse, lse_2, delta,
-        n, blocks * ROWS, h, BLOCK_M=ROWS, BLOCK_D=block_d(d),
+    repeated_launch_triton.launch(
+        flash_attention_prepare_triton.prepare_tma_kernel, (blocks, b * h),
+        (tile(out, block, False), tile(gradient, block, False), tile(dq, block, False)),
+        (lse, lse_2, delta, n, blocks * ROWS, h), {"BLOCK_M": ROWS, "BLOCK_D": block_d(d)},
     )  # fmt: skip
     return lse_2, delta
 
 
 def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
     """``sums`` ([b, h, padded rows, columns], fp32, in the threads' order) times ``scale``, as a tensor like ``like``."""
-    from trainfit.kernels import flash_attention_scale_triton
-
-    kernels: Any = flash_attention_scale_triton  # a constexpr argument takes a plain value
+    from trainfit.kernels import flash_attention_scale_triton, repeated_launch_triton
 
     made, (b, h, n, d) = torch.empty_like(like), like.shape
     rows, columns = sums.shape[2:]
-    kernels.scale_by_thread_kernel[(rows * columns // 4096, b * h)](
-        sums, made, scale, *made.stride()[:3], h, n, rows, d, BLOCK_M=8192 // columns, BLOCK_D=columns, num_warps=4
+    repeated_launch_triton.launch(
+        flash_attention_scale_triton.scale_by_thread_kernel, (rows * columns // 4096, b * h), (),
+        (sums, made, scale, *made.stride()[:3], h, n, rows, d), {"BLOCK_M": 8192 // columns, "BLOCK_D": columns},
     )  # fmt: skip
     return made
 
@@ -164,22 +165,26 @@ def _gluon_gradients(
     how: GroupsBackward,
 ) -> None:
     """Fills dQ's unscaled sums, dk and dv."""
-    from triton import cdiv
-
-    from trainfit.kernels import flash_attention_backward_gluon
+    from trainfit.kernels import flash_attention_backward_gluon, repeated_launch_triton
 
     kernels: Any = flash_attention_backward_gluon  # a constexpr argument takes a plain value
-
+    tile: Any = repeated_launch_triton.Tile
     (q, k, v, gradient, lse_2, delta), (sums, dk, dv) = inputs, results
     (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
     columns, keys, half = block_d(d), kernels.GROUP_KEYS.value, kernels.HALF.value
-    rows = (
-        128 * half // columns
-    )  # a tile's part of dQ is two halves: of columns, or with a small head of rows
-    kernels.backward_gluon_kernel[(cdiv(m, kernels.GROUPS.value * keys) * b * kv_heads,)](
-        _gluon(q, rows, columns), _gluon(k, keys, columns), _gluon(v, keys, columns), _gluon(gradient, rows, columns),
-        _gluon(lse_2.flatten(0, 1), rows, 0), _gluon(delta.flatten(0, 1), rows, 0), _gluon(sums.view(-1, 128), 32, 128),
-        _gluon(dk, keys, columns), _gluon(dv, keys, columns), sums.shape[2], scale, scale * math.log2(math.e),
-        n, m, h, kv_heads, b * kv_heads, BLOCK_M=rows, BLOCK_D=columns, STAGES=how.stages, CAUSAL=is_causal,
-        HEADS_AT_ONCE=how.heads_at_once, num_warps=4,
+    # A tile's part of dQ is two halves: of columns, or with a small head of rows.
+    rows = 128 * half // columns
+    of_rows, of_keys = (1, 1, rows, columns), (1, 1, keys, columns)
+    repeated_launch_triton.launch(
+        kernels.backward_gluon_kernel, (_whole(m, kernels.GROUPS.value * keys) * b * kv_heads,),
+        (
+            tile(q, of_rows), tile(k, of_keys), tile(v, of_keys), tile(gradient, of_rows),
+            tile(lse_2.flatten(0, 1), (1, rows)), tile(delta.flatten(0, 1), (1, rows)),
+            tile(sums.view(-1, 128), (32, 128)), tile(dk, of_keys), tile(dv, of_keys),
+        ),
+        (sums.shape[2], scale, scale * math.log2(math.e), n, m, h, kv_heads, b * kv_heads),
+        {
+            "BLOCK_M": rows, "BLOCK_D": columns, "STAGES": how.stages, "CAUSAL": is_causal,
+            "HEADS_AT_ONCE": how.heads_at_once,
+        },
     )  # fmt: skip
