@@ -112,10 +112,11 @@ def test_a_slot_that_dies_is_a_lost_row_and_the_next_trial_has_another(tmp_path:
     requests = Run(sweep, None)  # type: ignore[arg-type]
     asked = [requests._request(variant, "measure") for variant in sweep.variants]
     slots: list[int] = []
+    others = set(descendants(os.getpid()))  # of earlier tests: multiprocessing's resource tracker
 
     def kill_the_first(request: PartRequest) -> None:
         if not slots:
-            slots.append(wait_for(lambda: descendants(os.getpid()))[0])
+            slots.append(wait_for(lambda: [pid for pid in descendants(os.getpid()) if pid not in others])[0])
             os.kill(slots[0], signal.SIGKILL)
 
     results: list[tuple[PartRequest, PartResult]] = list(

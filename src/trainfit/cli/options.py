@@ -219,9 +219,9 @@ def _place(device: str) -> dict[str, Any]:
         return {"device_type": "cpu"}
     name = Nvml(int(device.partition(":")[2] or 0)).name()
     try:
-        return {"gpu": name and gpu_of_device(name).name}
+        return {"gpu": name and gpu_of_device(name).name, "device_type": "cuda"}
     except InputError:  # No GPU of the catalog: nothing is measured on it, which the note says by this name.
-        return {"gpu": name}
+        return {"gpu": name, "device_type": "cuda"}
 
 
 def tell(said: "tuple[str, ...]") -> None:

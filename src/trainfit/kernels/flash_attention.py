@@ -247,7 +247,7 @@ def _run_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float)
     from trainfit.kernels.flash_attention_choice import forward_launch, machine_of
 
     run = forward_launch(q, k, v, scale, machine_of(q.device)) if _has_kernels(q) else tiled_forward
-    with _without_autocast(q):
+    with _on_its_device(q), _without_autocast(q):
         return run(q, k, v, is_causal, scale)
 
 
@@ -259,7 +259,7 @@ def _run_backward(
     run = tiled_backward
     if _has_kernels(q):
         run = backward_launch(gradient, q, k, v, out, scale, machine_of(q.device))
-    with _without_autocast(q):
+    with _on_its_device(q), _without_autocast(q):
         return run(gradient, q, k, v, out, lse, is_causal, scale)
 
 
@@ -275,6 +275,12 @@ def _differentiate(ctx: Any, gradient: Tensor, _: None) -> Any:
         gradient, *ctx.saved_tensors, ctx.is_causal, ctx.scale
     )
     return dq, dk, dv, None, None
+
+
+def _on_its_device(q: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    is_elsewhere = q.is_cuda and q.device.index != torch.cuda.current_device()
+    return torch.cuda.device(q.device) if is_elsewhere else nullcontext()
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:

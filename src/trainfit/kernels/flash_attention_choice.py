@@ -100,7 +100,9 @@ def machine_of(device: torch.device) -> Machine:
 def _machine(index: int) -> Machine:
     return Machine(
         torch.cuda.get_device_capability(index),
-        has_module("triton.tools.tensor_descriptor") and has_module("triton.experimental.gluon"),
+        torch.version.hip is None  # AMD's MI250 says (9, 0) too
+        and has_module("triton.tools.tensor_descriptor")
+        and has_module("triton.experimental.gluon"),
     )
 
 

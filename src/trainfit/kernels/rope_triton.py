@@ -13,7 +13,7 @@ def _turn_heads(
 ):  # fmt: skip
     pairs = tl.arange(0, BLOCK_D)[None, :]
     for start in range(0, num_heads, BLOCK_H):
-        heads = start + tl.arange(0, BLOCK_H)[:, None]
+        heads = (start + tl.arange(0, BLOCK_H)[:, None]).to(tl.int64)  # times a stride of up to n d
         inside = (heads < num_heads) & (pairs < half)
         at, out = X + heads * head_stride, OUT + heads * out_head_stride
         first = tl.load(at + pairs * column_stride, mask=inside, other=0.0).to(tl.float32)

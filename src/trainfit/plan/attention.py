@@ -39,14 +39,15 @@ def choose(
     recipe: Recipe,
     *,
     gpu: str | None = None,
-    device_type: str = "cuda",
+    device_type: str | None = None,
     runs: Sequence[AttentionRun] | None = None,
 ) -> Choice:
     """The fastest kernel that is right for the recipe.
 
     Args:
         gpu: catalog name of the GPU that runs it; None: the recipe's ``hardware.gpu``.
-        device_type: ``cpu``: nothing measured counts there.
+        device_type: of the real device that runs it, which is then asked too; ``cpu``: nothing measured counts there. None: a
+            prediction, which asks nothing of this machine.
         runs: None: the catalog's.
 
     Raises:
@@ -74,7 +75,7 @@ def _reasons(refusals: dict[str, list[str]]) -> list[str]:
     ]
 
 
-def _measured(recipe: Recipe, gpu: str, device_type: str, runs: Sequence[AttentionRun]) -> Found | str:
+def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[AttentionRun]) -> Found | str:
     """The nearest measurement, or why there is none."""
     if CPU in (device_type, gpu):
         return "nothing is measured on a CPU"
@@ -95,13 +96,14 @@ def _measured(recipe: Recipe, gpu: str, device_type: str, runs: Sequence[Attenti
     return found or f"nothing is measured on {gpu} for {dtype} and head size {head}"
 
 
-def _refusal(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str) -> str | None:
+def _refusal(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str | None) -> str | None:
     """Why a step of the recipe with this kernel cannot be built or run on this GPU; None: it can."""
     hardware = recipe.hardware.model_copy(update={"gpu": gpu})
     tried = recipe.without_open_fields().model_copy(update={"attention": kernel, "hardware": hardware})
     try:
         registry.check(tried)
-        registry.check_device(tried, device_type)
+        if device_type is not None:
+            registry.check_device(tried, device_type)
         ledger_of(tried)
     except InputError as error:
         return error.problem.rstrip(". ")

@@ -1,7 +1,8 @@
 """Records of one experiment from the same GPU and torch made into one: several processes may share the work of an experiment.
 
-Of rows with equal points the newest record's counts, except that a row without a number never takes the place of one that has one:
-what a later run had no time for is still known. A failure of a point without all of its parts is left out once a row says more.
+Of rows with equal points the newest record's counts, except that a row that was not run never takes the place of one that was:
+what a later run had no time for is still known, what it failed at is said. A failure of a point without all of its parts is left
+out once a row says more.
 """
 
 from collections.abc import Sequence
@@ -40,9 +41,13 @@ def _of(group: list[Record]) -> Merged:
     for index, result in enumerate(results):
         for row in result.rows if result.environment.torch == torch else ():
             at = frozenset(row.point.items())
-            if at not in rows or not _lacks(row) or _lacks(rows[at][0]):
+            if at not in rows or not _not_run(row) or _not_run(rows[at][0]):
                 rows[at] = (row, index)
-    kept = [one for at, one in rows.items() if not (_lacks(one[0]) and any(at < other for other in rows))]
+    kept = [
+        one
+        for at, one in rows.items()
+        if not (one[0].status in WITHOUT_NUMBERS and any(at < other for other in rows))
+    ]
     used = sorted({index for _, index in kept}) or [len(group) - 1]
     clocks: dict[str, int] = {}
     for index in used:
@@ -57,5 +62,5 @@ def _of(group: list[Record]) -> Merged:
     return Merged(newest.model_copy(update=update), tuple(group[index] for index in used))
 
 
-def _lacks(row: BenchRow) -> bool:
-    return row.status in WITHOUT_NUMBERS
+def _not_run(row: BenchRow) -> bool:
+    return row.status == "not-run"

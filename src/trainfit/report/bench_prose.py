@@ -9,8 +9,6 @@ from trainfit.report.bench_table import Grid
 from trainfit.report.flash_goals import goals
 from trainfit.spec.bench import BenchRow
 
-COURSE = "https://github.com/stanford-cs336/assignment2-systems"
-
 
 @dataclass(frozen=True)
 class Claim:

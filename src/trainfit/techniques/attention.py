@@ -9,7 +9,8 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_k
 
 Helps where sequences are long: ``flash``, ``cudnn``, ``efficient`` and ``triton`` never hold the s x s scores that ``eager`` and
 ``math`` save for the backward. On Hopper cuDNN's kernel is the fastest of PyTorch's for long sequences; ``triton`` has fast
-kernels for 16-bit heads of 64 and 128 there, and plain ones for all else, fp32 and any head size up to 256 included.
+kernels for 16-bit heads of 64 and 128 there, and plain ones for all else, fp32 and any head size up to 256 included. In fp32 those multiply
+without tensor cores unless torch allows TF32, and are several times slower than ``sdpa`` (docs/bench/flash.md).
 
 Costs no quality: all compute the same attention, in another order of sums. The last bits of ``triton``'s gradients differ from
 run to run unless ``torch.use_deterministic_algorithms`` is on, when it takes slower kernels.
