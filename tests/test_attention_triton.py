@@ -178,10 +178,17 @@ def test_a_window_longer_than_the_sequence_runs() -> None:
 
 def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
     asked = tiny_recipe(attention="triton", precision="bf16")
-    monkeypatch.setattr("trainfit.techniques.attention.find_spec", lambda name: None)
+    monkeypatch.setattr("trainfit.kernels.operations.find_spec", lambda name: None)
     registry.check_device(asked, "cpu")
-    with pytest.raises(InputError, match="Triton is not installed"):
-        registry.check_device(asked, "cuda")
+    for each in (
+        asked,
+        tiny_recipe(loss="fused"),
+        tiny_recipe(loss="chunked"),
+        tiny_recipe(block_kernels="triton"),
+    ):
+        registry.check_device(each, "cpu")
+        with pytest.raises(InputError, match="Triton is not installed"):
+            registry.check_device(each, "cuda")
 
 
 # -- which kernels

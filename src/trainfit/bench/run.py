@@ -5,7 +5,7 @@ import math
 import pkgutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -94,11 +94,10 @@ def run(
                 continue
             rows.append(row)
             on_row(row)
-    settings = asdict(RULES[form]) | {"flush_bytes": stopwatch.flush_bytes}
     environment = stopwatch.environment(host_environment(str(place)))
     return BenchResult(
         experiment=name, form=form, rows=tuple(rows), environment=environment, gpu=gpu.name if gpu else None,
-        limit_s=limit_s, elapsed_s=time.perf_counter() - start, settings=settings,
+        limit_s=limit_s, elapsed_s=time.perf_counter() - start, settings={"flush_bytes": stopwatch.flush_bytes},
     )  # fmt: skip
 
 

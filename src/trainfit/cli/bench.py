@@ -63,12 +63,12 @@ def run(
             only=wanted,
         )  # fmt: skip
         _keep(record, result)
-        if plot is not None:
-            _draw(plot, result)
     if json:
         print_json(result)
     else:
         show(result)
+    if plot is not None:
+        _draw(plot, result)
     return 0
 
 

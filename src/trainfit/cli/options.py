@@ -217,7 +217,10 @@ def _place(device: str) -> dict[str, Any]:
 
     if not runs_on_cuda(device):
         return {"device_type": "cpu"}
-    name = Nvml(int(device.partition(":")[2] or 0)).name()
+    place = device.partition(":")[2]
+    name = Nvml(
+        int(place) if place.isdecimal() else 0
+    ).name()  # a device of no such form is refused where it is used
     try:
         return {"gpu": name and gpu_of_device(name).name, "device_type": "cuda"}
     except InputError:  # No GPU of the catalog: nothing is measured on it, which the note says by this name.

@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also the 15 dearest functions of ours")
     parser.add_argument("--rounds", type=int, default=10)
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU, and these kernels run on one")
     for d in (64, 128):
         for name, attention in (("ours", _ours), ("PyTorch's flash", _torch_flash)):
             for direction, call in calls(attention, d, torch.device("cuda")).items():

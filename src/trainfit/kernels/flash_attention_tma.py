@@ -61,7 +61,7 @@ def fits(layouts: tuple[Layout, ...], has_positive_scale: bool) -> bool:
     contiguous heads, everything else on multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled)."""
     return has_positive_scale and all(
         x.dtype in (torch.float16, torch.bfloat16) and x.shape[-1] <= 128 and x.strides[-1] == 1 and 0 not in x.shape
-        and all(stride % 8 == 0 for stride in x.strides[:-1]) and x.past_16_bytes == 0
+        and all(stride and stride % 8 == 0 for stride in x.strides[:-1]) and x.past_16_bytes == 0
         for x in layouts
     )  # fmt: skip
 

@@ -20,7 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainfit.kernels.flash_attention_candidates import Candidate, candidates
+from trainfit.spec.provenance import commit, now
 
 CHECK_LIMIT_S = 240
 """Of one candidate's process: start, compilation of three variants, six small runs and a large one. A kernel that hangs when
@@ -37,15 +40,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--only", default="", help="names in which this regular expression is found")
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch sees no GPU, and these kernels run on one")
     asked = [each for each in candidates() if re.search(chosen.only, each.name)]
     with ThreadPoolExecutor(chosen.workers) as pool:
         checked = list(pool.map(_checked, asked))
+    made = {"made_at": now(), "commit": commit()}
     errors = {row["name"]: row.get("errors") for row in checked}
     wrong = [row for row in checked if "error" in row]
     right = [each for each, row in zip(asked, checked, strict=True) if "error" not in row]
     with chosen.out.open("w") as file:
         for row in (*wrong, *timed(right)):
-            file.write(json.dumps({**row, "errors": errors[row["name"]]}) + "\n")
+            file.write(json.dumps({**made, **row, "errors": errors[row["name"]]}) + "\n")
             file.flush()
             print(_line(row), flush=True)
 

@@ -7,10 +7,13 @@ Python, and no operation here has a gradient formula), and an optimizer makes up
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
 import torch
+
+from trainfit.spec.errors import InputError
 
 
 def declare(
@@ -46,3 +49,15 @@ def declare(
     torch.library.register_fake(operation, fake)
     if rehearse is not None:
         getattr(torch.ops.trainfit, name).default.rehearse = rehearse
+
+
+def require_triton(device_type: str, field: str, value: str, instead: str) -> None:
+    """Nothing, where the kernels can run: on CUDA they are Triton's.
+
+    Raises:
+        InputError: CUDA without Triton.
+    """
+    if device_type == "cuda" and find_spec("triton") is None:
+        raise InputError(
+            "Triton is not installed", f"install triton, or use {instead}", field=field, value=value
+        )

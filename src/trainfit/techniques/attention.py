@@ -23,8 +23,6 @@ transformers model with attention outside the registry.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
@@ -74,13 +72,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
             field="attention",
             value=recipe.attention,
         )
-    if device_type == "cuda" and recipe.attention == "triton" and find_spec("triton") is None:
-        raise InputError(
-            "Triton is not installed",
-            "install triton, or use attention: sdpa",
-            field="attention",
-            value="triton",
-        )
+    if recipe.attention == "triton":
+        from trainfit.kernels.operations import require_triton
+
+        require_triton(device_type, "attention", "triton", "attention: sdpa")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

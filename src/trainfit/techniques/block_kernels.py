@@ -30,6 +30,13 @@ def check(recipe: Recipe) -> None:
     """Whether a model has this form shows once it is built."""
 
 
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse a GPU without Triton."""
+    from trainfit.kernels.operations import require_triton
+
+    require_triton(device_type, "block_kernels", "triton", "block_kernels: standard")
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give the model's norms, feed-forward parts and attentions forwards with our kernels.
 

@@ -38,6 +38,13 @@ def check(recipe: Recipe) -> None:
     refuse_own_forward(recipe)
 
 
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse a GPU without Triton."""
+    from trainfit.kernels.operations import require_triton
+
+    require_triton(device_type, "loss", "chunked", "loss: standard")
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Take the place of the model's own loss.
 

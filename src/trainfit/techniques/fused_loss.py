@@ -41,6 +41,13 @@ def check(recipe: Recipe) -> None:
     refuse_own_forward(recipe)
 
 
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse a GPU without Triton."""
+    from trainfit.kernels.operations import require_triton
+
+    require_triton(device_type, "loss", "fused", "loss: standard")
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Take the place of the model's own loss, with the recipe's terms; evaluation without them.
 
