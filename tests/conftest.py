@@ -1,5 +1,6 @@
 """What every test shares: one thread a process (several run side by side), and GPU tests skipped with a reason."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _caches_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Ledgers cached by these tests stay out of the user's cache, and theirs out of the tests."""
     os.environ["TRAINFIT_CACHE"] = str(tmp_path_factory.mktemp("trainfit-cache"))
+
+
+@pytest.fixture
+def empty_gpu_after() -> Iterator[None]:
+    """The GPU is left to the tests after with nothing cached."""
+    import torch
+
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -131,9 +131,9 @@ def byte_rows(codes: torch.dtype, dtype: torch.dtype, r: int, c: int) -> Call:
     return lambda step: rows.triton_dequantize(like, stored, scales)
 
 
-def attention(dtype: torch.dtype, d: int, n: int) -> Call:
-    q, k = empty(1, 8, n, d, dtype=dtype), empty(1, 2, n, d, dtype=dtype)
-    lse = empty(1, 8, n, dtype=FP32)
+def attention(dtype: torch.dtype, d: int, n: int, b: int = 1) -> Call:
+    q, k = empty(b, 8, n, d, dtype=dtype), empty(b, 2, n, d, dtype=dtype)
+    lse = empty(b, 8, n, dtype=FP32)
 
     def run(step: int) -> None:
         flash_attention_launch.triton_forward(q, k, k, True, 0.1)
@@ -142,9 +142,9 @@ def attention(dtype: torch.dtype, d: int, n: int) -> Call:
     return run
 
 
-def hopper_attention(d: int, n: int, is_causal: bool) -> Call:
+def hopper_attention(d: int, n: int, is_causal: bool, b: int = 1) -> Call:
     """The kernels in Gluon."""
-    q, k, lse = empty(1, 8, n, d), empty(1, 2, n, d), empty(1, 8, n, dtype=FP32)
+    q, k, lse = empty(b, 8, n, d), empty(b, 2, n, d), empty(b, 8, n, dtype=FP32)
 
     def run(step: int) -> None:
         for groups in FORWARD.values():
@@ -233,6 +233,7 @@ def calls() -> Iterator[tuple[str, Call]]:
         yield f"{name} bf16", byte_rows(codes, BF16, 4096, 14336)
     yield "attention bf16", attention(BF16, 128, 1024)
     yield "attention odd", attention(BF16, 80, 1000)
+    yield "attention of many sequences", attention(BF16, 80, 1000, b=2**16)
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
         yield f"norm {name}", norm(dtype, 8192, 4096)
         yield f"gates {name}", gates(dtype, 8192, 14336)
@@ -252,6 +253,7 @@ def calls() -> Iterator[tuple[str, Call]]:
     yield "multiplication large and odd", multiplication(FP32, LARGE + 1)
     for d, is_causal in ((64, False), (128, True)):
         yield f"attention on Hopper, heads of {d}", hopper_attention(d, 1000, is_causal)
+    yield "attention on Hopper, many sequences", hopper_attention(64, 1000, True, b=2**16)
 
 
 def small_calls() -> Iterator[tuple[str, Call]]:
@@ -266,15 +268,18 @@ def main() -> None:
     triton.runtime.driver.set_active(Driver(89 if small else 90))  # pyright: ignore[reportArgumentType]
     flash_attention_schedule.multiprocessors = lambda device: 132
     run, made = JITFunction.run, {}
+    grids: list[tuple[int, ...]] = []
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         kernel: Any = run(self, *args, grid=grid, warmup=True, **kwargs)
+        grids.append((*grid, 1, 1)[:3])
         made[kernel.hash] = kernel  # and None is returned: a kernel that was given back would be launched
 
     JITFunction.run = compile_only
     told = {}
     for name, call in small_calls() if small else calls():
         before = set(made)
+        grids.clear()
         call(1)
         first = set(made) - before
         for step in (2, 3, 16, 1000):
@@ -283,6 +288,7 @@ def main() -> None:
         told[name] = {
             "kernels": sorted(kernel.name for kernel in kernels),
             "compiled_later": len(set(made) - before - first),
+            "largest_grid": [max(sizes) for sizes in zip(*grids, strict=True)],
             "spills": sum(".local" in kernel.asm["ptx"] for kernel in kernels),
             "sass": machine_code(kernels[0]) if name.startswith("reads") else "",
             "shared_bytes": max((kernel.metadata.shared for kernel in kernels), default=0),

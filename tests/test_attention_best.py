@@ -1,15 +1,20 @@
 """``attention: best``: the catalog's table, its loader and writer, and the kernel that it becomes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from trainfit.catalog.attention import FILE, AttentionRun, attention_runs, nearest
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.cli.options import planned, read_recipe
+from trainfit.kernels import flash_attention_choice
+from trainfit.measure.nvml import Nvml
 from trainfit.plan.attention import COMPARED_WITH, choose
+from trainfit.predict.estimate import predict
 from trainfit.records import append
 from trainfit.report import attention_table
 from trainfit.report.attention_table import runs_of, text_of
@@ -182,6 +187,34 @@ def test_a_sweep_predicts_and_keeps_what_best_became(monkeypatch: pytest.MonkeyP
     assert on_cpu.planned == recipe(attention="sdpa")
 
 
+def test_of_kernels_as_fast_as_each_other_the_smaller_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of their medians is chance; the predicted peak is not."""
+    near = {"spread": {"triton": 0.02, "cudnn": 0.02}}
+    ours_first = (run_of({"seconds": {"triton": 1e-3, "cudnn": 1.01e-3, "flash": 1.02e-3}, **near}),)
+    cudnn_first = (run_of({"seconds": {"triton": 1.01e-3, "cudnn": 1e-3, "flash": 1.02e-3}, **near}),)
+    apart = (run_of({"seconds": {"triton": 1e-3, "cudnn": 1.03e-3}, **near}),)
+    first, second = choose(recipe(), runs=ours_first), choose(recipe(), runs=cudnn_first)
+    peaks = {name: predict(recipe(attention=name)).peak_allocated_bytes for name in ("triton", "cudnn")}
+    assert first.recipe == second.recipe
+    assert peaks[first.recipe.attention] == min(peaks.values())
+    assert "by more than the measurements scatter" in first.note
+    assert choose(recipe(), runs=apart).recipe.attention == "triton"
+    sizes = iter((5, 7, 7, 5))
+    monkeypatch.setattr(
+        "trainfit.plan.attention.replay_on",
+        lambda *_: (SimpleNamespace(peak_allocated_bytes=next(sizes)), True),
+    )
+    chosen = [choose(recipe(), runs=runs).recipe.attention for runs in (ours_first, ours_first)]
+    assert chosen == ["triton", "cudnn"]
+
+
+@pytest.mark.parametrize("head", [32, 64, 128, 256])
+@pytest.mark.parametrize("seq", [128, 2048, 32768])
+def test_in_fp32_it_is_never_ours_where_ours_is_slower(head: int, seq: int) -> None:
+    asked = recipe(LLAMA | {"head_dim": head}, precision="fp32", batch={"seq": seq}, recompute="full")
+    assert choose(asked).recipe.attention == "sdpa"
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -247,14 +280,14 @@ def record(*rows: BenchRow, at: str = "2026-11-21T15:00:00", **fields: Any) -> A
 def test_the_table_is_written_from_records_and_read_again(tmp_path: Path) -> None:
     file, into = tmp_path / "records.sqlite", tmp_path / "attention.toml"
     throttled = BenchRow(
-        point=SHAPE | {"body": "cudnn", "pass": "both", "seq": 64}, status="throttled", message="hot"
+        point=SHAPE | {"body": "cudnn", "pass": "both", "seq": 512}, status="throttled", message="hot"
     )
     append(file, record(
         row("flash", 3e-3), row("ours", 1e-3), row("ours", 1e-9, "forward"), row("flex", 1e-9),
         row("pytorch", 7e-9, heads=1), row("ours", 1e-9, heads=1),  # One head leaves the GPU idle.
-        row("flash", 3e-9, seq=256, heads=1), row("ours", 1e-9, seq=256, heads=1),
-        row("flash", 3e-9, seq=512), row("ours", 1e-9, seq=512, samples=5),  # Too few samples.
-        row("flash", 1.0, seq=64), throttled, row("flash", 1.0, seq=128),  # Nothing to compare with.
+        row("flash", 3e-9, seq=2048, heads=1), row("ours", 1e-9, seq=2048, heads=1),
+        row("flash", 3e-9, seq=4096), row("ours", 1e-9, seq=4096, samples=5),  # Too few samples.
+        row("flash", 1.0, seq=512), throttled, row("flash", 1.0, seq=128),  # Nothing to compare with.
     ))  # fmt: skip
     assert attention_table.main([str(file), "--into", str(into)]) == 0
     (run,) = attention_runs(into)
@@ -265,10 +298,12 @@ def test_the_table_is_written_from_records_and_read_again(tmp_path: Path) -> Non
 
 
 def test_the_newest_record_of_a_shape_counts_and_only_as_a_whole() -> None:
-    old = record(row("flash", 3e-3), row("ours", 1e-3), row("flash", 1e-3, seq=64), row("ours", 2e-3, seq=64))
+    old = record(
+        row("flash", 3e-3), row("ours", 1e-3), row("flash", 1e-3, seq=512), row("ours", 2e-3, seq=512)
+    )
     new = record(row("flash", 5e-3), row("cudnn", 4e-3), at="2026-11-22T15:00:00")
     first, second = runs_of([new, old])
-    assert [(shape.seq, shape.seconds) for shape in first.shapes] == [(64, {"flash": 1e-3, "triton": 2e-3})]
+    assert [(shape.seq, shape.seconds) for shape in first.shapes] == [(512, {"flash": 1e-3, "triton": 2e-3})]
     assert [(shape.seq, shape.seconds) for shape in second.shapes] == [(1024, {"flash": 5e-3, "cudnn": 4e-3})]
     fewer = record(
         row("flash", 9e-3), row("ours", 8e-3), row("cudnn", 7e-3, samples=5), at="2026-11-23T15:00:00"
@@ -278,6 +313,49 @@ def test_the_newest_record_of_a_shape_counts_and_only_as_a_whole() -> None:
     assert run.shapes[0].seconds == {"flash": 3e-3, "triton": 1e-3, "cudnn": 2e-3}
 
 
+def test_one_head_takes_the_place_of_nothing_and_of_no_more_heads() -> None:
+    most = record(row("flash", 3e-3, seq=65536), row("ours", 1e-3, seq=65536))
+    one: dict[str, Any] = {"heads": 1, "batch": 1, "seq": 65536}
+    fewer = record(
+        row("flash", 9e-4, **one), row("ours", 8e-4, **one), row("ours", 7e-4, head=32, **one), row("pytorch", 6e-4, head=32, **one),
+        at="2026-11-22T15:00:00",
+    )  # fmt: skip
+    first, second = runs_of([most, fewer])
+    assert [(shape.head, shape.heads) for shape in first.shapes] == [(64, 16)]
+    assert [(shape.head, shape.heads, shape.seconds) for shape in second.shapes] == [
+        (32, 1, {"triton": 7e-4, "sdpa": 6e-4})
+    ]
+
+
+def test_the_writer_knows_where_the_plain_kernels_do_not_run() -> None:
+    assert attention_table.HOPPER == flash_attention_choice.HOPPER
+    assert set(attention_table.GLUON_HEADS) == set(flash_attention_choice.FORWARD)
+
+
+def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
+    def passes(body: str, **point: Any) -> list[BenchRow]:
+        return [row(body, 1e-3, "forward", **point), row(body, 3e-3, "backward", **point)]
+
+    one = record(
+        row("ours", 1.0), *passes("ours"), *passes("ours", dtype="fp32"), *passes("ours", head=32), *passes("pytorch"),
+        *passes("pytorch", dtype="fp32"), *passes("flash", seq=65536, heads=1, batch=1), *passes("flash", seq=65536),
+        *passes("flex"), *passes("plain", seq=64), *passes("plain", causal=False), row("plain", 1e-3, "forward"), row("flash", 1.0),
+    )  # fmt: skip
+    (run,) = runs_of([one])
+    found = {(rate.kernel, rate.dtype, rate.head, rate.seq): rate for rate in run.rates}
+    assert set(found) == {
+        ("gluon", "bf16", 64, 1024), ("plain", "fp32", 64, 1024), ("plain", "bf16", 32, 1024), ("cudnn", "bf16", 64, 1024),
+        ("efficient", "fp32", 64, 1024), ("flash", "bf16", 64, 65536),
+    }  # fmt: skip
+    assert found["flash", "bf16", 64, 65536].heads == 16
+    gluon, plain = found["gluon", "bf16", 64, 1024], found["plain", "fp32", 64, 1024]
+    pairs = 8 * 16 * 1024 * 1025 / 2
+    assert gluon.flops_per_s(backward=False) == plain.flops_per_s(backward=False) == 4 * 64 * pairs / 1e-3
+    assert gluon.flops_per_s(backward=True) == pytest.approx(5 * 2 * 64 * pairs / 3e-3)
+    assert plain.flops_per_s(backward=True) == pytest.approx(7 * 2 * 64 * pairs / 3e-3)
+    assert attention_table.text_of([run]).count("kernel = ") == 6
+
+
 def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = (row("flash", 3e-3), row("ours", 1e-3))
     for useless in (record(*rows, form="tiny"), record(*rows, gpu=None), record(rows[0])):
@@ -285,3 +363,22 @@ def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.Ca
             runs_of([useless])
     assert attention_table.main([str(tmp_path / "nothing.jsonl")]) == 65
     assert "nothing.jsonl" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_named_takes_no_other_gpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVIDIA's library the recipe's own GPU, which is measured, says nothing of this one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Nvml, "name", lambda self: None)
+    asked = recipe_from(
+        {"model": {"config": LLAMA}, "attention": "best", "precision": "bf16", "hardware": {"gpu": "h200"}}
+    )
+    built, (said,) = planned(asked, "cuda")
+    assert built.attention == "sdpa"
+    assert "nothing is measured on this GPU, whose name NVML does not tell" in said
+
+
+@pytest.mark.parametrize("device", ["cuda:x", "tpu"])
+def test_a_device_of_no_such_form_is_one_line(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "tiny-cpu", "--set", "attention=best", "--device", device]) == 65
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"device = {device}" in line.replace("'", "")

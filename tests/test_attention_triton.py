@@ -13,20 +13,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import model_config
-from trainfit.kernels import flash_attention, flash_attention_tma
+from trainfit.kernels import flash_attention, flash_attention_tiled, flash_attention_tma
+from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.kernels.flash_attention_choice import (
     BACKWARD,
     FORWARD,
     Machine,
     backward_launch,
     forward_launch,
-    has_module,
 )
 from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
+from trainfit.kernels.operations import has_module
 from trainfit.predict import truth_values
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Budget, Every, Offload, Recipe, Selective
+from trainfit.spec.recipe import Adapter, Batch, Offload, Recipe
+from trainfit.spec.recompute import Budget, Every, Selective
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.virtual.flops import count
@@ -178,7 +180,7 @@ def test_a_window_longer_than_the_sequence_runs() -> None:
 
 def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
     asked = tiny_recipe(attention="triton", precision="bf16")
-    monkeypatch.setattr("trainfit.kernels.operations.find_spec", lambda name: None)
+    monkeypatch.setattr("trainfit.kernels.operations.has_module", lambda name: False)
     registry.check_device(asked, "cpu")
     for each in (
         asked,
@@ -219,7 +221,7 @@ CHOICES = [
     ("starts between 16 bytes", 64, BF16, "shifted", HOPPER, PLAIN),
     ("Blackwell", 128, BF16, "bshd", Machine((10, 0)), PLAIN),
     ("fp64", 64, torch.float64, "bshd", HOPPER,
-     (flash_attention.tiled_forward, None, flash_attention.tiled_backward, None)),
+     (flash_attention_tiled.tiled_forward, None, flash_attention_tiled.tiled_backward, None)),
 ]  # fmt: skip
 
 
@@ -234,12 +236,9 @@ def test_choice(d: int, dtype: Any, layout: str, machine: Machine, expected: tup
 
 def test_determinism_changes_the_backward_alone() -> None:
     x = heads(128, BF16)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_kernels():
         assert forward_launch(x, x, x, 0.1, HOPPER).how == FORWARD[128]
         assert backward_launch(x, x, x, x, x, 0.1, HOPPER).function is triton_backward
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_a_scale_that_turns_scores_around_takes_the_plain_kernels() -> None:
@@ -261,11 +260,11 @@ ROWS = 256
 """200 rounded up to whole tiles of 128."""
 
 
-def attention_trace(code: Any = "hf", **fields: Any) -> Ledger:
+def attention_trace(code: Any = "hf", deterministic: bool = False, **fields: Any) -> Ledger:
     recipe = recipe_of(
         HEADS_128 | fields.pop("config", {}), code, attention="triton", batch=Batch(micro=B, seq=S), **fields
     )
-    return trace(recipe)
+    return trace(recipe, deterministic=deterministic)
 
 
 def ops_named(ledger: Ledger, name: str, phase: str | None = None) -> list[Any]:
@@ -305,11 +304,7 @@ def test_the_ledger_has_what_the_kernels_save_and_allocate(code: str) -> None:
 
 
 def test_repeatable_kernels_need_no_sum_of_queries_gradients() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = memory_of(attention_trace(), BACKWARD_OP)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    found = memory_of(attention_trace(deterministic=True), BACKWARD_OP)
     assert sum(size for sign, size in found if sign == "+") == (
         B * S * (H + 2 * K) * D * 2 + 2 * B * H * ROWS * 4
     )

@@ -14,13 +14,14 @@ from trainfit.bench.memory_prediction import FORWARD_ONLY, WHOLE_STEP, Told, for
 from trainfit.bench.memory_timeline import BEFORE, Account, Piece, of_ledger
 from trainfit.bench.run import RULES, run
 from trainfit.bench.stopwatch import CpuStopwatch
-from trainfit.models.native import decoder
+from trainfit.models.native import attention
 from trainfit.predict.estimate import ledger_of, predict
 from trainfit.report.bench_curves import memory_curves
 from trainfit.report.bench_pages import pages
 from trainfit.spec.bench import BenchResult, BenchRow, Curve
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
+from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GIB, MIB
 from trainfit.step import assemble
@@ -102,8 +103,8 @@ def test_scores_come_from_the_line_that_makes_them() -> None:
     ]
     assert len(scores) == 2 * 4
     file, _, line = scores[0].where.rpartition(":")
-    assert file == "trainfit/models/native/decoder.py"
-    assert "q_bhsd @ k" in Path(decoder.__file__).read_text().splitlines()[int(line) - 1]
+    assert file == "trainfit/models/native/attention.py"
+    assert "q_bhsd @ k" in Path(attention.__file__).read_text().splitlines()[int(line) - 1]
     made = {piece.where for piece in account.pieces if piece.category == "gradients"}
     assert "backward: MmBackward0" in made
 
@@ -195,10 +196,15 @@ def test_the_allocators_peaks_are_told_by_phase(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_time_left_is_told() -> None:
-    recipe = memory.recipe_of(bench(), POINT)
-    measured, residual = memory._measured(bench(ends_at=0.0), POINT, recipe)
-    assert {kind[0] for kind in measured.values() if isinstance(kind, tuple)} == {"not-run"}
-    assert residual is None
+    def predict(recipe: Recipe) -> Any:
+        raise AssertionError("must not be predicted")
+
+    rows = list(memory._rows(bench(ends_at=0.0), POINT, memory.recipe_of(bench(), POINT), predict))
+    assert [(row.point["pass"], row.point["source"], row.status) for row in rows] == [
+        (kind, source, "not-run")
+        for kind in (WHOLE_STEP, FORWARD_ONLY)
+        for source in ("measured", "predicted")
+    ]
 
 
 def test_the_residual_stream_of_the_course() -> None:

@@ -1,4 +1,4 @@
-"""``bench streams`` on a CPU, whose streams do nothing: what is compared, and that wrong results are not timed."""
+"""``bench streams`` on a CPU, which has one stream: what is compared, and that wrong results are not timed."""
 
 import math
 
@@ -9,6 +9,8 @@ from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import streams
 from trainfit.bench.run import RULES, run
 from trainfit.bench.stopwatch import stopwatch_of
+from trainfit.report.bench_plot import plot_of
+from trainfit.spec.errors import InputError
 
 
 def streams_bench() -> Bench:
@@ -17,13 +19,23 @@ def streams_bench() -> Bench:
     )
 
 
+def test_a_cpu_has_no_row_of_two_streams() -> None:
+    rows = [row for row in run("streams", device="cpu", form="tiny").rows if "case" in row.point]
+    assert [row.point["case"] for row in rows] == list(streams.cases(torch.device("cpu")))
+    for row in rows:
+        assert row.times is not None
+        assert (row.point["streams"], row.numbers) == ("one", {})
+    with pytest.raises(InputError, match="use one"):
+        run("streams", device="cpu", form="tiny", only={"streams": ["two"]})
+
+
 def test_two_streams_are_compared_with_one() -> None:
-    rows = {
-        (row.point["case"], row.point["streams"]): row
-        for row in run("streams", form="tiny").rows
-        if "case" in row.point
-    }
-    assert len(rows) == 2 * len(streams.cases(torch.device("cpu")))
+    """On a CPU, whose two streams are one: how the numbers are made."""
+    bench = streams_bench()
+    made = list(streams.cases(torch.device("cpu")).items())[:2]
+    told = [row for name, make in made for row in streams._both(bench, name, make)]
+    rows = {(row.point["case"], row.point["streams"]): row for row in told}
+    assert len(rows) == 2 * len(made)
     for (case, number), row in rows.items():
         if number == "two":
             alone = rows[case, "one"]
@@ -31,6 +43,9 @@ def test_two_streams_are_compared_with_one() -> None:
             assert row.times is not None
             assert row.numbers["gain"] == pytest.approx(alone.times.median / row.times.median)
             assert 1 <= float(row.numbers["at_most"]) <= 2.5
+    drawn = plot_of(run("streams", device="cpu", limit_s=0).model_copy(update={"rows": tuple(told)}))
+    assert drawn is not None
+    assert all(name in drawn for name, _ in made)
 
 
 def test_streams_that_leave_different_results_are_not_timed() -> None:
@@ -44,3 +59,5 @@ def test_streams_that_leave_different_results_are_not_timed() -> None:
     rows = list(streams._both(streams_bench(), "a case", lambda bench: case))
     assert [(row.status, row.times) for row in rows] == [("failed", None)] * 2
     assert "different results" in rows[0].message
+    rows = list(streams._alone(streams_bench(), "a case", lambda bench: case))
+    assert [row.status for row in rows] == ["failed"]

@@ -112,6 +112,18 @@ def test_bodies_are_the_definitions(dtype: torch.dtype):
         check_rope(n, d, half, dtype)
 
 
+def test_gradients_of_the_bodies_are_differences():
+    """The PyTorch bodies, whose backward is written by hand."""
+    wide = torch.float64
+    x, w, both = (randn(*shape, dtype=wide).requires_grad_() for shape in ((5, 7), (7,), (5, 6)))
+    q, k = (randn(2, heads, 3, 6, dtype=wide).requires_grad_() for heads in (2, 1))
+    cos, sin = angles(3, 2, wide)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm.rms_norm(x, w, EPS), (x, w))
+    assert torch.autograd.gradcheck(swiglu.swiglu, (both,))
+    assert torch.autograd.gradcheck(swiglu.swiglu, (both[:, :3], both[:, 3:]))
+    assert torch.autograd.gradcheck(lambda q, k: rope.rope(q, k, cos, sin), (q, k))
+
+
 @interpreted
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", TRITON, ids=str)

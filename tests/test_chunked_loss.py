@@ -1,51 +1,30 @@
-"""The chunked loss is the standard loss: same value, same gradients, same FLOPs, a part of the memory."""
+"""The chunked loss is the standard loss: same value, same gradients, same FLOPs, a part of the memory.
+
+What holds for the fused loss as well is in test_losses_in_chunks.py.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import CONFIG_MAPPING
 
+from loss_runs import LORA, WIDE, inputs
 from tiny_recipe import tiny_recipe
 from trainfit.kernels.chunked_cross_entropy import Head, chunk_rows, linear_cross_entropy
+from trainfit.kernels.fused_cross_entropy import plain_linear_cross_entropy
 from trainfit.measure.process import forked
 from trainfit.measure.run import measure
-from trainfit.models.language_head import PLAIN, SCALED, SOFT_CAPPED
 from trainfit.predict.estimate import predict
 from trainfit.predict.trace import trace
-from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Recipe
-from trainfit.step import Step, assemble
-from trainfit.techniques import registry
+from trainfit.spec.recipe import Batch, Hardware
+from trainfit.step import assemble
 from virtual_runs import recipe_of, steady, steady_sum
 
 CPU = torch.device("cpu")
-LORA = Adapter(kind="lora", rank=4)
 
 # -- the function
-
-
-def usual(hidden: Tensor, head: Head, targets: Tensor) -> Tensor:
-    """The definition, all logits at once, in the precision of its inputs (the loss at least fp32)."""
-    logits = F.linear(hidden, head.weight, head.bias) * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide), targets, ignore_index=-100)
-
-
-def inputs(dtype: torch.dtype, bias: bool = False, n: int = 37, e: int = 16, v: int = 50) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    hidden, weight, offset = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for shape in ((n, e), (v, e), (v,))
-    )
-    targets = torch.randint(v, (n,), generator=generator)
-    targets[[3, n - 1]] = -100
-    return hidden, weight, offset if bias else None, targets
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -60,7 +39,10 @@ def test_loss_and_gradients_are_the_definitions(
     hidden, weight, offset, targets = inputs(dtype, bias)
     head = Head(weight, offset, scale, softcap)
     given = [t for t in (hidden, weight, offset) if t is not None]
-    expected, found = usual(hidden, head, targets), linear_cross_entropy(hidden, head, targets, rows=8)
+    expected, found = (
+        plain_linear_cross_entropy(hidden, head, targets),
+        linear_cross_entropy(hidden, head, targets, rows=8),
+    )
     assert found.item() == pytest.approx(expected.item(), rel=error)
     for want, got in zip(
         torch.autograd.grad(3 * expected, given), torch.autograd.grad(3 * found, given), strict=True
@@ -84,27 +66,6 @@ def test_gradients_are_differences_of_the_loss():
     assert slope == pytest.approx(((loss(1e-6) - loss(-1e-6)) / 2e-6).item(), rel=1e-7)
 
 
-def test_what_needs_no_gradient_gets_none():
-    hidden, weight, _, targets = inputs(torch.float32)
-    linear_cross_entropy(hidden, Head(weight.detach()), targets).backward()
-    assert hidden.grad is not None
-    with torch.no_grad():
-        assert not linear_cross_entropy(hidden, Head(weight), targets).requires_grad
-
-
-def test_tokens_that_are_all_ignored_have_no_loss():
-    hidden, weight, _, targets = inputs(torch.float32)
-    assert linear_cross_entropy(hidden, Head(weight), torch.full_like(targets, -100)).isnan()
-
-
-def test_a_second_backward_is_refused():
-    hidden, weight, _, targets = inputs(torch.float32)
-    loss = linear_cross_entropy(hidden, Head(weight), targets)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="first backward"):
-        loss.backward()
-
-
 @pytest.mark.parametrize(("told", "kept"), [(65536.0, True), (1.0, False)])
 def test_a_scale_said_in_advance_keeps_small_fp16_gradients(told: float, kept: bool):
     """A loss scaler multiplies before gradients are rounded to fp16; so do we if we are told by how much."""
@@ -114,7 +75,7 @@ def test_a_scale_said_in_advance_keeps_small_fp16_gradients(told: float, kept: b
     (65536.0 * loss).backward()
     found = hidden.grad.clone()
     hidden.grad = None
-    usual(0.001 * hidden, Head(weight), targets).backward()
+    plain_linear_cross_entropy(0.001 * hidden, Head(weight), targets).backward()
     error = (found / 65536.0 - hidden.grad).norm() / hidden.grad.norm()
     assert (error < 2e-3) == kept
 
@@ -137,92 +98,15 @@ def test_how_large_a_chunk_is(tokens: int, hidden: int, vocabulary: int, rows: i
 def test_bf16_rounds_the_weights_gradient_once_a_chunk(chunks: int, error: float):
     """What the module's text says of it, against fp64; the usual way's own rounding is that of one chunk."""
     hidden, weight, _, targets = inputs(torch.bfloat16, n=2048, e=32, v=64)
-    exact = torch.autograd.grad(usual(hidden.double(), Head(weight.double()), targets), weight)[0].double()
+    exact = torch.autograd.grad(
+        plain_linear_cross_entropy(hidden.double(), Head(weight.double()), targets), weight
+    )[0].double()
     loss = linear_cross_entropy(hidden, Head(weight), targets, rows=2048 // chunks)
     found = torch.autograd.grad(loss, weight)[0].double()
     assert ((found - exact).norm() / exact.norm()).item() == pytest.approx(error, rel=0.03)
 
 
 # -- models
-
-SMALL = {
-    "hidden_size": 32, "n_embd": 32, "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "num_attention_heads": 4,
-    "n_head": 4, "num_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64,
-    "vocab_size": 97, "head_dim": 8, "max_position_embeddings": 64, "n_positions": 64, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "opt": {"word_embed_proj_dim": 16},
-    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 4},
-    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "cohere": {"logit_scale": 0.3},
-    "cohere2": {"logit_scale": 0.3},
-    "granite": {"logits_scaling": 4.0},
-    "granitemoe": {"logits_scaling": 4.0},
-    "gemma2": {"final_logit_softcapping": 2.0},
-    "gemma3_text": {"final_logit_softcapping": 2.0},
-}
-
-
-def family_recipe(family: str, loss: Any) -> Recipe:
-    known = CONFIG_MAPPING[family]()
-    config = {key: value for key, value in SMALL.items() if hasattr(known, key)}
-    if family == "falcon":
-        del config["head_dim"]
-    config |= {"model_type": family, **OF_FAMILY.get(family, {})}
-    return Recipe(
-        model=ModelSpec(config=config), batch=Batch(micro=2, seq=16), precision="fp32", loss=loss,
-        attention="eager",
-    )  # fmt: skip
-
-
-def gradients(step: Step) -> tuple[float, dict[str, Tensor]]:
-    step.model.eval()  # no dropout
-    layer = next(m for n, m in step.model.named_modules() if n in ("lm_head", "embed_out"))
-    torch.nn.init.normal_(layer.weight, std=0.5, generator=torch.Generator().manual_seed(0))
-    (batch,) = step.random_batches()
-    batch["labels"][0, :5] = -100
-    loss = step.loss(batch)
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in step.model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("family", sorted(PLAIN | SOFT_CAPPED | SCALED.keys()))
-def test_every_known_family_has_its_own_loss(family: str):
-    (expected, usual_grads), (found, grads) = (
-        gradients(assemble(family_recipe(family, loss), CPU)) for loss in ("standard", "chunked")
-    )
-    assert found == pytest.approx(expected, rel=2e-6)
-    assert grads.keys() == usual_grads.keys()
-    for name, grad in usual_grads.items():
-        assert (grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
-
-
-@pytest.mark.parametrize("code", ["hf", "native"])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"precision": "amp-bf16"},
-        {"precision": "amp-fp16"},
-        {"batch": Batch(micro=2, seq=16, accumulate=3)},
-        {"batch": Batch(micro=2, seq=16, accumulate=3), "precision": "amp-fp16"},
-        {"adapter": LORA},
-        {"recompute": "full"},
-        {"optimizer": Optimizer(name="sgd", in_backward=True)},
-    ],
-    ids=str,
-)
-def test_trains_as_the_standard_loss_does(fields: dict[str, Any], code: Any):
-    runs = []
-    for loss in ("standard", "chunked"):
-        step = assemble(tiny_recipe(code, loss=loss, **fields), CPU)
-        runs.append([step(step.random_batches(index)).item() for index in range(4)])
-    rough = "amp" in str(fields)
-    assert runs[1] == pytest.approx(runs[0], rel=2e-3 if rough else 1e-5)
 
 
 @pytest.mark.parametrize("code", ["hf", "native"])
@@ -249,52 +133,7 @@ def test_evaluation_makes_no_gradients():
     )
 
 
-# -- what is refused
-
-
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
-        (tiny_recipe(loss="chunked", adapter=Adapter(kind="lora", targets=("lm_head",))), "no(t)? a? ?plain"),
-        (recipe_of({"model_type": "xglm", "num_layers": 1}, loss="chunked"), "how xglm makes logits"),
-        (
-            family_recipe("qwen3_moe", "chunked").model_copy(
-                update={
-                    "model": ModelSpec(
-                        config={"model_type": "qwen3_moe", "num_hidden_layers": 1, "output_router_logits": True,
-                                "hidden_size": 32, "moe_intermediate_size": 8, "num_experts": 4, "vocab_size": 97}
-                    )
-                }
-            ),
-            "balances its experts",
-        ),
-    ],
-    ids=["head adapted", "family", "router"],
-)  # fmt: skip
-def test_what_would_be_another_loss_is_refused(recipe: Recipe, words: str):
-    with pytest.raises(InputError, match=words) as caught:
-        assemble(recipe, torch.device("meta"))
-    assert "use loss: standard" in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["prompt", "prefix", "p-tuning"])
-def test_adapters_with_a_forward_of_their_own_are_refused(kind: Any):
-    from trainfit.techniques import chunked_loss
-
-    with pytest.raises(InputError, match="around the model's own forward"):
-        chunked_loss.check(tiny_recipe(loss="chunked", adapter=Adapter(kind=kind)))
-
-
-def test_the_registry_knows_it():
-    registry.check(tiny_recipe(loss="chunked"))
-
-
 # -- predicted
-
-WIDE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 2000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

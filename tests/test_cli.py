@@ -34,8 +34,9 @@ def trainfit(*arguments: str, **environment: str) -> subprocess.CompletedProcess
 )
 def test_fast_and_without_torch(code: str) -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib'} & set(__import__('sys').modules)"
+    most_s = 0.3 if "help" in code or code == "import trainfit" else 0.6
     times = []
-    for _ in range(4):  # Processor time, and the fastest of four: other tests run beside this one.
+    while len(times) < 4:  # Processor time, and the fastest of four: other tests run beside this one.
         start = os.times()
         done = subprocess.run(
             [sys.executable, "-c", f"{code}\nprint('heavy:', {heavy} or 'none')"],
@@ -44,7 +45,9 @@ def test_fast_and_without_torch(code: str) -> None:
         end = os.times()
         times.append(end.children_user - start.children_user + end.children_system - start.children_system)
         assert done.stdout.splitlines()[-1] == "heavy: none"
-    assert min(times) < (0.3 if "help" in code or code == "import trainfit" else 0.6)
+        if times[-1] < most_s:
+            break
+    assert min(times) < most_s
 
 
 def test_help_lists_every_verb(capsys: Captured) -> None:
@@ -151,13 +154,11 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, "trainfit 0.1.0\n")
 
 
-def test_an_ascii_terminal_gets_question_marks(tmp_path: Path) -> None:
-    code = "import sys; from trainfit.cli.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "predict", "tiny-cpu", "--set", "batch.seq=16"],
-        capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "ascii", "TRAINFIT_CACHE": str(tmp_path)},
-    )  # fmt: skip
+def test_an_ascii_terminal_gets_question_marks(capsys: Captured) -> None:
+    asked = ["predict", "tiny-cpu", "--set", "batch.seq=16"]
+    assert main(asked) == 0  # The other process finds its ledger in the cache.
+    assert "parameters · recipe" in capsys.readouterr().out
+    done = trainfit(*asked, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "parameters ? recipe" in done.stdout  # a middle dot in UTF-8
     assert "####" in done.stdout

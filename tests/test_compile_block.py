@@ -12,19 +12,8 @@ from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.cli.main import main
 from trainfit.predict.estimate import predict
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import (
-    Adapter,
-    Batch,
-    Budget,
-    Every,
-    LayerRun,
-    Layers,
-    Offload,
-    Optimizer,
-    Recipe,
-    SavedOps,
-    Selective,
-)
+from trainfit.spec.recipe import Adapter, Batch, Offload, Optimizer, Recipe
+from trainfit.spec.recompute import Budget, Every, LayerRun, Layers, SavedOps, Selective
 from trainfit.step import assemble
 from virtual_runs import recipe_of
 

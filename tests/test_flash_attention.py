@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainfit.bench.flash_attention_candidates import candidates
+from trainfit.bench.flash_attention_where import where_wrong
 from trainfit.kernels import flash_attention as flash
+from trainfit.kernels import flash_attention_tiled as tiled
 from trainfit.kernels import flash_attention_tma as hopper
-from trainfit.kernels.flash_attention_candidates import candidates
 from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention_launch import Tiles, triton_backward, triton_forward
-from trainfit.kernels.flash_attention_where import where_wrong
 from trainfit.spec.errors import InputError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -98,6 +99,18 @@ def test_gradients_of_the_tiled_body() -> None:
         )
 
 
+class Interpreted(flash.TiledAttention):
+    """The kernels in Triton, where the interpreter runs them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None):
+        return flash._forward(ctx, q, k, v, is_causal, scale, triton_forward)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return flash._backward(ctx, gradients[0], triton_backward)
+
+
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in the tests below"
 )
@@ -105,15 +118,6 @@ def test_gradients_of_the_tiled_body() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernels_in_the_interpreter(shape, is_causal, dtype, monkeypatch) -> None:
-    class Interpreted(flash.TiledAttention):
-        @staticmethod
-        def forward(ctx, q, k, v, is_causal=False, scale=None):
-            return flash._forward(ctx, q, k, v, is_causal, scale, triton_forward)
-
-        @staticmethod
-        def backward(ctx, *gradients):
-            return flash._backward(ctx, gradients[0], triton_backward)
-
     tensors = inputs(*shape, dtype)
     assert max(errors(Interpreted.apply, tensors, is_causal)) < (1e-5 if dtype == torch.float32 else 2e-2)
 
@@ -123,11 +127,11 @@ def test_kernels_in_the_interpreter(shape, is_causal, dtype, monkeypatch) -> Non
 def test_kernels_with_a_scale_that_is_not_positive(scale: float) -> None:
     q, k, v, gradient = inputs(1, 2, 1, 40, 37, 16, torch.float32)
     out, lse = triton_forward(q, k, v, True, scale)
-    wanted, wanted_lse = flash.tiled_forward(q, k, v, True, scale)
+    wanted, wanted_lse = tiled.tiled_forward(q, k, v, True, scale)
     torch.testing.assert_close((out, lse), (wanted, wanted_lse), atol=1e-5, rtol=1e-5)
     for found, exact in zip(
         triton_backward(gradient, q, k, v, out, lse, True, scale),
-        flash.tiled_backward(gradient, q, k, v, wanted, wanted_lse, True, scale),
+        tiled.tiled_backward(gradient, q, k, v, wanted, wanted_lse, True, scale),
         strict=True,
     ):
         torch.testing.assert_close(found, exact, atol=1e-5, rtol=1e-5)

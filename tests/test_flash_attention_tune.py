@@ -3,9 +3,19 @@
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
-from trainfit.kernels import flash_attention_tune as tune
-from trainfit.kernels.flash_attention_candidates import candidates
+import pytest
+import torch
+
+from trainfit.bench import flash_attention_candidates, kernel_benchmark
+from trainfit.bench import flash_attention_tune as tune
+from trainfit.bench.flash_attention_candidates import candidates
+from trainfit.bench.run import RULES
+from trainfit.bench.stopwatch import CpuStopwatch
+from trainfit.kernels import flash_attention_host_time
 
 DIES_AT_SECOND = """
 import json, os, sys
@@ -43,7 +53,7 @@ def test_the_last_one_may_be_deadly_too(monkeypatch) -> None:
 def test_a_hanging_kernel_ends_its_process_and_says_so() -> None:
     hangs = """
 import time, torch
-from trainfit.kernels import flash_attention_candidates as candidates
+from trainfit.bench import flash_attention_candidates as candidates
 candidates.RUN_LIMIT_S = 0.2
 torch.cuda.synchronize = lambda: time.sleep(60)
 candidates._ended(())
@@ -51,6 +61,39 @@ candidates._ended(())
     done = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, timeout=50)
     assert done.returncode == 1
     assert "in _ended" in done.stderr
+
+
+def test_a_candidate_is_timed_by_the_harness_or_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = CpuStopwatch()
+    monkeypatch.setattr(flash_attention_candidates, "_stopwatch", lambda: watch)
+    monkeypatch.setattr(flash_attention_candidates, "RULE", RULES["tiny"])
+    monkeypatch.setattr(flash_attention_candidates, "_timed_tensors", lambda candidate: None)
+    monkeypatch.setattr(flash_attention_candidates, "_prepared", lambda *_: lambda: time.sleep(1e-3))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
+    asked = candidates()[0]
+    row = flash_attention_candidates.time(asked)
+    assert row["p10_s"] <= row["median_s"] <= row["p90_s"]
+    assert row["tflops_per_s"] == pytest.approx(2 * 16 * 8192**2 * 128 / row["median_s"] / 1e12)
+    assert row["samples"] >= RULES["tiny"].min_samples
+    monkeypatch.setattr(watch, "throttled", lambda: ("software power cap",))
+    monkeypatch.setattr(watch, "rest", lambda seconds: None)
+    row = flash_attention_candidates.time(asked)
+    assert row == {"name": asked.name, "error": row["error"]}
+    assert "throttled: the clocks were held down" in row["error"]
+
+
+@pytest.mark.parametrize("command", [tune.main, flash_attention_host_time.main, kernel_benchmark.main])
+def test_commands_that_need_a_gpu_say_so_in_one_line(
+    command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = {tune.main: ["--out", str(tmp_path / "rows")], kernel_benchmark.main: [str(tmp_path / "rows")]}
+    monkeypatch.setattr(sys, "argv", ["command", *words.get(command, [])])
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2
+    assert "error: torch sees no GPU" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "rows").exists()
 
 
 def test_a_check_that_takes_too_long_is_ended(monkeypatch) -> None:

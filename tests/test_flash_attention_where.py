@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from trainfit.kernels import flash_attention_candidates as candidates
-from trainfit.kernels.flash_attention_candidates import Candidate
+from trainfit.bench import flash_attention_candidates as candidates
+from trainfit.bench.flash_attention_candidates import Candidate
+from trainfit.bench.flash_attention_where import where_wrong
 from trainfit.kernels.flash_attention_tma import GroupsBackward
-from trainfit.kernels.flash_attention_where import where_wrong
 
 
 def test_right_results_are_not_told() -> None:

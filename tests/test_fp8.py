@@ -18,7 +18,8 @@ from trainfit.models.layers import layer_lists
 from trainfit.predict.estimate import estimate, matmul_dtype, predict
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Layers, Offload, Optimizer, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, Recipe
+from trainfit.spec.recompute import Layers
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.fp8 import gains

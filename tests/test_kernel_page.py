@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainfit.measure import kernel_benchmark, kernel_cases
+from trainfit.bench import kernel_benchmark, kernel_cases
 from trainfit.report.kernel_page import STORIES, main, page
 from trainfit.spec.errors import InputError
 
@@ -54,6 +54,35 @@ def test_goals_are_met_or_missed() -> None:
     assert "| ours | forward | 0.100 | 10.0 % | 200 | 1.000 |" in text
     assert "NVIDIA H200, torch 2.11.0, commit 0123456789ab, 2026-11-21." in text
     assert "Size: 8 rows." in text
+
+
+def test_where_eager_was_not_run_there_is_no_ratio() -> None:
+    text = page([wrong("ours", 1.25), wrong("ours, over 2^31 logits", 0.0) | {"eager": []}])
+    assert "| 0.1 % | 1.25 |" in text
+    assert "| ours, over 2^31 logits | 0 % | – | – |" in text
+
+
+def test_the_page_says_whether_clocks_were_watched() -> None:
+    old = timed("norm", "ours", "forward", 1.0)
+    new = old | {"samples": 12, "discarded": 3, "status": "done"}
+    assert "The clocks were not watched" in page([old])
+    assert "held the clocks down are thrown away" in page([new])
+    assert "| samples | thrown away |" in page([new])
+    assert "| 12 | 3 |" in page([new])
+    assert "thrown away |" not in page([old])
+
+
+def test_a_goal_without_a_number_is_missed() -> None:
+    failed = MACHINE | {
+        "case": "loss",
+        "size": "8",
+        "way": "ours fused",
+        "part": "failed",
+        "message": "both: throttled: x",
+    }
+    assert "| linear cross-entropy, forward and backward | no number: see below | **missed** |" in page(
+        [failed]
+    )
 
 
 def test_a_way_that_failed_is_told() -> None:

@@ -47,6 +47,14 @@ def test_every_kernel_compiles(compiled: dict[str, dict]):
         assert told["shared_bytes"] <= MOST_SHARED_BYTES, name
 
 
+def test_grids_are_within_cudas_limits(compiled: dict[str, dict]):
+    """The same table: 2^31 - 1 blocks along x, 65,535 along y and z."""
+    for name, told in compiled.items():
+        x, y, z = told["largest_grid"]
+        assert x < 2**31, name
+        assert max(y, z) < 2**16, name
+
+
 def test_later_steps_compile_nothing(compiled: dict[str, dict]):
     """Seeds, rates and corrections change each step; Triton makes a new kernel for an integer of 1 or a multiple of 16."""
     assert {name: told["compiled_later"] for name, told in compiled.items()} == dict.fromkeys(compiled, 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from test_chunked_loss import family_recipe, gradients
+from loss_runs import family_recipe, gradients
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, asked, tiny
 from trainfit.kernels.loss_terms import Terms, cross_entropy_with_terms

@@ -1,12 +1,15 @@
 """LiveBytes against closed forms and against torch's own CPU allocator tally."""
 
 import gc
+import resource
 
 import pytest
 import torch
 from torch import nn
 
 from trainfit.measure.live import LiveBytes
+from trainfit.measure.meter import CpuMeter
+from trainfit.spec.units import MIB
 
 CPU = torch.device("cpu")
 
@@ -117,3 +120,36 @@ def _allocator_growth(profile: torch.profiler.profile) -> int:
         top = max(top, now)
     assert top > 0
     return top
+
+
+def test_more_than_the_limit_is_out_of_memory_and_not_counted():
+    live = LiveBytes(CPU)
+    live.limit_bytes = 4096
+    with live:
+        kept = torch.empty(512)
+        with pytest.raises(torch.OutOfMemoryError, match="2,560 bytes more than the 2,048 alive"):
+            torch.empty(640)
+        assert live.live_bytes == 2048
+        kept.resize_(1024)
+        with pytest.raises(torch.OutOfMemoryError):
+            kept.resize_(1025)
+        del kept
+        torch.empty(1024)
+    assert live.take_peak()[0] == 4096
+
+
+def test_a_limit_holds_where_the_heap_has_room():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    blocks = [b"x" * 100_000 for _ in range(640)]
+    pin = b"x" * 100_000  # the heap's last block: what is freed before it stays in this process
+    blocks.clear()
+    meter = CpuMeter(CPU, tracked=True)
+    meter.limit(8 * MIB)
+    try:
+        with meter.watching(), pytest.raises(torch.OutOfMemoryError):
+            torch.stack([torch.empty(16_384) for _ in range(256)])  # 16 MiB before they are stacked
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    taken = meter.take()
+    assert taken is not None
+    assert 8 * MIB - 65_536 <= taken[0] <= 8 * MIB, len(pin)

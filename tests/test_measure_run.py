@@ -1,5 +1,6 @@
 """Measurements of a tiny model on this machine's CPU, and what becomes of trials that end badly."""
 
+import gc
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from trainfit.measure.meter import is_out_of_memory
 from trainfit.measure.nvml import visible_device
 from trainfit.measure.run import measure, with_utilisation
 from trainfit.measure.suite import main as suite
-from trainfit.measure.trial import RESULT, TrialRequest
+from trainfit.measure.trial import RESULT, TrialRequest, compiled_before
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
@@ -88,6 +90,7 @@ def test_out_of_memory_is_a_result_with_the_peak_reached():
         steps=1,
         device="cpu",
         memory_limit_bytes=limit,
+        start=process.forked,
         timeout_s=200,
     )
     assert result.status == "out-of-memory"
@@ -95,20 +98,41 @@ def test_out_of_memory_is_a_result_with_the_peak_reached():
     assert 64 * MIB < (result.peak_allocated_bytes or 0) <= limit
 
 
+def test_python_runs_out_of_memory_without_a_word(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("trainfit.step.assemble", fail)
+    result = measure(recipe(), steps=1, device="cpu", start=process.forked, timeout_s=200)
+    assert result.status == "out-of-memory"
+    assert result.message == "out of memory while the model and optimizer were built: no memory left"
+
+
+def test_what_a_trial_imports_is_not_of_its_limit():
+    """A new interpreter's own modules take some 150 MiB; the model and its steps 13 MiB."""
+    result = measure(recipe(), steps=1, warmup=0, device="cpu", memory_limit_bytes=48 * MIB, timeout_s=200)
+    assert result.status == "done", result.message
+
+
 def test_bad_input_comes_through_as_itself():
     with pytest.raises(InputError, match=r"hardware\.count"):
-        measure(recipe(hardware={"count": 2}, parallel={"replicate": 2}), device="cpu", timeout_s=200)
+        measure(
+            recipe(hardware={"count": 2}, parallel={"replicate": 2}),
+            device="cpu",
+            start=process.forked,
+            timeout_s=200,
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
 def test_asking_for_a_gpu_that_is_not_there():
     with pytest.raises(InputError, match="use device cpu"):
-        measure(recipe(), device="cuda", timeout_s=200)
+        measure(recipe(), device="cuda", start=process.forked, timeout_s=200)
 
 
 def test_killed_trial_keeps_what_it_knew():
     def start_and_kill(folder: Path) -> int:
-        pid = process.spawned(folder)
+        pid = process.forked(folder)
 
         def kill() -> None:
             while not (folder / RESULT).is_file() or "step 1" not in (folder / RESULT).read_text():
@@ -170,6 +194,16 @@ def test_crash_keeps_the_last_lines(tmp_path: Path):
     assert result.status == "crashed"
     assert "exit code 3" in result.message
     assert result.message.endswith("the reason")
+
+
+def test_a_copys_collections_pass_over_what_its_maker_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = "import gc\ndef main(folder):\n    return (folder / 'count').write_text(str(gc.get_freeze_count())) * 0\n"
+    (tmp_path / "counts_frozen.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    ending = process.run_to_end(tmp_path, lambda folder: process.forked(folder, "counts_frozen"), 60.0)
+    assert not ending.exit_code
+    assert int((tmp_path / "count").read_text()) > 0.9 * len(gc.get_objects())
+    assert gc.get_freeze_count() == 0
 
 
 def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
@@ -285,3 +319,18 @@ def test_gpu_measurement_agrees_with_itself():
     )
     assert small.status == "out-of-memory"
     assert 0 < (small.peak_allocated_bytes or 0) <= 300 * MIB
+
+
+@pytest.mark.parametrize(
+    ("found", "before"),
+    [
+        ({"fxgraph_cache_hit": 2}, True),
+        ({"fxgraph_cache_miss": 2}, False),
+        ({"fxgraph_cache_miss": 1, "fxgraph_cache_hit": 1}, False),
+        ({}, False),
+    ],
+)
+def test_programs_of_an_earlier_process(found: dict[str, int], before: bool, monkeypatch: pytest.MonkeyPatch):
+    """Counted by torch: a program that occurs twice in this process is missed once, then found."""
+    monkeypatch.setitem(torch._dynamo.utils.counters, "inductor", Counter(found))
+    assert compiled_before() is before

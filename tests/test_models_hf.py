@@ -1,10 +1,13 @@
 """Every family that the catalog speaks of builds, gives an fp32 loss, and shows its decoder blocks."""
 
 import math
+import sys
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import AutoModelForCausalLM
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from trainfit.models.build import build_model
@@ -180,3 +183,23 @@ def test_the_loss_is_chosen_without_a_warning(caplog: pytest.LogCaptureFixture) 
     model = build_model(ModelSpec(config=config), dtype=torch.float32, device="cpu")  # type: ignore[arg-type]
     assert model.loss_function is LOSS_MAPPING["ForCausalLM"]
     assert "loss_type" not in caplog.text
+
+
+def test_no_model_is_imported_while_the_device_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module makes when it is imported would stay on the GPU (torchaudio's 512 bytes)."""
+    name = "transformers.models.persimmon.modeling_persimmon"  # which no other test needs
+    there = []
+
+    plain = AutoModelForCausalLM.from_config
+
+    def watched(*arguments: object, **settings: object) -> nn.Module:
+        there.append(name in sys.modules)
+        return plain(*arguments, **settings)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", watched)
+    config = {"model_type": "persimmon", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "vocab_size": 64}  # fmt: skip
+    build_model(
+        ModelSpec(config=config, implementation="hf"), dtype=torch.float32, device="meta", attention="sdpa"
+    )
+    assert there == [True]

@@ -1,9 +1,17 @@
 """Operations of ours keep PyTorch's rules: what they write into is said, and fake tensors know their results."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from trainfit.kernels import adafactor, adamw, stochastic_rounding
+from trainfit.kernels import adafactor, adamw, flash_attention, stochastic_rounding
+from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
+from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy
+from trainfit.kernels.rms_norm import rms_norm
+from trainfit.kernels.rope import rope
+from trainfit.kernels.swiglu import swiglu
 
 
 def opcheck(name: str, *arguments: object) -> None:
@@ -31,3 +39,27 @@ def test_a_backward_that_needs_the_old_weight_says_so():
         stochastic_rounding.add_rounded(weight, torch.ones_like(weight), 1.0, 0.5, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+LABELS = torch.arange(4)
+WITH_A_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: flash_attention.flash_attention(x[None], x[None], x[None], True),
+    "its class": lambda x: flash_attention.FlashAttention.apply(x[None], x[None], x[None], True),
+    "its reference": lambda x: flash_attention.TiledAttention.apply(x[None], x[None], x[None], True),
+    "norm": lambda x: rms_norm(x, torch.ones(16), 1e-6),
+    "gate": swiglu,
+    "gate of two": lambda x: swiglu(x, x),
+    "rotation": lambda x: rope(x[None, None], x[None, None], torch.ones(4, 8), torch.ones(4, 8))[0],
+    "loss in chunks": lambda x: linear_cross_entropy(x, Head(torch.eye(16)), LABELS),
+    "fused loss": lambda x: fused_linear_cross_entropy(x, Head(torch.eye(16)), LABELS),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_BACKWARD)
+def test_a_second_derivative_is_refused(name: str):
+    """Also where the gradient that comes in is a constant: autograd would take ours for one, too."""
+    x = torch.rand(4, 16, requires_grad=True)
+    (given,) = torch.autograd.grad(WITH_A_BACKWARD[name](x).sum(), x)
+    assert given.any()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(WITH_A_BACKWARD[name](x).sum(), x, create_graph=True)

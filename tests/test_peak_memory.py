@@ -11,8 +11,9 @@ import torch
 from trainfit.catalog.load import model_config, recipes
 from trainfit.models.build import build_model
 from trainfit.models.native.config import from_own_keys
-from trainfit.spec.recipe import Budget, BudgetGib, ModelSpec, Recipe
+from trainfit.spec.recipe import ModelSpec, Recipe
 from trainfit.spec.recipe_file import load_recipe
+from trainfit.spec.recompute import Budget, BudgetGib
 from trainfit.sweep.read import read_sweep
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "peak-memory"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from trainfit.plan.recompute import plan
-from trainfit.spec.recipe import Batch, BudgetGib, Hardware, Layers, Optimizer
+from trainfit.spec.recipe import Batch, Hardware, Optimizer
+from trainfit.spec.recompute import BudgetGib, Layers
 from virtual_runs import recipe_of
 
 MOST_S = 3.5
@@ -32,4 +33,6 @@ def test_80_layers_are_planned_in_seconds(
         found = plan(deep)
         took_s.append(time.process_time() - start)
         assert isinstance(found.recipe.recompute, Layers)
+        if took_s[-1] < MOST_S:
+            break
     assert min(took_s) < MOST_S

@@ -15,7 +15,8 @@ import pytest
 from tiny_recipe import tiny_recipe
 from trainfit.predict import cache
 from trainfit.predict.estimate import ledger_of, predict
-from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Parallel, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Parallel
+from trainfit.virtual import ledger_file
 from trainfit.virtual.ledger import Ledger
 
 
@@ -66,10 +67,10 @@ def test_code_and_versions_change_the_key(monkeypatch: pytest.MonkeyPatch) -> No
     for library in cache.LIBRARIES:
         with monkeypatch.context() as patch:
             patch.setattr(
-                cache, "_version", lambda name, library=library: "0.0" if name == library else "1.0"
+                cache, "installed_version", lambda name, library=library: "0.0" if name == library else "1.0"
             )
             changed = cache.key(tiny_recipe())
-            patch.setattr(cache, "_version", lambda name: "1.0")
+            patch.setattr(cache, "installed_version", lambda name: "1.0")
             assert cache.key(tiny_recipe()) != changed
     assert cache.key(tiny_recipe()) == base
 
@@ -80,7 +81,7 @@ def test_a_kept_ledger_is_the_traced_one(folder: Path, monkeypatch: pytest.Monke
     assert len(list(folder.glob("*.json.gz"))) == 1
     first = predict(recipe)
 
-    def trace_again(_: Recipe) -> Ledger:
+    def trace_again(*_: Any, **__: Any) -> Ledger:
         raise AssertionError("a kept ledger was traced again")
 
     monkeypatch.setattr("trainfit.predict.trace.trace", trace_again)
@@ -130,7 +131,7 @@ def test_damaged_files_are_traced_again(folder: Path, monkeypatch: pytest.Monkey
         assert found is not None or not path.exists()
     path.write_bytes(whole[:50])
     assert content(ledger_of(recipe)) == content(ledger)
-    assert content(Ledger.load(path)) == content(ledger)
+    assert content(ledger_file.load(path)) == content(ledger)
 
 
 def test_a_cache_that_cannot_be_used_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,19 +16,8 @@ from trainfit.measure.run import measure
 from trainfit.predict.estimate import predict
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import (
-    Adapter,
-    Batch,
-    Budget,
-    Every,
-    Hardware,
-    ModelSpec,
-    Offload,
-    Optimizer,
-    Recipe,
-    SavedOps,
-    Selective,
-)  # fmt: skip
+from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Optimizer, Recipe
+from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.recompute_budget import grouped_heads_counted

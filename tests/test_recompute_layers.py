@@ -17,7 +17,8 @@ from trainfit.plan.recompute import LEVELS, candidates, plan, resolve
 from trainfit.predict.estimate import predict
 from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, BudgetGib, Hardware, LayerRun, Layers, Optimizer, Recipe
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
+from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.spec.units import GIB
 from trainfit.step import assemble
 from trainfit.techniques.rematerialize import Saving
@@ -223,7 +224,10 @@ def _peak_by_hand(found: Probe, saved: list[Option]) -> int:
 
 
 def test_the_chosen_plans_are_the_ones_they_were() -> None:
-    """One plan of 80 blocks, as the search chose it before it was made faster: a change of it is to be meant."""
+    """One plan of 80 blocks, as the search chose it before it was made faster: a change of it is to be meant.
+
+    It changed once: when attention took the rates that were measured of its kernels.
+    """
     deep = recipe_of(
         "llama-3.1-70b", "native", batch=Batch(micro=1, seq=4096), precision="bf16", loss="chunked"
     )
@@ -231,7 +235,5 @@ def test_the_chosen_plans_are_the_ones_they_were() -> None:
         update={"hardware": Hardware(gpu="h200"), "optimizer": Optimizer(in_backward=True)}
     )
     found = plan(budget(asked, 402 * GIB))
-    assert found.recipe.recompute == layers(
-        ("full", 1.0, 49), ("elementwise", 0.9, 30), ("elementwise", 0.0, 1)
-    )
-    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.911, abs=0.001)
+    assert found.recipe.recompute == layers(("full", 1.0, 54), ("elementwise", 0.9, 25), ("none", 0.0, 1))
+    assert found.estimate.peak_allocated_bytes / GIB == pytest.approx(401.804, abs=0.001)

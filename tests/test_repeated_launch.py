@@ -1,5 +1,6 @@
 """The second launch with equal shapes: nothing is chosen, bound or checked again, and nothing of the first is reused."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -92,15 +93,36 @@ def test_what_triton_compiles_for_is_bound_again(kernel: Kernel, monkeypatch: py
     assert (len(kernel.bound), kernel.repeated) == (7, [])
 
 
+def test_a_kernel_without_constants(kernel: Kernel):
+    for _ in range(2):
+        launches.launch(kernel, (7,), (), (empty(64), empty(64), 0.5, 3, 2), {})
+    assert (len(kernel.bound), len(kernel.repeated)) == (1, 1)
+
+
+def test_constants_in_another_order_are_seen(kernel: Kernel):
+    with pytest.raises(AssertionError, match="BLOCK"):
+        launches.launch(kernel, (7,), (), (empty(64), empty(64), 0.5), {"BLOCK": 2, "n": 3})
+
+
 def test_known_launches_keep_no_tensor(kernel: Kernel):
     launch(kernel, empty(1, 2, 64, 64), empty(64))
     (known,) = launches._known.values()
     assert not any(isinstance(x, torch.Tensor) for fields in known.fields for x in fields.values())
 
 
+@pytest.fixture
+def _nothing_chosen() -> Iterator[None]:
+    """Neither what other tests asked nor, afterwards, what a stand-in answered."""
+    caches = (choice._forward, choice._backward)
+    for each in caches:
+        each.cache_clear()
+    yield
+    for each in caches:
+        each.cache_clear()
+
+
+@pytest.mark.usefixtures("_nothing_chosen")
 def test_an_equal_call_chooses_nothing_again(monkeypatch: pytest.MonkeyPatch):
-    choice._forward.cache_clear()  # what other tests asked
-    choice._backward.cache_clear()
     asked = []
     monkeypatch.setattr(choice, "fits", lambda *each: asked.append(each) or True)
     machine = choice.Machine((9, 0))
@@ -110,8 +132,6 @@ def test_an_equal_call_chooses_nothing_again(monkeypatch: pytest.MonkeyPatch):
         backward = choice.backward_launch(x, x, x, x, x, 0.1, machine)
         assert (forward.how, backward.how) == (choice.FORWARD[128], choice.BACKWARD[128])
     assert len(asked) == 4
-    choice._forward.cache_clear()  # what a stand-in answered
-    choice._backward.cache_clear()
 
 
 def test_host_time_is_that_of_one_call():

@@ -125,4 +125,4 @@ def test_a_slot_that_dies_is_a_lost_row_and_the_next_trial_has_another(tmp_path:
     outcomes: list[Outcome] = [result.outcome for _, result in results]
     assert [outcome.status for outcome in outcomes] == ["lost", "timeout"]
     assert "its worker ended: signal 9" in outcomes[0].message
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= others

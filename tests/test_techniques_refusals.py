@@ -8,15 +8,8 @@ import pytest
 
 from tiny_recipe import tiny_recipe
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import (
-    Adapter,
-    Batch,
-    BudgetGib,
-    Hardware,
-    Optimizer,
-    Parallel,
-    Recipe,
-)
+from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Parallel, Recipe
+from trainfit.spec.recompute import BudgetGib
 from trainfit.techniques import registry
 
 LORA = Adapter(kind="lora", rank=4)

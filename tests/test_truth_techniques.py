@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 from trainfit.predict import truth_draws, truth_suite
-from trainfit.predict.truth_techniques import FIRST_GENERATION, LATER, TECHNIQUES, draw_for, num_blocks
+from trainfit.predict.truth_techniques import LATER, TECHNIQUES, draw_for, num_blocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
+
+FIRST_GENERATION = (
+    "accumulation", "adamw", "attention", "compile_block", "compile_model", "lora", "precision", "recompute_full", "sgd",
+)  # fmt: skip
+"""Techniques that the first suite (``truth_draws.draw``) draws."""
 
 FIRST_DRAWS = {(1, 0.15): "982209a083b81097", (9, 0.0): "389a03853c754a86"}
 """(seed, share compiled) -> a hash of the first 200 draws, of which the measured suites were made."""

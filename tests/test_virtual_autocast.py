@@ -205,7 +205,7 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
             patch.setattr(F, "silu", stop)
             patch.setattr(torch.nn.SiLU, "forward", stop)
         elif where == "backward":
-            patch.setattr("trainfit.virtual.virtual_gpu.Tracer.own", stop)
+            patch.setattr("trainfit.virtual.live_storages.LiveStorages.own", stop)
         else:
             patch.setattr(torch.optim.AdamW, "step", stop)
         # What fails inside transformers' own model, without trainfit too, is told as its config's failure.

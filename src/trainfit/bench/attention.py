@@ -32,9 +32,6 @@ NOT_SYNCHRONISED = "forward, not synchronised"
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 """Body -> its name in ``torch.nn.attention.SDPBackend``."""
-NAMES = ("eager", "compiled", "pytorch", *BACKENDS, "flex", "plain", "ours")
-"""The bodies: written out, the same compiled, PyTorch's own choice, its backends, FlexAttention, our plain Triton kernels, and
-what ``attention: triton`` runs on this device."""
 HALF_ONLY = ("flash", "cudnn")
 CUDA_ONLY = ("cudnn", "efficient", "flex", "plain")
 
@@ -139,7 +136,11 @@ def ours(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def body(name: str) -> Body:
-    """The body called so; a compiled one is compiled anew, for its own shapes."""
+    """The body called so; a compiled one is compiled anew, for its own shapes.
+
+    eager: written out; compiled: the same compiled; pytorch: its own choice; flash, cudnn, efficient: its backends; flex:
+    FlexAttention; plain: our plain Triton kernels; ours: what ``attention: triton`` runs on this device.
+    """
     if name in ("compiled", "flex"):
         torch._dynamo.reset()
     if name == "compiled":
@@ -195,14 +196,17 @@ REST, LEAST_REST_S, MOST_REST_S = 8, 0.015, 0.3
 """A device that rests eight times as long as it works draws less than it may; runs above ``LONG_S`` hold it down even so."""
 LONG_S = 0.012
 SHORT = Rule(warmup=2, min_samples=12, max_samples=20, spread=0.03, cap_s=4.0, hide=True, rest_s=LEAST_REST_S)
-LONG = replace(SHORT, warmup=1, min_samples=6, max_samples=9)
+LONG = replace(SHORT, warmup=1, min_samples=6, max_samples=9, cap_s=8.0)
+SLOW = replace(LONG, max_samples=6, cap_s=30.0)
+"""Of a long case in fp32, in which our kernels may take seconds a run: as few samples as tell the median's spread, and the time for them."""
 
 
 def rule_of(case: Case) -> Rule:
     """How many samples are taken of a case in full form, and the rest before each."""
     likely_s = flops(case, PRODUCTS["both"]) / LIKELY_PER_S[case.dtype]
     rest_s = min(max(REST * likely_s, LEAST_REST_S), MOST_REST_S)
-    return replace(LONG if likely_s > LONG_S else SHORT, rest_s=rest_s)
+    rule = SHORT if likely_s <= LONG_S else SLOW if case.dtype == "fp32" else LONG
+    return replace(rule, rest_s=rest_s)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -213,12 +217,14 @@ def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
     held: dict[str, Cell] = {}
 
     def part(which: str) -> Part:
-        rates = of_work(flops(case, PRODUCTS[which]))
-
-        def numbers(seconds: float) -> dict[str, Cell]:
-            return {**rates(seconds), **(held if which == "forward" else {})}
-
-        return Part({**case.point, "pass": which}, LAP[which], _work(case, which), numbers, tells_host=True)
+        return Part(
+            {**case.point, "pass": which},
+            LAP[which],
+            _work(case, which),
+            of_work(flops(case, PRODUCTS[which])),
+            held if which == "forward" else {},
+            tells_host=True,
+        )
 
     def build() -> Callable[[Lap], object]:
         check(case, bench.device)

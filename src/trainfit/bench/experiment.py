@@ -1,13 +1,15 @@
 """What every experiment is given, and how its rows come to be.
 
 A row is made in one place, so that whatever happens to a point (out of memory, refused, failed, no time left, clocks held down,
-faster than possible) becomes a row that says so, and the experiment goes on to its next point.
+faster than possible) becomes a row that says so, and the experiment goes on to its next point. What makes a row (``Bench.time``,
+``Bench.series``, ``Bench.find``) is told the points that it is for: where none of them is asked for, or no time is left, nothing is
+built.
 """
 
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +47,8 @@ class Part:
     lap: str = TOTAL
     work: Work | None = None
     rates: Rates = lambda seconds: {}
+    held: Mapping[str, Cell] = field(default_factory=dict)
+    """Bytes, which are true of a row without a time, too; read when the runs are over."""
     tells_host: bool = False
     """Also ``host_s``, the median of the host's seconds to ask for this part, until the call returned; never where it is the device."""
 
@@ -73,6 +77,10 @@ class Bench:
         """Whether a row of this point is asked for."""
         return all(key in point and cell_name(point[key]) in values for key, values in self.only.items())
 
+    def wanted(self, points: Iterable[Point]) -> list[Point]:
+        """Those of ``points`` of which a row is asked for."""
+        return [point for point in points if self.wants(point)]
+
     def keep(self, name: str, write: Callable[[Path], object]) -> None:
         """Have ``write`` make the file ``name``, if files are asked for."""
         if self.folder is not None:
@@ -88,6 +96,10 @@ class Bench:
         """Seconds of the experiment's limit that are left."""
         return self.ends_at - time.perf_counter()
 
+    def late(self) -> "Failure | None":
+        """What becomes of a point that would begin now; None: it may."""
+        return None if self.left_s() > 0 else ("not-run", "the experiment's time limit came first")
+
     def time(
         self,
         parts: list[Part],
@@ -96,57 +108,84 @@ class Bench:
         *,
         numbers: Mapping[str, Cell] | None = None,
         on_host: bool = False,
+        needed_by: Sequence[Point] = (),
     ) -> Iterator[BenchRow]:
-        """Rows of ``parts``, all from one series of runs of what ``build`` returns.
+        """Rows of ``parts``, all from one series of runs of what ``build`` returns; none where none is asked for.
 
         Args:
             build: makes tensors and modules; its memory running out is a row, too.
             rule: other than the experiment's; the time that is left caps it.
             numbers: beside the rates in every row; read when the runs are over.
             on_host: the work is the CPU's, whatever the device.
+            needed_by: points whose numbers are made with these rows' times: where one of them is asked for, these run too.
         """
         rule = rule or self.rule
-        parts = [part for part in parts if self.wants(part.point)]
-        if not parts:
-            return
         points = [part.point for part in parts]
-        timing = self.series(build, rule, on_host=on_host)
-        if isinstance(timing, tuple):
-            yield from failures(points, *timing)
+        timing = self.series(points, build, rule, on_host=on_host, needed_by=needed_by)
+        if not isinstance(timing, Timing):
+            yield from timing
             return
         for part in parts:
             yield self.row(part if rule.flush else _warm(part), timing, numbers or {})
 
     def series(
-        self, build: Callable[[], Callable[[Lap], object]], rule: Rule, *, on_host: bool = False
-    ) -> "Timing | Failure":
-        """The samples, or why there are none."""
-        if self.left_s() <= 0:
-            return ("not-run", "the experiment's time limit came first")
+        self,
+        points: Sequence[Point],
+        build: Callable[[], Callable[[Lap], object]],
+        rule: Rule,
+        *,
+        on_host: bool = False,
+        needed_by: Sequence[Point] = (),
+    ) -> "Timing | list[BenchRow]":
+        """The samples that rows of ``points`` are made of, or rows that say why there are none; no rows where none is asked for."""
+        if not self.wanted([*points, *needed_by]):
+            return []
+        late = self.late()
+        if late is not None:
+            return list(failures(points, *late))
         rule = replace(rule, cap_s=min(rule.cap_s, self.left_s()))
         stopwatch = CpuStopwatch() if on_host else self.stopwatch
         failure: Failure | None = None
         try:
             return take(build(), stopwatch, rule)
-        except Exception as error:  # Whatever it is, it is this point's result.
+        except Exception as error:  # Whatever it is, it is these points' result.
             failure = told(error)
         finally:
             self.tidy()
-        return failure
+        return list(failures(points, *failure))
+
+    def find(self, point: Point, ask: Callable[[], Mapping[str, Cell]]) -> Iterator[BenchRow]:
+        """The row of what ``ask`` finds without a clock, if it is asked for."""
+        if not self.wants(point):
+            return
+        failure = self.late()
+        if failure is None:
+            try:
+                row = value(point, **ask())
+            except Exception as error:  # Whatever it is, it is this point's result.
+                failure = told(error)
+            else:
+                yield row
+                return
+        yield from failures([point], *failure)
 
     def row(self, part: Part, timing: Timing, numbers: Mapping[str, Cell]) -> BenchRow:
         """One part's row, held against the data sheet."""
         times = timing.spread(part.lap)
         if times is None:
             return BenchRow(
-                point=part.point, status=timing.status, message=timing.message, discarded=timing.discarded
+                point=part.point,
+                status=timing.status,
+                message=timing.message,
+                discarded=timing.discarded,
+                numbers=dict(part.held) if timing.status == "throttled" else {},
             )
         known: dict[str, Any] = {"point": part.point, "times": times, "discarded": timing.discarded}
         least_s = self._least_seconds(part.work)
         if least_s is not None and is_impossible(times.median, least_s):
             why = f"{format_seconds(times.median)} is less than the {format_seconds(least_s)} that the data sheet allows"
             return BenchRow(**known, status="impossible", message=why)
-        rates = dict(numbers) | dict(part.rates(times.median))
+        rates = {**numbers, **part.rates(times.median), **part.held}
         if part.tells_host and self.device.type != "cpu":
             rates["host_s"] = Spread.of(timing.host[part.lap]).median
         return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
@@ -171,7 +210,7 @@ def _warm(part: Part) -> Part:
 Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
 
 
-def told(error: Exception) -> Failure:
+def told(error: BaseException) -> Failure:
     """What an exception makes of a row: its status and one line."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     if is_out_of_memory(error):
@@ -181,7 +220,7 @@ def told(error: Exception) -> Failure:
     return ("failed", f"{type(error).__name__}: {line}")
 
 
-def failures(points: list[Point], status: Any, message: str) -> Iterator[BenchRow]:
+def failures(points: Sequence[Point], status: Any, message: str) -> Iterator[BenchRow]:
     """Rows of points that came to nothing."""
     for point in points:
         yield BenchRow(point=point, status=status, message=message)
@@ -232,5 +271,7 @@ class Experiment:
     run: Callable[[Bench], Iterator[BenchRow]]
     limit_s: float
     """Seconds it may take in full form unless told otherwise."""
+    on_host: bool = False
+    """All of its work is the CPU's, whatever devices there are; its result is that CPU's."""
     files: str = ""
     """Which files it writes beside its rows; empty: none."""

@@ -118,7 +118,10 @@ def follow(step: Step, batches: list[Batch], once: Run) -> Account:
 
 
 def write_snapshot(once: Run, path: Path) -> None:
-    """What pytorch.org/memory_viz reads, with the Python stack of every allocation of one run."""
+    """What pytorch.org/memory_viz reads: the allocations of one run, those of the forward and of the optimizer with their Python stacks.
+
+    The backward's have none: autograd runs in a thread for each GPU, which no Python called. ``Follower`` tells their autograd nodes.
+    """
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
     try:
         once(lambda phase: None)

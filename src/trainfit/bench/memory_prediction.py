@@ -16,11 +16,11 @@ from trainfit.bench.memory_timeline import of_ledger
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
 from trainfit.predict.estimate import ledger_of, replay_on
-from trainfit.predict.trace import prefers_cudnn
 from trainfit.spec.bench import Curve
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES
 from trainfit.step import assemble
+from trainfit.virtual.attention_kernels import prefers_cudnn
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.virtual_gpu import virtual_gpu
@@ -88,7 +88,7 @@ def predictions(recipes: Sequence[Recipe], device: torch.device) -> Iterator[Cal
         running = {recipe.id: pool.submit(predict_memory, recipe) for recipe in recipes}
         yield lambda recipe: running[recipe.id].result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)  # A run that ends early keeps its rows first.
 
 
 def _without_gpu() -> None:

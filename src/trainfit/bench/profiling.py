@@ -10,6 +10,7 @@ A kernel of the backward belongs to the part whose forward made its node: autogr
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from trainfit.models.native import decoder
+from trainfit.models.native import attention, decoder
 from trainfit.step import Batch, Step
 
 PHASE, PART = "phase: ", "part: "
@@ -84,8 +85,8 @@ def ranges(model: nn.Module) -> Iterator[None]:
         _wrap(inside.mlp, "MLP")
     loss = decoder.next_token_loss
     with ExitStack() as stack:
-        stack.enter_context(_replaced("eager_attention", attention_in_ranges))
-        stack.enter_context(_replaced("next_token_loss", _in_part("loss", loss)))
+        stack.enter_context(_replaced(attention, "eager_attention", attention_in_ranges))
+        stack.enter_context(_replaced(decoder, "next_token_loss", _in_part("loss", loss)))
         yield
 
 
@@ -102,14 +103,14 @@ def _in_part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _replaced(name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A function of decoder.py replaced for a while, as the course's handout has it."""
-    original = getattr(decoder, name)
-    setattr(decoder, name, function)
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A function of the native decoder's files replaced for a while, as the course's handout has it."""
+    original = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        setattr(decoder, name, original)
+        setattr(module, name, original)
 
 
 def attention_in_ranges(
@@ -117,12 +118,12 @@ def attention_in_ranges(
     k_bksd: Tensor,
     v_bksd: Tensor,
     bias: Tensor | None,
-    softmax: Callable[[Tensor], Tensor] = decoder.fused_softmax,
+    softmax: Callable[[Tensor], Tensor] = attention.fused_softmax,
 ) -> Tensor:
-    """``decoder.eager_attention``, the same operations in the same order, each step in its range."""
+    """``attention.eager_attention``, the same operations in the same order, each step in its range."""
     s, d = q_bhsd.shape[2:]
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
-    k, v = decoder.repeat_heads(k_bksd, groups), decoder.repeat_heads(v_bksd, groups)
+    k, v = attention.repeat_heads(k_bksd, groups), attention.repeat_heads(v_bksd, groups)
     with part("scores"):
         scores = q_bhsd @ k.transpose(2, 3)
     with part("scale and mask"):
@@ -162,9 +163,29 @@ def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
         RuntimeError: the profiler saw no kernel on a GPU, or not each kernel has one operation that launched it.
     """
     events = list(events)
+    found = [
+        Launch(*place, event.name, name, seconds)
+        for event, place, ran in _working(events, on_gpu=on_gpu)
+        for name, seconds in ran
+    ]
+    if on_gpu and not found:
+        raise RuntimeError("the profiler saw no kernel: this process may not use CUPTI here")
+    if on_gpu and len(found) != (ran := num_on_gpu(events)):
+        raise RuntimeError(f"{ran} kernels ran, and operations account for {len(found)}")
+    return found
+
+
+def places(events: Iterable[Any], *, on_gpu: bool) -> dict[int, tuple[str, str]]:
+    """Phase and part by the operation's number (``External id`` in a trace), the very ones that ``launches`` tells."""
+    return {event.id: place for event, place, _ in _working(list(events), on_gpu=on_gpu)}
+
+
+def _working(
+    events: list[Any], *, on_gpu: bool
+) -> Iterator[tuple[Any, tuple[str, str], list[tuple[str, float]]]]:
+    """Each operation that launched kernels (on a CPU: each operation), where it belongs, and what it ran in how many seconds."""
     told = [event for event in events if event.device_type == DeviceType.CPU]
     parts = _parts_of_nodes(told)
-    found: list[Launch] = []
     seen: set[int] = set()
     for event in told:
         # A range's own "kernels" are the range again, as seen on the GPU; the profiler's overheads have those of some operation.
@@ -173,13 +194,7 @@ def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
         ran = _kernels(event) if on_gpu else _itself(event)
         if ran and not (on_gpu and event.id in seen):
             seen.add(event.id)
-            phase, where = _place(event, parts)
-            found += [Launch(phase, where, event.name, name, seconds) for name, seconds in ran]
-    if on_gpu and not found:
-        raise RuntimeError("the profiler saw no kernel: this process may not use CUPTI here")
-    if on_gpu and len(found) != (ran := num_on_gpu(events)):
-        raise RuntimeError(f"{ran} kernels ran, and operations account for {len(found)}")
-    return found
+            yield event, _place(event, parts), ran
 
 
 def num_on_gpu(events: Iterable[Any]) -> int:

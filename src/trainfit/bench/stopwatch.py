@@ -57,6 +57,9 @@ class Stopwatch(ABC):
         """Why the clocks were held down from now until the device came to ``end``."""
         return self.throttled()
 
+    def kept(self) -> None:  # noqa: B027
+        """What was asked last was of a sample that counts; nothing where clocks are not looked at."""
+
     def busy(self, seconds: float) -> None:  # noqa: B027
         """Give the device so long to do, in which the host asks for what comes next; nothing where the host is the device."""
 
@@ -70,7 +73,7 @@ class Stopwatch(ABC):
 
     @abstractmethod
     def environment(self, host: Environment) -> Environment:
-        """``host`` completed with what is known of the device, and the lowest clocks seen so far."""
+        """``host`` completed with what is known of the device, and the lowest clocks of the samples that count."""
 
     def rest(self, seconds: float) -> None:
         """Let the device cool down."""
@@ -114,7 +117,9 @@ class CudaStopwatch(Stopwatch):
         self._nvml = Nvml(device.index or 0)
         self.flush_bytes = max(LEAST_FLUSH_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
         self._cold = torch.empty(self.flush_bytes, dtype=torch.uint8, device=device)
+        self._device_bytes = torch.cuda.mem_get_info(device)[1]
         self._clocks: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
 
     def flush(self) -> None:
         self._cold.zero_()
@@ -138,28 +143,35 @@ class CudaStopwatch(Stopwatch):
 
     def held_until(self, end: torch.cuda.Event) -> tuple[str, ...]:
         """Asked once while a short sample runs, every ``ASK_EACH_S`` of a long one: its clocks may be held in the middle."""
-        held, asked_at = set(self.throttled()), time.perf_counter()
+        held, seen, asked_at = set(self.throttled()), self._seen, time.perf_counter()
         while not end.query():
             if time.perf_counter() - asked_at > ASK_EACH_S:
                 held.update(self.throttled())
-                asked_at = time.perf_counter()
+                seen, asked_at = _lowest(seen, self._seen), time.perf_counter()
+        self._seen = seen
         return tuple(sorted(held))
 
     def throttled(self) -> tuple[str, ...]:
-        for name, clock in self._nvml.clocks_mhz().items():
-            self._clocks[name] = min(clock, self._clocks.get(name, clock))
+        self._seen = self._nvml.clocks_mhz()
         return self._nvml.throttled()
+
+    def kept(self) -> None:
+        self._clocks = _lowest(self._clocks, self._seen)
 
     def environment(self, host: Environment) -> Environment:
         return host.model_copy(
             update={
                 "device": torch.cuda.get_device_name(self.device),
-                "device_bytes": torch.cuda.mem_get_info(self.device)[1],
+                "device_bytes": self._device_bytes,
                 "driver": self._nvml.driver(),
                 "cuda": torch.version.cuda or torch.version.hip,
                 "clocks_mhz": self._clocks,
             }
         )
+
+
+def _lowest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: min(clocks[name] for clocks in (one, other) if name in clocks) for name in {**one, **other}}
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:

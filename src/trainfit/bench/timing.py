@@ -133,6 +133,7 @@ def take(
             rest_s = min(2 * rest_s or FIRST_REST_S, LONGEST_REST_S)
         else:
             _keep(timing, sample, count)
+            stopwatch.kept()
         count += 1
         if count == 1:
             start = clock()

@@ -1,4 +1,5 @@
-"""How fast each attention kernel was measured to be, by GPU, dtype, head size and length: what ``attention: best`` chooses by.
+"""How fast each attention kernel was measured to be, by GPU, dtype, head size and length: what ``attention: best`` chooses by
+(shapes), and what predicted times follow from (rates).
 
 Enters: ``attention.toml``, which ``python -m trainfit.report.attention_table`` writes from records. Leaves: frozen values. No torch.
 """
@@ -10,17 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainfit.catalog.load import FOLDER, gpus
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PositiveFloat
 from trainfit.spec.recipe import AttentionKernel
-from trainfit.spec.value import PositiveInt, Value, parse
+from trainfit.spec.value import PositiveInt, Value, disagreement, parse
 
 FILE = FOLDER / "attention.toml"
 Dtype = Literal["bf16", "fp32"]
 """bf16 stands for fp16, too: the kernels and the tensor cores' rate are the same."""
+Kernel = Literal["cudnn", "flash", "efficient", "gluon", "plain"]
+"""PyTorch's, and ours: for Hopper's 16-bit heads of some sizes, and for all else."""
+FORWARD_PRODUCTS = 2
+BACKWARD_PRODUCTS = {"cudnn": 5, "flash": 5, "efficient": 5, "gluon": 5, "plain": 7}
+"""Matrix products of n x n x d that a kernel executes: our plain backward is two passes, both of which make scores (virtual/flops.py)."""
 
 
 class AttentionShape(Value):
@@ -34,14 +40,46 @@ class AttentionShape(Value):
     heads: PositiveInt
     batch: PositiveInt
     seconds: Annotated[dict[AttentionKernel, PositiveFloat], Field(min_length=2)]
+    spread: Annotated[dict[AttentionKernel, Annotated[float, Field(ge=0)]], Field(default_factory=dict)]
+    """From the 10th to the 90th percentile, over the median."""
 
     @property
     def key(self) -> tuple[str, int, bool, int]:
         return (self.dtype, self.head, self.causal, self.seq)
 
+    def are_equal(self, one: AttentionKernel, other: AttentionKernel) -> bool:
+        """Whether the two times differ by no more than half the spreads of both, so that another run may turn them round."""
+        scattered = sum(self.seconds[name] * self.spread.get(name, 0.0) / 2 for name in (one, other))
+        return abs(self.seconds[one] - self.seconds[other]) <= scattered
+
+
+class AttentionRate(Value):
+    """One kernel's forward and backward, apart; medians, seconds."""
+
+    kernel: Kernel
+    dtype: Dtype
+    head: PositiveInt
+    causal: bool
+    seq: PositiveInt
+    heads: PositiveInt
+    batch: PositiveInt
+    forward: PositiveFloat
+    backward: PositiveFloat
+
+    @property
+    def key(self) -> tuple[Kernel, str, int, int]:
+        return (self.kernel, self.dtype, self.head, self.seq)
+
+    def flops_per_s(self, *, backward: bool) -> float:
+        """What it executes a second, masked pairs not counted."""
+        products = BACKWARD_PRODUCTS[self.kernel] if backward else FORWARD_PRODUCTS
+        pairs = self.seq * (self.seq + 1) / 2 if self.causal else self.seq**2
+        flops = 2.0 * products * self.batch * self.heads * pairs * self.head
+        return flops / (self.backward if backward else self.forward)
+
 
 class AttentionRun(Value):
-    """One record's shapes, and where they come from."""
+    """What one record says, and where it comes from."""
 
     gpu: str
     """The catalog's name."""
@@ -50,7 +88,14 @@ class AttentionRun(Value):
     commit: str = ""
     torch: str
     experiment: str
-    shapes: Annotated[tuple[AttentionShape, ...], Field(min_length=1)]
+    shapes: tuple[AttentionShape, ...] = ()
+    rates: tuple[AttentionRate, ...] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "AttentionRun":
+        if not self.shapes and not self.rates:
+            raise disagreement("a run of nothing", "leave it out", field="shapes")
+        return self
 
 
 class Found(NamedTuple):
@@ -65,7 +110,7 @@ def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
     """The runs of a file, checked.
 
     Raises:
-        InputError: a GPU that the catalog does not have, a shape that is there twice, or a value that makes no sense.
+        InputError: a GPU that the catalog does not have, a shape or rate that is there twice, or a value that makes no sense.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     runs = tuple(parse(AttentionRun, row, file=path.name) for row in table.get("run", []))
@@ -75,10 +120,10 @@ def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
             raise InputError(
                 "no such accelerator", "use its catalog name", field="run.gpu", value=run.gpu, file=path.name
             )
-        for shape in run.shapes:
-            key = (run.gpu, *shape.key)
+        for one in (*run.shapes, *run.rates):
+            key = (run.gpu, *one.key)
             if key in seen:
-                raise InputError("measured twice", "keep one", field="run.shapes", value=key, file=path.name)
+                raise InputError("measured twice", "keep one", field="run", value=key, file=path.name)
             seen.add(key)
     return runs
 
@@ -95,3 +140,18 @@ def nearest(
         if (shape.dtype, shape.head, shape.causal) == (dtype, head, causal)
     ]
     return min(found, key=lambda one: (abs(math.log(one.shape.seq / seq)), one.shape.seq), default=None)
+
+
+def nearest_rate(
+    runs: Sequence[AttentionRun], *, gpu: str, kernel: str, dtype: Dtype, head: int, seq: int
+) -> AttentionRate | None:
+    """Of the kernel on this GPU: the measured head size nearest to what is asked, then the nearest length, both as ratios.
+
+    None: nothing is measured of the kernel in this dtype.
+    """
+    found = [
+        rate for run in runs if run.gpu == gpu for rate in run.rates if (rate.kernel, rate.dtype) == (kernel, dtype)
+    ]  # fmt: skip
+    return min(
+        found, key=lambda one: (abs(math.log(one.head / head)), one.head, abs(math.log(one.seq / seq)), one.seq), default=None
+    )  # fmt: skip

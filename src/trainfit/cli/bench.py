@@ -1,5 +1,6 @@
 """``trainfit bench NAME``: an experiment on this machine's device."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,6 +10,10 @@ from trainfit.cli.options import Json, RecordFile, finite, only_json, print_json
 
 if TYPE_CHECKING:
     from trainfit.spec.bench import BenchResult, BenchRow
+
+
+EXIT_STOPPED = 75
+MARGIN = "  "
 
 
 def register(app: typer.Typer) -> None:
@@ -37,7 +42,9 @@ def run(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
     files: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also write traces (kernels) or snapshots (memory) there."),
+        typer.Option(
+            metavar="DIR", help="Also write traces (kernels) or, on CUDA, snapshots (memory) there."
+        ),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -48,28 +55,54 @@ def run(
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
-    """Run an experiment: times with their spread, never a number from a failed or throttled run."""
+    """Run an experiment: times with their spread, never a number from a failed or throttled run.
+
+    Stopped by SIGTERM or Ctrl-C (exit 75), what was measured until then is printed and recorded; the other rows are not-run.
+    """
+    from trainfit.bench.ending import Signalled
     from trainfit.bench.run import experiment_names
     from trainfit.bench.run import run as run_experiment
 
     if name is None:
-        print_json({"experiments": experiment_names()}) if json else typer.echo("\n".join(experiment_names()))
+        _list(experiment_names(), json)
         return 0
-    _check(record)
+    _check(record, plot)
     wanted = _wanted(only or [])
-    with only_json(json):
-        result = run_experiment(
-            name, device=device, form=form, limit_s=limit, on_row=_tell, folder=files, on_file=_tell_file,
-            only=wanted,
-        )  # fmt: skip
+    results: list[BenchResult] = []
+
+    def keep(result: "BenchResult") -> None:
+        results.append(result)
         _keep(record, result)
+
+    code = 0
+    try:
+        with only_json(json):
+            run_experiment(
+                name, device=device, form=form, limit_s=limit, on_row=_tell, folder=files, on_file=_tell_file,
+                only=wanted, keep=keep,
+            )  # fmt: skip
+    except Signalled as signalled:
+        rest = "--only runs what is not-run" if results else "nothing was measured"
+        typer.echo(f"{signalled}: stopped; {rest}", err=True)
+        code = EXIT_STOPPED
+    finally:  # Whatever ended it, what was measured is shown.
+        for result in results:
+            print_json(result) if json else show(result)
+    if plot is not None and results:
+        _draw(plot, results[0])
+    return code
+
+
+def _list(names: list[str], json: bool) -> None:
+    """The experiments there are, each with the title of its page."""
+    from trainfit.report.bench_prose import stories
+
+    titles = {name: stories()[name].title for name in names}
     if json:
-        print_json(result)
-    else:
-        show(result)
-    if plot is not None:
-        _draw(plot, result)
-    return 0
+        print_json({"experiments": names, "titles": titles})
+        return
+    width = max(map(len, names))
+    typer.echo("\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()))
 
 
 def _wanted(only: list[str]) -> dict[str, list[str]]:
@@ -87,7 +120,19 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
     return wanted
 
 
-def _check(record: Path | None) -> None:
+def _check(record: Path | None, plot: Path | None) -> None:
+    """Refuse before the run what could not be written after it."""
+    from trainfit.spec.errors import InputError
+
+    for field, path in (("record", record), ("plot", plot)):
+        if path is not None and not path.parent.is_dir():
+            raise InputError(
+                "no such folder", "make it, or name another", field=field, value=str(path.parent)
+            )
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InputError("may not be written", "name another place", field=field, value=str(path))
+        if path is not None and path.is_dir():
+            raise InputError("is a folder", "name a file", field=field, value=str(path))
     if record is not None:
         from trainfit.records import check_can_append
 
@@ -125,24 +170,25 @@ def _tell_file(path: Path) -> None:
 
 def show(result: "BenchResult") -> None:
     """The result for people: where, then a table for each question."""
+    from trainfit.cli.fitted import fitted
     from trainfit.cli.show import console, notes
     from trainfit.report.bench_prose import stories
     from trainfit.report.bench_table import aligned, grids, reasons
+    from trainfit.report.bench_words import words
 
     out = console()
     where = result.environment
     out.print(f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}", style="bold")
     if result.gpu is None:
-        out.print("no data sheet of this device in the catalog: no time is called impossible")
-    for grid in grids(result.rows):
-        out.print(f"\n{grid.same}" if grid.same else "")
-        # Not wrapped: a table that is wider than the terminal is still a table.
-        out.file.write("".join(f"  {line}\n" for line in aligned(grid)))
-    notes(out, "Rows without a rate", reasons(result.rows))
+        out.print("No data sheet of this device is known: no time is checked against its peaks.")
     first = stories()[result.experiment].first(result.rows)
-    if first is not None:
-        out.print()
-        out.file.write("".join(f"  {line}\n" for line in aligned(first)))
+    for grid in [*grids(result.rows), *([first] if first else [])]:
+        for table in fitted(grid, out.width - len(MARGIN)):
+            out.print(f"\n{table.same}" if table.same else "")
+            # Not wrapped: a table that is wider than the terminal is still a table.
+            out.file.write("".join(f"{MARGIN}{line}\n" for line in aligned(table)))
+    notes(out, "Rows without a result", reasons(result.rows))
+    notes(out, "Words", words(result))
     counts = {row.status: 0 for row in result.rows}
     for row in result.rows:
         counts[row.status] += 1

@@ -29,11 +29,16 @@ class Counted:
     ops_without_flops: tuple[str, ...]
 
 
-def counted_flops(recipe: Recipe, attention: Literal["causal", "full"] = "causal") -> Counted:
-    """FLOPs of the steady step; ``causal`` leaves masked attention scores out, ``full`` counts them."""
+def counted_flops(
+    recipe: Recipe, attention: Literal["causal", "full"] = "causal", *, deterministic: bool = False
+) -> Counted:
+    """FLOPs of the steady step; ``causal`` leaves masked attention scores out, ``full`` counts them.
+
+    ``deterministic``: of the kernels that repeat bit by bit, which ``train`` runs unless told otherwise.
+    """
     from trainfit.predict.estimate import ledger_of, matmul_dtype
 
-    ledger = ledger_of(recipe)
+    ledger = ledger_of(recipe, deterministic=deterministic)
     causal = attention == "causal"
     model = hardware = forward = 0.0
     for op in ledger.ops:
@@ -64,7 +69,9 @@ def dense_peak(gpu: Gpu, dtype: str) -> float | None:
     return peak_flops_per_s(gpu, dtype) if gpu.peak_flops_per_s else None
 
 
-def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[float, float, float | None]:
+def step_flops(
+    recipe: Recipe, device: str, peak_flops: float | None, *, deterministic: bool = False
+) -> tuple[float, float, float | None]:
     """Model FLOPs and hardware FLOPs of one step, and the dense peak (None: unknown, as for a CPU).
 
     Refuses a recipe that the device cannot run, before anything is counted.
@@ -72,15 +79,19 @@ def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[f
     Args:
         device: ``auto``, ``cpu``, ``cuda``; on CUDA the peak is that of the recipe's ``hardware.gpu``.
         peak_flops: the user's own peak, FLOP/s.
+        deterministic: as ``counted_flops`` takes it.
     """
     from trainfit.catalog.load import gpu
+    from trainfit.measure.environment import runs_on_cuda
     from trainfit.techniques.registry import check, check_device
 
     on_cuda = runs_on_cuda(device)
     check(recipe)
     check_device(recipe, "cuda" if on_cuda else "cpu")
     vendor = gpu(recipe.hardware.gpu).vendor
-    counted = counted_flops(recipe if vendor in ("nvidia", "host") else _on_virtual_gpu(recipe))
+    counted = counted_flops(
+        recipe if vendor in ("nvidia", "host") else _on_virtual_gpu(recipe), deterministic=deterministic
+    )
     if peak_flops is None and on_cuda:
         peak_flops = dense_peak(gpu(recipe.hardware.gpu), counted.dtype)
     return counted.model_flops, counted.hardware_flops, peak_flops
@@ -89,10 +100,3 @@ def step_flops(recipe: Recipe, device: str, peak_flops: float | None) -> tuple[f
 def _on_virtual_gpu(recipe: Recipe) -> Recipe:
     """The same step on a GPU that can be traced: what it computes does not depend on the maker."""
     return recipe.model_copy(update={"hardware": recipe.hardware.model_copy(update={"gpu": COUNTED_ON})})
-
-
-def runs_on_cuda(device: str) -> bool:
-    """Whether a step asked for there runs on CUDA."""
-    import torch
-
-    return device != "cpu" and torch.cuda.is_available()

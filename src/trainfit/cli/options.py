@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
 
 
+UNNAMED_GPU = "this GPU, whose name NVML does not tell,"
+"""In the place of a name: nothing is measured on it."""
+
+
 def finite(value: float | None) -> float | None:
     """Refuses nan and inf, which Python's float() takes from the command line."""
     if value is not None and not math.isfinite(value):
@@ -209,20 +213,26 @@ def planned(recipe: "Recipe", device: str | None = None) -> "tuple[Recipe, tuple
 
 
 def _place(device: str) -> dict[str, Any]:
-    """The real device's type and, where NVIDIA's library tells it, the GPU's name in the catalog (else the driver's)."""
+    """The real device's type and the GPU's name: the catalog's, else the driver's, else words that no measurement goes by.
+
+    Raises:
+        InputError: no such device.
+    """
     from trainfit.catalog.load import gpu_of_device
-    from trainfit.cli.flops import runs_on_cuda
+    from trainfit.measure.environment import runs_on_cuda
     from trainfit.measure.nvml import Nvml
+    from trainfit.measure.run import DEVICE
     from trainfit.spec.errors import InputError
 
+    if not DEVICE.fullmatch(device):
+        raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=device)
     if not runs_on_cuda(device):
         return {"device_type": "cpu"}
-    place = device.partition(":")[2]
-    name = Nvml(
-        int(place) if place.isdecimal() else 0
-    ).name()  # a device of no such form is refused where it is used
+    name = Nvml(int(device.partition(":")[2] or 0)).name()
+    if name is None:  # The recipe's GPU need not be this one.
+        return {"gpu": UNNAMED_GPU, "device_type": "cuda"}
     try:
-        return {"gpu": name and gpu_of_device(name).name, "device_type": "cuda"}
+        return {"gpu": gpu_of_device(name).name, "device_type": "cuda"}
     except InputError:  # No GPU of the catalog: nothing is measured on it, which the note says by this name.
         return {"gpu": name, "device_type": "cuda"}
 

@@ -40,6 +40,11 @@ def run(
     price: PriceOption = None,
     json: Json = False,
     record: RecordFile = None,
+    deterministic: bool = typer.Option(
+        False,
+        "--deterministic",
+        help="With kernels that repeat bit by bit, as train asks for unless told --no-deterministic.",
+    ),
     no_cache: bool = typer.Option(False, "--no-cache", help="Trace anew, even where a ledger is cached."),
 ) -> None:
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
@@ -49,7 +54,7 @@ def run(
 
     with work(recipe, settings, json=json, record=record):
         built, said = planned(asked)
-        estimate = predict(built, use_cache=not no_cache)
+        estimate = predict(built, use_cache=not no_cache, deterministic=deterministic)
         estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *said)})
         keep(record, "predict", built, estimate=estimate)
     if json:

@@ -121,7 +121,9 @@ def _train(recipe: "Recipe", options: "TrainOptions", peak_flops: float | None) 
     from trainfit.train.observer import StepFlops
     from trainfit.train.progress import ProgressBar
 
-    model, hardware, peak = step_flops(recipe, options.device, peak_flops)
+    model, hardware, peak = step_flops(
+        recipe, options.device, peak_flops, deterministic=options.deterministic
+    )
     flops = StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
     observers = [ProgressBar(), JsonlLog(), *([TensorBoard()] if options.tensorboard else [])]
     return train(recipe, options, flops=flops, observers=observers)

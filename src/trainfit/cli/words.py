@@ -3,7 +3,8 @@
 import json
 
 from trainfit.report.compare import technique
-from trainfit.spec.recipe import Layers, Recipe, Recompute
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.kernels.gradients_in_forward import IGNORED_LABEL, Gradients, loss_with_gradients, multiply
+from trainfit.kernels.gradients_in_forward import IGNORED_LABEL, Gradients, LossSum, loss_with_gradients
 
 MIN_ROWS = 1024
 """Fewest tokens of a chunk. With fewer, reading and writing the weight's gradient once a chunk takes as long as the
@@ -119,11 +119,9 @@ def _forward(
     count = ignored.logical_not().sum().to(wide)
     factors = torch.where(ignored, 0.0, settings.expected_gradient / count)
     places = targets.clamp(min=0)
-    grad_hidden = torch.empty_like(hidden) if needed[0] else None
-    grad_weight = torch.empty_like(weight) if needed[1] else None
-    grad_bias = torch.zeros_like(bias) if needed[2] and bias is not None else None
+    gradients = Gradients.of(hidden, weight, bias, needed)
     matrix = weight.to(dtype)
-    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    loss = LossSum(hidden.device)
     for first in range(0, hidden.shape[0], settings.rows):
         part = slice(first, first + settings.rows)
         x = hidden[part].to(dtype)
@@ -131,15 +129,10 @@ def _forward(
         rows = _Rows(places[part, None], ignored[part, None], factors[part, None])
         losses, grad = _chunk(logits, rows, settings, wide, wanted=any(needed))
         del logits
-        loss += losses
-        if grad_hidden is not None:
-            multiply(grad, matrix, into=grad_hidden[part])
-        if grad_weight is not None:
-            multiply(grad.t(), x, into=grad_weight, add=first > 0)
-        if grad_bias is not None:
-            grad_bias += grad.sum(0)
+        loss.add(losses)
+        gradients.add(part, grad, x, matrix)
         del grad
-    return loss / count, (grad_hidden, grad_weight, grad_bias)
+    return loss.mean(count), gradients
 
 
 def _chunk(

@@ -18,21 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.operations import declare
+from trainfit.kernels.flash_attention_tiled import tiled_backward, tiled_forward, wide_of
+from trainfit.kernels.operations import declare, has_module, refuse_second_derivative
 from trainfit.spec.errors import InputError
 
 MAX_HEAD_SIZE = 256
-TILE = 128
-"""Rows of a tile of the PyTorch body."""
 
 
 class FlashAttention(torch.autograd.Function):
-    """``FlashAttention.apply(q, k, v, is_causal=False, scale=None)``: the fastest body that the device has."""
+    """``FlashAttention.apply(q, k, v, is_causal=False, scale=None)``: the fastest body that the device has.
+
+    Has no second derivative. Keeps q, k, v, the output and the log-sum-exp, [b, n] or [b, h, n], as ``grad_fn.saved_tensors``. Registers the operations
+    on first use; to be compiled into one graph, ``register`` has been called.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None
     ) -> Tensor:
+        if not torch.compiler.is_compiling():
+            register()
         return _forward(ctx, q, k, v, is_causal, scale, torch.ops.trainfit.flash_attention)
 
     @staticmethod
@@ -88,23 +93,23 @@ def _forward(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, run: Any
 ) -> Tensor:
     check(q, k, v)
-    ctx.flat = q.dim() == 3
-    if ctx.flat:
-        q, k, v = q[:, None], k[:, None], v[:, None]
     ctx.is_causal, ctx.scale = is_causal, scale if scale is not None else 1 / math.sqrt(q.shape[-1])
-    out, lse = run(q, k, v, is_causal, ctx.scale)
+    out, lse = _by_heads(run, (q, k, v), is_causal, ctx.scale)
     ctx.save_for_backward(q, k, v, out, lse)
-    return out[:, 0] if ctx.flat else out
+    return out
 
 
 def _backward(ctx: Any, gradient: Tensor, run: Any) -> Any:
-    q, k, v, out, lse = ctx.saved_tensors
-    if ctx.flat:
-        gradient = gradient[:, None]
-    dq, dk, dv = run(gradient, q, k, v, out, lse, ctx.is_causal, ctx.scale)
-    if ctx.flat:
-        dq, dk, dv = dq[:, 0], dk[:, 0], dv[:, 0]
+    refuse_second_derivative()
+    dq, dk, dv = _by_heads(run, (gradient, *ctx.saved_tensors), ctx.is_causal, ctx.scale)
     return dq, dk, dv, None, None
+
+
+def _by_heads(run: Any, tensors: tuple[Tensor, ...], *how: Any) -> tuple[Tensor, ...]:
+    """``run`` of [b, h, ...] tensors, or of [b, ...] ones as those of one head."""
+    if tensors[0].dim() == 4:
+        return run(*tensors, *how)
+    return tuple(x[:, 0] for x in run(*(x[:, None] for x in tensors), *how))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -134,97 +139,6 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
 
 
-# -- the PyTorch body -------------------------------------------------------------------------------------------------
-
-
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (q's dtype and layout) and log-sum-exp ([b, h, n], fp32; fp64 for fp64), tile by tile.
-
-    Needs b h (TILE^2 + TILE d) elements beside them.
-    """
-    b, h, n, _ = q.shape
-    wide = _wide(q.dtype)
-    out = torch.empty_like(q)
-    lse = torch.empty(b, h, n, dtype=wide, device=q.device)
-    for rows in _tiles(n):
-        q_tile = q[:, :, rows].to(wide) * scale
-        acc = torch.zeros_like(q_tile)
-        total = q_tile.new_zeros(q_tile.shape[:-1])
-        highest = q_tile.new_full(q_tile.shape[:-1], -math.inf)
-        for keys in _tiles(_seen_by(rows, n, k.shape[2], is_causal)):
-            scores = q_tile @ _repeated(k[:, :, keys], h).to(wide).mT
-            _mask(scores, rows, keys, n, k.shape[2], is_causal)
-            new_highest = torch.maximum(highest, scores.amax(-1))
-            safe = new_highest.masked_fill(new_highest == -math.inf, 0.0)
-            p = torch.exp(scores - safe[..., None])
-            shrink = torch.exp(highest - safe)
-            total = total * shrink + p.sum(-1)
-            acc = acc * shrink[..., None] + p @ _repeated(v[:, :, keys], h).to(wide)
-            highest = new_highest
-        none = total == 0
-        out[:, :, rows] = (acc / total.masked_fill(none, 1.0)[..., None]).to(q.dtype)
-        lse[:, :, rows] = (highest + total.log()).masked_fill(none, -math.inf)
-    return out, lse
-
-
-def tiled_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtypes and layouts, tile by tile (algorithm 2)."""
-    h, n, groups = q.shape[1], q.shape[2], k.shape[1]
-    wide = _wide(q.dtype)
-    dq = torch.zeros_like(q, dtype=wide)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    delta = (gradient.to(wide) * out.to(wide)).sum(-1)
-    lse = lse.masked_fill(lse == -math.inf, 0.0)
-    for keys in _tiles(k.shape[2]):
-        k_tile, v_tile = _repeated(k[:, :, keys], h).to(wide), _repeated(v[:, :, keys], h).to(wide)
-        dk_tile, dv_tile = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-        for rows in _tiles(n):
-            if is_causal and rows.stop - 1 + k.shape[2] - n < keys.start:
-                continue
-            q_tile, do_tile = q[:, :, rows].to(wide), gradient[:, :, rows].to(wide)
-            scores = q_tile @ k_tile.mT * scale
-            _mask(scores, rows, keys, n, k.shape[2], is_causal)
-            p = torch.exp(scores - lse[:, :, rows, None])
-            dv_tile += p.mT @ do_tile
-            ds = p * (do_tile @ v_tile.mT - delta[:, :, rows, None])
-            dk_tile += ds.mT @ q_tile * scale
-            dq[:, :, rows] += ds @ k_tile * scale
-        dk[:, :, keys] = _summed(dk_tile, groups).to(k.dtype)
-        dv[:, :, keys] = _summed(dv_tile, groups).to(v.dtype)
-    return dq.to(q.dtype), dk, dv
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _tiles(length: int) -> list[slice]:
-    return [slice(first, min(first + TILE, length)) for first in range(0, length, TILE)]
-
-
-def _seen_by(rows: slice, n: int, m: int, is_causal: bool) -> int:
-    """How many keys, from the first on, any of these rows sees."""
-    return max(0, min(m, rows.stop + m - n)) if is_causal else m
-
-
-def _mask(scores: Tensor, rows: slice, keys: slice, n: int, m: int, is_causal: bool) -> None:
-    """Query i sees the keys up to i + m - n."""
-    if is_causal and keys.stop - 1 > rows.start + m - n:
-        last = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + (m - n)
-        scores.masked_fill_(torch.arange(keys.start, keys.stop, device=scores.device) > last, -math.inf)
-
-
-def _repeated(x_bkmd: Tensor, heads: int) -> Tensor:
-    group = heads // x_bkmd.shape[1]
-    return x_bkmd if group == 1 else x_bkmd.repeat_interleave(group, dim=1)
-
-
-def _summed(x_bhmd: Tensor, groups: int) -> Tensor:
-    return x_bhmd if x_bhmd.shape[1] == groups else x_bhmd.unflatten(1, (groups, -1)).sum(2)
-
-
 # -- the operations -----------------------------------------------------------------------------------------------------
 
 
@@ -233,8 +147,12 @@ def register() -> None:
     """Make ``torch.ops.trainfit.flash_attention`` and its backward; a second call does nothing."""
     from torch.utils.flop_counter import register_flop_formula
 
-    declare("flash_attention", _run_forward, _fake_forward, rehearse=_rehearse_forward)
-    declare("flash_attention_backward", _run_backward, _fake_backward, rehearse=_rehearse_backward)
+    declare(
+        "flash_attention", _run_forward, _fake_forward, rehearse=_rehearse_forward, kernel=_forward_kernel
+    )
+    declare(
+        "flash_attention_backward", _run_backward, _fake_backward, rehearse=_rehearse_backward, kernel=_backward_kernel
+    )  # fmt: skip
     torch.library.register_autograd(
         "trainfit::flash_attention", _differentiate, setup_context=_keep_for_backward
     )
@@ -271,6 +189,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: None) -> Any:
+    refuse_second_derivative()
     dq, dk, dv = torch.ops.trainfit.flash_attention_backward(
         gradient, *ctx.saved_tensors, ctx.is_causal, ctx.scale
     )
@@ -290,8 +209,6 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
 
 
 def _has_kernels(q: Tensor) -> bool:
-    from trainfit.kernels.flash_attention_choice import has_module
-
     return q.is_cuda and has_module("triton")
 
 
@@ -316,8 +233,25 @@ def _rehearse_backward(
     return launch(gradient, q, k, v, out, lse, is_causal, scale, by=rehearsed)
 
 
+def _forward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *, capability: tuple[int, int]
+) -> str:
+    from trainfit.kernels.flash_attention_choice import Machine, forward_launch
+
+    return forward_launch(q, k, v, scale, Machine(capability)).kernel
+
+
+def _backward_kernel(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    *, capability: tuple[int, int],
+) -> str:  # fmt: skip
+    from trainfit.kernels.flash_attention_choice import Machine, backward_launch
+
+    return backward_launch(gradient, q, k, v, out, scale, Machine(capability)).kernel
+
+
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=_wide(q.dtype), device=q.device)
+    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=wide_of(q.dtype), device=q.device)
 
 
 def _fake_backward(
@@ -333,5 +267,5 @@ def _forward_flops(q_bhnd: Any, k_bkmd: Any, *_: Any, **__: Any) -> int:
 
 
 def _backward_flops(_: Any, q_bhnd: Any, k_bkmd: Any, *__: Any, **___: Any) -> int:
-    """Five products: scores again, and two for each of the forward's."""
+    """Five products: scores again, and two for each of the forward's; what the plain kernels make twice is not counted here."""
     return 5 * _forward_flops(q_bhnd, k_bkmd) // 2

@@ -1,7 +1,8 @@
 """Which of our attention kernels run, forward and backward: told by shapes, strides, dtype, GPU and determinism.
 
-The same answer on a GPU and on the virtual one, so a prediction has the memory of the kernels that will run. The
-configurations are the fastest of those measured on an H200 (flash_attention_tune.py; torch 2.11, Triton 3.6): causal, 16
+The same answer on a GPU and on the virtual one, so a prediction has the memory of the kernels that will run, if two things are
+as it takes them: Triton has Gluon (torch 2.11's has; without it the plain kernels run, whose backward needs less memory), and
+determinism is asked for or not (``predict --deterministic`` is what ``train`` runs by default). The configurations are the fastest of those measured on an H200 (bench/flash_attention_tune.py; torch 2.11, Triton 3.6): causal, 16
 heads, 8K tokens for head size 128, 16K for 64. Other head sizes, fp32, and other GPUs take the plain kernels.
 """
 
@@ -10,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainfit.kernels import flash_attention, flash_attention_launch, flash_attention_tma
+from trainfit.kernels import flash_attention_launch, flash_attention_tiled, flash_attention_tma
 from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward, Layout, fits, layout
+from trainfit.kernels.operations import has_module
 
 HOPPER = (9, 0)
 FORWARD: dict[int, Groups] = {
@@ -45,6 +46,13 @@ class Launch:
     function: Callable[..., Any]
     how: Groups | GroupsBackward | None = None
 
+    @property
+    def kernel(self) -> str:
+        """``gluon``, ``plain`` or ``tiled``."""
+        if self.how is not None:
+            return "gluon"
+        return "plain" if self.function.__module__ == flash_attention_launch.__name__ else "tiled"
+
     def __call__(self, *args: Any, by: Callable[..., Any] = lambda function: function) -> Any:
         """Run it; ``by`` may put another function in the launcher's place."""
         function = by(self.function)
@@ -68,7 +76,7 @@ def backward_launch(
 def _forward(layouts: tuple[Layout, ...], has_positive_scale: bool, machine: Machine) -> Launch:
     """``layouts``: q's first."""
     if layouts[0].dtype == torch.float64:
-        return Launch(flash_attention.tiled_forward)
+        return Launch(flash_attention_tiled.tiled_forward)
     if _has_gluon(layouts[0], machine) and fits(layouts, has_positive_scale):
         return Launch(flash_attention_tma.gluon_forward, FORWARD[layouts[0].shape[-1]])
     return Launch(flash_attention_launch.triton_forward)
@@ -80,7 +88,7 @@ def _backward(
 ) -> Launch:
     """``layouts``: q's first."""
     if layouts[0].dtype == torch.float64:
-        return Launch(flash_attention.tiled_backward)
+        return Launch(flash_attention_tiled.tiled_backward)
     if _has_gluon(layouts[0], machine) and not repeatable and fits(layouts, has_positive_scale):
         return Launch(flash_attention_tma.backward, BACKWARD[layouts[0].shape[-1]])
     return Launch(flash_attention_launch.triton_backward)
@@ -104,12 +112,3 @@ def _machine(index: int) -> Machine:
         and has_module("triton.tools.tensor_descriptor")
         and has_module("triton.experimental.gluon"),
     )
-
-
-@cache
-def has_module(name: str) -> bool:
-    """Whether the module is installed; it is not imported, its packages are."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # one of the packages that it would be in
-        return False

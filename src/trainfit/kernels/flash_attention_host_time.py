@@ -1,7 +1,9 @@
 """What FlashAttention costs the host, beside PyTorch's flash: ``python -m trainfit.kernels.flash_attention_host_time``.
 
 A short sequence takes the GPU less time than the host needs to ask for it, so the time until a call returns is all there is.
-Prints microseconds a forward and a backward (medians), and with ``--profile`` where ours go.
+Prints microseconds a forward and a backward (medians), and with ``--profile`` where ours go. The host's clock only: 50 calls between
+two waits, which no sample of the benchmarks' harness is, the GPU's clocks not watched. For work on the launchers; the pages
+of the benchmarks quote ``host_s`` of ``trainfit bench flash``.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor,
     b, h, n, d = out.shape
     blocks = -(-n // ROWS)
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
-    kernels.prepare_kernel[(blocks, b * h)](
+    kernels.prepare_kernel[(blocks * b * h,)](
         out, gradient, lse, lse_2, delta, n, blocks * ROWS, d, h, *out.stride(), *gradient.stride(),
         BLOCK_M=ROWS, BLOCK_D=block_d(d), EVEN_D=block_d(d) == d,
     )  # fmt: skip

@@ -9,6 +9,14 @@ from trainfit.kernels.flash_attention_triton import LOG2_E, load_tile
 
 
 @triton.jit
+def _place(padded, BLOCK_M: tl.constexpr):
+    """This program's first row, and its head of all batches. One axis: the others of a grid end at 65,535, which is fewer than
+    a batch of short sequences has heads."""
+    blocks = padded // BLOCK_M
+    return tl.program_id(0) % blocks * BLOCK_M, tl.program_id(0) // blocks
+
+
+@triton.jit
 def prepare_kernel(
     OUT, DO, LSE, LSE_2, DELTA, n, padded, d, heads,
     o_batch, o_head, o_row: tl.constexpr, o_column, do_batch, do_head, do_row: tl.constexpr, do_column,
@@ -18,14 +26,15 @@ def prepare_kernel(
 
     Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
     """
-    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    first, rows, columns = tl.program_id(0) * BLOCK_M, tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    first, batch_head = _place(padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_base, do_base = OUT + batch * o_batch + head * o_head, DO + batch * do_batch + head * do_head
     o = load_tile(o_base, first, rows, columns, o_row, o_column, n, d, False, EVEN_D)
     do = load_tile(do_base, first, rows, columns, do_row, do_column, n, d, False, EVEN_D)
     rows += first
-    lse = tl.load(LSE + tl.program_id(1).to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
-    at = tl.program_id(1).to(tl.int64) * padded + rows
+    lse = tl.load(LSE + batch_head.to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
+    at = batch_head.to(tl.int64) * padded + rows
     tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
     tl.store(DELTA + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
 
@@ -52,13 +61,13 @@ def prepare_tma_kernel(
 
     Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
     """
-    first = tl.program_id(0) * BLOCK_M
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    first, batch_head = _place(padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    batch, head = batch_head // heads, batch_head % heads
     rows = first + tl.arange(0, BLOCK_M)
     out = _load(OUT, batch, head, first, BLOCK_M, BLOCK_D)
     do = _load(DO, batch, head, first, BLOCK_M, BLOCK_D)
-    lse = tl.load(LSE + tl.program_id(1).to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
-    at = tl.program_id(1).to(tl.int64) * padded + rows
+    lse = tl.load(LSE + batch_head.to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
+    at = batch_head.to(tl.int64) * padded + rows
     tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
     tl.store(DELTA + at, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1))
     _store(DQ, batch, head, first, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), BLOCK_M, BLOCK_D)

@@ -18,7 +18,8 @@ def scale_by_thread_kernel(
 
     Order: column 8, warp of 16 rows, row, column 2, half of the 16 rows, column (PTX manual, wgmma's accumulator, m64n64).
     """
-    half, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    halves = rows_padded * BLOCK_D // 4096
+    half, batch_head = tl.program_id(0) % halves, (tl.program_id(0) // halves).to(tl.int64)
     order = tl.arange(0, 4096)
     x = tl.load(sums + batch_head * rows_padded * BLOCK_D + half * 4096 + order) * scale
     x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))

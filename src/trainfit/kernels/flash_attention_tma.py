@@ -2,7 +2,7 @@
 
 Shapes as in flash_attention.py. ``fits`` says which tensors the tensor memory accelerator can carry; all others keep to the
 kernels in Triton. ``Groups`` and ``GroupsBackward`` are configurations; the tuning command tries many
-(flash_attention_tune.py).
+(bench/flash_attention_tune.py).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> tuple[T
     blocks, block = -(-n // ROWS), (1, 1, ROWS, block_d(d))
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
     repeated_launch_triton.launch(
-        flash_attention_prepare_triton.prepare_tma_kernel, (blocks, b * h),
+        flash_attention_prepare_triton.prepare_tma_kernel, (blocks * b * h,),
         (tile(out, block, False), tile(gradient, block, False), tile(dq, block, False)),
         (lse, lse_2, delta, n, blocks * ROWS, h), {"BLOCK_M": ROWS, "BLOCK_D": block_d(d)},
     )  # fmt: skip
@@ -151,7 +151,7 @@ def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
     made, (b, h, n, d) = torch.empty_like(like), like.shape
     rows, columns = sums.shape[2:]
     repeated_launch_triton.launch(
-        flash_attention_scale_triton.scale_by_thread_kernel, (rows * columns // 4096, b * h), (),
+        flash_attention_scale_triton.scale_by_thread_kernel, (rows * columns // 4096 * b * h,), (),
         (sums, made, scale, *made.stride()[:3], h, n, rows, d), {"BLOCK_M": 8192 // columns, "BLOCK_D": columns},
     )  # fmt: skip
     return made

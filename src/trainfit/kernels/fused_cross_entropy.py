@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainfit.kernels.chunked_cross_entropy import Head
-from trainfit.kernels.gradients_in_forward import Gradients, loss_with_gradients, multiply
+from trainfit.kernels.gradients_in_forward import Gradients, LossSum, loss_with_gradients
 from trainfit.kernels.loss_terms import Terms, cross_entropy_with_terms
 from trainfit.kernels.operations import declare
 from trainfit.spec.errors import InputError
@@ -130,24 +130,22 @@ def _forward(
     rows = settings.rows or fused_rows(n, v, dtype)
     count = (targets != settings.terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
     factor = settings.expected_gradient / count
-    grad_hidden = torch.empty_like(hidden) if needed[0] else None
-    grad_weight = torch.empty_like(weight) if needed[1] else None
+    gradients = Gradients.of(hidden, weight, None, needed)
     matrix = weight.to(dtype)
     buffer = hidden.new_empty(min(rows, n), -(-v // ROW_ALIGNMENT) * ROW_ALIGNMENT, dtype=dtype)[:, :v]
-    loss = torch.zeros_like(count)
+    loss = LossSum(hidden.device)
     for first in range(0, n, rows):
         part = slice(first, first + rows)
         x = hidden[part].to(dtype)
         logits = buffer[: x.shape[0]]
         torch.mm(x, matrix.t(), out=logits)
-        loss += torch.ops.trainfit.cross_entropy_(
-            logits, targets[part], factor, settings.scale, settings.softcap, *settings.terms, any(needed)
-        ).sum()
-        if grad_hidden is not None:
-            multiply(logits, matrix, into=grad_hidden[part])
-        if grad_weight is not None:
-            multiply(logits.t(), x, into=grad_weight, add=first > 0)
-    return loss / count, (grad_hidden, grad_weight, None)
+        loss.add(
+            torch.ops.trainfit.cross_entropy_(
+                logits, targets[part], factor, settings.scale, settings.softcap, *settings.terms, any(needed)
+            ).sum()
+        )
+        gradients.add(part, logits, x, matrix)
+    return loss.mean(count), gradients
 
 
 # -- the operation ----------------------------------------------------------------------------------------------------

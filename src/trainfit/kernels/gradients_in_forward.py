@@ -10,21 +10,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from trainfit.kernels.operations import declare
+from trainfit.kernels.operations import declare, refuse_second_derivative
 
 PROGRAMS = 1056
 """Of the kernel that multiplies, eight for each of an H200's multiprocessors: few, since most launches do nothing."""
 BLOCK = 2048
 IGNORED_LABEL = -100
-Gradients = tuple[Tensor | None, ...]
+
+
+class Gradients(NamedTuple):
+    """For a loss gradient as expected; None where not needed. Filled a chunk of tokens at a time."""
+
+    hidden: Tensor | None
+    """[n, e]"""
+    weight: Tensor | None
+    """[v, e]"""
+    bias: Tensor | None
+    """[v]"""
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> Self:
+        """Memory for those that are ``needed``. The first chunk sets the weight's."""
+        return cls(
+            torch.empty_like(hidden) if needed[0] else None,
+            torch.empty_like(weight) if needed[1] else None,
+            torch.zeros_like(bias) if needed[2] and bias is not None else None,
+        )
+
+    def add(self, part: slice, logits: Tensor, x: Tensor, matrix: Tensor) -> None:
+        """What the gradient of a chunk's ``logits`` [c, v] makes of them.
+
+        Args:
+            part: the chunk's tokens; chunks come in order.
+            x, matrix: the chunk's hidden states and the weight, in the products' dtype.
+        """
+        if self.hidden is not None:
+            multiply(logits, matrix, into=self.hidden[part])
+        if self.weight is not None:
+            multiply(logits.t(), x, into=self.weight, add=part.start > 0)
+        if self.bias is not None:
+            self.bias.add_(logits.sum(0))
+
+
 Run = Callable[[torch.dtype, tuple[bool, ...]], tuple[Tensor, Gradients]]
-"""(dtype of the products, which gradients are needed) -> loss, and those gradients of hidden states, weight and bias for a
-loss gradient as expected; None where not needed."""
+"""(dtype of the products, which gradients are needed) -> loss, and those gradients."""
 
 
 def loss_with_gradients(
@@ -60,8 +94,8 @@ class _LossWithGradients(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivative()
         # Nothing may hold the gradients any more when the engine gets them: it would copy the weight's.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
@@ -73,6 +107,25 @@ class _LossWithGradients(torch.autograd.Function):
             if gradient is not None:
                 torch.ops.trainfit.multiply_unless_one_(gradient, ratio)
         return (*gradients, None, None, None)
+
+
+class LossSum:
+    """The losses of all tokens, added up chunk by chunk: in fp64, since fp32 would round once a chunk.
+
+    Of 509 tokens in 32 chunks a loss was 6.7e-8 off in the mean of 40 draws with an fp32 sum, and is 3.0e-8 so; its one
+    rounding to fp32 is up to 6e-8. One number: no more memory, and one small launch more a loss.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, loss: Tensor) -> None:
+        """A chunk's, a scalar."""
+        self._sum += loss
+
+    def mean(self, count: Tensor) -> Tensor:
+        """Over ``count`` tokens, in its dtype. To be called once."""
+        return self._sum.div_(count).to(count.dtype)
 
 
 def multiply(first: Tensor, second: Tensor, *, into: Tensor, add: bool = False) -> None:

@@ -4,6 +4,15 @@
 together more host time than a short sequence takes on the GPU. What Triton decides by (types, sizes, strides, alignment,
 device) is the key here; for a known key the compiled kernel is launched as it is, as Triton's tutorials do
 (``CompiledKernel.__getitem__``, triton-lang.org, fused softmax). Values that a kernel is not compiled for are passed on.
+
+What ``JITFunction.run`` does and a known launch does not (Triton 3.6 and 3.7), and why nothing is missed:
+
+- the kernel's ``pre_run_hooks``: none of these kernels has one (``add_pre_run_hook`` is for its author);
+- autotuning and heuristics: these are objects around a kernel, no ``JITFunction``, so here they are never known;
+- the check that globals a kernel reads are as they were: they are constants of its file;
+- knobs that would compile anew (debug, instrumentation, a custom pipeline): to be set before the first launch.
+
+The launch hooks of profilers (``knobs.runtime.launch_enter_hook``, ``launch_exit_hook``) are called as ever.
 """
 
 from __future__ import annotations
@@ -76,7 +85,8 @@ def launch(
 def _remember(
     key: Any, kernel: Any, grid: tuple[int, ...], compiled: Any, descriptors: list[Any], constants: Any
 ) -> None:
-    assert kernel.arg_names[-len(constants) :] == list(constants), (kernel.arg_names, list(constants))
+    last = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
+    assert last == list(constants), (kernel.arg_names, list(constants))
     if len(_known) >= MOST_KNOWN:
         _known.clear()
     fields = tuple({name: x for name, x in vars(each).items() if name != "base"} for each in descriptors)

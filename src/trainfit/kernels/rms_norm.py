@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.operations import declare
+from trainfit.kernels.operations import declare, refuse_second_derivative
 from trainfit.spec.errors import InputError
 
 MAX_SIZE = 16384
@@ -34,6 +34,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative()
         x, weight, scale = ctx.saved_tensors
         given = gradients[0].contiguous()
         dx, parts = torch.ops.trainfit.own_rms_norm_backward(given, x.contiguous(), weight, scale)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.operations import declare
+from trainfit.kernels.operations import declare, refuse_second_derivative
 from trainfit.spec.errors import InputError
 
 
@@ -29,6 +29,7 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """A rotation's gradient is the rotation back."""
+        refuse_second_derivative()
         return *torch.ops.trainfit.rotate_pairs(*gradients, *ctx.saved_tensors, True), None, None
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.kernels.operations import declare
+from trainfit.kernels.operations import declare, refuse_second_derivative
 from trainfit.spec.errors import InputError
 
 
@@ -37,6 +37,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative()
         (gate_up,) = ctx.saved_tensors
         return torch.ops.trainfit.swiglu_backward(gradients[0].contiguous(), *gate_up.chunk(2, 1))
 
@@ -51,6 +52,7 @@ class SplitSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_second_derivative()
         return torch.ops.trainfit.swiglu_backward(gradients[0].contiguous(), *ctx.saved_tensors).chunk(2, 1)
 
 

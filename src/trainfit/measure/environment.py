@@ -4,10 +4,9 @@ import os
 import platform
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 
-from trainfit.spec.provenance import commit
+from trainfit.spec.provenance import commit, installed_version
 from trainfit.spec.result import Environment
 
 RECORDED_VARIABLES = (
@@ -22,8 +21,8 @@ def host_environment(device: str) -> Environment:
     return Environment(
         device=device,
         device_bytes=host_bytes(),
-        torch=_version("torch") or "absent",
-        transformers=_version("transformers"),
+        torch=installed_version("torch") or "absent",
+        transformers=installed_version("transformers"),
         python=platform.python_version(),
         platform=f"{platform.system()}-{platform.machine()}-{'-'.join(platform.libc_ver())}",
         variables={name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
@@ -48,8 +47,8 @@ def cpu_name() -> str:
     return f"{name} ({threads} threads)"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def runs_on_cuda(device: str) -> bool:
+    """Whether a step asked for there (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()

@@ -36,6 +36,8 @@ class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operation returns until it dies.
 
     ``category`` names what new storages hold (one of CATEGORIES); ``assign`` renames the holder of known tensors.
+    ``limit_bytes``: what may be alive at once, as on a smaller device; the operation that needs more raises
+    torch.OutOfMemoryError, and its result is not counted.
     """
 
     def __init__(self, device: torch.device):
@@ -43,6 +45,7 @@ class LiveBytes(TorchDispatchMode):
         self.device = device
         self.category = "temporary"
         self.live_bytes = 0
+        self.limit_bytes: int | None = None
         self._held: dict[int, _Held] = {}
         self._by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._peak_bytes = 0
@@ -99,11 +102,13 @@ class LiveBytes(TorchDispatchMode):
             elif held.num_bytes != (
                 size := _rounded(storage.nbytes())
             ):  # resize_ and out= change a storage in place
+                self._must_fit(size - held.num_bytes)
                 self._count(held.category, size - held.num_bytes)
                 held.num_bytes = size
 
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
         held = _Held(_rounded(storage.nbytes()), category)
+        self._must_fit(held.num_bytes)
         # The storage's Python object lives exactly as long as its C++ storage, autograd's saved tensors included.
         held.ends = weakref.finalize(storage, self._end, storage._cdata)
         held.ends.atexit = False
@@ -113,6 +118,12 @@ class LiveBytes(TorchDispatchMode):
     def _end(self, key: int) -> None:
         held = self._held.pop(key)
         self._count(held.category, -held.num_bytes)
+
+    def _must_fit(self, num_bytes: int) -> None:
+        if self.limit_bytes is not None and self.live_bytes + num_bytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"{num_bytes:,} bytes more than the {self.live_bytes:,} alive are over the limit of {self.limit_bytes:,}"
+            )
 
     def _count(self, category: str, num_bytes: int) -> None:
         self.live_bytes += num_bytes

@@ -6,6 +6,7 @@ LiveBytes follows the real storages.
 """
 
 import gc
+import importlib
 import itertools
 import resource
 import sys
@@ -88,6 +89,13 @@ class CpuMeter(Meter):
         return host.model_copy(update={"device": cpu_name()})
 
     def limit(self, memory_bytes: int) -> None:
+        # The system's limit is on address space: what lies free in this process's heap comes on top of it (a forked
+        # process inherits the heap of its maker), so live tensors have a limit of their own.
+        if self._live is not None:
+            self._live.limit_bytes = memory_bytes
+        importlib.import_module(
+            "torch._dynamo"
+        )  # Else the first operation followed imports it, and it counts.
         used = _status_kib("VmData") * 1024
         resource.setrlimit(resource.RLIMIT_DATA, (used + memory_bytes, resource.RLIM_INFINITY))
 

@@ -4,6 +4,7 @@ The result goes through a file and the output through another, so a grandchild t
 A trial starts as a new interpreter (``spawned``) or as a copy of this process (``forked``: no import to wait for).
 """
 
+import gc
 import importlib
 import json
 import os
@@ -72,6 +73,7 @@ def forked(folder: Path, module: str = TRIAL) -> int:
     if pid:
         return pid
     code = 1
+    gc.freeze()  # A collection passes over what the maker made: to look at it would copy all of its memory.
     try:
         os.setsid()
         log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)

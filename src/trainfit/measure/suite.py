@@ -11,7 +11,6 @@ interpreter. Needs torch, transformers, peft, pydantic and ruamel.yaml, nothing 
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from trainfit.measure.environment import host_environment
 from trainfit.measure.process import Start, forked, spawned
 from trainfit.measure.run import measure
+from trainfit.measure.trial import import_for_steps
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe
@@ -29,7 +29,6 @@ from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Environment, Measurement, Record
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
-from trainfit.techniques.registry import techniques
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,20 +94,9 @@ def ready_to_fork(device: str) -> Start:
     start_s = time.monotonic()
     import torch
 
-    # Once for all copies, which otherwise take seconds each: what transformers imports only where a first model is
-    # built (half of all modules), our own side of it, and every technique's file.
-    for module in (
-        "trainfit.measure.meter",
-        "trainfit.models.hf",
-        "transformers.models.llama.modeling_llama",
-    ):
-        importlib.import_module(module)
-    techniques()
-
-    try:
-        import peft  # noqa: F401 - slow to import as well; adapters need it
-    except ImportError:
-        print("peft is not installed: recipes with an adapter will be refused", flush=True)
+    import_for_steps()  # Once for all copies, which otherwise take seconds each.
+    if "peft" not in sys.modules:
+        print("peft cannot be imported: recipes with an adapter will be refused", flush=True)
     can = not torch.cuda.is_initialized() and (device == "cpu" or _copy_can_use_cuda())
     print(
         f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can else 'spawn'}",

@@ -8,10 +8,11 @@ Order: build; untimed steps with a look at memory at each phase's start (the fir
 that nothing looks at; on CUDA one more step that tells what the peak holds.
 """
 
+import importlib
 import json
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,6 +90,7 @@ def run_trial(request: TrialRequest, notebook: Notebook) -> None:
     environment = meter.environment(notebook.measurement.environment)
     notebook.note(environment=environment, device_bytes=environment.device_bytes)
     if request.memory_limit_bytes is not None:
+        import_for_steps()  # On a CPU a module imported under the limit would count.
         meter.limit(request.memory_limit_bytes)
     try:
         _steps(request, meter, notebook)
@@ -98,9 +100,28 @@ def run_trial(request: TrialRequest, notebook: Notebook) -> None:
         so_far = notebook.measurement
         last = meter.take()
         reached = max(so_far.peak_allocated_bytes or 0, last[0]) if last else so_far.peak_allocated_bytes
-        message = f"{so_far.message.replace('ended', 'out of memory')}: {str(error).strip().splitlines()[0]}"
+        said = str(error).strip().splitlines()
+        reason = said[0] if said else "no memory left"  # Python's own MemoryError says nothing.
+        message = f"{so_far.message.replace('ended', 'out of memory')}: {reason}"
         totals = meter.totals() | {"peak_allocated_bytes": reached}
         notebook.note(status="out-of-memory", message=message, **totals)
+
+
+def import_for_steps() -> None:
+    """Import what a first model and its first steps import: most of transformers, every technique's file."""
+    from trainfit.techniques.registry import techniques
+
+    for module in (
+        "trainfit.measure.meter",
+        "trainfit.models.hf",
+        "transformers.models.llama.modeling_llama",
+    ):
+        importlib.import_module(module)
+    techniques()
+    with suppress(
+        ImportError
+    ):  # Adapters need it; a recipe with one is refused where it is missing or broken.
+        importlib.import_module("peft")
 
 
 def _meter(request: TrialRequest) -> Any:
@@ -230,7 +251,20 @@ def _note_end(
         known["message"] = (
             "memory not measured: live tensors cannot be followed through compiled code on a CPU"
         )
+    elif recipe.compile and compiled_before():
+        known["message"] = (
+            "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
+        )
     notebook.note(**known)
+
+
+def compiled_before() -> bool:
+    """Whether all of this process's compiled programs come from the compiler's cache."""
+    from torch._dynamo.utils import counters
+
+    # A program that occurs twice is found there too, once it is compiled: that is a hit and a miss.
+    found = counters["inductor"]
+    return found["fxgraph_cache_hit"] > 0 and not found["fxgraph_cache_miss"]
 
 
 def _note_breakdown(recipe: Recipe, meter: Any, notebook: Notebook, step: Any, batches: Any) -> None:

@@ -51,6 +51,7 @@ def build_hf(
     if attention == "triton":
         register_attention()
         refuse_config(hf_config)
+    _import_model(hf_config)
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(
@@ -71,6 +72,15 @@ def build_hf(
         # Classes whose name does not say it (GPT2LMHeadModel) fall back on this loss too, with a warning.
         model.loss_type = "ForCausalLM"
     return model.train()
+
+
+def _import_model(hf_config: Any) -> None:
+    """Import the model's module, which transformers would do inside ``with torch.device(...)``: tensors that modules make
+    when they are imported (torchaudio has one) would then stay on the GPU, 512 bytes that no prediction knows.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
 
 
 def _refuse_encoder(model: Any) -> None:

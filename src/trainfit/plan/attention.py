@@ -1,20 +1,24 @@
 """``attention: best`` becomes a kernel: the fastest that the catalog's table holds for this GPU and shape and that is right.
 
 Right is what the recipe's own checks and a trace on the virtual GPU accept: masks, soft caps, windows, grouped heads, dtypes
-and compilation are judged where they are known, not here. Where nothing is measured the choice is PyTorch's own (``sdpa``).
+and compilation are judged where they are known, not here. Where nothing is measured the choice is PyTorch's own (``sdpa``). Kernels
+whose times differ by no more than they scattered are equally fast: of those the one whose step needs the least memory is taken, by its
+prediction, which is the same every time.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainfit.catalog.attention import AttentionRun, Dtype, Found, attention_runs, nearest
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
 from trainfit.catalog.this_cpu import CPU
-from trainfit.predict.estimate import ledger_of
+from trainfit.predict.estimate import ledger_of, replay_on
 from trainfit.predict.shape import shape_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import AttentionKernel, Recipe
 from trainfit.techniques import registry
+from trainfit.virtual.ledger import Ledger
 
 COMPARED_WITH: tuple[AttentionKernel, ...] = (
     "flash",
@@ -59,13 +63,32 @@ def choose(
     if isinstance(found, str):
         return _with(recipe, "sdpa", f"{found}, so PyTorch chooses")
     refusals: dict[str, list[str]] = {}
-    for kernel, _ in sorted(found.shape.seconds.items(), key=lambda one: one[1]):
-        why_not = _refusal(recipe, kernel, name, device_type)
-        if why_not is None:
-            reasons = [*_reasons(refusals), "the times are of plain causal attention"] if refusals else []
-            return _with(recipe, kernel, "; ".join([_told(found, kernel, recipe.batch.seq), *reasons]))
-        refusals.setdefault(why_not, []).append(kernel)
-    return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *_reasons(refusals)]))
+    right: dict[AttentionKernel, Ledger] = {}
+    for kernel in sorted(found.shape.seconds, key=lambda one: found.shape.seconds[one]):
+        if right and not found.shape.are_equal(next(iter(right)), kernel):
+            break
+        tried = _tried(recipe, kernel, name, device_type)
+        if isinstance(tried, Ledger):
+            right[kernel] = tried
+        else:
+            refusals.setdefault(tried, []).append(kernel)
+    if not right:
+        return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *_reasons(refusals)]))
+    kernel, why = _smallest(right, name)
+    reasons = [*_reasons(refusals), "the times are of plain causal attention"] if refusals else []
+    return _with(recipe, kernel, "; ".join([_told(found, kernel, recipe.batch.seq), *why, *reasons]))
+
+
+def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[AttentionKernel, list[str]]:
+    """Of equally fast kernels the one whose step has the least peak, then PyTorch's before ours; and a line where there are several."""
+    if len(right) == 1:
+        return next(iter(right)), []
+    peaks = {name: replay_on(find_gpu(gpu), ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
+    first, *rest = sorted(right, key=lambda name: (peaks[name], COMPARED_WITH.index(name)))
+    others = " and ".join(rest)
+    return first, [
+        f"no slower than {others} by more than the measurements scatter, and no larger at the peak"
+    ]
 
 
 def _reasons(refusals: dict[str, list[str]]) -> list[str]:
@@ -96,18 +119,17 @@ def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[
     return found or f"nothing is measured on {gpu} for {dtype} and head size {head}"
 
 
-def _refusal(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str | None) -> str | None:
-    """Why a step of the recipe with this kernel cannot be built or run on this GPU; None: it can."""
+def _tried(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str | None) -> Ledger | str:
+    """The ledger of the recipe with this kernel, or why such a step cannot be built or run on this GPU."""
     hardware = recipe.hardware.model_copy(update={"gpu": gpu})
     tried = recipe.without_open_fields().model_copy(update={"attention": kernel, "hardware": hardware})
     try:
         registry.check(tried)
         if device_type is not None:
             registry.check_device(tried, device_type)
-        ledger_of(tried)
+        return ledger_of(tried)
     except InputError as error:
         return error.problem.rstrip(". ")
-    return None
 
 
 def _told(found: Found, kernel: AttentionKernel, seq: int) -> str:

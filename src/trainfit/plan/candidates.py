@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from trainfit.plan.assignments import Option, gone_bytes
 from trainfit.plan.probe import Cost, Probe
-from trainfit.spec.recipe import LayerRun
+from trainfit.spec.recompute import LayerRun
 
 Assignments = NDArray[np.intp]
 

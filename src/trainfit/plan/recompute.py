@@ -21,7 +21,8 @@ from trainfit.predict.estimate import predict
 from trainfit.predict.trace import names_layers
 from trainfit.predict.transfers import SUSTAINED, host_link
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import BudgetGib, Layers, Recipe
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
 from trainfit.virtual.set_aside import set_aside

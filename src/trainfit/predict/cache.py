@@ -4,17 +4,19 @@ import hashlib
 import os
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
+from trainfit.virtual import ledger_file
 from trainfit.virtual.ledger import Ledger
 
 ROOMS = (
     "catalog/models",
     "catalog/gpus.toml",
     "virtual",
+    "kernels",
     "models",
     "techniques",
     "step.py",
@@ -32,19 +34,22 @@ def folder() -> Path:
     return Path(own) if own else Path(base) / "trainfit"
 
 
-def key(recipe: Recipe) -> str:
-    """Thirty-two hex digits: equal for recipes whose steps are equal, whatever their name, seed or price."""
+def key(recipe: Recipe, *, deterministic: bool = False) -> str:
+    """Thirty-two hex digits: equal for recipes whose steps are equal, whatever their name, seed or price.
+
+    ``deterministic``: as ``trace`` takes it.
+    """
     content = recipe.content()
     del content["seed"], content["hardware"]["price_per_hour"], content["model"]["name"]
-    parts = [content, code_version(), {name: _version(name) for name in LIBRARIES}]
+    parts = [content, deterministic, code_version(), {name: installed_version(name) for name in LIBRARIES}]
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
-def load(recipe: Recipe) -> Ledger | None:
+def load(recipe: Recipe, *, deterministic: bool = False) -> Ledger | None:
     """The ledger of an equal recipe, if one is kept and whole."""
-    path = folder() / f"{key(recipe)}.json.gz"
+    path = folder() / f"{key(recipe, deterministic=deterministic)}.json.gz"
     try:
-        return Ledger.load(path)
+        return ledger_file.load(path)
     except ValueError:
         with suppress(
             OSError
@@ -53,10 +58,10 @@ def load(recipe: Recipe) -> Ledger | None:
         return None
 
 
-def save(recipe: Recipe, ledger: Ledger) -> None:
+def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False) -> None:
     """Keep a ledger, the oldest make room. A cache that cannot be written (a read-only home) is done without."""
     try:
-        ledger.save(folder() / f"{key(recipe)}.json.gz")
+        ledger_file.save(ledger, folder() / f"{key(recipe, deterministic=deterministic)}.json.gz")
         kept = sorted(folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-MAX_LEDGERS]:
             path.unlink(missing_ok=True)
@@ -79,10 +84,3 @@ def code_version() -> str:
         for path in files:
             digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

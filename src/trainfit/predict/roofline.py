@@ -5,14 +5,15 @@ bandwidth. The expectation divides both by the share of the data sheet that such
 (``SUSTAINED``) and adds a kernel's start and end (``KERNEL_S``). The host issues the operations one after another
 while the GPU works; the step takes as long as the slower of the two.
 
-The constants are rates, found from 78 measured steps of eager recipes on one H200 (torch 2.11, driver 580, Python
+Attention's rates are of its kernels alone (attention_time.py). The other constants are rates, found from 78 measured steps of eager recipes on one H200 (torch 2.11, driver 580, Python
 3.12; the half of docs/accuracy.md that may be learned from): least squares of relative errors, the four of the GPU on
-the 59 steps that its work decides, the two of the host on the other 19. Measured over expected: 0.81 to 1.54, median
-1.00. The 66 steps held out: 0.75 to 1.67, median 0.97, 90 % of them 0.88 to 1.30 (docs/log.md).
+the 59 steps that its work decides, the two of the host on the other 19, when attention had one rate, 0.33 of the peak. Measured over
+expected: 0.81 to 1.54, median 1.00. The 66 steps held out: 0.75 to 1.67, median 0.97, 90 % of them 0.88 to 1.30 (docs/log.md).
 """
 
 from dataclasses import dataclass
 
+from trainfit.predict.attention_time import compute_share
 from trainfit.predict.transfers import SUSTAINED as TRANSFERS_SUSTAINED
 from trainfit.predict.transfers import is_transfer, transfers_s
 from trainfit.spec.hardware import Gpu
@@ -27,14 +28,11 @@ PEAK_DTYPE = {
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
-SUSTAINED = {"matmul": 0.69, "fp8": 0.62, "attention": 0.33, "own attention": 0.45, "memory": 0.59}
-"""Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16, a plain copy 0.89, the
-causal flash kernel 0.31 to 0.33 of the bf16 peak (docs/log.md): in a step the power limit holds the clocks down, and most
+SUSTAINED = {"matmul": 0.69, "fp8": 0.62, "memory": 0.59}
+"""Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16, a plain copy 0.89
+(docs/log.md): in a step the power limit holds the clocks down, and most
 memory-bound kernels read strided, convert or reduce. fp8 products alone reach 0.66 of theirs (1315 TFLOP/s on an H200, docs/log.md);
-their share in a step is not measured yet and taken to be less by as much as bf16's is. Our own attention is that of its kernels
-alone, in 16 bits, with heads of 64 and 128 and long sequences: forward and backward together 441 and 458 TFLOP/s of an H200's
-989; with other heads it runs slower kernels, of which this does not tell."""
-OWN_ATTENTION = "trainfit.flash_attention"
+their share in a step is not measured yet and taken to be less by as much as bf16's is. Attention's are of its kernel, dtype, head size and length (attention_time.py)."""
 KERNEL_S = 2.5e-6
 """Seconds that every kernel takes on top, to start and to drain the GPU."""
 HOST_S_PER_OP = 19e-6
@@ -91,13 +89,12 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
 def op_s(op: Op, gpu: Gpu) -> float:
     """Seconds that the GPU is expected to need for one operation, in one layer; its rates must be known."""
     compute_s, move_s = _least_s(op, gpu)
-    is_fp8 = PEAK_DTYPE.get(op.dtype) == "fp8"
-    own = op.name.startswith(OWN_ATTENTION) and op.dtype in ("bfloat16", "float16")
-    kind = (
-        "own attention" if own else "attention" if "attention" in op.name else "fp8" if is_fp8 else "matmul"
-    )
-    rate = SUSTAINED[kind] if compute_s > move_s else SUSTAINED["memory"]
-    return max(compute_s, move_s) / rate + op.calls * KERNEL_S
+    if op.kernel:
+        busy_s = max(compute_s / compute_share(op), move_s / SUSTAINED["memory"])
+    else:
+        kind = "fp8" if PEAK_DTYPE.get(op.dtype) == "fp8" else "matmul"
+        busy_s = max(compute_s, move_s) / SUSTAINED[kind if compute_s > move_s else "memory"]
+    return busy_s + op.calls * KERNEL_S
 
 
 def _least_s(op: Op, gpu: Gpu) -> tuple[float, float]:

@@ -10,36 +10,48 @@ from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
+from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.predict.config_failure import refuse_config
 from trainfit.spec.errors import InputError
-from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
+from trainfit.virtual.attention_kernels import prefers_cudnn
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.virtual.places import NOWHERE, Groups
 from trainfit.virtual.repeat import shorten
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
 
+DETERMINISTIC = (
+    "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
+    "operations sort for it (experts' sums, for one) is not"
+)
 
-def trace(recipe: Recipe, *, whole: bool = False) -> Ledger:
+
+def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -> Ledger:
     """Run init, a first and a steady step of the recipe on its virtual GPU.
 
     Args:
         whole: trace every layer even where layers repeat.
+        deterministic: with the kernels that ``torch.use_deterministic_algorithms`` takes, which this is told by alone.
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
-    with _unlogged():
+    if recipe.adapter is not None:
+        import peft  # noqa: F401 - tensors that are made when it is imported are no part of the step
+    with _unlogged(), deterministic_kernels(deterministic):
         try:
-            return _shortened(recipe) if not whole else _trace(recipe, whole=True)
+            ledger = _shortened(recipe) if not whole else _trace(recipe, whole=True)
         except InputError:
             raise
         except Exception as error:
             refuse_config(recipe, error)
             raise
+    if deterministic:
+        ledger.assumptions = (*ledger.assumptions, DETERMINISTIC)
+    return ledger
 
 
 @contextlib.contextmanager
@@ -114,7 +126,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 least_period=_least_period(recipe),
             )
             groups.extend(found)
-            virtual.tracer.forget(
+            virtual.tracer.live.forget(
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
             )
 
@@ -144,7 +156,7 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
     for memory in step.hosted.moments.slots() if step.hosted is not None else ():
-        virtual.tracer.own(memory, "optimizer", NOWHERE)
+        virtual.tracer.live.own(memory, "optimizer", NOWHERE)
 
 
 def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:
@@ -155,8 +167,3 @@ def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: Virtu
         total += times * parameter.numel()
         trainable += times * parameter.numel() if parameter.requires_grad else 0
     return total, trainable
-
-
-def prefers_cudnn(gpu: Gpu) -> bool:
-    """Whether PyTorch's SDPA tries cuDNN first on this GPU (check_prefer_cudnn_attention in sdp_utils.cpp)."""
-    return gpu.compute_capability is not None and gpu.compute_capability[0] in (9, 10)

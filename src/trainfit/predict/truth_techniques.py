@@ -185,19 +185,6 @@ TECHNIQUES: dict[str, Asking] = {
 LATER = ("fused_loss", "loss_terms", "block_kernels")
 """Of these, such as came when suites had been measured: no other technique's partners, so that older seeds draw what they drew."""
 
-FIRST_GENERATION = (
-    "accumulation",
-    "adamw",
-    "attention",
-    "compile_block",
-    "compile_model",
-    "lora",
-    "precision",
-    "recompute_full",
-    "sgd",
-)
-"""Techniques that the first suite (``truth_draws.draw``) draws."""
-
 
 def draw_for(technique: str, chance: random.Random, gpu: str, *, combined: bool) -> Data:
     """One recipe as plain data that asks for the technique; it may turn out not to be allowed.

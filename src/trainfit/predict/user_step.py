@@ -10,16 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.predict import attention_time
 from trainfit.predict.device_overhead import overhead_bytes
 from trainfit.predict.estimate import CONVENTION
 from trainfit.predict.roofline import roofline
-from trainfit.predict.trace import prefers_cudnn
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown, Phases, StepTime
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Value
 from trainfit.virtual.allocator import OutOfMemory
+from trainfit.virtual.attention_kernels import prefers_cudnn
 from trainfit.virtual.ledger import ALLOCATE, Ledger
 from trainfit.virtual.replay import Replay, replay
 from trainfit.virtual.user import UserGpu, user_gpu
@@ -155,7 +156,7 @@ def _traced(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, after_init: i
         flops_convention=CONVENTION,
         step_s=time.expected.total if time else None,
         time=time.expected if time else None,
-        assumptions=ledger.assumptions,
+        assumptions=(*ledger.assumptions, *(attention_time.assumptions(ledger, gpu) if time else ())),
         ops_without_flops=ledger.ops_without_flops,
     )
 

@@ -4,15 +4,21 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from trainfit.report.bench_rows import PRECISIONS, SIZES, in_order
 from trainfit.report.bench_table import cell_text
 from trainfit.report.peak_curves import SHOWN
-from trainfit.report.plots import CATEGORY_COLOURS, INK, MODEL_COLOURS, MUTED, svg
+from trainfit.report.plots import CATEGORY_COLOURS, INK, MUTED, svg
 from trainfit.spec.bench import BenchResult, BenchRow, Cell, Curve
 from trainfit.spec.units import GIB
 
 NUM_COLUMNS = 4
 SHARE = "_share"
 WHOLE = "whole step"
+PART_COLOURS = (
+    "#9ecae1", "#d9b54a", "#2f6fb2", "#c0567a", "#4a9d7c", "#a6d8c2", "#e07b39", "#7f8c3a", "#1f3f66", "#c9ced4", "#8b6bb1", "#cdbbe3",
+    "#9a6b4f", "#66727f",
+)  # fmt: skip
+"""Of the model's parts in the order of a row's numbers: no two are alike."""
 
 
 def memory_curves(result: BenchResult) -> str | None:
@@ -22,7 +28,7 @@ def memory_curves(result: BenchResult) -> str | None:
         return None
     lines: dict[str, list[BenchRow]] = {}
     for row in sorted(rows, key=_order):
-        name = ", ".join(cell_text("", row.point[key]) for key in ("pass", "attention", "context"))
+        name = f"{row.point['pass']}\n{row.point['attention']}, context {row.point['context']}"
         lines.setdefault(name, []).append(row)
 
     def draw(plt: Any) -> Any:
@@ -35,6 +41,8 @@ def memory_curves(result: BenchResult) -> str | None:
             handles, used, loc="lower center", ncols=len(used), fontsize=9, bbox_to_anchor=(0.5, 1.0)
         )
         figure.tight_layout(pad=0.4)
+        title = "Memory through a step, GiB: a line for each kind of run, attention and context"
+        figure.suptitle(title, y=1.0 + 0.32 / figure.get_figheight(), va="bottom", fontsize=11.5, color=INK)
         return figure
 
     return _short(svg(draw, f"bench-{result.experiment}"))
@@ -80,7 +88,7 @@ def _draw_line(line: Sequence[Any], name: str, rows: Sequence[BenchRow], *, is_f
             said += f"{float(row.numbers['peak_bytes']) / GIB:.2f}"
             _draw_curve(axes, row.curve, highest, named=is_first)
         axes.set_title(said, fontsize=8, loc="left")
-    line[0].set_ylabel(f"{name}\nGiB", fontsize=8)
+    line[0].set_ylabel(name, fontsize=8)
 
 
 def _draw_curve(axes: Any, curve: Curve, highest: float, *, named: bool) -> None:
@@ -114,12 +122,9 @@ def part_bars(result: BenchResult) -> str | None:
     rows = [row for row in result.rows if "profiled" in row.point and row.numbers]
     if not rows:
         return None
-    models = [row.point["model"] for row in rows]
-    rows.sort(
-        key=lambda row: (models.index(row.point["model"]), row.point["precision"], row.point["context"])
-    )
+    rows = in_order(rows, {"model": SIZES, "precision": PRECISIONS, "context": ()})
     names = [name for name in rows[0].numbers if name.endswith(SHARE)]
-    colours = [*MODEL_COLOURS, *CATEGORY_COLOURS.values()]
+    assert len(names) <= len(PART_COLOURS), "more parts than colours"
 
     def draw(plt: Any) -> Any:
         figure, axes = plt.subplots(figsize=(8.6, 0.9 + 0.34 * len(rows)))
@@ -127,14 +132,12 @@ def part_bars(result: BenchResult) -> str | None:
         for index, name in enumerate(names):
             shares = [100 * float(row.numbers[name]) for row in rows]
             label = name.removesuffix(SHARE).replace("_", " ")
-            hatch = "//" if index >= len(MODEL_COLOURS) else ""
             axes.barh(
                 places,
                 shares,
                 left=left,
-                color=colours[index],
+                color=PART_COLOURS[index],
                 label=label,
-                hatch=hatch,
                 edgecolor="white",
                 linewidth=0.3,
             )
@@ -142,12 +145,16 @@ def part_bars(result: BenchResult) -> str | None:
         axes.set_yticks(
             places,
             [
-                " ".join(cell_text("", row.point[key]) for key in ("model", "precision", "context"))
+                ", ".join(cell_text("", row.point[key]) for key in ("model", "precision", "context"))
                 for row in rows
             ],
         )
         axes.invert_yaxis()
-        axes.set(xlim=(0, 100), xlabel="% of the time that the device works in a whole step")
+        axes.set(xlim=(0, 100), xlabel="% of the time that the device works")
+        axes.set_title(
+            "A whole step by part of the model (model, precision, context)", fontsize=11.5, loc="left"
+        )
+        axes.grid(axis="y", visible=False)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
         return figure
 

@@ -12,23 +12,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainfit.records import load
+from trainfit.report.bench_claims import Claim
 from trainfit.report.bench_merge import Merged, merged
 from trainfit.report.bench_plot import plot_of
-from trainfit.report.bench_prose import Claim, Story, stories
+from trainfit.report.bench_prose import Story, stories
+from trainfit.report.bench_rows import in_order
+from trainfit.report.bench_step_tables import Parts
 from trainfit.report.bench_table import Grid, cell_text, grids, number_text, reasons, title
 from trainfit.report.page_file import Page, on_white, write_page
 from trainfit.report.table import markdown_cell, markdown_grid
-from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.result import Record
 from trainfit.spec.units import format_seconds
 
 MADE_BY = "python -m trainfit.report.bench_pages RECORDS --into docs/bench"
 INDEX = "README"
-TIMED = (
-    " Spread: from the 10th to the 90th percentile, over the median. Unsteady: the time cap came before the median was known as well "
-    "as the experiment asks."
-)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,51 +74,86 @@ def _index(told: dict[str, Story]) -> str:
 
 
 def _page(name: str, story: Story, found: list[Merged]) -> Page:
+    """What it shows, how it is measured, what was published, and each device's tables."""
+    found = [Merged(_ordered(story, one.result), one.records) for one in found]
     plots: dict[str, str] = {}
     parts = [
         f"# {story.title}",
         f"Made from records by `{MADE_BY}`; do not edit. Run it: `trainfit bench {name}`.",
-        story.about,
     ]
-    if story.claims:
-        parts += ["## What published results got wrong", "\n".join(_claim(claim) for claim in story.claims)]
     for one in found:
-        parts += _result(story, one, plots)
+        parts += _shown_first(story, one.result, plots)
+    parts += ["## How it is measured", story.about, "## What published results got wrong"]
+    claims = [line for claim in story.claims for line in _claim(claim, found)]
+    parts.append("\n".join(claims) or "We know of no published course result on this that is wrong.")
+    for one in found:
+        parts += _result(story, one)
     return Page("\n\n".join(parts) + "\n", plots)
 
 
-def _claim(claim: Claim) -> str:
+def _ordered(story: Story, result: BenchResult) -> BenchResult:
+    return result.model_copy(update={"rows": tuple(in_order(result.rows, story.order))})
+
+
+def _shown_first(story: Story, result: BenchResult, plots: dict[str, str]) -> list[str]:
+    """A device's answers in a sentence each, and its plot."""
+    parts: list[str] = []
+    svg = plot_of(result)
+    said = story.said(result.rows)
+    if said or svg is not None:
+        parts.append(f"## What it shows: {result.environment.device}")
+    if said:
+        parts.append("\n".join(f"- {sentence}" for sentence in said))
+    if svg is not None:
+        file = f"{result.experiment}-{result.gpu or 'cpu'}.svg"
+        plots[file] = on_white(svg)
+        parts.append(f"![{story.title}](plots/{file})")
+    return parts
+
+
+def _claim(claim: Claim, found: list[Merged]) -> list[str]:
+    """What was said, what is right, and what each device's rows have to it."""
     said = f"[{claim.said}]({claim.source})" if claim.source else claim.said
-    return f"- Said: {said} Right: {claim.right}"
+    lines = [f"- Said: {said}", f"  - Right: {claim.right}"]
+    for one in found:
+        if measured := claim.measured(one.result.rows):
+            lines.append(f"  - Measured on {one.result.environment.device}: {measured}")
+    return lines
 
 
-def _result(story: Story, one: Merged, plots: dict[str, str]) -> list[str]:
-    """One device's part of the page."""
+def _result(story: Story, one: Merged) -> list[str]:
+    """One device's tables."""
     result = one.result
     where = result.environment
     clocks = f", SM clock at least {where.clocks_mhz['sm']} MHz" if "sm" in where.clocks_mhz else ""
     sheet = "" if result.gpu else " No data sheet of this device is known, so no time is called impossible."
-    timed = TIMED if any(row.times for row in result.rows) else ""
+    timed = f" {story.timed}" if story.timed and any(row.times for row in result.rows) else ""
     parts = [
         f"## {where.device}",
         f"torch {where.torch}{f', driver {where.driver}' if where.driver else ''}{clocks}, {_sources(one)}; "
         f"{format_seconds(result.elapsed_s)}.{sheet}{timed}",
     ]
-    svg = plot_of(result)
-    if svg is not None:
-        file = f"{result.experiment}-{result.gpu or 'cpu'}.svg"
-        plots[file] = on_white(svg)
-        parts.append(f"![{story.title}](plots/{file})")
-    if said := story.said(result.rows):
-        parts.append(said)
     if (first := story.first(result.rows)) is not None:
-        parts.append(markdown_grid(*_markdown(first)))
-    for grid in _tables(story, result.rows):
-        parts += [grid.same] if grid.same else []
-        parts.append(markdown_grid(*_markdown(grid)))
-    if why := reasons(result.rows):
-        parts += ["Rows without a rate:", "\n".join(f"- {markdown_cell(line)}" for line in why)]
+        parts.append(_markdown(first))
+    for part in _tables(story, _without_lines_not_run(story, result.rows)):
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        parts += [part.same] if part.same else []
+        parts.append(_markdown(part))
+    if not_run := [row for row in result.rows if row.status == "not-run"]:
+        parts.append(
+            f"{len(not_run)} of {len(result.rows)} points were not run: the time limit came first. A line of nothing else is left out."
+        )
+    if why := reasons([row for row in result.rows if row.status != "not-run"]):
+        parts += ["Rows without a result:", "\n".join(f"- {markdown_cell(line)}" for line in why)]
     return parts
+
+
+def _without_lines_not_run(story: Story, rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Rows of the lines of which some cell was run."""
+    run = {_line(row, story.pivot) for row in rows if row.status != "not-run"}
+    return [row for row in rows if _line(row, story.pivot) in run]
 
 
 def _sources(one: Merged) -> str:
@@ -130,9 +164,11 @@ def _sources(one: Merged) -> str:
     return f"{several}commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {', '.join(days)}"
 
 
-def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
+def _tables(story: Story, rows: Sequence[BenchRow]) -> Parts:
+    if story.tables is not None:
+        return story.tables(rows)
     if not story.pivot:
-        return grids(rows)
+        return [grid for grid in grids(rows)]
     apart = [row for row in rows if story.pivot not in row.point]
     rows = [row for row in rows if story.pivot in row.point]
     groups: dict[Cell, list[BenchRow]] = {}
@@ -145,7 +181,7 @@ def _tables(story: Story, rows: Sequence[BenchRow]) -> list[Grid]:
         lines = {_line(row, story.pivot) for row in passed or having}
         told = [row for row in rows if _line(row, story.pivot) in lines]
         tables += [pivoted(told, story.pivot, name)] if told else []
-    return tables + grids(apart)
+    return [*tables, *grids(apart)]
 
 
 def _line(row: BenchRow, pivot: str) -> tuple[Cell, ...]:
@@ -153,11 +189,9 @@ def _line(row: BenchRow, pivot: str) -> tuple[Cell, ...]:
     return tuple(cell for key, cell in row.point.items() if key != pivot)
 
 
-def _markdown(grid: Grid) -> tuple[list[str], list[list[str]], int]:
-    """Titles, cells and how many columns are text: those before the first number."""
-    num_text = grid.is_number.index(True) if True in grid.is_number else len(grid.titles)
+def _markdown(grid: Grid) -> str:
     cells = [[markdown_cell(cell) for cell in line] for line in grid.lines]
-    return [markdown_cell(name) for name in grid.titles], cells, num_text
+    return markdown_grid([markdown_cell(name) for name in grid.titles], cells, is_number=grid.is_number)
 
 
 def pivoted(rows: Sequence[BenchRow], pivot: str, shows: str) -> Grid:

@@ -6,6 +6,7 @@ samples' spread, then the numbers, then the status where it is not done. What is
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.samples import Spread
@@ -14,6 +15,12 @@ from trainfit.spec.units import format_bytes, format_seconds
 UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s", "set_kib": "set, KiB", "copied_mib": "copied, MiB"}
 SPREAD = "spread"
 """From the 10th to the 90th percentile, over the median."""
+BEYOND = " Including non-PyTorch memory"
+"""What comes from here on in a message that memory ran out is advice and the process's own sums."""
+STATUS = "status"
+SHARE = "_share"
+"""Its cells say %, so a column's title leaves it out where no other number has the name."""
+SHARES = ("share", "of_a_copy", "of_data_sheet")
 MEAN, DEVIATION = "_mean_s", "_std_s"
 """Two numbers of one quantity share a column: ``forward_mean_s`` and ``forward_std_s``."""
 
@@ -26,6 +33,8 @@ class Grid:
     lines: tuple[tuple[str, ...], ...]
     is_number: tuple[bool, ...]
     same: str
+    num_keys: int = 1
+    """The first columns say which line it is."""
 
 
 def grids(rows: Sequence[BenchRow]) -> list[Grid]:
@@ -51,13 +60,16 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
         cells = [_times(row.times) for row in rows]
         names = ("median", SPREAD, "samples")
         columns += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(names)]
-    for name in dict.fromkeys(name for row in rows for name in row.numbers if not name.endswith(DEVIATION)):
+    names = list(dict.fromkeys(name for row in rows for name in row.numbers if not name.endswith(DEVIATION)))
+    quantities = {name.removesuffix("_s") for name in names}
+    for name in names:
         is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
-        columns.append((title(name), not is_text, [number_text(row, name) for row in rows]))
+        named = title(name.removesuffix(SHARE) if name.removesuffix(SHARE) not in quantities else name)
+        columns.append((named, not is_text, [number_text(row, name) for row in rows]))
     if any(row.status != "done" for row in rows):
-        columns.append(("status", False, ["" if row.status == "done" else row.status for row in rows]))
+        columns.append((STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
     titles, is_number, cells = zip(*columns, strict=True)
-    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, same)
+    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, same, len(varied))
 
 
 def number_text(row: BenchRow, name: str) -> str:
@@ -93,7 +105,7 @@ def cell_text(name: str, cell: Cell) -> str:
         return format_bytes(cell)
     if name.endswith("_s") and not name.endswith("_per_s"):
         return format_seconds(cell)
-    if name.endswith("_share"):
+    if name.endswith(SHARE) or name in SHARES:
         return f"{cell:.1%}"
     if isinstance(cell, int) or cell == int(cell):
         return str(int(cell))
@@ -103,15 +115,16 @@ def cell_text(name: str, cell: Cell) -> str:
 
 
 def aligned(grid: Grid) -> list[str]:
-    """The table as lines of text, as wide as it needs to be."""
-    lines = [grid.titles, *grid.lines]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(grid.titles))]
+    """The table as lines of text, as wide as it needs to be; a cell may have several lines."""
+    rows = [[cell.split("\n") for cell in line] for line in (grid.titles, *grid.lines)]
+    widths = [max(len(text) for row in rows for text in row[index]) for index in range(len(grid.titles))]
     return [
         "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(line, widths, grid.is_number, strict=True)
+            text.rjust(width) if number else text.ljust(width)
+            for text, width, number in zip(texts, widths, grid.is_number, strict=True)
         ).rstrip()
-        for line in lines
+        for row in rows
+        for texts in zip_longest(*row, fillvalue="")
     ]
 
 
@@ -124,7 +137,7 @@ def reasons(rows: Sequence[BenchRow]) -> list[str]:
     for row in rows:
         if row.status not in ("done", "unsteady"):
             point = ", ".join(f"{key} {cell_text('', cell)}" for key, cell in row.point.items())
-            points.setdefault(f"{row.status}: {row.message}", []).append(point)
+            points.setdefault(f"{row.status}: {row.message.partition(BEYOND)[0]}", []).append(point)
     return [
         f"{why} ({found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''})"
         for why, found in points.items()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Layers, Recipe, Recompute
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
 from trainfit.spec.value import parse
 

@@ -2,7 +2,7 @@
 
 ``python -m trainfit.report.kernel_page results/kernels/h200.jsonl [--into docs/kernels.md]``
 
-Enters: the JSON Lines of ``python -m trainfit.measure.kernel_benchmark``, of one run. Leaves: the Markdown page. The same rows give the
+Enters: the JSON Lines of ``python -m trainfit.bench.kernel_benchmark``, of one run. Leaves: the Markdown page. The same rows give the
 same bytes. A way that failed is told as failed.
 """
 
@@ -17,7 +17,7 @@ from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 
 MADE_BY = "python -m trainfit.report.kernel_page results/kernels/h200.jsonl --into docs/kernels.md"
-MEASURED_BY = "python -m trainfit.measure.kernel_benchmark results/kernels/h200.jsonl"
+MEASURED_BY = "python -m trainfit.bench.kernel_benchmark results/kernels/h200.jsonl"
 GOAL_TFLOPS, GOAL_BYTES, GOAL_ERROR = 600.0, 1.5e9, 2.0
 OURS = {"loss": "ours fused", "norm": "ours", "gates": "ours", "rotation": "ours", "update": "ours"}
 """Of each case the way that models take."""
@@ -100,7 +100,7 @@ def page(rows: Sequence[Row]) -> str:
         "# The loss, block and update kernels",
         f"Made by `{MADE_BY}` from the rows of `{MEASURED_BY}`; do not edit.",
         f"{machine} bf16. Times are between events on the device, the caches emptied before each: median, and the spread from the "
-        "10th to the 90th percentile. Extra: the allocator's peak over inputs and results. Eager and compiled: the same function in PyTorch, "
+        f"10th to the 90th percentile. {_watched(rows)} Extra: the allocator's peak over inputs and results. Eager and compiled: the same function in PyTorch, "
         "as it is and by `torch.compile`. How the kernels work stands in `src/trainfit/kernels/`; how a recipe asks for them in "
         "[recipe.md](recipe.md).",
         "## What was asked",
@@ -127,6 +127,16 @@ def _machine(rows: Sequence[Row]) -> str:
     return f"{gpu}, torch {torch_version}{made}{', ' + days[0] if days else ''}."
 
 
+def _watched(rows: Sequence[Row]) -> str:
+    """What was done about held clocks; rows from before the harness say nothing of it."""
+    if all("discarded" in row for row in rows if "ms" in row):
+        return (
+            "The device rests before each sample, 0.3 s before matrix products, so these are times at full clocks; back to back the power cap holds them down. "
+            "Samples in which the driver held the clocks down are thrown away; where most were, there is no number."
+        )
+    return "The clocks were not watched in this run."
+
+
 def _goals(rows: Sequence[Row]) -> str:
     lines: list[list[str]] = []
     fused = _timed(rows, "loss", OURS["loss"], "both")
@@ -136,6 +146,8 @@ def _goals(rows: Sequence[Row]) -> str:
             ["linear cross-entropy, forward and backward: at least 600 TFLOP/s", f"{speed:.1f}", _met(speed >= GOAL_TFLOPS)],
             ["with less than 1.5 GB of extra memory", f"{extra / 1e9:.3f} GB", _met(extra < GOAL_BYTES)],
         ]  # fmt: skip
+    elif any(row["case"] == "loss" for row in rows):
+        lines.append(["linear cross-entropy, forward and backward", "no number: see below", "**missed**"])
     told = [row for row in rows if row["part"] == "errors"]
     if told:
         worst = max(told, key=lambda row: row["of_eager"])
@@ -180,15 +192,21 @@ def _met(is_met: bool) -> str:
 
 
 def _timed(rows: Sequence[Row], case: str, way: str, part: str) -> Row | None:
+    """The row of a way's time; None: it has none, which the case's own part of the page explains."""
     return next((row for row in rows if (row["case"], row["way"], row["part"]) == (case, way, part)), None)
 
 
 def _errors(rows: Sequence[Row]) -> str:
     lines = [
-        [row["case"], row["way"], _shares(row["error"]), _shares(row.get("eager", ())), f"{row['of_eager']:.2f}"]
+        [row["case"], row["way"], _shares(row["error"]), _shares(row.get("eager", ())), _of_eager(row)]
         for row in rows
-    ]  # fmt: skip
+    ]
     return markdown_grid(["case", "way", "error", "eager's", "ratio"], lines, num_text=2)
+
+
+def _of_eager(row: Row) -> str:
+    """The ratio; nothing where eager PyTorch was not run: what stands in its place then is the rounding of bf16."""
+    return f"{row['of_eager']:.2f}" if row.get("eager") else NOTHING
 
 
 def _shares(values: Sequence[float]) -> str:
@@ -222,6 +240,8 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("TFLOP/s", _number("tflops", 1)),
     ("GB/s", _number("gb_per_s", 0)),
     ("extra GB", _number("extra_bytes", 3, 1e-9)),
+    ("samples", _number("samples", 0)),
+    ("thrown away", _number("discarded", 0)),
 )
 
 

@@ -165,7 +165,10 @@ def markdown_cell(text: str) -> str:
     return " ".join(text.split())
 
 
-def markdown_grid(heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> str:
-    """A Markdown table; its first ``num_text`` columns are text, the others numbers."""
-    rule = ["---"] * num_text + ["---:"] * (len(heads) - num_text)
+def markdown_grid(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, is_number: Sequence[bool] = ()
+) -> str:
+    """A Markdown table; its first ``num_text`` columns are text, the others numbers, or ``is_number`` says which are."""
+    numbers = is_number or [index >= num_text for index in range(len(heads))]
+    rule = ["---:" if number else "---" for number in numbers]
     return "\n".join("| " + " | ".join(row) + " |" for row in (heads, rule, *rows))

@@ -63,7 +63,9 @@ ASKINGS: dict[str, Asking] = {
     "adafactor": _optimizer({"name": "adafactor"}, {"name": "adafactor", "implementation": "fused"}),
     "adamw": _optimizer({"implementation": "foreach"}),
     "adamw_low_bit": _optimizer({"name": "adamw8bit"}, {"name": "adamw4bit"}),
-    "attention": _asking(("attention",), {"attention": "cudnn"}, {"attention": "eager"}),
+    "attention": _asking(
+        ("attention",), *({"attention": name} for name in ("cudnn", "triton", "eager"))
+    ),
     "block_kernels": _asking(("block_kernels",), {"block_kernels": "triton"}),
     "chunked_loss": _asking(("loss",), {"loss": "chunked"}),
     "compile_block": _asking(("compile",), {"compile": "block"}),
@@ -132,6 +134,7 @@ COMBINED: tuple[Data, ...] = (
         "loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}, "optimizer": {"in_backward": True},
     },
     {"block_kernels": "triton", "loss": "fused", "compile": "block"},
+    {"block_kernels": "triton", "loss": "fused", "attention": "triton"},
     {**FULL, "quantize": "nf4", "adapter": {"kind": "prompt"}},
     {"compile": "model", "quantize": "nf4", "adapter": {"kind": "prefix"}},
 )  # fmt: skip

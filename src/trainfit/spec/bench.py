@@ -12,6 +12,8 @@ BenchStatus = Literal[
     "done", "unsteady", "impossible", "throttled", "out-of-memory", "refused", "failed", "not-run"
 ]
 WITHOUT_NUMBERS: tuple[BenchStatus, ...] = ("throttled", "out-of-memory", "refused", "failed", "not-run")
+TIMELESS = "_bytes"
+"""How numbers end that held clocks do not change."""
 
 
 class Curve(Value):
@@ -39,8 +41,9 @@ class BenchRow(Value):
 
     status: done: the median's confidence interval is as narrow as asked; unsteady: the time cap came first, and
     ``times`` says how wide it is; impossible: faster than the device's data sheet allows, so the timing is wrong: its
-    times are kept as evidence and no rate is made of them; throttled: the driver held the clocks down; refused: this
-    device or version does not have it; not-run: the experiment's time limit came first.
+    times are kept as evidence and no rate is made of them; throttled: the driver held the clocks down, so there is no time and no
+    rate, only bytes; refused: this device or version does not have it; not-run: the experiment's time limit came first, or the
+    run was ended.
     """
 
     point: dict[str, Cell]
@@ -57,7 +60,8 @@ class BenchRow(Value):
 
     @model_validator(mode="after")
     def _no_number_without_a_clean_run(self) -> "BenchRow":
-        has_numbers = self.times is not None or bool(self.numbers) or self.curve is not None
+        timeless = self.status == "throttled" and all(name.endswith(TIMELESS) for name in self.numbers)
+        has_numbers = self.times is not None or self.curve is not None or bool(self.numbers and not timeless)
         if self.status in WITHOUT_NUMBERS and has_numbers:
             raise disagreement(
                 f"a row that is {self.status} has no numbers", "leave them out", field="status"
@@ -82,4 +86,4 @@ class BenchResult(Value):
     limit_s: Seconds
     elapsed_s: Seconds
     settings: dict[str, Any] = {}
-    """How samples were taken unless the experiment says otherwise: the rule's fields, and the bytes that the cache flush writes."""
+    """``flush_bytes``: what the cache flush writes; ``cpu``: the host's processor, beside a GPU. (Older records also have a rule's fields, which not every row was taken by.)"""

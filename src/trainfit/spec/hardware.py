@@ -8,6 +8,8 @@ from trainfit.spec.value import Bytes, PositiveInt, Value
 
 PeakDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
 PositiveFloat = Annotated[float, Field(gt=0)]
+LEAST_FOR_TRITON = (8, 0)
+"""Compute capability of the oldest NVIDIA GPUs that Triton supports (https://github.com/triton-lang/triton, Compatibility)."""
 
 
 class Source(Value):

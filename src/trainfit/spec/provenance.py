@@ -3,6 +3,7 @@
 import os
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,14 @@ def _git(folder: Path, *arguments: str) -> str | None:
     ):  # No git here: the commit is unknown, which None says.
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package, which is not imported; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def now() -> str:

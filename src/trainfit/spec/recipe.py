@@ -7,8 +7,9 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
@@ -68,103 +69,6 @@ class LossTerms(Value):
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0
-
-
-class Every(Value):
-    """Recompute every k-th layer."""
-
-    every: PositiveInt
-
-
-class Budget(Value):
-    """Keep this share of what compile would save (torch's activation memory budget)."""
-
-    budget: Annotated[float, Field(ge=0, le=1)]
-
-
-class BudgetGib(Value):
-    """Keep the step's peak of allocated memory at or under this many GiB (2**30 bytes), by the fastest plan found.
-
-    The planner (``plan/``) turns it into ``Layers``; a step is only built from those.
-    """
-
-    budget_gib: Annotated[float, Field(gt=0)]
-
-
-BlockRecompute = Literal["none", "elementwise", "full"]
-
-
-class LayerRun(Value):
-    """So many decoder blocks in a row that treat what their forward makes alike.
-
-    ``recompute``: what their backward computes again. ``elementwise``: all but matrix products and attention.
-    ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and every
-    ``every``-th after it. The model's last block keeps all.
-    """
-
-    recompute: BlockRecompute = "none"
-    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
-    every: PositiveInt = 1
-    count: PositiveInt = 1
-
-    def blocks(self) -> list["LayerRun"]:
-        """One entry a block, each of count 1."""
-        shares = (self.offload if index % self.every == 0 else 0.0 for index in range(self.count))
-        return [LayerRun(recompute=self.recompute, offload=share) for share in shares]
-
-
-class Layers(Value):
-    """What each decoder block recomputes and offloads, from the first to the last; a bare name is one block.
-
-    Equal neighbours are joined, so plans that mean the same are the same.
-    """
-
-    layers: Annotated[tuple[LayerRun, ...], Field(min_length=1)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names(cls, data: Any) -> Any:
-        runs = data.get("layers") if isinstance(data, dict) else None
-        if not isinstance(runs, list | tuple):
-            return data
-        # A tuple: what a validator returns counts as Python, where strict kinds take no list for one.
-        return {**data, "layers": tuple({"recompute": run} if isinstance(run, str) else run for run in runs)}
-
-    @field_validator("layers")
-    @classmethod
-    def _joined(cls, runs: tuple[LayerRun, ...]) -> tuple[LayerRun, ...]:
-        joined: list[LayerRun] = []
-        for run in runs:
-            same = joined and run.model_copy(update={"count": joined[-1].count}) == joined[-1]
-            if same and joined[-1].count % run.every == 0:
-                joined[-1] = run.model_copy(update={"count": run.count + joined[-1].count})
-            else:
-                joined.append(run)
-        return tuple(joined)
-
-    def blocks(self) -> list[LayerRun]:
-        """One entry a block, each of count 1."""
-        return [block for run in self.layers for block in run.blocks()]
-
-
-class SavedOps(Value):
-    """Operations whose results are kept: ``mm``, ``attention``, or any of PyTorch's by name (``silu``)."""
-
-    save: Annotated[tuple[str, ...], Field(min_length=1)]
-
-    @field_validator("save")
-    @classmethod
-    def _in_order(cls, save: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted(set(save)))  # Lists that mean the same are the same.
-
-
-class Selective(Value):
-    """Recompute all of every block but what these operations gave."""
-
-    selective: SavedOps
-
-
-Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers | Selective
 
 
 class Offload(Value):

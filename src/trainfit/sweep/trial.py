@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainfit.measure.environment import runs_on_cuda
 from trainfit.measure.lifeline import die_with_parent
 from trainfit.measure.trial import ERROR, REQUEST, RESULT
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
@@ -64,14 +65,14 @@ def _train(request: PartRequest, folder: Path) -> Finding:
     from trainfit.train.observer import StepFlops
 
     assert request.train is not None, "a training part says how many steps"
-    _limit(request)
     flops = None
-    if request.model_flops is not None and request.hardware_flops is not None:
+    if (counted := _counted(request)) is not None:
         flops = StepFlops(
-            model_flops=request.model_flops,
-            hardware_flops=request.hardware_flops,
-            peak_flops_per_s=request.peak_flops_per_s(_on_cuda(request)),
+            model_flops=counted[0],
+            hardware_flops=counted[1],
+            peak_flops_per_s=request.peak_flops_per_s(runs_on_cuda(request.device)),
         )
+    _limit(request)  # Of the steps: what counting took is there already.
     options = train_options(request.train, out=str(folder / "run"), device=request.device)
     speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)
     summary = train(request.built, options, flops=flops, observers=[speed])
@@ -81,6 +82,19 @@ def _train(request: PartRequest, folder: Path) -> Finding:
     return Finding(status=status, message=summary.message, train=told | {"speed": speed.told()})
 
 
+def _counted(request: PartRequest) -> tuple[float, float] | None:
+    """Model FLOPs and hardware FLOPs of a step of the training part, of the kernels that it runs; None: not predicted."""
+    if request.model_flops is None or request.hardware_flops is None:
+        return None
+    if request.train is None or not request.train.deterministic:
+        return request.model_flops, request.hardware_flops
+    from trainfit.predict.estimate import predict
+
+    # The prediction's own part is of the kernels that ``measure`` runs.
+    estimate = predict(request.built, deterministic=True)
+    return estimate.model_flops, estimate.hardware_flops
+
+
 def _limit(request: PartRequest) -> None:
     if request.memory_limit_bytes is None:
         return
@@ -88,14 +102,12 @@ def _limit(request: PartRequest) -> None:
 
     from trainfit.measure.meter import CpuMeter, CudaMeter
 
-    meter = CudaMeter(torch.device("cuda", 0)) if _on_cuda(request) else CpuMeter(torch.device("cpu"), False)
+    meter = (
+        CudaMeter(torch.device("cuda", 0))
+        if runs_on_cuda(request.device)
+        else CpuMeter(torch.device("cpu"), False)
+    )
     meter.limit(request.memory_limit_bytes)
-
-
-def _on_cuda(request: PartRequest) -> bool:
-    import torch
-
-    return request.device != "cpu" and torch.cuda.is_available()
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -10,15 +10,17 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_k
 Helps where sequences are long: ``flash``, ``cudnn``, ``efficient`` and ``triton`` never hold the s x s scores that ``eager`` and
 ``math`` save for the backward. On Hopper cuDNN's kernel is the fastest of PyTorch's for long sequences; ``triton`` has fast
 kernels for 16-bit heads of 64 and 128 there, and plain ones for all else, fp32 and any head size up to 256 included. In fp32 those multiply
-without tensor cores unless torch allows TF32, and are several times slower than ``sdpa`` (docs/bench/flash.md).
+without tensor cores unless torch allows TF32: on an H200 with heads of 128 they take 17 to 30 times as long as ``sdpa``, of 64 about 4
+times, of 32 up to 2.4 times (docs/bench/flash.md); ``best`` takes ``sdpa`` there.
 
 Costs no quality: all compute the same attention, in another order of sums. The last bits of ``triton``'s gradients differ from
-run to run unless ``torch.use_deterministic_algorithms`` is on, when it takes slower kernels.
+run to run unless ``torch.use_deterministic_algorithms`` is on, when it takes slower kernels. Those and the plain ones make the backward
+in two passes: seven matrix products on the device instead of five.
 
 Refuses, on the GPU and the virtual one alike, what the kernel cannot do: ``efficient`` has no grouped-query form, so models
 with fewer key-value heads than query heads fail with it ("No available kernel"); ``triton`` takes no mask (a sliding window
 shorter than the sequence, ALiBi), no attention dropout, no capped scores or sinks, no heads over 256 or of two sizes, and no
-transformers model with attention outside the registry.
+transformers model with attention outside the registry; and it runs on NVIDIA GPUs from compute capability 8.0 on, as Triton does.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.triton_gpus import refuse_old_gpu
 
 COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")}
 
@@ -46,7 +49,7 @@ def applies(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """Flash and cuDNN attention compute in 16 bits; ``best`` is chosen before a step is built."""
+    """Flash and cuDNN attention compute in 16 bits, ours needs a GPU that Triton supports; ``best`` is chosen before a step is built."""
     if recipe.attention == "best":
         raise InputError(
             "a step is built from a kernel that has been chosen",
@@ -61,6 +64,8 @@ def check(recipe: Recipe) -> None:
             field="attention",
             value=recipe.attention,
         )
+    if recipe.attention == "triton":
+        refuse_old_gpu(recipe, "attention", "triton", "attention: sdpa")
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:

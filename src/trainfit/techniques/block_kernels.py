@@ -11,13 +11,15 @@ nor recomputes what it gave, so a compiled block may hold more and gain little; 
 
 Costs no quality: the same functions, rounded less often.
 
-Refuses models of another form: LayerNorm, Gemma's norm of 1 + w, GELU, experts, learned positions.
+Refuses models of another form: LayerNorm, Gemma's norm of 1 + w, GELU, experts, learned positions; and NVIDIA GPUs older than
+compute capability 8.0, which Triton does not support.
 """
 
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.triton_gpus import refuse_old_gpu
 
 COVERS = {"block_kernels": ("triton",)}
 
@@ -27,7 +29,8 @@ def applies(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """Whether a model has this form shows once it is built."""
+    """Refuse a GPU too old for Triton; whether a model has this form shows once it is built."""
+    refuse_old_gpu(recipe, "block_kernels", "triton", "block_kernels: standard")
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainfit.models.layers import ORIGINAL
 from trainfit.spec.errors import InputError
 from trainfit.virtual.op_kinds import base_name, written
+from trainfit.virtual.op_tensors import tensors_of
 
 DEAR = ("mm", "attention")
 """What ``selective`` keeps unless the recipe lists it."""
@@ -165,7 +166,7 @@ class Keeping(TorchDispatchMode):
         out = func(*args, **kwargs)
         if calls and (func.is_view or base_name(func) in PASSES_ON):
             self._note(out, calls)
-        elif calls and _tensors(out):  # not a question about the tensor itself, such as its device
+        elif calls and tensors_of(out):  # not a question about the tensor itself, such as its device
             self._unasked -= calls
         if func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
@@ -190,22 +191,22 @@ class Keeping(TorchDispatchMode):
         self._num_calls += 1
 
     def _note(self, out: Any, calls: set[int]) -> None:
-        for t in _tensors(out):
+        for t in tensors_of(out):
             storage = t.untyped_storage()
             self._storages.append(StorageWeakRef(storage))
             self._calls_in.setdefault(storage._cdata, set()).update(calls)
 
     def _calls_of(self, values: Any) -> set[int]:
         found: set[int] = set()
-        for t in _tensors(values):
+        for t in tensors_of(values):
             found |= self._calls_in.get(t.untyped_storage()._cdata, set())
         return found
 
     def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an operation wrote into is no result any more: it is computed again."""
-        addresses = {t.untyped_storage()._cdata for t in _tensors(written(func, args, kwargs))}
+        addresses = {t.untyped_storage()._cdata for t in tensors_of(written(func, args, kwargs))}
         for call, result in list(self.results.items()):
-            if any(t.untyped_storage()._cdata in addresses for t in _tensors(result.out)):
+            if any(t.untyped_storage()._cdata in addresses for t in tensors_of(result.out)):
                 del self.results[call]
 
 
@@ -245,7 +246,7 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def device_of(out: Any) -> torch.device:
     """Device of the first tensor."""
-    return next(iter(_tensors(out))).device
+    return tensors_of(out)[0].device
 
 
 def generator_state(device: torch.device) -> Tensor:
@@ -259,7 +260,3 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.cuda.set_rng_state(state, device)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_iter(values) if isinstance(value, Tensor)]

@@ -12,7 +12,8 @@ Helps where the vocabulary is large beside the model, or activations are recompu
 Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
 
 Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it)
-or has a bias, and experts whose own loss balances them (``output_router_logits``).
+or has a bias, and experts whose own loss balances them (``output_router_logits``); and NVIDIA GPUs older than
+compute capability 8.0, which Triton does not support.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft, LossFunction
 from trainfit.techniques.hidden_state_loss import loss_of, refuse_own_forward
+from trainfit.techniques.triton_gpus import refuse_old_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +39,9 @@ def applies(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """No adapter may stand around the model's own loss."""
+    """No adapter may stand around the model's own loss, and Triton must support the GPU."""
     refuse_own_forward(recipe)
+    refuse_old_gpu(recipe, "loss", "fused", "loss: standard")
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:

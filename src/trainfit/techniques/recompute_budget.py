@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Budget, Recipe
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import Budget
 from trainfit.techniques.draft import Draft
 
 COVERS = {"recompute": ("budget",)}

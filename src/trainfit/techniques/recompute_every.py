@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainfit.spec.recipe import Every, Recipe
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import Every
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import BudgetGib, Layers, Recipe
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:

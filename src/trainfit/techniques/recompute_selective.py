@@ -15,7 +15,8 @@ Refuses operations that PyTorch does not have or that give their input's own mem
 
 from __future__ import annotations
 
-from trainfit.spec.recipe import Recipe, Selective
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import Selective
 from trainfit.techniques.draft import Draft
 
 COVERS = {"recompute": ("selective",)}

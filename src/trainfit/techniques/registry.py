@@ -32,11 +32,13 @@ NOT_TECHNIQUES = (
     "block_runs",
     "blocks",
     "draft",
+    "expression",
     "hidden_state_loss",
     "host_moments",
     "registry",
     "rematerialize",
     "saving_blocks",
+    "triton_gpus",
 )
 
 PLAIN: dict[str, tuple[Any, ...]] = {

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainfit.kernels.host_copies import Lane, host_empty, now, wait
 from trainfit.models.layers import ORIGINAL
-from trainfit.techniques.rematerialize import SMALL, Expression, Saving, address
+from trainfit.techniques.expression import Expression
+from trainfit.techniques.rematerialize import SMALL, Saving, address
 
 OWN = "_trainfit_saving"
 """Attribute of a block that tells its number and its siblings."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.measure.environment import cpu_name
 from trainfit.measure.meter import is_out_of_memory
 from trainfit.models.layers import num_quantized
@@ -160,15 +161,9 @@ def _repeatable(device: torch.device, options: TrainOptions) -> Iterator[None]:
         return
     # cuBLAS asks for it (docs.nvidia.com/cuda/cublas, "Results reproducibility"); read when its handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield
+        with deterministic_kernels():
+            yield
     except RuntimeError as error:
         if "deterministic implementation" not in str(error):
             raise
@@ -178,9 +173,6 @@ def _repeatable(device: torch.device, options: TrainOptions) -> Iterator[None]:
             field="deterministic",
             value=True,
         ) from error
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _environment(device: torch.device) -> dict[str, Any]:

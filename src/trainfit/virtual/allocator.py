@@ -11,6 +11,7 @@ not delayed by another stream's use of the block (``record_stream``).
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from trainfit.virtual.device_memory import (
     LARGE_SEGMENT,
@@ -66,13 +67,19 @@ class CachingAllocator:
     Args:
         capacity_bytes: what its segments together may take; None is no limit.
         expandable_segments: as ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        place: address of a new segment of so many bytes; by default where a driver is expected to put it.
 
     Attributes, all in bytes: ``allocated_bytes`` (sum of the blocks in use, whole blocks counted),
     ``reserved_bytes`` (sum of the segments), ``peak_allocated_bytes``, ``peak_reserved_bytes``; and ``num_retries``
     (how often the whole cache was given back to make room).
     """
 
-    def __init__(self, capacity_bytes: int | None = None, expandable_segments: bool = False):
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        expandable_segments: bool = False,
+        place: Callable[[int], int] | None = None,
+    ):
         if capacity_bytes is not None and capacity_bytes <= 0:
             raise ValueError(f"capacity_bytes = {capacity_bytes}: must be positive; pass None for no limit")
         self.capacity_bytes = capacity_bytes
@@ -82,7 +89,7 @@ class CachingAllocator:
         self._expandable = ExpandableSegments(self._reserve, capacity_bytes) if expandable_segments else None
         self._pools: dict[tuple[bool, int], Pool] = {}
         self._blocks: dict[int, Block] = {}
-        self._next_handle, self._addresses = 1, DriverAddresses(TOP_ADDRESS)
+        self._next_handle, self._place = 1, place or DriverAddresses(TOP_ADDRESS).place
 
     def malloc(self, num_bytes: int, stream: int = 0) -> int:
         """Allocate; returns a handle to free later. Zero bytes take nothing: handle 0.
@@ -206,7 +213,7 @@ class CachingAllocator:
         num_bytes = segment_size(size)
         if not self._reserve(num_bytes):
             return None
-        return Block(self._addresses.place(num_bytes), num_bytes, pool)
+        return Block(self._place(num_bytes), num_bytes, pool)
 
     def _reserve(self, num_bytes: int) -> bool:
         """Count ``num_bytes`` more as reserved, if the capacity allows it."""

@@ -2,8 +2,8 @@
 
 A multiplication and an addition are 2 FLOPs. Attention counts scores as if nothing were masked (``full``) and with
 the masked pairs left out (``causal``): of a sequence of s tokens s(s+1)/2 pairs are seen. What a fused backward
-recomputes (the scores) the device executes and the mathematics does not need. Ours agree with
-``torch.utils.flop_counter`` where both know an op (tests/test_flops.py).
+recomputes (the scores; where it is two passes of ours, scores and their gradient once more) the device executes and the
+mathematics does not need. Ours agree with ``torch.utils.flop_counter`` where both know an op of PyTorch's (tests/test_flops.py).
 """
 
 from collections.abc import Callable
@@ -50,12 +50,19 @@ def flop_rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def count(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
-    """FLOPs of one call; zeros for an op that does no matrix work, None for an op that might and has no rule."""
+def count(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, kernel: str = ""
+) -> OpFlops | None:
+    """FLOPs of one call; zeros for an op that does no matrix work, None for an op that might and has no rule.
+
+    Args:
+        kernel: which of our kernels computes attention (virtual/attention_kernels.py).
+    """
     rule = _RULES.get(func._schema.name)
-    if rule is not None:
-        return rule(args, kwargs, out)
-    return NONE if does_no_matrix_work(func) else None
+    if rule is None:
+        return NONE if does_no_matrix_work(func) else None
+    counted = rule(args, kwargs, out)
+    return _in_two_passes(counted) if counted and is_in_two_passes(func, kernel) else counted
 
 
 def plain(flops: int) -> OpFlops:
@@ -232,9 +239,19 @@ def own_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFl
 
 @flop_rule("trainfit::flash_attention_backward")
 def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops:
-    """As the forward's rule; five products, also where dQ is computed in a pass of its own, which makes two of them twice."""
+    """As the forward's rule; five products. ``count`` makes them seven where the kernels of two passes run."""
     q, k, v = args[1:4]
     return _own(q, k, v, args[6], backward=True)
+
+
+def is_in_two_passes(func: Any, kernel: str) -> bool:
+    """Our plain backward (kernels/flash_attention_launch.py): dK and dV in one pass, dQ in another."""
+    return kernel == "plain" and func._schema.name == "trainfit::flash_attention_backward"
+
+
+def _in_two_passes(once: OpFlops) -> OpFlops:
+    """The device makes the scores and the gradient of the weights in both passes: seven products for five, of one head size."""
+    return once._replace(full=once.full // 5 * 7, causal=once.causal // 5 * 7)
 
 
 def _own(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, backward: bool) -> OpFlops:

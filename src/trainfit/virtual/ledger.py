@@ -8,21 +8,13 @@ out; ``RepeatError`` says that the entries do not allow it, and the whole model 
 one whose layers are told to recompute differently has several, and run r's groups are numbered from 3 r.
 """
 
-import gzip
-import json
-import os
-import tempfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 NO_LAYER, FIRST, MIDDLE, LAST = -1, 0, 1, 2
 GROUPS_PER_RUN = 3
 ALLOCATE, FREE = 1, 0
-FORMAT = 5
-"""Version of the file format; a ledger of another version is not read."""
 
 
 def part_of(group: int) -> int:
@@ -82,6 +74,14 @@ class Op(NamedTuple):
     """0 for the shares of an operation over lists of several groups' tensors, all but one: it is issued once."""
     is_update: bool = False
     """An optimizer's, wherever it runs: in the backward too."""
+    kernel: str = ""
+    """Of attention: which kernel computes it, as catalog/attention.py names them."""
+    head: int = 0
+    """Of attention: the head size."""
+    seq: int = 0
+    """Of attention: queries of a sequence."""
+    masked: bool = False
+    """Of attention: a tensor is added to its scores."""
 
 
 class Event(NamedTuple):
@@ -159,69 +159,6 @@ class Ledger:
                 )
             return
         yield from _Expansion(self).events()
-
-    def save(self, path: Path) -> None:
-        """Write to a new file beside ``path``, then rename, so that a reader never sees half a ledger."""
-        names: dict[str, int] = {}
-
-        def number(text: str) -> int:
-            return names.setdefault(text, len(names))
-
-        data = dict(vars(self))  # Not dataclasses.asdict, which copies every entry first.
-        data["ops"] = [[number(v) if isinstance(v, str) else v for v in op] for op in self.ops]
-        data["storages"] = [[number(v) if isinstance(v, str) else v for v in s] for s in self.storages]
-        data["events"] = [list(event) for event in self.events]
-        data["segments"] = [list(segment) for segment in self.segments]
-        data["names"], data["format"] = list(names), FORMAT
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: several processes may save the same ledger at once.
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".draft", delete=False) as draft:
-            try:
-                draft.write(gzip.compress(json.dumps(data).encode(), 1))
-                draft.close()
-                os.replace(draft.name, path)
-            except BaseException:
-                os.unlink(draft.name)
-                raise
-
-    @classmethod
-    def load(cls, path: Path) -> "Ledger":
-        """Read what ``save`` wrote.
-
-        Raises:
-            ValueError: another format, or damaged.
-        """
-        try:
-            data: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
-            if data.pop("format") != FORMAT:
-                raise ValueError(f"{path}: not a ledger of format {FORMAT}")
-            names = data.pop("names")
-            data["segments"] = [Segment(*row) for row in data["segments"]]
-            data["ops"] = [_op(row, names) for row in data["ops"]]
-            data["storages"] = [
-                Storage(n, names[c], g, op, names[slot]) for n, c, g, op, slot in data["storages"]
-            ]
-            data["events"] = [Event(*row) for row in data["events"]]
-            data["ops_without_flops"] = tuple(data["ops_without_flops"])
-            data["assumptions"], data["repeats"] = tuple(data["assumptions"]), tuple(data["repeats"])
-            data["pinned"] = tuple((num_bytes, group) for num_bytes, group in data["pinned"])
-            return cls(**data)
-        except (
-            OSError,
-            EOFError,
-            zlib.error,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            ValueError,
-        ) as error:
-            raise ValueError(f"{path}: not a whole ledger: {error}") from error
-
-
-def _op(row: list[Any], names: list[str]) -> Op:
-    name, module, *middle, dtype, calls, is_update = row
-    return Op._make((names[name], names[module], *middle, names[dtype], calls, is_update))
 
 
 class _Expansion:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from trainfit.virtual.fake_run import run
+from trainfit.virtual.op_tensors import tensors_of
 
 
 class Change(NamedTuple):
@@ -36,8 +36,8 @@ class Rehearsal(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = run(func, args, kwargs or {})
-        for t in tree_iter(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self._live:
+        for t in tensors_of(out):
+            if t.untyped_storage()._cdata not in self._live:
                 self._follow(t)
         return out
 
@@ -69,6 +69,6 @@ def rehearse(func: Any, args: Any, kwargs: Any, capability: tuple[int, int]) -> 
     own = getattr(func, "rehearse", None)
     if own is None:
         return None
-    with Rehearsal(t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)) as rehearsal:
+    with Rehearsal(tensors_of((args, kwargs))) as rehearsal:
         out = own(*args, **kwargs, capability=capability)
     return out, rehearsal

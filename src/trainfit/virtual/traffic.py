@@ -4,7 +4,6 @@ This is the least traffic a kernel can have; caches are assumed to hold what is 
 places that the indices name, broadcast inputs what is stored of them, in-place ops their target twice.
 """
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +21,7 @@ from trainfit.virtual.op_kinds import (
     UNWRITTEN,
     base_name,
 )
+from trainfit.virtual.op_tensors import tensors_of
 
 WHOLE = frozenset({"max", "min"})
 """Over the whole tensor (overload ``default``) they read a contiguous copy (ReduceAllOps.cpp)."""
@@ -49,7 +49,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
         return 0 if is_view else _stored(args[0]) + _stored(out)
     if kind == "whole":
         return _stored(args[0]) * (1 if args[0].is_contiguous() else 3) + _stored(out)
-    moved = _sum(args) + _sum(kwargs.values()) if kwargs else _sum(args)
+    moved = _sum(args) + _sum(kwargs) if kwargs else _sum(args)
     if not written:
         return moved + _sum(out)
     # What is written in place is read and written; its result is the same memory.
@@ -94,7 +94,7 @@ def _indexed(args: tuple[Any, ...], out: Any) -> int:
     """embedding, index, gather: indices, the places read, the output. scatter, index_put: indices, values, their
     places; the untouched rest of the target is not counted unless the op makes a new tensor of it.
     """
-    tensors = list(_tensors(args))
+    tensors = tensors_of(args)
     target, others = tensors[0], tensors[1:]
     if isinstance(out, Tensor) and out is target:
         # Indices and values are read, the places in the target are read and written.
@@ -106,21 +106,7 @@ def _indexed(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _sum(value: Any) -> int:
-    total = 0
-    for t in _tensors(value):
-        total += _stored(t)
-    return total
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple) or (hasattr(value, "__iter__") and not isinstance(value, str)):
-        for item in value:
-            yield from _tensors(item)
+    return sum(map(_stored, tensors_of(value)))
 
 
 def _stored(t: Tensor) -> int:

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.virtual.compiled import VirtualCompiler
 from trainfit.virtual.cuda_ops import cuda_ops
-from trainfit.virtual.first_hook import hear_first
 from trainfit.virtual.host import HostTensors, Residence
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.places import Groups, Place, Places
@@ -39,11 +38,11 @@ class VirtualGpu:
         """Learn the model's modules and parameters; from here on operations have places."""
         self._places.bind(model, groups)
         for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self.tracer.own(tensor, "weights", self._places.locate(tensor_name, groups))
+            self.tracer.live.own(tensor, "weights", self._places.locate(tensor_name, groups))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                self._watch_gradient(parameter)
-        self.tracer.built()
+                self.tracer.live.watch_gradient(parameter, self.place_of(parameter))
+        self.tracer.live.built()
 
     def begin(self, step: str, phase: str) -> None:
         """A phase (data, forward, backward, optimizer) of a step (first, steady) begins."""
@@ -59,20 +58,11 @@ class VirtualGpu:
             place = self._places.of_parameter(parameter)
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self.tracer.own(value, "optimizer", place)
+                    self.tracer.live.own(value, "optimizer", place)
 
     def finish(self) -> Ledger:
         """The ledger of what ran."""
         return self.tracer.finish()
-
-    def _watch_gradient(self, parameter: nn.Parameter) -> None:
-        place = self._places.of_parameter(parameter)
-
-        def arrived(owner: torch.Tensor) -> None:
-            if owner.grad is not None:
-                self.tracer.own(owner.grad, "gradients", place)
-
-        hear_first(parameter, arrived)
 
 
 @contextmanager

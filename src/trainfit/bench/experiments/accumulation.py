@@ -7,13 +7,14 @@ added. Between 8 and 16 fp16's numbers lie 2**-7 apart, so each addition there r
 import heapq
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
-from trainfit.bench.experiment import Bench, Experiment, Part, value
+from trainfit.bench.experiment import Bench, Experiment, Part, Point
 from trainfit.bench.timing import Lap, Rule
-from trainfit.spec.bench import BenchRow
+from trainfit.spec.bench import BenchRow, Cell
 
 NUM_ADDENDS, ADDEND = 1000, 0.01
 SUMS = (
@@ -29,17 +30,29 @@ NUM_FLOATS = {"tiny": 500, "full": 100_000}
 def run(bench: Bench) -> Iterator[BenchRow]:
     """The four sums, then five ways to add many floats."""
     for into, addend, cast, why in SUMS:
-        point = {"sum": into, "addend": addend, "cast": cast}
-        yield value(point, total=thousand_hundredths(into, addend, cast), why=why)
-    floats = spread_out(NUM_FLOATS[bench.form])
-    exact = math.fsum(floats.astype(np.float64).tolist())
+        point: Point = {"sum": into, "addend": addend, "cast": cast}
+        yield from bench.find(point, partial(_total, into, addend, cast, why))
     for name, add in METHODS.items():
-        error = abs(float(add(floats)) - exact) / exact
-        rule = Rule(warmup=1, min_samples=6, max_samples=20, spread=0.05, cap_s=5.0, flush=False)
-        part = Part({"method": name, "floats": len(floats)})
-        yield from bench.time(
-            [part], _runs(add, floats), rule, numbers={"relative_error": error}, on_host=True
-        )
+        yield from _method(bench, name, add)
+
+
+def _total(into: str, addend: str, cast: bool, why: str) -> dict[str, Cell]:
+    return {"total": thousand_hundredths(into, addend, cast), "why": why}
+
+
+def _method(bench: Bench, name: str, add: Callable[[np.ndarray], np.float32]) -> Iterator[BenchRow]:
+    """One way to add: its time, and its error against the exact sum."""
+    numbers: dict[str, Cell] = {}
+
+    def build() -> Callable[[Lap], object]:
+        floats = spread_out(NUM_FLOATS[bench.form])
+        exact = math.fsum(floats.astype(np.float64).tolist())
+        numbers["relative_error"] = abs(float(add(floats)) - exact) / exact
+        return lambda lap: add(floats)
+
+    rule = Rule(warmup=1, min_samples=6, max_samples=20, spread=0.05, cap_s=5.0, flush=False)
+    part = Part({"method": name, "floats": NUM_FLOATS[bench.form]})
+    yield from bench.time([part], build, rule, numbers=numbers, on_host=True)
 
 
 def thousand_hundredths(into: str, addend: str, cast: bool) -> float:
@@ -108,10 +121,4 @@ METHODS: dict[str, Callable[[np.ndarray], np.float32]] = {
 """All are plain Python over fp32 scalars, so that their times can be compared with each other and with nothing else."""
 
 
-def _runs(
-    add: Callable[[np.ndarray], np.float32], floats: np.ndarray
-) -> Callable[[], Callable[[Lap], object]]:
-    return lambda: lambda lap: add(floats)
-
-
-EXPERIMENT = Experiment("accumulation", run, limit_s=60)
+EXPERIMENT = Experiment("accumulation", run, limit_s=60, on_host=True)

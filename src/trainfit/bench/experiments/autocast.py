@@ -4,14 +4,14 @@ Every entry is found by running it: the output's dtype with fp32 inputs, and wit
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainfit.bench.experiment import Bench, Experiment, Point, failures, told, value
-from trainfit.spec.bench import BenchRow
+from trainfit.bench.experiment import Bench, Experiment, Point
+from trainfit.spec.bench import BenchRow, Cell
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SIZE = 16
@@ -61,24 +61,20 @@ def run(bench: Bench) -> Iterator[BenchRow]:
         for low, dtype in LOW.items():
             for name, operation in OPERATIONS.items():
                 point: Point = {"device": device.type, "autocast": low, "operation": name}
-                yield from _row(point, lambda o=operation, d=device, t=dtype: operation_dtypes(o, d, t))
-            found = component_dtypes(device, dtype)
+                # An operation that this device has not in this dtype fails, and its row says so.
+                yield from bench.find(point, partial(operation_dtypes, operation, device, dtype))
             for name in COMPONENTS:
-                yield value({"device": device.type, "autocast": low, "component": name}, dtype=found[name])
+                point = {"device": device.type, "autocast": low, "component": name}
+                yield from bench.find(point, partial(_component, name, device, dtype))
 
 
-def _row(point: Point, ask: Callable[[], dict[str, Any]]) -> Iterator[BenchRow]:
-    try:
-        numbers = ask()
-    except RuntimeError as error:  # An operation that this device has not in this dtype.
-        yield from failures([point], *told(error))
-        return
-    yield value(point, **numbers)
+def _component(name: str, device: torch.device, low: torch.dtype) -> dict[str, Cell]:
+    return {"dtype": component_dtypes(device, low)[name]}
 
 
 def operation_dtypes(
     operation: Callable[[Tensor], Tensor], device: torch.device, low: torch.dtype
-) -> dict[str, str]:
+) -> dict[str, Cell]:
     """The output's dtype under autocast to ``low``, of fp32 inputs and of inputs in ``low``."""
     x = torch.ones(SIZE, SIZE, device=device)
     with torch.autocast(device.type, dtype=low):

@@ -5,7 +5,8 @@ need cores); the step is a chain of matrix products. A step alone, its batch on 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
@@ -51,16 +52,20 @@ class Batches(IterableDataset[Tensor]):
 
 def run(bench: Bench) -> Iterator[BenchRow]:
     """The step alone; then without and with pinned memory a batch that is on the host already, and loaders."""
+    others: list[Point] = []
+    for pinned in (False, True) if bench.device.type == "cuda" else (False,):
+        others.append(_there("on the host", pinned))
+        others += [
+            {"workers": workers, "prefetch": prefetch, "pinned": pinned, "data": "loaded"}
+            for workers in WORKERS[bench.form]
+            for prefetch in (PREFETCH[bench.form] if workers else (0,))
+        ]
     alone_s = None
-    for row in _row(bench, _there("on the device", False), None):
+    for row in _row(bench, _there("on the device", False), None, others):
         alone_s = row.times.median if row.times is not None else None
         yield row
-    for pinned in (False, True) if bench.device.type == "cuda" else (False,):
-        yield from _row(bench, _there("on the host", pinned), alone_s)
-        for workers in WORKERS[bench.form]:
-            for prefetch in PREFETCH[bench.form] if workers else (0,):
-                point: Point = {"workers": workers, "prefetch": prefetch, "pinned": pinned, "data": "loaded"}
-                yield from _row(bench, point, alone_s)
+    for point in others:
+        yield from _row(bench, point, alone_s)
 
 
 def _there(where: str, pinned: bool) -> Point:
@@ -68,7 +73,9 @@ def _there(where: str, pinned: bool) -> Point:
     return {"workers": 0, "prefetch": 0, "pinned": pinned, "data": where}
 
 
-def _row(bench: Bench, point: Point, alone_s: float | None) -> Iterator[BenchRow]:
+def _row(
+    bench: Bench, point: Point, alone_s: float | None, needed_by: Sequence[Point] = ()
+) -> Iterator[BenchRow]:
     """One loader: seconds of ``STEPS`` steps, and the share of them that the device waited."""
 
     def rates(seconds: float) -> dict[str, Cell]:
@@ -78,7 +85,8 @@ def _row(bench: Bench, point: Point, alone_s: float | None) -> Iterator[BenchRow
             found["waits"] = found["waiting_share"] > WAITS_FROM
         return found
 
-    yield from bench.time([Part(point, rates=rates)], lambda: steps(bench, point), RULE[bench.form])
+    build = partial(steps, bench, point)
+    yield from bench.time([Part(point, rates=rates)], build, RULE[bench.form], needed_by=needed_by)
 
 
 def steps(bench: Bench, point: Point) -> Callable[[Lap], object]:

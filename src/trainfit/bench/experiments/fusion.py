@@ -39,11 +39,12 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     for n, size in SHAPES[bench.form]:
         point: Point = {"rows": n, "row size": size}
         copied_per_s: float | None = None
-        for row in _copy(bench, {**point, "body": "copy"}, least_bytes(n, size, dtype)):
+        points: list[Point] = [{**point, "body": name} for name in bodies]
+        for row in _copy(bench, {**point, "body": "copy"}, least_bytes(n, size, dtype), points):
             copied_per_s = float(row.numbers["gb_per_s"]) if "gb_per_s" in row.numbers else None
             yield row
-        for name in bodies:
-            yield from _row(bench, {**point, "body": name}, dtype, copied_per_s)
+        for one in points:
+            yield from _row(bench, one, dtype, copied_per_s)
 
 
 def body(name: str) -> Body:
@@ -60,7 +61,7 @@ def least_bytes(n: int, size: int, dtype: torch.dtype) -> int:
     return (n * size + size + n * (size // 2)) * dtype.itemsize
 
 
-def _copy(bench: Bench, point: Point, num_bytes: int) -> Iterator[BenchRow]:
+def _copy(bench: Bench, point: Point, num_bytes: int, needed_by: list[Point]) -> Iterator[BenchRow]:
     half = num_bytes // 2
 
     def build() -> Callable[[Lap], object]:
@@ -69,7 +70,8 @@ def _copy(bench: Bench, point: Point, num_bytes: int) -> Iterator[BenchRow]:
         return lambda lap: target.copy_(source)
 
     part = Part(point, work=Work(cold_read_bytes=half, write_bytes=half), rates=rates(2 * half, None))
-    yield from bench.time([part], build, numbers={"moved_bytes": 2 * half, "least_bytes": 2 * half})
+    numbers: dict[str, Cell] = {"moved_bytes": 2 * half, "least_bytes": 2 * half}
+    yield from bench.time([part], build, numbers=numbers, needed_by=needed_by)
 
 
 def _row(bench: Bench, point: Point, dtype: torch.dtype, copied_per_s: float | None) -> Iterator[BenchRow]:

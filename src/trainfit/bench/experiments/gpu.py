@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainfit.bench import levels
-from trainfit.bench.experiment import Bench, Experiment, Part, fp32_products, of_work, value
+from trainfit.bench.experiment import Bench, Experiment, Part, fp32_products, of_work
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import Lap
 from trainfit.spec.bench import BenchRow, Cell
@@ -41,7 +41,7 @@ PROPERTIES = {
 def run(bench: Bench) -> Iterator[BenchRow]:
     """Properties, each level's bandwidth, matrix products, copies cold and warm, copies to and from the host."""
     for quantity, number in properties(bench.device).items():
-        yield value({"property": quantity}, value=number)
+        yield from bench.find({"property": quantity}, lambda number=number: {"value": number})
     yield from levels.rows(bench)
     dtypes = CUDA_DTYPES if bench.device.type == "cuda" else CPU_DTYPES
     for size in MATMUL_SIZES[bench.form]:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,12 +24,14 @@ from trainfit.bench.experiment import (
     value,
 )
 from trainfit.bench.experiments.transformer import PRECISIONS, Precision
+from trainfit.bench.profiled_trace import write_trace
 from trainfit.bench.profiling import (
     PARTS,
     PRODUCTS,
     Launch,
     launches,
     num_launched,
+    places,
     profiler,
     ranges,
     run_in_phases,
@@ -114,9 +115,9 @@ def _rows(bench: Bench, point: Point, recipe: Recipe) -> Iterator[BenchRow]:
         built.batches = built.step.random_batches()
         return lambda lap: _timed(built, lap)
 
-    timing = bench.series(build, SERIES)
-    if isinstance(timing, tuple):
-        yield from failures([{**point, "pass": name} for name in PASSES], *timing)
+    timing = bench.series([{**point, "pass": name} for name in PASSES], build, SERIES)
+    if not isinstance(timing, Timing):
+        yield from timing
         return
     found = _profiled(bench, built, point)
     if bench.device.type == "cuda":  # On a CPU the profiler's own cost is in what it tells.
@@ -161,7 +162,13 @@ def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list
     mine = [launch for launch in found if launch.phase in PASSES[name]]
 
     def rates(seconds: float) -> dict[str, Cell]:
-        return {**busy(mine), "busy_share": seconds_of(mine) / seconds} if mine else {}
+        if not mine:
+            return {}
+        if (
+            bench.device.type != "cuda"
+        ):  # The profiler's cost is in the operations, so they may take more than the step did.
+            return busy(mine, "operations")
+        return {**busy(mine, "kernels"), "busy_share": seconds_of(mine) / seconds}
 
     return bench.row(Part(point, name, rates=rates), timing, {})
 
@@ -178,6 +185,7 @@ def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failu
                     held = bench.stopwatch.throttled()
                     bench.stopwatch.wait()
                 if not held:
+                    bench.stopwatch.kept()
                     break
                 bench.stopwatch.rest(REST_S)
             else:
@@ -185,12 +193,13 @@ def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failu
                     "throttled",
                     f"the clocks were held down ({', '.join(held)}) in {TRIES} profiled steps",
                 )
+        events, on_gpu = list(profile.events() or ()), bench.device.type == "cuda"
         if (point["model"], point["context"]) in DETAILED:
             name = "kernels-{model}-{precision}-{context}.json.gz".format(**point)
-            bench.keep(name, partial(_export, profile))
-        if bench.device.type != "cuda":
-            return launches(profile.events() or (), on_gpu=False)
-        found = launches(profile.events() or (), on_gpu=True)
+            bench.keep(name, partial(write_trace, profile, places(events, on_gpu=on_gpu)))
+        found = launches(events, on_gpu=on_gpu)
+        if not on_gpu:
+            return found
         if (again := num_launched(built.step, built.batches)) != len(found):
             return ("failed", f"{len(found)} kernels in one profiled step, {again} in the next")
         return found
@@ -198,21 +207,17 @@ def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failu
         return told(error)
 
 
-def _export(profile: Any, path: Path) -> None:
-    profile.export_chrome_trace(str(path))
-
-
 def seconds_of(some: Sequence[Launch]) -> float:
     """Seconds of them together; on a GPU they run one after another."""
     return sum(launch.seconds for launch in some)
 
 
-def busy(some: Sequence[Launch]) -> dict[str, Cell]:
-    """How long the device worked, and on what."""
+def busy(some: Sequence[Launch], what: str) -> dict[str, Cell]:
+    """How long the device worked, and on what; ``what`` the profiler saw: kernels, or a CPU's operations."""
     total = seconds_of(some)
     return {
         "busy_s": total,
-        "kernels": len(some),
+        what: len(some),
         "products_share": seconds_of([one for one in some if one.op in PRODUCTS]) / total,
         "softmax_share": seconds_of([one for one in some if one.part == "softmax"]) / total,
         "optimizer_share": seconds_of([one for one in some if one.phase == "optimizer"]) / total,

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[tuple[str, int], ...]] = {
 DETAILED = {64, 512}
 """Contexts whose largest holders are told, and whose snapshots are written."""
 MODES = ("fp32", "amp-bf16")
+SOURCES = ("measured", "predicted")
 NUM_HOLDERS = 5
 
 
@@ -53,12 +54,20 @@ def run(bench: Bench) -> Iterator[BenchRow]:
         for attention, context in CASES[bench.form]
         for mode in MODES
     ]
+    points = [point for point in points if bench.wanted(points_of(point))]
     recipes = [recipe_of(bench, point) for point in points]
-    with predictions(recipes if bench.gpu else (), bench.device) as predict:
+    told_of = [recipe_of(bench, point) for point in points if bench.wanted(points_of(point, "predicted"))]
+    with predictions(told_of if bench.gpu and not bench.late() else (), bench.device) as predict:
         for point, recipe in zip(points, recipes, strict=True):
             with fp32_products("fp32"):
                 yield from _rows(bench, point, recipe, predict)
             bench.tidy()
+
+
+def points_of(point: Point, *sources: str) -> list[Point]:
+    """Points of the rows that a case has whatever comes of it, of some sources or of both."""
+    kinds = (WHOLE_STEP, FORWARD_ONLY)
+    return [{**point, "pass": kind, "source": source} for kind in kinds for source in sources or SOURCES]
 
 
 def recipe_of(bench: Bench, point: Point) -> Recipe:
@@ -79,20 +88,21 @@ def recipe_of(bench: Bench, point: Point) -> Recipe:
 def _rows(
     bench: Bench, point: Point, recipe: Recipe, predict: Callable[[Recipe], Prediction]
 ) -> Iterator[BenchRow]:
+    if (late := bench.late()) is not None:
+        yield from failures(bench.wanted(points_of(point)), *late)
+        return
     measured, residual = _measured(bench, point, recipe)
-    predicted = _predicted(bench, recipe, predict)
-    for kind in (WHOLE_STEP, FORWARD_ONLY):
-        found = measured[kind]
-        at: Point = {**point, "pass": kind}
-        if isinstance(found, tuple):
-            yield from failures([{**at, "source": "measured"}], *found)
-        else:
-            yield _row({**at, "source": "measured"}, found.told)
-        if isinstance(predicted, tuple):
-            yield from failures([{**at, "source": "predicted"}], *predicted)
-        else:
-            reference = None if isinstance(found, tuple) else found.told
-            yield _row({**at, "source": "predicted"}, predicted[kind], reference)
+    predicted = _predicted(bench, point, recipe, predict)
+    for at in bench.wanted(points_of(point)):
+        found = measured.get(str(at["pass"]))
+        source = found if at["source"] == "measured" else predicted
+        if isinstance(source, tuple):
+            yield from failures([at], *source)
+        elif isinstance(source, Measured):
+            yield _row(at, source.told)
+        elif source is not None:
+            reference = found.told if isinstance(found, Measured) else None
+            yield _row(at, source[str(at["pass"])], reference)
     for kind, found in measured.items():
         if isinstance(found, Measured) and point["context"] in DETAILED:
             yield from holder_rows({**point, "peak of": kind}, found.at_peak)
@@ -100,7 +110,12 @@ def _rows(
         yield _residual_row(point, recipe, residual)
 
 
-def _predicted(bench: Bench, recipe: Recipe, predict: Callable[[Recipe], Prediction]) -> Prediction | Failure:
+def _predicted(
+    bench: Bench, point: Point, recipe: Recipe, predict: Callable[[Recipe], Prediction]
+) -> Prediction | Failure | None:
+    """The prediction, or why there is none; None: it is not asked for."""
+    if not bench.wanted(points_of(point, "predicted")):
+        return None
     if bench.gpu is None and bench.device.type == "cuda":
         return ("refused", "the catalog does not have this GPU")
     try:
@@ -112,31 +127,29 @@ def _predicted(bench: Bench, recipe: Recipe, predict: Callable[[Recipe], Predict
 def _measured(
     bench: Bench, point: Point, recipe: Recipe
 ) -> tuple[dict[str, Measured | Failure], torch.Tensor | None]:
-    """Each kind of run, measured or why not; and a tensor of the residual stream, on ``meta``."""
-    late: Failure = ("not-run", "the experiment's time limit came first")
-    found: dict[str, Measured | Failure] = {FORWARD_ONLY: late, WHOLE_STEP: late}
-    if bench.left_s() <= 0:
-        return found, None
+    """Each kind of run that is asked for, measured or why not; and a tensor of the residual stream, on ``meta``."""
+    rows = bench.wanted(points_of(point, "measured"))
+    asked = [kind for kind in (FORWARD_ONLY, WHOLE_STEP) if any(row["pass"] == kind for row in rows)]
+    if not asked:
+        return {}, None
+    found: dict[str, Measured | Failure] = {}
     seen: list[torch.Tensor] = []
     held = start_afresh(bench)
     try:
         step = assemble(recipe, bench.device)
         built = allocated(bench.device) - held
         batches = step.random_batches()
-        runs = {
-            FORWARD_ONLY: partial(forward_only, step, batches),
-            WHOLE_STEP: partial(whole_step, step, batches),
-        }
+        runs = {FORWARD_ONLY: forward_only, WHOLE_STEP: whole_step}
         assert isinstance(step.model, NativeDecoder)
         hook = step.model.layers[-1].register_forward_pre_hook(
             lambda _, inputs: seen.append(inputs[0].to("meta"))
         )
-        for kind, once in runs.items():
+        for kind in asked:
+            once = partial(runs[kind], step, batches)
             found[kind] = measure(bench, step, batches, once, built, held, snapshot_name(point, kind))
             hook.remove()
     except Exception as error:  # Whatever it is, it is the result of what is not measured yet.
-        failure = told(error)
-        found |= {kind: failure for kind, so_far in found.items() if so_far is late}
+        found = dict.fromkeys(asked, told(error)) | found
     return found, seen[0] if seen else None
 
 
@@ -148,7 +161,7 @@ def snapshot_name(point: Point, kind: str) -> str:
 
 
 def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
-    """Peaks of one source; of a prediction also whether it fits, and its error where there is a measurement."""
+    """Peaks of one source; of a prediction also whether it fits, and where there is a measurement its error, of the peak and by phase."""
     peak = max(found.phases.values())
     numbers: dict[str, Cell] = {"before_bytes": found.before}
     numbers |= {f"{phase}_bytes": size for phase, size in found.phases.items()}
@@ -158,7 +171,16 @@ def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
     if measured is not None:
         numbers["error"] = f"{peak / max(measured.phases.values()) - 1:+.2%}"
         numbers["off_by"] = f"{peak - max(measured.phases.values()):+,} bytes"
+        numbers["phase_off_by"] = largest_difference(found, measured)
     return value(point, **numbers).model_copy(update={"curve": found.curve})
+
+
+def largest_difference(found: Told, measured: Told) -> str:
+    """The phase whose peak is foretold worst, what is held before the run included, and by how much."""
+    one, other = ({"before": told.before, **told.phases} for told in (found, measured))
+    apart = {phase: one[phase] - size for phase, size in other.items()}
+    worst = max(apart, key=lambda phase: abs(apart[phase]))
+    return f"{apart[worst]:+,} bytes ({worst})" if apart[worst] else "+0 bytes"
 
 
 def holder_rows(point: Point, alive: list[Piece]) -> Iterator[BenchRow]:

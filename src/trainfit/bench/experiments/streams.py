@@ -2,7 +2,7 @@
 
 Each case is two lists of work that do not need each other: first in one stream, one list after the other; then the first list in a side stream
 while the second is in the current one. ``gain`` is the one time over the other; ``at_most`` is what hiding the shorter list wholly would
-give. Both ways leave the same results, which is checked before anything is timed. A CPU's streams do nothing, so there nothing is gained.
+give. Both ways leave the same results, which is checked before anything is timed. A CPU has one stream: no row of two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.experiment import Bench, Experiment, Part, Point, failures
+from trainfit.bench.experiment import Bench, Experiment, Part, Point
 from trainfit.bench.roofline import Work
-from trainfit.bench.timing import TOTAL, Lap
+from trainfit.bench.timing import TOTAL, Lap, Timing
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.units import MIB
 
@@ -45,7 +45,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     """The clocks, then copies beside products and kernels beside kernels; pageable memory, which is slow, last."""
     yield from _clocks(bench)
     for name, make in cases(bench.device).items():
-        yield from _both(bench, name, make)
+        yield from (_both if bench.device.type == "cuda" else _alone)(bench, name, make)
 
 
 def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
@@ -188,6 +188,17 @@ def in_a_graph(do: Callable[[Lap], object]) -> Callable[[Lap], object]:
     return lambda lap: graph.replay()
 
 
+def _alone(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
+    """A row of one stream, where there is no second. Both ways are still run, so that a machine without a GPU checks them."""
+
+    def build() -> Callable[[Lap], object]:
+        case = make(bench)
+        check(case, bench.device)
+        return one_stream(case)
+
+    yield from bench.time([Part({"case": name, "streams": "one"})], build, replace(bench.rule, flush=False))
+
+
 def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
     """A row of one stream and one of two."""
     rule = replace(bench.rule, flush=False)
@@ -206,9 +217,9 @@ def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[Be
         do = two_streams(held[0], bench.device)
         return in_a_graph(do) if graphed else do
 
-    timing = bench.series(build_one, rule)
-    if isinstance(timing, tuple):
-        yield from failures([one, two], *timing)
+    timing = bench.series([one, two], build_one, rule)
+    if not isinstance(timing, Timing):
+        yield from timing
         return
     yield bench.row(Part(one), timing, {})
     alone = {lap: median(samples) for lap, samples in timing.laps.items()}

@@ -1,7 +1,9 @@
 """``transformer``: forward, backward and AdamW step of the five sizes small to 2.7B, by precision, compilation and warm-up.
 
 One series of steps from the first one on answers for every number of warm-up steps: with w of them the mean and the standard
-deviation are those of steps w to w + 9. Only the first row's first step also starts the CUDA libraries.
+deviation are those of the first ten steps that count, from the one on that w went before. A step that ran at held clocks does not count:
+``discarded`` says how many among them, ``steps_before`` how many steps really went before the first that counts. Without warm-up the
+first step is the question, so where it does not count there is no number. Only the first row's first step also starts the CUDA libraries.
 """
 
 import statistics
@@ -76,11 +78,8 @@ def recipe_of(size: str, precision: Precision, compiled: bool | str, bench: Benc
 
 
 def _rows(bench: Bench, point: Point, recipe: Recipe, peak: PeakDtype) -> Iterator[BenchRow]:
-    """A row for each number of warm-up steps that is asked for."""
+    """A row for each number of warm-up steps."""
     flops, points = [0.0], [{**point, "warm-up": warmup} for warmup in WARMUPS]
-    points = [one for one in points if bench.wants(one)]
-    if not points:
-        return
 
     def build() -> Callable[[Lap], object]:
         torch._dynamo.reset()
@@ -89,13 +88,17 @@ def _rows(bench: Bench, point: Point, recipe: Recipe, peak: PeakDtype) -> Iterat
         batches: list[Batch] = step.random_batches()
         return lambda lap: step(batches, on_phase=lap)
 
-    timing = bench.series(build, SERIES)
-    if isinstance(timing, tuple):
-        yield from failures(points, *timing)
+    timing = bench.series(points, build, SERIES)
+    if not isinstance(timing, Timing):
+        yield from timing
         return
     for one in points:
         if not timing.runs:
             yield bench.row(Part(one), timing, {})
+            continue
+        if one["warm-up"] == 0 and timing.runs[0] > 0:
+            why = f"the clocks were held down ({', '.join(timing.reasons)}) in the first step"
+            yield from failures([one], "throttled", why)
             continue
         some = timing.after(int(one["warm-up"]), NUM_TIMED)
         if len(some.runs) < NUM_TIMED:
@@ -103,7 +106,9 @@ def _rows(bench: Bench, point: Point, recipe: Recipe, peak: PeakDtype) -> Iterat
             yield from failures([one], "not-run", message)
             continue
         judged = steadied(some, replace(SERIES, min_samples=NUM_TIMED, max_samples=NUM_TIMED))
-        yield bench.row(Part(one, TOTAL, Work(flops[0], peak)), judged, moments(some))
+        yield bench.row(
+            Part(one, TOTAL, Work(flops[0], peak)), judged, {"steps_before": some.runs[0], **moments(some)}
+        )
 
 
 def moments(timing: Timing) -> dict[str, Cell]:

@@ -27,10 +27,12 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def cublas_workspace_bytes(gpu: GpuTraits) -> int:
     """cuBLAS workspace of one handle and stream: 32 MiB on Hopper (and from torch 2.12 on Blackwell), else ":4096:2:16:8".
 
+    Where kernels are to repeat bit by bit, ":4096:8", which cuBLAS needs for it: also 32 MiB.
     Source: ``parseChosenWorkspaceSize`` in CublasHandlePool.cpp; Blackwell: PyTorch pull request 175344.
     """
     major = gpu.compute_capability[0]
     large = gpu.compute_capability == (9, 0) or (gpu.torch_version >= (2, 12) and major in (9, 10, 12))
+    large = large or torch.are_deterministic_algorithms_enabled()
     return 4096 * 8 * 1024 if large else 4096 * 1024 * 2 + 16 * 1024 * 8
 
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from trainfit.virtual.first_hook import hear_first
 from trainfit.virtual.ledger import Segment
 from trainfit.virtual.places import NOWHERE, Places
 from trainfit.virtual.user.side import is_device
@@ -128,7 +127,7 @@ class StepFollower:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    self._tracer.own(value, "optimizer", NOWHERE)
+                    self._tracer.live.own(value, "optimizer", NOWHERE)
         if self._lead is None:
             self._lead = id(optimizer)
         if self._lead == id(optimizer):
@@ -146,25 +145,17 @@ class StepFollower:
         self._parameters = [weakref.ref(p) for p in held]
         for tensor in (*held, *module.buffers()):
             if is_device(tensor):
-                self._tracer.own(tensor, "weights", NOWHERE)
+                self._tracer.live.own(tensor, "weights", NOWHERE)
         for parameter in held:
             if parameter.requires_grad and id(parameter) not in self._watched and is_device(parameter):
-                self._watch_gradient(parameter)
+                self._watched.add(id(parameter))
+                self._tracer.live.watch_gradient(parameter, NOWHERE)
         on_device = [p for p in held if is_device(p)]
         self.num_parameters = sum(p.numel() for p in on_device)
         self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
         if len(self._marks) == 1:
             # What was put on the device before training and is no weight: the first batch, targets, tables.
-            self._tracer.hold_as("activations", self._tracer.born_in(0))
-
-    def _watch_gradient(self, parameter: Tensor) -> None:
-        self._watched.add(id(parameter))
-
-        def arrived(owner: Tensor) -> None:
-            if owner.grad is not None:
-                self._tracer.own(owner.grad, "gradients", NOWHERE)
-
-        hear_first(parameter, arrived)
+            self._tracer.live.categorise("activations", self._tracer.live.born_in(0))
 
     # -- segments -----------------------------------------------------------------------------------------------
 

@@ -4,20 +4,22 @@ What ``UserTensors`` sees above autograd it has already said in its own words; h
 calls out of its sight (inside ``torch.nn.functional``), and every operation on parameters that are still on the host.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from trainfit.spec.errors import InputError
+from trainfit.virtual.fake_run import READS_VALUE
 from trainfit.virtual.host import carried_values, carry_values, is_host, on_host
+from trainfit.virtual.op_tensors import tensors_of
 from trainfit.virtual.places import Places
+from trainfit.virtual.rehearsed import Rehearsal
 from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.tracer import LIFTS, READS_VALUE, Tracer
+from trainfit.virtual.tracer import LIFTS, Tracer
 from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark, names_cuda
 from trainfit.virtual.user.tensors import SidedResidence
 
@@ -60,7 +62,7 @@ class UserTracer(Tracer):
             if func is aten._to_copy.default and is_device(args[0]) and _changes_nothing(args[0], kwargs):
                 return aten.alias.default(args[0])
             return self._on_device(func, types, args, kwargs)
-        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_of((args, kwargs))
         if func in LIFTS and is_host(args[0]):
             return on_host(
                 func, args, kwargs
@@ -96,7 +98,7 @@ class UserTracer(Tracer):
 
     def _sized_by_data(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """An operation whose result's size follows from values: those that are known, else a mask that selects all."""
-        values = [carried_values(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        values = [carried_values(t) for t in tensors_of((args, kwargs))]
         if all(value is not None for value in values):
             return self._sized_by_values(func, args, kwargs)
         with self:
@@ -128,14 +130,16 @@ class UserTracer(Tracer):
         self._record(func, args, kwargs, out)
         return out
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        super()._record(func, args, kwargs, out)
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, out: Any, rehearsal: Rehearsal | None = None
+    ) -> None:
+        super()._record(func, args, kwargs, out, rehearsal)
         if func is not aten._to_copy.default or not self._residence.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():
             # From the host to another layout: by way of a contiguous copy on the device (Copy.cu, copy_kernel_cuda).
             size = out.numel() * out.element_size()
-            self._add_scratch((size,), len(self.ledger.ops) - 1, self.places.current(), str(func))
+            self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.places.current(), str(func))
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
@@ -152,17 +156,9 @@ class UserTracer(Tracer):
         mark(twin)
         return twin
 
-    def hold_as(self, category: str, indices: Iterable[int]) -> None:
-        """What has no category yet among these storages gets this one."""
-        self._categorise(category, indices)
-
-    def born_in(self, segment: int) -> list[int]:
-        """Storages alive that were allocated in a segment."""
-        return [index for index in self.live_indices() if self._born[index] == segment]
-
 
 def _marked(out: Any) -> Any:
-    for t in tree_iter(out):
+    for t in tensors_of(out):
         if isinstance(t, FakeTensor):
             mark(t)
     return out
@@ -184,7 +180,7 @@ def _check_sides(func: Any, args: Any, kwargs: Any) -> None:
     name = func._schema.name
     if name in ACROSS_SIDES or name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
         return
-    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_of((args, kwargs))
     if any(is_device(t) for t in tensors) and any(t.dim() and (is_host(t) or is_marked(t)) for t in tensors):
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})"

@@ -1,6 +1,6 @@
 """The configurations of FlashAttention that flash_attention_tune.py compares, and the process that checks or times them.
 
-``python -m trainfit.kernels.flash_attention_candidates check|time NAME...`` prints one JSON line a name. A candidate is
+``python -m trainfit.bench.flash_attention_candidates check|time NAME...`` prints one JSON line a name. A candidate is
 one direction of one implementation on one shape: causal, bf16, one sequence of 16 heads, each head with its own keys.
 """
 
@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfit.bench.flash_attention_where import where_wrong
+from trainfit.bench.stopwatch import Stopwatch, stopwatch_of
+from trainfit.bench.timing import Rule, take
 from trainfit.kernels import flash_attention_launch, flash_attention_tma
 from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention_launch import Tiles
 from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward
-from trainfit.kernels.flash_attention_where import where_wrong
 
 HEADS = 16
 LENGTHS = {128: 8192, 64: 16384}
@@ -35,6 +37,8 @@ Triton compiles anew for sizes of 1 and for multiples of 16, so these share one 
 """
 RUN_LIMIT_S = 30
 """Of kernels that are compiled and launched; a right one takes milliseconds."""
+RULE = Rule(warmup=3, min_samples=12, max_samples=20, cap_s=4.0, hide=True, rest_s=0.015)
+"""How a candidate is timed: a rest of eight times a backward before each sample, as `bench flash` has it."""
 FARTHEST = 0.02
 """Of the largest entry: how far bf16 results of two right kernels may be apart."""
 
@@ -277,22 +281,29 @@ def _timed_tensors(candidate: Candidate) -> Tensors:
 def time(candidate: Candidate) -> dict[str, Any]:
     """Median seconds and TFLOP/s: causal FLOPs, 2 products forward, 5 backward (Dao, arXiv:2307.08691, section 4.1).
 
-    A pass alone: those that it does, 4 for dK and dV, 3 for dQ.
+    A pass alone: those that it does, 4 for dK and dV, 3 for dQ. Where most samples were lost to held clocks: an error, no number.
     """
-    from triton.testing import do_bench
-
     run = _prepared(candidate, _timed_tensors(candidate), True)
-    times: Any = do_bench(run, warmup=50, rep=150, quantiles=[0.2, 0.5, 0.8])
-    low, median_ms, high = times
+    taken = take(lambda lap: run(), _stopwatch(), RULE)
+    times = taken.spread()
+    if times is None:
+        return {"name": candidate.name, "error": f"{taken.status}: {taken.message}"}
     products = {"forward": 2, "backward": 5, "keys": 4, "queries": 3}[candidate.direction]
     flops = (
         products * HEADS * LENGTHS[candidate.d] ** 2 * candidate.d
     )  # 2 a multiply-add, half of them masked
     return {
         "name": candidate.name, "direction": candidate.direction, "d": candidate.d, "n": LENGTHS[candidate.d],
-        "heads": HEADS, "median_s": median_ms * 1e-3, "p20_s": low * 1e-3, "p80_s": high * 1e-3,
-        "tflops_per_s": flops / median_ms * 1e-9, "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
+        "heads": HEADS, "median_s": times.median, "p10_s": times.low, "p90_s": times.high, "samples": len(times.samples),
+        "discarded": taken.discarded, "status": taken.status, "tflops_per_s": flops / times.median * 1e-12,
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
     }  # fmt: skip
+
+
+@cache
+def _stopwatch() -> Stopwatch:
+    """One for all candidates of this process: it holds what it writes over the cache."""
+    return stopwatch_of(torch.device("cuda", 0))
 
 
 def main() -> None:

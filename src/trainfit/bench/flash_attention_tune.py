@@ -1,8 +1,8 @@
-"""Which FlashAttention is right and which is fast on this GPU: ``python -m trainfit.kernels.flash_attention_tune``.
+"""Which FlashAttention is right and which is fast on this GPU: ``python -m trainfit.bench.flash_attention_tune``.
 
 Every candidate is first compiled and checked, a process each, many at once: a wrong, crashing or hanging one costs its own
-time limit only. Then all that were right are timed one after the other, beside PyTorch's flash, cuDNN and FlexAttention.
-Prints a table and writes one JSON line a candidate (``--out``): its configuration, seconds, TFLOP/s, or what went wrong.
+time limit only. Then all that were right are timed one after the other by the experiments' harness (timing.py: clocks watched, no
+number of a throttled run), beside PyTorch's flash, cuDNN and FlexAttention. Prints a table and writes one JSON line a candidate (``--out``): its configuration, seconds, TFLOP/s, or what went wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from trainfit.kernels.flash_attention_candidates import Candidate, candidates
+from trainfit.bench.flash_attention_candidates import Candidate, candidates
 from trainfit.spec.provenance import commit, now
 
 CHECK_LIMIT_S = 240
@@ -63,7 +63,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _process(task: str, names: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trainfit.kernels.flash_attention_candidates", task, *names]
+    command = [sys.executable, "-m", "trainfit.bench.flash_attention_candidates", task, *names]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,0 +1,28 @@
+"""Which of two kernels of one operation torch takes: the fastest, or one that gives the same bits every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool = True) -> Iterator[None]:
+    """Inside, kernels that repeat bit by bit if ``wanted``, else any; afterwards what it was before.
+
+    ``torch.use_deterministic_algorithms``, without its filling of new memory: nothing here reads what it has not written.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,24 @@
+"""Techniques whose CUDA kernels are Triton's: the GPUs of the catalog that cannot run them."""
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import LEAST_FOR_TRITON
+from trainfit.spec.recipe import Recipe
+
+
+def refuse_old_gpu(recipe: Recipe, field: str, value: str, instead: str) -> None:
+    """Nothing, if the recipe's GPU is none that Triton does not support.
+
+    Raises:
+        InputError: an NVIDIA GPU older than Ampere, or one that the catalog does not have.
+    """
+    gpu = find_gpu(recipe.hardware.gpu)
+    capability = gpu.compute_capability
+    if capability is not None and capability < LEAST_FOR_TRITON:
+        (major, minor), (least, _) = capability, LEAST_FOR_TRITON
+        raise InputError(
+            f"{gpu.title} has compute capability {major}.{minor}, and Triton supports {least}.0 and later",
+            f"use {instead}, or a newer GPU",
+            field=field,
+            value=value,
+        )

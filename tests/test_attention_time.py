@@ -1,0 +1,150 @@
+"""Attention's time follows from what its kernel reached where it was measured."""
+
+from typing import Any
+
+import pytest
+
+from trainfit.catalog.attention import AttentionRate, attention_runs
+from trainfit.catalog.load import gpu
+from trainfit.predict.attention_time import MASKED, UNMEASURED, assumptions, compute_share
+from trainfit.predict.estimate import ledger_of, predict
+from trainfit.predict.roofline import KERNEL_S, op_s, peak_flops_per_s
+from trainfit.spec.recipe import Batch, Recipe
+from trainfit.virtual.ledger import Ledger, Op, Segment
+from virtual_runs import recipe_of, with_layers
+
+H200, A100 = gpu("h200"), gpu("a100-sxm4-80gb")
+RATES = [rate for run in attention_runs() for rate in run.rates]
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def op_of(rate: AttentionRate, *, backward: bool, **fields: Any) -> Op:
+    """The measured operation itself, with the FLOPs that the kernel executes."""
+    products = (7 if rate.kernel == "plain" else 5) if backward else 2
+    pairs = rate.seq * (rate.seq + 1) // 2 if rate.causal else rate.seq**2
+    flops = 2.0 * products * rate.batch * rate.heads * pairs * rate.head
+    name = "attention_backward" if backward else "attention"
+    op = Op(name, "", 0, -1, flops, flops, flops, flops, 0, DTYPES[rate.dtype])
+    return op._replace(kernel=rate.kernel, head=rate.head, seq=rate.seq, **fields)
+
+
+def test_what_was_measured_takes_what_it_took() -> None:
+    """Every row of the catalog, forward and backward."""
+    assert {rate.kernel for rate in RATES} == {"cudnn", "flash", "efficient", "gluon", "plain"}
+    for rate in RATES:
+        for backward, seconds in ((False, rate.forward), (True, rate.backward)):
+            assert op_s(op_of(rate, backward=backward), H200) == pytest.approx(seconds + KERNEL_S)
+
+
+def test_no_rate_is_above_the_peak() -> None:
+    for rate in RATES:
+        for backward in (False, True):
+            assert rate.flops_per_s(backward=backward) < peak_flops_per_s(H200, rate.dtype)
+
+
+def rate_of(kernel: str, dtype: str, head: int, seq: int) -> AttentionRate:
+    return next(one for one in RATES if one.key == (kernel, dtype, head, seq))
+
+
+def test_another_size_takes_the_nearest_and_says_so() -> None:
+    measured = rate_of("cudnn", "bf16", 64, 8192)
+    asked = op_of(measured, backward=False)._replace(head=80, seq=7000)
+    assert compute_share(asked) == compute_share(op_of(measured, backward=False))
+    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[asked, asked])
+    assert assumptions(ledger, H200) == (
+        "attention's time, cudnn kernel, bfloat16, heads of 80 at 7000: as measured on h200 with heads of 64 at 8192, the nearest measured",
+    )
+    (elsewhere,) = assumptions(ledger, A100)
+    assert elsewhere.endswith("the nearest measured, at the same share of the peak")
+    exact = Ledger(segments=ledger.segments, ops=[op_of(measured, backward=False)])
+    assert assumptions(exact, H200)[0].endswith("as measured on h200 with heads of 64 at 8192")
+
+
+def test_our_plain_kernels_pay_for_the_columns_they_round_up_to() -> None:
+    whole = op_of(rate_of("plain", "fp32", 128, 2048), backward=True)
+    assert compute_share(whole._replace(head=96)) == pytest.approx(compute_share(whole) * 96 / 128)
+    assert "(it computes heads of 128)" in assumptions(
+        Ledger(segments=[Segment("steady", "backward")], ops=[whole._replace(head=96)]), H200
+    )[0]  # fmt: skip
+
+
+def test_a_kernel_without_a_rate_in_a_dtype_is_told() -> None:
+    asked = op_of(rate_of("efficient", "fp32", 64, 2048), backward=False)._replace(dtype="bfloat16")
+    assert compute_share(asked) == UNMEASURED
+    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[asked])
+    assert "nothing is measured" in assumptions(ledger, H200)[0]
+
+
+def test_a_mask_has_a_rate_of_its_own_in_16_bits() -> None:
+    masked = op_of(rate_of("cudnn", "bf16", 128, 2048), backward=False)._replace(masked=True)
+    assert compute_share(masked) == MASKED
+    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[masked])
+    assert assumptions(ledger, H200) == (
+        "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, where ten measured steps with cuDNN need 20% to 33%",
+    )
+    wide = op_of(rate_of("efficient", "fp32", 64, 2048), backward=False)
+    assert compute_share(wide._replace(masked=True)) == compute_share(wide)
+    (told,) = assumptions(Ledger(segments=ledger.segments, ops=[wide._replace(masked=True)]), H200)
+    assert told.endswith("with a mask: as measured on h200 with heads of 64 at 2048, without a mask")
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "window", "attention", "kernel", "masked"),
+    [("gemma-3-1b", 6, 512, "sdpa", "cudnn", {True, False}), ("phi-3-mini-4k", 2, 2047, "efficient", "efficient", {True})],
+)  # fmt: skip
+def test_layers_with_a_window_are_masked(
+    model: str, layers: int, window: int, attention: str, kernel: str, masked: set[bool]
+) -> None:
+    """Of Gemma 3 all layers but each sixth. The others, and all where the window is no shorter, leave it to is_causal."""
+    for seq, expected in ((window + 65, masked), (window - 63, {False})):
+        asked = recipe_of(with_layers(model, layers), attention=attention, batch=Batch(micro=1, seq=seq))
+        ops = [op for op in ledger_of(asked).ops if op.kernel]
+        for backward in (False, True):
+            some = [op for op in ops if ("backward" in op.name) is backward]
+            assert {op.kernel for op in some} == {kernel}
+            assert {op.masked for op in some} == expected
+
+
+def heads_of_128(attention: str, **fields: Any) -> Recipe:
+    asked = {"batch": Batch(micro=1, seq=2048), "recompute": "full", **fields}
+    return recipe_of(with_layers("qwen3-0.6b", 4), attention=attention, **asked)
+
+
+def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
+    """Four layers of 16 heads, the very shape of docs/bench/flash.md: 14.4 ms forward, twice, and 104 ms backward a layer."""
+    batch = Batch(micro=4, seq=2048)
+    ours, pytorchs = (
+        predict(heads_of_128(name, precision="fp32", batch=batch)) for name in ("triton", "sdpa")
+    )
+    assert ours.step_s is not None
+    assert pytorchs.step_s is not None
+    assert ours.step_s > 4 * (2 * 0.0144 + 0.104)
+    assert ours.step_s > 1.5 * pytorchs.step_s
+    assert ours.bounds["step_s"].low > pytorchs.step_s
+    assert any(
+        "plain kernel, float32, heads of 128 at 2048: as measured" in line for line in ours.assumptions
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "precision", "deterministic", "products"),
+    [
+        ("h200", "bf16", False, 5),
+        ("h200", "bf16", True, 7),
+        ("h200", "fp32", False, 7),
+        ("a100-sxm4-80gb", "bf16", False, 7),
+    ],
+)
+def test_two_passes_execute_seven_products(
+    gpu_name: str, precision: Any, deterministic: bool, products: int
+) -> None:
+    """The device makes scores and their gradient in both passes; the mathematics needs four products wherever it runs."""
+    asked = heads_of_128("triton", precision=precision, hardware={"gpu": gpu_name})
+    ledger = ledger_of(asked, deterministic=deterministic)
+    forward, backward = (
+        next(op for op in ledger.ops if op.kernel and ("backward" in op.name) is which) for which in (False, True)
+    )  # fmt: skip
+    assert backward.kernel == ("gluon" if products == 5 else "plain")
+    assert backward.causal_flops / forward.causal_flops == products / 2
+    assert backward.flops / forward.flops == products / 2
+    assert backward.model_flops / forward.model_flops == 4 / 2
