@@ -229,6 +229,15 @@ def test_refusals(fields: dict, remedy: str) -> None:
         assemble(variant(Offload(weights=True), **{"optimizer": IN_BACKWARD, **fields}), CPU)
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_second_derivative_is_refused(way: Offload) -> None:
+    """The blocks' inputs are cut from what came before: it would be missing silently."""
+    step = assemble(variant(way, optimizer=IN_BACKWARD), CPU)
+    loss, weight = step.loss(step.random_batches(0)[0]), step.model.get_input_embeddings().weight
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", WAYS, ids=str)
 @pytest.mark.parametrize("compiled", [False, "block"])

@@ -1,5 +1,9 @@
-"""How long a plan for a memory budget takes, imports left out: the goal is 80 layers in under two seconds, undisturbed."""
+"""What a plan for a memory budget takes, imports left out: the goal is 80 layers in two seconds, undisturbed.
 
+Calls are the same at every load (to 2 %), so they have the tight bound; seconds, on a machine that others share, are not.
+"""
+
+import cProfile
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +15,10 @@ from trainfit.spec.recipe import Batch, Hardware, Optimizer
 from trainfit.spec.recompute import BudgetGib, Layers
 from virtual_runs import recipe_of
 
-MOST_S = 3.5
-"""Of processor time, the best of two. On a machine that others load it takes 1.9 (native) and 2.1 (hf)."""
+MOST_CALLS = 9_000_000
+"""It makes 7.0 (native) and 7.7 (hf) million (torch 2.13), which take 1.9 and 2.1 s of an undisturbed processor."""
+MOST_S = 60.0
+"""With each call watched: 13 s on a machine where it took 5 unwatched. Only what calls do not show would take so long."""
 
 
 @pytest.mark.slow
@@ -26,13 +32,9 @@ def test_80_layers_are_planned_in_seconds(
     deep = recipe_of("llama-3.1-70b", implementation, **fields, recompute=BudgetGib(budget_gib=420))
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "small"))
     plan(small)  # Imports are not the plan's.
-    took_s: list[float] = []
-    for number in range(2):
-        monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / str(number)))
-        start = time.process_time()
-        found = plan(deep)
-        took_s.append(time.process_time() - start)
-        assert isinstance(found.recipe.recompute, Layers)
-        if took_s[-1] < MOST_S:
-            break
-    assert min(took_s) < MOST_S
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "deep"))
+    watched, begin = cProfile.Profile(), time.process_time()
+    found = watched.runcall(plan, deep)
+    assert time.process_time() - begin < MOST_S
+    assert isinstance(found.recipe.recompute, Layers)
+    assert sum(row.callcount for row in watched.getstats()) < MOST_CALLS

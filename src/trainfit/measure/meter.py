@@ -93,9 +93,8 @@ class CpuMeter(Meter):
         # process inherits the heap of its maker), so live tensors have a limit of their own.
         if self._live is not None:
             self._live.limit_bytes = memory_bytes
-        importlib.import_module(
-            "torch._dynamo"
-        )  # Else the first operation followed imports it, and it counts.
+        # Else the first operation followed imports it, and it counts.
+        importlib.import_module("torch._dynamo")
         used = _status_kib("VmData") * 1024
         resource.setrlimit(resource.RLIMIT_DATA, (used + memory_bytes, resource.RLIM_INFINITY))
 

@@ -200,6 +200,11 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "blocks run again in the backward have no second derivative, which create_graph=True asks for; "
+                "set offload.weights and offload.activations to false"
+            )
         runs: BlockRuns = ctx.runs
         runs.arrive_for_backward(ctx.index)
         x = runs.take(ctx.kept).detach().requires_grad_(ctx.needs_gradient)
