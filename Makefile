@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -45,7 +45,7 @@ def test_what_was_measured_before_a_signal_is_printed_and_kept(tmp_path: Path) -
     assert process.stderr is not None
     told = [process.stderr.readline() for _ in range(4)]
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert all(line.strip().startswith("done  sum") for line in told)
     assert process.returncode == 75, err
     assert "Traceback" not in err

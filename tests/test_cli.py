@@ -38,7 +38,7 @@ def test_fast_and_without_torch(code: str, most_calls: int, tmp_path: Path) -> N
     heavy = "{'torch', 'transformers', 'numpy', 'matplotlib'} & set(__import__('sys').modules)"
     done = subprocess.run(
         counted_calls.command(f"{code}\nprint('heavy:', {heavy} or 'none')", tmp_path / "calls"),
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == "heavy: none"
     assert int((tmp_path / "calls").read_text()) < most_calls
@@ -162,7 +162,7 @@ def test_reader_that_leaves(tmp_path: Path) -> None:
     """``trainfit gpus | head -1``: no traceback."""
     done = subprocess.run(
         f"{sys.executable} -c 'import sys; from trainfit.cli.main import main; sys.exit(main())' models --json | head -c 10",
-        shell=True, capture_output=True, text=True, timeout=60,
+        shell=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stderr == ""
 

@@ -55,10 +55,10 @@ def test_a_hanging_kernel_ends_its_process_and_says_so() -> None:
 import time, torch
 from trainfit.bench import flash_attention_candidates as candidates
 candidates.RUN_LIMIT_S = 0.2
-torch.cuda.synchronize = lambda: time.sleep(60)
+torch.cuda.synchronize = lambda: time.sleep(200)
 candidates._ended(())
 """
-    done = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "in _ended" in done.stderr
 
@@ -98,7 +98,7 @@ def test_commands_that_need_a_gpu_say_so_in_one_line(
 
 def test_a_check_that_takes_too_long_is_ended(monkeypatch) -> None:
     def process(task: str, names: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        command = [sys.executable, "-c", "import time; time.sleep(200)"]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
     monkeypatch.setattr(tune, "_process", process)

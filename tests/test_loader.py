@@ -168,11 +168,11 @@ def test_a_signal_to_the_whole_group_saves_and_stops(tmp_path: Path):
         start_new_session=True,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not list(out.glob("checkpoints/*")) and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(run.pid, signal.SIGTERM)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=120)
     assert (run.returncode, output.strip()) == (0, "stopped")
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)

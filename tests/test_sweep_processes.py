@@ -83,7 +83,7 @@ def test_a_stopped_sweep_goes_on_and_a_killed_one_leaves_nobody_behind(tmp_path:
     stopped = command(path, out, "--json")
     pids = measuring(stopped, out)
     stopped.send_signal(signal.SIGTERM)
-    told, said = stopped.communicate(timeout=30)
+    told, said = stopped.communicate(timeout=120)
     assert stopped.returncode == 75
     assert b"SIGTERM: stopped" in said
     assert [one["status"] for one in json.loads(told)["rows"]] == ["waiting"]
@@ -92,8 +92,8 @@ def test_a_stopped_sweep_goes_on_and_a_killed_one_leaves_nobody_behind(tmp_path:
     killed = command(path, out)
     pids = measuring(killed, out)
     killed.kill()
-    killed.communicate(timeout=30)
-    wait_for(lambda: not any(alive(pid) for pid in pids), 10)
+    killed.communicate(timeout=120)
+    wait_for(lambda: not any(alive(pid) for pid in pids), 60)
     kinds = [json.loads(line)["kind"] for line in (out / RECORDS).read_text().splitlines()]
     assert kinds == ["predict"]  # the second run kept it, and the measurement left nothing behind
 
