@@ -215,19 +215,23 @@ def _check(allocator: CachingAllocator, live: list[int]) -> None:
     assert allocator.peak_reserved_bytes >= allocator.reserved_bytes >= allocator.allocated_bytes
 
 
-def test_a_hundred_thousand_events() -> None:
-    """They take 0.2 s; walking all blocks that live at each event would take over ten."""
+def test_a_hundred_thousand_events_take_under_half_a_second() -> None:
     draw = random.Random(0)
     sizes = [int(2 ** draw.uniform(8, 27)) for _ in range(50_000)]
-    allocator, live = CachingAllocator(), []
-    started = time.process_time()
-    for size in sizes:
-        live.append(allocator.malloc(size))
-        if len(live) > 2000:
-            allocator.free(live.pop(0))
-    for handle in live:
-        allocator.free(handle)
-    assert time.process_time() - started < 3
+    took_s: list[float] = []
+    while len(took_s) < 8:  # Other tests run beside: the soonest counts.
+        allocator, live = CachingAllocator(), []
+        started = time.process_time()
+        for size in sizes:
+            live.append(allocator.malloc(size))
+            if len(live) > 2000:
+                allocator.free(live.pop(0))
+        for handle in live:
+            allocator.free(handle)
+        took_s.append(time.process_time() - started)
+        if took_s[-1] < 0.5:
+            break
+    assert min(took_s) < 0.5
 
 
 @pytest.mark.parametrize("name", ["resnet", "bart"])
