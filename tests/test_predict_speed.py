@@ -18,7 +18,7 @@ RECIPE = (
 COLD_S, WARM_S = 25.0, 2.0
 """Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5 (docs/predict.md)."""
 WAITED_S = 20.0
-"""Neither computing nor, mostly, waiting for a processor: nothing is asked of a network."""
+"""On the clock beyond the processor time: other tests run beside this one, but no network is waited for."""
 
 
 class Size(NamedTuple):
