@@ -50,7 +50,7 @@ def stories() -> dict[str, Story]:
 
 def _of_attention() -> dict[str, Story]:
     attention, flash = bench_said_attention.of_attention, bench_said_attention.of_flash
-    by_shape: Order = {"heads": (16, 1), "dtype": ("bf16", "fp32"), "head": (128, 64, 32, 16), "seq": ()}
+    by_shape: Order = {"heads": (16, 1), "dtype": ("bf16", "fp32"), "head": (256, 128, 64, 32, 16), "seq": ()}
     return {
         "attention": Story(
             "Attention: time and memory", ATTENTION, bench_claims.of_attention(), "body", "median_s",

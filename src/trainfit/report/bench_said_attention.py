@@ -95,7 +95,7 @@ def of_attention(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def _both(rows: Sequence[BenchRow], dtype: Cell) -> str:
-    mine = having(rows, {"dtype": dtype, "head": 64, "pass": "both"})
+    mine = having(rows, {"dtype": dtype, "heads": 1, "head": 64, "pass": "both"})
     for seq in sorted(values(mine, "seq"), key=float, reverse=True):
         times = [
             (name, median_s(mine, {"seq": seq, "body": body}, steady=True)) for body, name in BODIES.items()
@@ -107,7 +107,7 @@ def _both(rows: Sequence[BenchRow], dtype: Cell) -> str:
 
 
 def _memory(rows: Sequence[BenchRow], dtype: Cell) -> str:
-    mine = having(rows, {"dtype": dtype, "head": 64, "pass": "forward"})
+    mine = having(rows, {"dtype": dtype, "heads": 1, "head": 64, "pass": "forward"})
     told: list[str] = []
     for body in ("eager", "ours"):
         sizes = {
@@ -143,7 +143,7 @@ def of_asking(rows: Sequence[BenchRow], which: str = "forward") -> str:
     """The device's time of ``which`` at the shortest length beside the host's to ask for it."""
     known = [
         row
-        for row in having(rows, {"pass": which, "head": 64})
+        for row in having(rows, {"pass": which, "heads": 1, "head": 64})
         if row.times is not None and number(row, "host_s")
     ]
     if not known:
