@@ -253,7 +253,7 @@ def test_rates_with_a_mask_are_told_apart_from_the_course_s_table() -> None:
 
 def test_sustained_rates_are_told_with_clocks_and_power() -> None:
     def layers(kind: str, rate: float, product: str = "all", **numbers: float) -> BenchRow:
-        point = {"sustained": kind, "tokens": 16384, "product": product}
+        point: dict[str, Cell] = {"sustained": kind, "tokens": 16384, "product": product}
         return BenchRow(
             point=point, status="done", times=Spread.of([1.0]), numbers={"tflops_per_s": rate, **numbers}
         )
