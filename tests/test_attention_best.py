@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.catalog.attention import FILE, AttentionRun, attention_runs, nearest
+from trainfit.catalog.attention import (
+    FILE,
+    AttentionRate,
+    AttentionRun,
+    attention_runs,
+    nearest,
+    nearest_rate,
+)
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.cli.options import planned, read_recipe
@@ -354,6 +361,50 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
     assert gluon.flops_per_s(backward=True) == pytest.approx(5 * 2 * 64 * pairs / 3e-3)
     assert plain.flops_per_s(backward=True) == pytest.approx(7 * 2 * 64 * pairs / 3e-3)
     assert attention_table.text_of([run]).count("kernel = ") == 6
+
+
+def test_rates_with_a_mask_are_rates_of_their_own(tmp_path: Path) -> None:
+    """Of an additive mask: that is what the kernel is given; a boolean one is converted first, by an operation of its own."""
+
+    def passes(seconds: float, **point: Any) -> list[BenchRow]:
+        return [row("cudnn", seconds, "forward", **point), row("cudnn", 3 * seconds, "backward", **point)]
+
+    file, into = tmp_path / "records.sqlite", tmp_path / "attention.toml"
+    additive: dict[str, Any] = {"causal": False, "mask": "additive"}
+    masks = [
+        *passes(2e-3, **additive),
+        *passes(5e-3, causal=False, mask="boolean"),
+        row("cudnn", 8e-3, **additive),
+    ]
+    append(file, record(
+        row("flash", 3e-3), row("cudnn", 1e-3), *passes(1e-3), *masks, row("efficient", 9e-3, **additive),
+        *passes(4e-3, head=256, mask="none"),
+    ))  # fmt: skip
+    assert attention_table.main([str(file), "--into", str(into)]) == 0
+    (run,) = attention_runs(into)
+    assert len(run.shapes) == 1  # What ``attention: best`` chooses by is of causal attention alone.
+    found = {(rate.head, rate.masked): (rate.forward, rate.backward, rate.causal) for rate in run.rates}
+    assert found == {
+        (64, False): (1e-3, pytest.approx(3e-3), True),
+        (64, True): (2e-3, pytest.approx(6e-3), False),
+        (256, False): (4e-3, pytest.approx(12e-3), True),
+    }
+    assert into.read_text().count("masked = true") == 1
+    assert text_of(attention_runs(into)) == into.read_text()
+    asked: dict[str, Any] = {"gpu": "h200", "kernel": "cudnn", "dtype": "bf16", "head": 200, "seq": 1024}
+    plain, masked = (nearest_rate([run], masked=which, **asked) for which in (False, True))
+    assert (plain and plain.head, masked and masked.head) == (256, 64)
+    asked["dtype"] = "fp32"
+    assert nearest_rate([run], masked=True, **asked) is None
+    assert masked is not None
+    assert masked.flops_per_s(backward=False) == pytest.approx(4 * 64 * 8 * 16 * 1024**2 / 2e-3)
+
+
+def test_a_mask_and_is_causal_are_refused_together() -> None:
+    rate: dict[str, Any] = {**SHAPE, "kernel": "cudnn", "forward": 1e-3, "backward": 1e-3, "masked": True}
+    with pytest.raises(InputError, match="SDPA takes one of them"):
+        parse(AttentionRate, rate)
+    assert parse(AttentionRate, rate | {"causal": False}).masked
 
 
 def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

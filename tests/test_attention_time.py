@@ -1,11 +1,13 @@
 """Attention's time follows from what its kernel reached where it was measured."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from trainfit.catalog.attention import AttentionRate, attention_runs
+from trainfit.catalog.attention import AttentionRate, AttentionRun, attention_runs
 from trainfit.catalog.load import gpu
+from trainfit.predict import attention_time
 from trainfit.predict.attention_time import MASKED, UNMEASURED, assumptions, compute_share
 from trainfit.predict.estimate import ledger_of, predict
 from trainfit.predict.roofline import KERNEL_S, op_s, peak_flops_per_s
@@ -25,7 +27,9 @@ def op_of(rate: AttentionRate, *, backward: bool, **fields: Any) -> Op:
     flops = 2.0 * products * rate.batch * rate.heads * pairs * rate.head
     name = "attention_backward" if backward else "attention"
     op = Op(name, "", 0, -1, flops, flops, flops, flops, 0, DTYPES[rate.dtype])
-    return op._replace(kernel=rate.kernel, head=rate.head, seq=rate.seq, **fields)
+    return op._replace(kernel=rate.kernel, head=rate.head, seq=rate.seq, masked=rate.masked)._replace(
+        **fields
+    )
 
 
 def test_what_was_measured_takes_what_it_took() -> None:
@@ -43,7 +47,7 @@ def test_no_rate_is_above_the_peak() -> None:
 
 
 def rate_of(kernel: str, dtype: str, head: int, seq: int) -> AttentionRate:
-    return next(one for one in RATES if one.key == (kernel, dtype, head, seq))
+    return next(one for one in RATES if one.key == (kernel, dtype, head, seq, False))
 
 
 def test_another_size_takes_the_nearest_and_says_so() -> None:
@@ -68,24 +72,76 @@ def test_our_plain_kernels_pay_for_the_columns_they_round_up_to() -> None:
     )[0]  # fmt: skip
 
 
-def test_a_kernel_without_a_rate_in_a_dtype_is_told() -> None:
-    asked = op_of(rate_of("efficient", "fp32", 64, 2048), backward=False)._replace(dtype="bfloat16")
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[AttentionRate]]:
+    """Rates to fill, which stand for the catalog's."""
+    rates: list[AttentionRate] = []
+
+    def runs() -> tuple[AttentionRun, ...]:
+        known = {"gpu": "h200", "measured_at": "2026", "torch": "2", "experiment": "attention"}
+        return (AttentionRun.model_validate({**known, "rates": tuple(rates)}),)
+
+    monkeypatch.setattr(attention_time, "attention_runs", runs)
+    attention_time._rate.cache_clear()
+    yield rates
+    attention_time._rate.cache_clear()
+
+
+def a_rate(
+    kernel: str, dtype: str, head: int = 128, *, masked: bool = False, seconds: float = 1e-3
+) -> AttentionRate:
+    fields = {"seq": 2048, "heads": 16, "batch": 4, "forward": seconds, "backward": 3 * seconds}
+    known = {"kernel": kernel, "dtype": dtype, "head": head, "causal": not masked, "masked": masked}
+    return AttentionRate.model_validate({**known, **fields})
+
+
+def said_of(op: Op) -> str:
+    (line,) = assumptions(Ledger(segments=[Segment("steady", "forward")], ops=[op]), H200)
+    return line
+
+
+def test_a_kernel_without_a_rate_in_a_dtype_is_told(made_up: list[AttentionRate]) -> None:
+    made_up.append(a_rate("efficient", "fp32"))
+    asked = op_of(made_up[0], backward=False)._replace(dtype="bfloat16")
     assert compute_share(asked) == UNMEASURED
-    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[asked])
-    assert "nothing is measured" in assumptions(ledger, H200)[0]
+    assert "nothing is measured" in said_of(asked)
 
 
-def test_a_mask_has_a_rate_of_its_own_in_16_bits() -> None:
-    masked = op_of(rate_of("cudnn", "bf16", 128, 2048), backward=False)._replace(masked=True)
+def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_without(
+    made_up: list[AttentionRate],
+) -> None:
+    made_up += [a_rate("cudnn", "bf16"), a_rate("efficient", "fp32", 64)]
+    masked = op_of(made_up[0], backward=False, masked=True)
     assert compute_share(masked) == MASKED
-    ledger = Ledger(segments=[Segment("steady", "forward")], ops=[masked])
-    assert assumptions(ledger, H200) == (
-        "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, where ten measured steps with cuDNN need 20% to 33%",
+    assert said_of(masked) == (
+        "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, where ten measured steps with cuDNN need 20% to 33%"
     )
-    wide = op_of(rate_of("efficient", "fp32", 64, 2048), backward=False)
+    wide = op_of(made_up[1], backward=False)
     assert compute_share(wide._replace(masked=True)) == compute_share(wide)
-    (told,) = assumptions(Ledger(segments=ledger.segments, ops=[wide._replace(masked=True)]), H200)
-    assert told.endswith("with a mask: as measured on h200 with heads of 64 at 2048, without a mask")
+    assert said_of(wide._replace(masked=True)).endswith(
+        "with a mask: as measured on h200 with heads of 64 at 2048, without a mask"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("cudnn", "bf16"), ("efficient", "bf16"), ("efficient", "fp32")]
+)
+def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: list[AttentionRate]) -> None:
+    made_up += [
+        a_rate(kernel, dtype, 256, seconds=4e-3),
+        a_rate(kernel, dtype, 256, masked=True, seconds=9e-3),
+    ]
+    made_up.append(a_rate(kernel, dtype, 64, masked=True, seconds=8e-3))
+    without, with_one, _ = made_up
+    for rate in (without, with_one):
+        for backward, seconds in ((False, rate.forward), (True, rate.backward)):
+            assert op_s(op_of(rate, backward=backward), H200) == pytest.approx(seconds + KERNEL_S)
+    assert said_of(op_of(with_one, backward=False)).endswith(
+        "heads of 256 at 2048, with a mask: as measured on h200 with heads of 256 at 2048"
+    )
+    assert said_of(op_of(with_one, backward=False, head=200)).endswith(
+        "heads of 200 at 2048, with a mask: as measured on h200 with heads of 256 at 2048, the nearest measured"
+    )
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,28 @@ def test_only_memory_ends_a_ladder(status: str, monkeypatch: pytest.MonkeyPatch)
         if (point["dtype"], point["head"], point["body"]) == ("fp32", 64, "eager")
     ]
     assert max(map(int, eager)) == (4096 if status == "out-of-memory" else 65536)
-    assert {(point["dtype"], point["head"]) for point in points} == set(product(DTYPES, SIZES))
+    one_head = {(point["dtype"], point["head"]) for point in points if point["heads"] == 1}
+    assert one_head == set(product(DTYPES, SIZES))
+
+
+def kernel_shapes(mask: str) -> set[tuple[object, ...]]:
+    rows = run("attention", device="cpu", form="full", limit_s=0, only={"mask": [mask]}).rows
+    assert {row.point["heads"] for row in rows} == {16}
+    assert {int(row.point["batch"]) * int(row.point["seq"]) for row in rows} == {8192}
+    assert {row.point["causal"] for row in rows} == {mask == "none"}
+    return {tuple(row.point[key] for key in ("dtype", "head", "seq", "body")) for row in rows}
+
+
+def test_attention_has_masks_by_each_kernel_that_takes_them_and_heads_of_256() -> None:
+    lengths = (1024, 2048, 4096, 8192)
+    masked = set(product(["bf16"], (64, 128, 256), lengths, ("cudnn", "efficient")))
+    assert kernel_shapes("additive") == masked | set(
+        product(["fp32"], (64, 128, 256), lengths, ["efficient"])
+    )
+    assert kernel_shapes("boolean") == {shape for shape in masked if shape[2] in (2048, 8192)}
+    wide = set(product(["bf16"], [256], lengths, ("cudnn", "flash", "efficient", "ours")))
+    narrow = set(product(["bf16"], (64, 128), lengths, ["efficient"]))
+    assert kernel_shapes("none") == wide | narrow | set(product(["fp32"], [256], lengths, ["efficient"]))
 
 
 def test_a_long_case_in_fp32_has_time_for_its_few_samples() -> None:

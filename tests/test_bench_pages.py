@@ -159,3 +159,25 @@ def test_no_two_lines_of_a_committed_plot_have_a_colour() -> None:
             assert len(set(colours)) == len(names) > 0
     kernels = (ROOT / "docs/bench/plots/kernels-h200.svg").read_text()
     assert len(set(re.findall(r"fill: (#[0-9a-f]{6}); stroke: #ffffff", kernels))) >= 13
+
+
+def test_rows_of_other_keys_are_tables_of_their_own() -> None:
+    """16 heads by each kernel say which mask they have, the course's one head says nothing of it."""
+
+    def of(heads: int, **more: Cell) -> BenchRow:
+        point: dict[str, Cell] = {
+            "dtype": "bf16",
+            "heads": heads,
+            "head": 64,
+            **more,
+            "seq": 256,
+            "body": "ours",
+            "pass": "both",
+        }
+        return row(point, 1.0, host_s=1.0)
+
+    page = pages([record("attention", [of(1), of(16, mask="none"), of(16, mask="additive")], 1)])[
+        "attention"
+    ].text
+    tables = [part for part in page.split("\n\n") if part.startswith("| ")]
+    assert [table.count("| additive |") for table in tables] == [0, 1, 0, 1]  # Medians, then the host's.

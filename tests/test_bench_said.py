@@ -222,3 +222,48 @@ def test_milliseconds_have_three_digits() -> None:
         "4.51",
         "0.198",
     ]
+
+
+def test_rates_with_a_mask_are_told_apart_from_the_course_s_table() -> None:
+    def masked(body: str, rate: float, mask: str = "additive", seq: int = 8192) -> BenchRow:
+        point = {
+            "dtype": "bf16",
+            "heads": 16,
+            "head": 64,
+            "mask": mask,
+            "seq": seq,
+            "body": body,
+            "pass": "both",
+        }
+        return BenchRow(
+            point=point, status="done", times=Spread.of([1.0]), numbers={"tflops_per_s": rate, "host_s": 1.0}
+        )
+
+    rows = [
+        masked("cudnn", 300.4),
+        masked("efficient", 150.0),
+        masked("cudnn", 1.0, seq=1024),
+        masked("ours", 2.0, "none"),
+    ]
+    assert bench_said_attention.of_attention(rows) == [
+        "With an additive mask in bf16, forward and backward, TFLOP/s: cuDNN 300, efficient 150 with heads of 64 at 8,192."
+    ]
+    assert bench_said_attention.of_asking_for_both(rows) == ""
+
+
+def test_sustained_rates_are_told_with_clocks_and_power() -> None:
+    def layers(kind: str, rate: float, product: str = "all", **numbers: float) -> BenchRow:
+        point: dict[str, Cell] = {"sustained": kind, "tokens": 16384, "product": product}
+        return BenchRow(
+            point=point, status="done", times=Spread.of([1.0]), numbers={"tflops_per_s": rate, **numbers}
+        )
+
+    rows = [
+        layers("bf16", 667.0, of_data_sheet=0.674, sm_mhz=1440.0, watts=699.0),
+        layers("bf16", 677.0, of_data_sheet=0.685, sm_mhz=1500.0, watts=700.0),
+        layers("bf16", 900.0, "forward"),
+        layers("fp8", 1100.0),
+    ]
+    assert bench_said_device.of_gpu(rows) == [
+        "Layers of 8B without a pause, TFLOP/s: bf16 667 to 677 (67% to 68% of the data sheet) at 1440 to 1500 MHz and 700 W; fp8 1,100 to 1,100."
+    ]

@@ -6,11 +6,13 @@ Shapes: q, k, v [b, h, n, d]; b batch, h heads, n sequence, d head size. Every b
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainfit.bench.attention_masks import MaskKind, mask_of
 from trainfit.bench.experiment import Bench, Part, Point, fp32_products, of_work
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import TOTAL, Lap, Rule
@@ -33,6 +35,8 @@ NOT_SYNCHRONISED = "forward, not synchronised"
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 """Body -> its name in ``torch.nn.attention.SDPBackend``."""
 HALF_ONLY = ("flash", "cudnn")
+MASKABLE = ("pytorch", "cudnn", "efficient")
+"""Bodies that take a mask as a tensor."""
 CUDA_ONLY = ("cudnn", "efficient", "flex", "plain")
 
 
@@ -47,6 +51,8 @@ class Case:
     seq: int
     head: int
     is_causal: bool
+    mask: MaskKind | None = None
+    """None: the row's point has no such key."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -54,9 +60,10 @@ class Case:
 
     @property
     def point(self) -> Point:
+        masked: Point = {} if self.mask is None else {"mask": self.mask}
         return {
             "dtype": self.dtype, "batch": self.batch, "heads": self.heads, "head": self.head, "causal": self.is_causal,
-            "seq": self.seq, "body": self.body,
+            **masked, "seq": self.seq, "body": self.body,
         }  # fmt: skip
 
 
@@ -73,12 +80,12 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     return torch.softmax(scores, -1) @ v
 
 
-def pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+def pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None = None) -> Tensor:
     """PyTorch's own choice of kernel."""
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
-def backend(name: str) -> Body:
+def backend(name: str, mask: Tensor | None = None) -> Body:
     """One backend of PyTorch's, and no other."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -86,7 +93,7 @@ def backend(name: str) -> Body:
 
     def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         with sdpa_kernel(allowed):
-            return pytorch(q, k, v, is_causal)
+            return pytorch(q, k, v, is_causal, mask)
 
     return run
 
@@ -154,6 +161,14 @@ def body(name: str) -> Body:
     return {"eager": written_out, "pytorch": pytorch, "plain": plain, "ours": ours}[name]
 
 
+def body_of(case: Case, device: torch.device) -> Body:
+    """The case's body, given the case's mask where it has one."""
+    if case.mask in (None, "none"):
+        return body(case.body)
+    mask = mask_of(case.mask, case.batch, case.seq, DTYPES[case.dtype], device)
+    return partial(pytorch, mask=mask) if case.body == "pytorch" else backend(case.body, mask)
+
+
 def check(case: Case, device: torch.device) -> None:
     """Nothing, if the body can do the case there.
 
@@ -162,6 +177,10 @@ def check(case: Case, device: torch.device) -> None:
     """
     if case.body in CUDA_ONLY and device.type != "cuda":
         raise InputError(f"{case.body} trains on CUDA only", "use a GPU", field="body", value=case.body)
+    if case.mask not in (None, "none") and case.body not in MASKABLE:
+        raise InputError(
+            "this body is given no mask", f"use {', '.join(MASKABLE)}", field="body", value=case.body
+        )
     if case.body in HALF_ONLY and device.type == "cuda" and case.dtype == "fp32":
         raise InputError(
             "this kernel takes fp16 and bf16 only", "use pytorch or ours", field="body", value=case.body
@@ -228,7 +247,7 @@ def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
 
     def build() -> Callable[[Lap], object]:
         check(case, bench.device)
-        run = forward_and_backward(body(case.body), *tensors(case, bench.device), case.is_causal)
+        run = forward_and_backward(body_of(case, bench.device), *tensors(case, bench.device), case.is_causal)
         held.update(before_backward(run, bench.device))
         return run
 

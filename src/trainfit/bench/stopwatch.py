@@ -57,6 +57,10 @@ class Stopwatch(ABC):
         """Why the clocks were held down from now until the device came to ``end``."""
         return self.throttled()
 
+    def state(self) -> dict[str, float]:
+        """``sm_mhz``, the lowest clock seen since the last ``held_until`` began, and ``watts``, as far as the device tells them."""
+        return {}
+
     def kept(self) -> None:  # noqa: B027
         """What was asked last was of a sample that counts; nothing where clocks are not looked at."""
 
@@ -154,6 +158,11 @@ class CudaStopwatch(Stopwatch):
     def throttled(self) -> tuple[str, ...]:
         self._seen = self._nvml.clocks_mhz()
         return self._nvml.throttled()
+
+    def state(self) -> dict[str, float]:
+        watts = self._nvml.watts()
+        clocks = {"sm_mhz": float(self._seen["sm"])} if "sm" in self._seen else {}
+        return clocks if watts is None else {**clocks, "watts": watts}
 
     def kept(self) -> None:
         self._clocks = _lowest(self._clocks, self._seen)

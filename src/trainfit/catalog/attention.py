@@ -65,10 +65,22 @@ class AttentionRate(Value):
     batch: PositiveInt
     forward: PositiveFloat
     backward: PositiveFloat
+    masked: bool = False
+    """Given an additive mask as a tensor; every score is computed then."""
+
+    @model_validator(mode="after")
+    def _one_mask(self) -> "AttentionRate":
+        if self.masked and self.causal:
+            raise disagreement(
+                "a mask given as a tensor, and is_causal: SDPA takes one of them",
+                "leave out one",
+                field="masked",
+            )
+        return self
 
     @property
-    def key(self) -> tuple[Kernel, str, int, int]:
-        return (self.kernel, self.dtype, self.head, self.seq)
+    def key(self) -> tuple[Kernel, str, int, int, bool]:
+        return (self.kernel, self.dtype, self.head, self.seq, self.masked)
 
     def flops_per_s(self, *, backward: bool) -> float:
         """What it executes a second, masked pairs not counted."""
@@ -143,14 +155,22 @@ def nearest(
 
 
 def nearest_rate(
-    runs: Sequence[AttentionRun], *, gpu: str, kernel: str, dtype: Dtype, head: int, seq: int
+    runs: Sequence[AttentionRun],
+    *,
+    gpu: str,
+    kernel: str,
+    dtype: Dtype,
+    head: int,
+    seq: int,
+    masked: bool = False,
 ) -> AttentionRate | None:
     """Of the kernel on this GPU: the measured head size nearest to what is asked, then the nearest length, both as ratios.
 
-    None: nothing is measured of the kernel in this dtype.
+    None: nothing is measured of the kernel in this dtype, with a mask as a tensor or without one as asked.
     """
+    asked = (kernel, dtype, masked)
     found = [
-        rate for run in runs if run.gpu == gpu for rate in run.rates if (rate.kernel, rate.dtype) == (kernel, dtype)
+        rate for run in runs if run.gpu == gpu for rate in run.rates if (rate.kernel, rate.dtype, rate.masked) == asked
     ]  # fmt: skip
     return min(
         found, key=lambda one: (abs(math.log(one.head / head)), one.head, abs(math.log(one.seq / seq)), one.seq), default=None

@@ -68,6 +68,11 @@ class Nvml:
             found[f"{name}_max"] = self._ask("nvmlDeviceGetMaxClockInfo", domain)
         return {name: int(clock) for name, clock in found.items() if clock is not None}
 
+    def watts(self) -> float | None:
+        """The power that the GPU draws now."""
+        milliwatts = self._ask("nvmlDeviceGetPowerUsage")
+        return None if milliwatts is None else milliwatts / 1e3
+
     def throttled(self) -> tuple[str, ...]:
         """Why clocks are held down now; empty when they are not, or when NVML does not tell."""
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")

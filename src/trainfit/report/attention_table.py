@@ -29,6 +29,8 @@ KERNELS: dict[str, AttentionKernel] = {
     "eager": "eager", "pytorch": "sdpa", "flash": "flash", "cudnn": "cudnn", "efficient": "efficient", "ours": "triton",
 }  # fmt: skip
 """A benchmark's body -> the recipe's word for it; bodies that no recipe can ask for are left out."""
+ADDITIVE = "additive"
+"""The mask of a row whose kernel was given one, as bench/attention_masks.py has it, which imports torch."""
 NEEDED = ("dtype", "head", "causal", "seq", "heads", "batch", "body", "pass")
 FEWEST_ROWS = 65536
 """Queries of all heads and sequences: in tiles of 128 rows, four times as many as an H200 has multiprocessors, 132. One head of 32,768
@@ -38,7 +40,7 @@ FEWEST_SAMPLES = 6
 HOPPER, GLUON_HEADS = (9, 0), (64, 128)
 """Where ``ours`` is not the plain kernels, as kernels/flash_attention_choice.py has it, which imports torch."""
 Key = tuple[str, int, bool, int]
-RateKey = tuple[Kernel, str, int, int]
+RateKey = tuple[Kernel, str, int, int, bool]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -147,22 +149,24 @@ def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
 
 
 def rates_of(rows: Sequence[BenchRow], gpu: str) -> list[AttentionRate]:
-    """Kernels of which forward and backward of causal attention have a time; of one that several shapes have, the one of most heads.
+    """Kernels of which forward and backward have a time; of one that several shapes have, the one of most heads.
 
-    Unmasked tiles are faster: our plain backward in fp32 is twice as fast without a mask.
+    Of causal attention, and of attention with an additive mask. Unmasked tiles are faster: our plain backward in fp32 is twice as fast
+    without a mask. Boolean masks are left out: their conversion is an operation of its own in a ledger.
     """
     found: dict[RateKey, dict[tuple[int, int], dict[str, float]]] = {}
     for row in _timed(rows):
         at = row.point
         kernel = _kernel_of(str(at["body"]), str(at["dtype"]), int(at["head"]), gpu)
-        if kernel is None or not at["causal"] or at["pass"] not in ("forward", "backward"):
+        masked = at.get("mask", "none") == ADDITIVE
+        if kernel is None or not (at["causal"] or masked) or at["pass"] not in ("forward", "backward"):
             continue
         assert row.times is not None
-        key = (kernel, str(at["dtype"]), int(at["head"]), int(at["seq"]))
+        key = (kernel, str(at["dtype"]), int(at["head"]), int(at["seq"]), masked)
         batch = (int(at["heads"]), int(at["batch"]))
         found.setdefault(key, {}).setdefault(batch, {})[str(at["pass"])] = row.times.median
     rates: list[AttentionRate] = []
-    for (kernel, dtype, head, seq), batches in found.items():
+    for (kernel, dtype, head, seq, masked), batches in found.items():
         whole = {batch: seconds for batch, seconds in batches.items() if len(seconds) == 2}
         if whole:
             heads, batch = max(whole)
@@ -170,7 +174,8 @@ def rates_of(rows: Sequence[BenchRow], gpu: str) -> list[AttentionRate]:
                 "kernel": kernel,
                 "dtype": dtype,
                 "head": head,
-                "causal": True,
+                "causal": not masked,
+                "masked": masked,
                 "seq": seq,
                 "heads": heads,
             }
@@ -250,7 +255,7 @@ def _rate(rate: AttentionRate) -> str:
     return (
         f'{{ kernel = "{rate.kernel}", dtype = "{rate.dtype}", head = {rate.head}, causal = {str(rate.causal).lower()}, '
         f"seq = {rate.seq}, heads = {rate.heads}, batch = {rate.batch}, forward = {rate.forward:.6e}, "
-        f"backward = {rate.backward:.6e} }}"
+        f"backward = {rate.backward:.6e}{', masked = true' if rate.masked else ''} }}"
     )
 
 

@@ -171,17 +171,22 @@ def _tables(story: Story, rows: Sequence[BenchRow]) -> Parts:
         return [grid for grid in grids(rows)]
     apart = [row for row in rows if story.pivot not in row.point]
     rows = [row for row in rows if story.pivot in row.point]
-    groups: dict[Cell, list[BenchRow]] = {}
-    for row in rows:
-        groups.setdefault(row.point[story.apart] if story.apart else "", []).append(row)
-    tables = [pivoted(group, story.pivot, story.shows) for group in groups.values()]
+    tables = [pivoted(group, story.pivot, story.shows) for group in _alike(rows, story.apart)]
     for name in story.besides:
         having = [row for row in rows if name in row.numbers]
         passed = [row for row in having if row.point.get("pass") == story.beside_pass]
         lines = {_line(row, story.pivot) for row in passed or having}
         told = [row for row in rows if _line(row, story.pivot) in lines]
-        tables += [pivoted(told, story.pivot, name)] if told else []
+        tables += [pivoted(group, story.pivot, name) for group in _alike(told)]
     return [*tables, *grids(apart)]
+
+
+def _alike(rows: Sequence[BenchRow], apart: str = "") -> list[list[BenchRow]]:
+    """Rows whose points have the same keys, and the same value of ``apart`` where one is named; each group is a table."""
+    groups: dict[tuple[Cell, ...], list[BenchRow]] = {}
+    for row in rows:
+        groups.setdefault((*row.point, row.point[apart] if apart else ""), []).append(row)
+    return list(groups.values())
 
 
 def _line(row: BenchRow, pivot: str) -> tuple[Cell, ...]:

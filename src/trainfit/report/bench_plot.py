@@ -40,7 +40,7 @@ AXES: dict[str, Axes] = {
     "attention": Axes(
         "seq", MEDIAN, ("body",),
         Look("Attention of one head of 64, unmasked: forward and backward", TOKENS, "median, ms", x_log=True, y_log=True),
-        {"head": (64,), "pass": ("both",)}, "dtype", {"eager": "written out"},
+        {"heads": (1,), "head": (64,), "pass": ("both",)}, "dtype", {"eager": "written out"},
     ),
     "flash": Axes(
         "seq", "tflops_per_s", ("body",),

@@ -50,11 +50,11 @@ def stories() -> dict[str, Story]:
 
 def _of_attention() -> dict[str, Story]:
     attention, flash = bench_said_attention.of_attention, bench_said_attention.of_flash
-    by_shape: Order = {"heads": (16, 1), "dtype": ("bf16", "fp32"), "head": (128, 64, 32, 16), "seq": ()}
+    by_shape: Order = {"heads": (16, 1), "dtype": ("bf16", "fp32"), "head": (256, 128, 64, 32, 16), "seq": ()}
     return {
         "attention": Story(
             "Attention: time and memory", ATTENTION, bench_claims.of_attention(), "body", "median_s",
-            ("before_backward_bytes", "host_s"), said=attention, order=by_shape,
+            ("before_backward_bytes", "host_s"), said=attention, order={**by_shape, "heads": (1, 16)},
         ),
         "flash": Story(
             "FlashAttention against PyTorch", FLASH, bench_claims.FLASH, "body", "tflops_per_s", ("host_s",), apart="heads",
@@ -125,7 +125,10 @@ where that is more than the device's time, a program that does nothing else is a
 before backward is what the forward's output and saved tensors hold: written out it grows with the square of the length, ours with the
 length. In bf16 the compiler knows attention when it sees it and calls PyTorch's fused kernel instead: its memory then is as ours; in fp32
 it does not. Head size 64 is compiled at every length, the others at the shortest and the longest. The rows *forward, not synchronised* are the published mistake on purpose: the host's clock, read as soon as the kernels were
-asked for."""
+asked for.
+
+Rows with a *mask* are 16 heads by each of PyTorch's kernels. additive and boolean: a mask as a tensor, causal within a window, as
+transformers gives it to SDPA; every score counts. none: causal, without such a mask."""
 DATALOADER = """\
 A batch costs the host a fixed time of work; the step is a chain of matrix products. The first row has its batch on the device already: it is
 the least that the loop can take, and the waiting share of the others is what they take beyond it; from 5 % on the device is said to wait.
@@ -155,7 +158,9 @@ into it; nothing is written, what was read is added up and checked, and the read
 Device memory is read once, with its share of the data sheet's bandwidth. L1 and shared memory are one memory of each multiprocessor, so
 their numbers are about equal. Registers have no row: an instruction names its registers, so their bandwidth is the rate of the
 arithmetic, which the products tell. Then square matrix products of random data by dtype beside the data sheet's dense peak; copies
-within memory with a flushed and with a warm cache (bytes read and written are both counted); copies to and from the host."""
+within memory with a flushed and with a warm cache (bytes read and written are both counted); copies to and from the host. Rows that are
+*sustained* are a linear layer's products for two seconds without a pause, at the clocks that the power limit allows: `fp8` as torchao calls
+them, of operands rounded beforehand; `fp8-casts` torchao's compiled layer, whose rate counts the products alone."""
 KERNELS = """\
 The course's sizes on the native decoder, batch 4, attention written out so that its parts are kernels of their own, AdamW. The median is
 the harness's, without the profiler. Then one more step runs under `torch.profiler`, with ranges around the parts of the model: busy is the

@@ -76,7 +76,9 @@ def _times(rows: Sequence[BenchRow]) -> dict[str, float]:
 
 
 def of_attention(rows: Sequence[BenchRow]) -> list[str]:
-    """Times at the longest length that all bodies have, memory before backward, and where memory runs out."""
+    """Times at the longest length that all bodies have, memory before backward, and where memory runs out; rates with a mask."""
+    kernels = [row for row in rows if "mask" in row.point]
+    rows = _of_one_head(rows)
     told = [
         line for dtype in values(rows, "dtype") for line in (_both(rows, dtype), _memory(rows, dtype)) if line
     ]
@@ -91,6 +93,34 @@ def of_attention(rows: Sequence[BenchRow]) -> list[str]:
             for (dtype, body), seq in sorted(ended.items())
         ]
         told.append(f"Memory runs out: {', '.join(where)}.")
+    return told + _masked(kernels)
+
+
+def _of_one_head(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """Those that the course's table has; the others have a mask, or say that they have none."""
+    return [row for row in rows if "mask" not in row.point]
+
+
+def _masked(rows: Sequence[BenchRow]) -> list[str]:
+    """Rates with an additive mask, at the longest length of each head size, by each kernel."""
+    told: list[str] = []
+    both = having(rows, {"mask": "additive", "pass": "both"})
+    for dtype in values(both, "dtype"):
+        cells: list[str] = []
+        mine = having(both, {"dtype": dtype})
+        for head in sorted(values(mine, "head"), key=float):
+            of_head = having(mine, {"head": head})
+            seq = max(values(of_head, "seq"), key=float)
+            rates = [
+                f"{NAMES.get(str(row.point['body']), row.point['body'])} {rate:.0f}"
+                for row in having(of_head, {"seq": seq})
+                if (rate := number(row, "tflops_per_s"))
+            ]
+            cells += [f"{', '.join(rates)} with heads of {head} at {seq:,}"] if rates else []
+        if cells:
+            told.append(
+                f"With an additive mask in {dtype}, forward and backward, TFLOP/s: {'; '.join(cells)}."
+            )
     return told
 
 
@@ -143,7 +173,7 @@ def of_asking(rows: Sequence[BenchRow], which: str = "forward") -> str:
     """The device's time of ``which`` at the shortest length beside the host's to ask for it."""
     known = [
         row
-        for row in having(rows, {"pass": which, "head": 64})
+        for row in having(_of_one_head(rows), {"pass": which, "head": 64})
         if row.times is not None and number(row, "host_s")
     ]
     if not known:

@@ -41,7 +41,25 @@ def of_gpu(rows: Sequence[BenchRow]) -> list[str]:
         products.append(f"{dtype} {rate_text(number(best, 'tflops_per_s') or 0.0)}{of_sheet}")
     if products:
         told.append(f"Matrix products of random data, TFLOP/s: {', '.join(products)}.")
-    return told
+    return told + _sustained(rows)
+
+
+def _sustained(rows: Sequence[BenchRow]) -> list[str]:
+    """What layers without a pause reached: the least and the most of the shapes, and clocks and power where they are known."""
+    told: list[str] = []
+    for kind in values(rows, "sustained"):
+        mine = having(rows, {"sustained": kind, "product": "all"})
+        rates, shares, clocks, watts = (
+            [known for row in mine if (known := number(row, name)) is not None]
+            for name in ("tflops_per_s", "of_data_sheet", "sm_mhz", "watts")
+        )
+        if not rates:
+            continue
+        share = f" ({min(shares):.0%} to {max(shares):.0%} of the data sheet)" if shares else ""
+        at = f" at {min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else ""
+        at += f" and {max(watts):.0f} W" if watts else ""
+        told.append(f"{kind} {rate_text(min(rates))} to {rate_text(max(rates))}{share}{at}")
+    return [f"Layers of 8B without a pause, TFLOP/s: {'; '.join(told)}."] if told else []
 
 
 def of_fusion(rows: Sequence[BenchRow]) -> list[str]:

@@ -3,11 +3,15 @@
 Head sizes 16 to 128 at sequences of 256 to 16,384, size 64 on until memory runs out; forward and backward apart, on the device's own
 clock. The compiled body has every length of size 64, and the shortest and the longest of the other sizes.
 First the published mistake: the same forward by the host's clock, without waiting for the GPU.
+
+Last, 16 heads of 64, 128 and 256 by each of PyTorch's kernels, whose rates predicted times follow from: with a mask as a tensor
+(``--only mask=additive,boolean``), and without one, causal (``--only mask=none``).
 """
 
 from collections.abc import Iterator
 
 from trainfit.bench.attention import Case, rows, rule_of, unsynchronised
+from trainfit.bench.attention_masks import MaskKind
 from trainfit.bench.experiment import Bench, Experiment
 from trainfit.spec.bench import BenchRow
 
@@ -29,6 +33,24 @@ HOLDS_NO_SCORES = "ours"
 BEYOND_OURS = "bf16"
 """In fp32 our kernels take seconds a run there."""
 
+HEADS = {"tiny": 2, "full": 16}
+TOKENS = {"tiny": 192, "full": 8192}
+"""A batch holds as many sequences as make so many tokens."""
+KERNEL_SEQUENCES = (8192, 4096, 2048, 1024)
+Plan = tuple[tuple[MaskKind, str, tuple[int, ...], tuple[int, ...], tuple[str, ...]], ...]
+KERNEL_PLAN: dict[str, Plan] = {
+    "tiny": tuple((kind, "fp32", (64,), (96,), ("pytorch",)) for kind in ("additive", "boolean", "none")),
+    "full": (
+        ("additive", "bf16", (128, 64, 256), KERNEL_SEQUENCES, ("cudnn", "efficient")),
+        ("none", "bf16", (256,), KERNEL_SEQUENCES, ("cudnn", "flash", "efficient", "ours")),
+        ("none", "bf16", (128, 64), KERNEL_SEQUENCES, ("efficient",)),
+        ("additive", "fp32", (128, 64, 256), KERNEL_SEQUENCES, ("efficient",)),
+        ("none", "fp32", (256,), KERNEL_SEQUENCES, ("efficient",)),
+        ("boolean", "bf16", (128, 64, 256), (8192, 2048), ("cudnn", "efficient")),
+    ),
+}
+"""Mask, dtype, head sizes, sequences and bodies, the most telling first. A boolean mask costs its conversion on top."""
+
 
 def run(bench: Bench) -> Iterator[BenchRow]:
     """Every point, the bodies of a shape side by side; once a body is out of memory, its longer sequences are left out."""
@@ -45,6 +67,8 @@ def run(bench: Bench) -> Iterator[BenchRow]:
                 if row.status == "out-of-memory":
                     full_up.add((dtype, d, name))
                 yield row
+    for case in kernel_cases(bench.form):
+        yield from _rows(bench, case)
 
 
 def _shapes(form: str) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
@@ -62,6 +86,16 @@ def _shapes(form: str) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
                 yield dtype, d, n, BODIES[form] if n in COMPILED else _without("compiled", form)
 
 
+def kernel_cases(form: str) -> Iterator[Case]:
+    """Cases of several heads by each kernel, the bodies of a shape side by side; causal by ``is_causal`` where there is no mask."""
+    for mask, dtype, head_sizes, lengths, bodies in KERNEL_PLAN[form]:
+        for d in head_sizes:
+            for n in lengths:
+                for name in bodies:
+                    batch = max(1, TOKENS[form] // n)
+                    yield Case(name, dtype, batch, HEADS[form], n, d, is_causal=mask == "none", mask=mask)
+
+
 def _without(body: str, form: str) -> tuple[str, ...]:
     return tuple(name for name in BODIES[form] if name != body)
 
@@ -74,4 +108,4 @@ def _rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
     yield from rows(bench, case, bench.rule if bench.tiny else rule_of(case))
 
 
-EXPERIMENT = Experiment("attention", run, limit_s=300)
+EXPERIMENT = Experiment("attention", run, limit_s=420)

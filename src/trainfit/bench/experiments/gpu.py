@@ -1,7 +1,8 @@
 """``gpu``: what this device is, what each level of its memory gives, what its matrix units give in each dtype.
 
 Numbers of a data sheet that the driver tells are read; bandwidth and matrix products are measured, on random data (zeros make
-a GPU draw less power and run faster) and beside the data sheet.
+a GPU draw less power and run faster) and beside the data sheet. Last, a linear layer's products in bf16 and fp8 for seconds without a
+pause (``--only sustained=bf16,fp8,fp8-casts``).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench import levels
+from trainfit.bench import levels, sustained
 from trainfit.bench.experiment import Bench, Experiment, Part, fp32_products, of_work
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import Lap
@@ -39,7 +40,7 @@ PROPERTIES = {
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Properties, each level's bandwidth, matrix products, copies cold and warm, copies to and from the host."""
+    """Properties, each level's bandwidth, matrix products, copies cold and warm, copies to and from the host, sustained products."""
     for quantity, number in properties(bench.device).items():
         yield from bench.find({"property": quantity}, lambda number=number: {"value": number})
     yield from levels.rows(bench)
@@ -54,6 +55,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
         for pinned in (True, False):
             for direction in ("to the GPU", "to the host"):
                 yield from _host_copy(bench, direction, pinned)
+    yield from sustained.rows(bench)
 
 
 def properties(device: torch.device) -> dict[str, int]:
@@ -127,4 +129,4 @@ def _host_copy(bench: Bench, direction: str, pinned: bool) -> Iterator[BenchRow]
     yield from bench.time([Part(point, rates=of_work(num_bytes=num_bytes))], build, rule)
 
 
-EXPERIMENT = Experiment("gpu", run, limit_s=120)
+EXPERIMENT = Experiment("gpu", run, limit_s=180)
