@@ -4,8 +4,8 @@ import os
 import platform
 
 from trainfit.spec.hardware import Gpu, Source
+from trainfit.spec.names import CPU
 
-CPU = "cpu"
 
 
 def this_cpu() -> Gpu:
