@@ -93,11 +93,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 FIELDS: dict[str, str] = {key: here for here, keys in _FIELDS.items() for key in keys}
 
-ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adam8bit", "8bit_adam", "ademamix_8bit")
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adam8bit", "8bit_adam")
 VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "precision": {
         "bf16": ("bfloat16", "torch.bfloat16", "bf16_true", "pure_bf16"),
-        "fp32": ("float32", "torch.float32", "float", "no", "full", "32", "32_true", "tf32"),
+        "fp32": ("float32", "torch.float32", "float", "no", "full", "32", "32_true"),
         "amp-bf16": ("mixed", "mixed_precision", "amp", "bf16_mixed", "bf16_amp", "autocast"),
         "amp-fp16": ("fp16", "float16", "torch.float16", "half", "16", "16_mixed", "fp16_mixed", "fp16_amp"),
         "fp8": ("float8", "f8", "fp8_mixed"),
@@ -118,12 +118,12 @@ VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "adafactor": ("adafactor_hf",),
     },
     "quantize": {
-        "nf4": ("4bit", "4", "int4", "fp4", "bnb_4bit", "bnb_nf4", "bitsandbytes", "load_in_4bit", "qlora", "true"),
-        "int8": ("8bit", "8", "llm_int8", "bnb_8bit", "load_in_8bit", "w8a8"),
+        "nf4": ("4bit", "4", "int4", "bnb_4bit", "bnb_nf4", "bitsandbytes", "load_in_4bit", "qlora", "true"),
+        "int8": ("8bit", "8", "llm_int8", "bnb_8bit", "load_in_8bit"),
         "fp8": ("float8", "f8"),
     },
     "adapter.kind": {
-        "lora": ("peft", "true", "dora", "rslora"),
+        "lora": ("peft", "true"),
         "lora, with quantize: nf4": ("qlora",),
         "prompt": ("prompt_tuning", "soft_prompt"),
         "prefix": ("prefix_tuning",),
