@@ -7,7 +7,6 @@ from trainfit.spec.hardware import Gpu, Source
 from trainfit.spec.names import CPU
 
 
-
 def this_cpu() -> Gpu:
     """This machine's CPU: its memory is known, its peak and bandwidth are not."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -78,7 +78,9 @@ def run(
     return EXIT_DOES_NOT_FIT if check and not estimate.fits else 0
 
 
-def show(recipe: "Recipe", estimate: "Estimate", *, notes: "Sequence[str]" = (), verbose: bool = False) -> None:
+def show(
+    recipe: "Recipe", estimate: "Estimate", *, notes: "Sequence[str]" = (), verbose: bool = False
+) -> None:
     """The prediction for people: the answer, then where the memory and the time go; with ``verbose`` what it rests on.
 
     Args:
@@ -119,7 +121,7 @@ def _answer(out: "Console", recipe: "Recipe", estimate: "Estimate") -> None:
     trained = f", {format_count(estimate.trainable_params)} trained" if frozen else ""
     lines: list[list[str | Text]] = [
         ["speed", _speed(recipe, estimate)],
-        ["cost", _cost(recipe, estimate)],
+        *([["cost", _cost(recipe, estimate)]] if estimate.tokens_per_s else []),
         ["precision", meaning(recipe)],
         ["model", f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}"],
     ]
@@ -159,10 +161,9 @@ def _speed(recipe: "Recipe", estimate: "Estimate") -> str:
 def _cost(recipe: "Recipe", estimate: "Estimate") -> str:
     cost = estimate.cost
     if cost is None:
-        known = "" if estimate.tokens_per_s else " without a speed"
-        return f"not known{known}" if known else "not known: give the price of a GPU-hour, --price USD"
-    gpus = f"{cost.num_gpus} {recipe.hardware.gpu}" + (f" at {cost.price_per_gpu_hour:.2f} $ each" if cost.num_gpus > 1 else "")
-    return f"{cost.per_million_tokens:.4g} $ a million tokens, {cost.per_hour:.2f} $ an hour for {gpus}"
+        return f"no price of {recipe.hardware.gpu} is known: give yours, --price USD"
+    gpus = f"{cost.num_gpus} GPU{'s' * (cost.num_gpus > 1)} at {cost.price_per_gpu_hour:.2f} $"
+    return f"{cost.per_million_tokens:.4g} $ a million tokens, {cost.per_hour:.2f} $ an hour ({gpus})"
 
 
 def _memory(out: "Console", estimate: "Estimate") -> None:

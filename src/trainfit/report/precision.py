@@ -71,7 +71,7 @@ def _weights(recipe: Recipe, held: Storage) -> str:
         return f"frozen base {held.frozen:g} B{how} a parameter, adapter {held.weight:g} B"
     if held.weight == 2.0:
         return "weights 2 B, no fp32 master weights"
-    return "weights 4 B (fp32, their own master weights)"
+    return "weights 4 B (fp32 master weights)"
 
 
 def _moment_words(recipe: Recipe, held: Storage) -> str:

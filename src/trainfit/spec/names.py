@@ -55,8 +55,9 @@ def find_gpu(text: str) -> Found | None:
     named = [name for name, (_, full) in spellings.items() if words in full]
     if len(named) == 1:
         return Found(named[0], is_full=True)
-    fitting = [name for name, (known, _) in spellings.items() if _distinguishes(words) and words <= known]
-    aliased = [name for name in fitting if words in _gpu_aliases(name)]
+    aliased = [name for name in spellings if words in _gpu_aliases(name)]
+    counted = aliased or _distinguishes(words)
+    fitting = [name for name, (known, _) in spellings.items() if counted and words <= known]
     bare = [name for name in fitting if gpu_words(name) <= words]
     for chosen in (aliased, bare, fitting):
         if len(chosen) == 1:

@@ -23,7 +23,11 @@ NULLABLE = ("adapter", "quantize")
 def main_key(field: str, value: Any) -> str | None:
     """The key that a bare ``value`` of the field stands for, such as ``micro`` of ``batch: 4``; None: it is no short form."""
     key, kinds = MAIN_KEYS.get(field, ("", ()))
-    return key if isinstance(value, kinds) and not isinstance(value, bool) else None
+    return (
+        key
+        if isinstance(value, kinds) and not isinstance(value, bool) and not _is_null(field, value)
+        else None
+    )
 
 
 def written_out(data: dict[str, Any]) -> dict[str, Any]:
@@ -31,8 +35,12 @@ def written_out(data: dict[str, Any]) -> dict[str, Any]:
     return {field: _field(field, value) for field, value in data.items()}
 
 
+def _is_null(field: str, value: Any) -> bool:
+    return field in NULLABLE and isinstance(value, str) and value.lower() in ("none", "null")
+
+
 def _field(field: str, value: Any) -> Any:
-    if field in NULLABLE and isinstance(value, str) and value.lower() in ("none", "null"):
+    if _is_null(field, value):
         return None
     key = main_key(field, value)
     return value if key is None else {key: value}

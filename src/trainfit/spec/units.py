@@ -38,7 +38,11 @@ def read_count(text: str) -> float:
         ValueError: another text, with what to write.
     """
     found = COUNT.fullmatch(text.strip())
-    count = float(found[1].replace(",", "").replace("_", "")) * MULTIPLIERS[found[2].lower()] if found else math.inf
+    count = (
+        float(found[1].replace(",", "").replace("_", "")) * MULTIPLIERS[found[2].lower()]
+        if found
+        else math.inf
+    )
     if not math.isfinite(count):
         raise ValueError(f"{text!r} is not a count: write it as 100B, 1.5T or 1.5e12")
     return count
