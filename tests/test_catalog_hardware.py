@@ -86,7 +86,7 @@ def test_links_count_one_direction() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("H100", "h100-sxm"), ("rtx4090", "rtx-4090"), ("mi300", "mi300x")]
+    ("name", "near"), [("H1000", "h100-sxm"), ("rtx4099", "rtx-4090"), ("mi300", "mi300x")]
 )
 def test_an_unknown_accelerator_lists_near_names(name: str, near: str) -> None:
     with pytest.raises(InputError, match=f"hardware.gpu = '{name}'.*{near}") as caught:

@@ -149,10 +149,6 @@ def test_a_users_own_config_json_works_in_the_same_way(tmp_path) -> None:
     ("config", "message"),
     [
         (
-            {"model_type": "llama", "auto_map": {"AutoModel": "x--y"}},
-            r"model\.config\.auto_map.*never done; remove the key",
-        ),
-        (
             {"model_type": "llama", "trust_remote_code": True},
             r"model\.config\.trust_remote_code = [Tt]rue.*never done",
         ),

@@ -32,14 +32,14 @@ def test_llama_8b_warm_is_the_same_text_without_torch(
     """What either takes is in test_predict_speed.py."""
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["predict", "llama-3.1-8b-h200"]) == 0
+    assert main(["predict", "llama-3.1-8b-h200", "--verbose"]) == 0
     text = capsys.readouterr().out
     code = (
         "import sys; from trainfit.cli.main import main; code = main(sys.argv[1:]); "
         "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "predict", "llama-3.1-8b-h200"],
+        [sys.executable, "-c", code, "predict", "llama-3.1-8b-h200", "--verbose"],
         capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     assert done.stderr.splitlines()[-1] == "False"
@@ -301,7 +301,7 @@ def test_a_config_json_is_a_recipe_with_every_default(tmp_path: Path, capsys: Ca
     ("changed", "says"),
     [
         ({"num_key_value_heads": 3}, "model.config.num_key_value_heads = 3: does not divide the 4"),
-        ({"auto_map": {"AutoModel": "a.B"}}, "asks for code to be downloaded and run"),
+        ({"auto_map": {"AutoModel": "a.B"}, "model_type": "odd"}, "asks for code to be downloaded and run"),
         ({"model_type": "bert"}, "an encoder"),
         ({"hidden_size": 2**40}, "model.config.hidden_size = 1099511627776: not a size"),
     ],

@@ -1,6 +1,7 @@
 """Sweeps: every way a trial can end is a row, the others are untouched, what is done is kept, and the page tells it all."""
 
 import importlib
+import io
 import json
 import subprocess
 from collections import Counter
@@ -10,16 +11,18 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from tiny_sweep import BASE, sweep_of
 from trainfit.measure import process
 from trainfit.measure.suite import ready_to_fork
 from trainfit.report.sweep_page import page
-from trainfit.report.sweep_table import markdown_table, unit
+from trainfit.report.sweep_table import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
-from trainfit.spec.result import Record
-from trainfit.spec.sweep import Row, front
-from trainfit.spec.units import MIB
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases, Record
+from trainfit.spec.sweep import Row, front, frontier
+from trainfit.spec.units import GIB, MIB
 from trainfit.sweep import parts
 from trainfit.sweep.book import LOGS, RECORDS, Book
 from trainfit.sweep.parts import PartRequest, run_part
@@ -295,3 +298,73 @@ def test_what_is_planned_for_a_budget_is_what_is_measured(tmp_path: Path) -> Non
         again = Run(sweep, book)
         again.go(planner, lambda: False)
         assert again.num_kept == 3
+
+
+def predicted_row(
+    name: str, device_gib: float, tokens_per_s: float | None, *, fits: bool | None = None
+) -> Row:
+    """A row of a sweep that only predicts, on a card of 79 GiB."""
+    size = round(device_gib * GIB)
+    card = 79 * GIB
+    estimate = Estimate(
+        recipe_id="0", phases=Phases(after_init=1, first=PEAKS, steady=PEAKS), breakdown=MemoryBreakdown(weights=size - GIB),
+        peak_phase="steady.backward", peak_allocated_bytes=size - GIB, peak_reserved_bytes=size, peak_device_bytes=size,
+        device_bytes=card, fits=size <= card if fits is None else fits, params=1, trainable_params=1, model_flops=1.0,
+        hardware_flops=1.0, flops_convention="", step_s=None, time=None, tokens_per_s=tokens_per_s, mfu=None, hfu=None, cost=None,
+    )  # fmt: skip
+    recipe = recipe_from({"model": {"config": "gpt2"}}).content()
+    return Row(variant=name, recipe=recipe, recipe_id="0", status="done", estimate=estimate)
+
+
+PEAKS = PhasePeaks(forward=1, backward=1, optimizer=1)
+PREDICTED = (
+    predicted_row("small", 40, 1000.0),
+    predicted_row("fast", 70, 2000.0),
+    predicted_row("beaten", 71, 1500.0),
+    predicted_row("over", 79.5, 3000.0),
+    predicted_row("in pieces", 78.7, 2500.0, fits=False),
+)
+
+
+def test_a_prediction_has_a_verdict_headroom_and_device_bytes_beside_it():
+    assert [row.verdict for row in PREDICTED] == ["fits", "fits", "fits", "does not fit", "tight"]
+    found = PREDICTED[3].numbers()
+    assert (found["predicted_device_bytes"], found["device_bytes"]) == (round(79.5 * GIB), 79 * GIB)
+    assert found["headroom_bytes"] == -GIB // 2
+    head, _, *lines = markdown_table(PREDICTED).splitlines()
+    for title in ("verdict", "device GiB", "headroom GiB"):
+        assert f" {title} |" in head
+    assert "| over | does not fit | 79.50 | -0.50 |" in lines[3]
+
+
+def test_only_what_fits_is_on_the_predicted_frontier_and_it_is_marked():
+    best = frontier(PREDICTED)
+    assert best.is_predicted
+    assert best.variants == ("small", "fast")
+    waiting = PREDICTED[0].model_copy(update={"status": "waiting"})
+    assert not frontier([*PREDICTED, waiting]).is_predicted  # What is to be measured has the measured front.
+    measured = frontier([*PREDICTED, row("a", 10, 1.0)])
+    assert (measured.variants, measured.is_predicted) == (("a",), False)
+    marks = [line.startswith("| **") for line in markdown_table(PREDICTED).splitlines()[2:]]
+    assert marks == [True, True, False, False, False]
+    text = page("predicted", PREDICTED)
+    assert text.count('<tr class="best">') == 2
+    assert "Memory against speed, predicted" in text
+    assert text.count("<svg") == 2  # memory, the predicted frontier
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_the_table_fits_the_terminal_and_keeps_the_verdict(width: int):
+    out = Console(width=width, file=io.StringIO(), highlight=False)
+    out.print(text_table(PREDICTED, width))
+    assert isinstance(out.file, io.StringIO)
+    lines = out.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "verdict" in text
+    assert "does not fit" in text
+    assert "* fast" in text
+    assert "…" not in text
+    assert "headroom" in text
+    assert ("device" in text.splitlines()[0]) == (width >= 80)
+    assert "* the predicted frontier" in text

@@ -1,4 +1,4 @@
-"""What a config.json must be before anything is built from it: plain data, no remote code, sizes that make sense.
+"""What a config.json must be before anything is built from it: plain data, no demand for remote code, sizes that make sense.
 
 Enters: a mapping read as strict JSON. Leaves: the same mapping. Whether the model type can be built is for the
 room that builds it.
@@ -8,8 +8,9 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 
-REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code", "custom_pipelines")
-"""Keys by which a config.json asks for Python code to be downloaded and run."""
+REMOTE_CODE_KEYS = ("auto_map", "custom_pipelines")
+"""Keys that name Python code of a repository. Ignored where transformers has the model type itself: the code is never run."""
+TRUST_KEY = "trust_remote_code"
 
 LARGEST = {
     2**31 - 1: ("max_position_embeddings", "n_positions"),
@@ -35,18 +36,15 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
     """The mapping itself, if it can be built from.
 
     Raises:
-        InputError: not a mapping, no ``model_type``, remote code asked for, a size that is no positive integer or far
-            over any model's, or query heads that do not share the key-value heads evenly.
+        InputError: not a mapping, no ``model_type``, trust in remote code asked for, a size that is no positive integer or
+            far over any model's, or query heads that do not share the key-value heads evenly.
     """
     if not isinstance(config, dict):
         raise InputError(
             "not a mapping", "write a config.json's object", field="model.config", value=config, file=file
         )
-    for key in REMOTE_CODE_KEYS:
-        if config.get(key):
-            problem = "asks for code to be downloaded and run, which is never done"
-            remedy = "remove the key and use a model type that transformers has itself"
-            raise InputError(problem, remedy, field=f"model.config.{key}", value=config[key], file=file)
+    if config.get(TRUST_KEY):
+        raise remote_code_refused(config, TRUST_KEY, file=file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise InputError(
@@ -57,6 +55,26 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
             _check_size(key, config.get(key), largest, file)
     _check_heads(config, file)
     return config
+
+
+def remote_code_keys(config: Any) -> tuple[str, ...]:
+    """Keys of the config that name code of a repository."""
+    return tuple(key for key in REMOTE_CODE_KEYS if isinstance(config, dict) and config.get(key))
+
+
+def ignored(config: Any) -> tuple[str, ...]:
+    """A line for each key of the config that names code of a repository."""
+    return tuple(
+        f"model.config.{key} is ignored: the code that it names is never run"
+        for key in remote_code_keys(config)
+    )
+
+
+def remote_code_refused(config: dict[str, Any], key: str, *, file: str = "") -> InputError:
+    """The refusal of a config that cannot be built without the code that its ``key`` names."""
+    problem = "asks for code to be downloaded and run, which is never done"
+    remedy = "remove the key and use a model type that transformers has itself"
+    return InputError(problem, remedy, field=f"model.config.{key}", value=config[key], file=file)
 
 
 def _check_size(key: str, value: Any, largest: int, file: str) -> None:

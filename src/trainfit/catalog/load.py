@@ -9,8 +9,7 @@ import copy
 import difflib
 import functools
 import re
-import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from pydantic import JsonValue
 
 from trainfit.catalog.config_checks import check_config
 from trainfit.catalog.this_cpu import CPU, this_cpu
+from trainfit.spec import names
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
 from trainfit.spec.recipe import Hardware
@@ -41,6 +41,8 @@ class ModelRow(Value):
     family: str
     config: dict[str, JsonValue]
     published: str = ""
+    hub: tuple[str, ...] = ()
+    """Its repositories on the Hub that have this shape, by which it may be named."""
     source: Source
 
     @property
@@ -67,14 +69,17 @@ def gpus() -> dict[str, Gpu]:
 
 
 def gpu(name: str) -> Gpu:
-    """The accelerator called ``name``, such as ``h100-sxm``; ``cpu`` is the machine that runs the command.
+    """The accelerator called ``name``, such as ``h100-sxm`` or ``H100 80GB``; ``cpu`` is the machine that runs the command.
 
     Raises:
         InputError: no such row; the message lists near names.
     """
-    if name == CPU:
+    known = names.gpu_name(name)
+    if known == CPU:
         return this_cpu()
-    return _gpus().get(name) or _unknown("hardware.gpu", name, _gpus(), "accelerator")
+    return _gpus().get(known) or _unknown(
+        "hardware.gpu", name, _gpus(), "accelerator", family=names.gpus_like(name)
+    )
 
 
 def gpu_of_device(device_name: str) -> Gpu:
@@ -83,11 +88,11 @@ def gpu_of_device(device_name: str) -> Gpu:
     Raises:
         InputError: no row has that name; the error lists near ones.
     """
-    names = {name: row for row in _gpus().values() for name in row.device_names}
-    if device_name in names:
-        return names[device_name]
-    near = difflib.get_close_matches(device_name, names, n=4, cutoff=0.5)
-    known = ", ".join(f"{names[name].name} ({name})" for name in near) or ", ".join(_gpus())
+    rows = {name: row for row in _gpus().values() for name in row.device_names}
+    if device_name in rows:
+        return rows[device_name]
+    near = difflib.get_close_matches(device_name, rows, n=4, cutoff=0.5)
+    known = ", ".join(f"{rows[name].name} ({name})" for name in near) or ", ".join(_gpus())
     raise InputError(
         "no GPU of the catalog is called that by its driver",
         f"if it is one of these, name it with --gpu: {known}",
@@ -125,11 +130,9 @@ def model_names() -> list[str]:
 
 
 def model(name: str) -> ModelRow:
-    """The model called ``name``, such as ``llama-3.1-8b``."""
-    table = _model_table()
-    if name not in table:
-        _unknown("model.config", name, table, "model")
-    row = {"name": name, **table[name], "config": _config(name)}
+    """The model called ``name``, such as ``llama-3.1-8b`` or ``meta-llama/Llama-3.1-8B``."""
+    table, known = _model_table(), _known_model(name)
+    row = {"name": known, **table[known], "config": _config(known)}
     return parse(ModelRow, row, file="models.toml")
 
 
@@ -137,7 +140,7 @@ def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
     """The mapping of a config.json, as data to build from; no code is ever loaded with it.
 
     Args:
-        config: a catalog name, a path that ends in ``.json``, or such a mapping.
+        config: a name of the catalog or the Hub, a path that ends in ``.json``, or such a mapping.
 
     Returns:
         A copy, free to change.
@@ -149,9 +152,7 @@ def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
     if isinstance(config, str) and config.endswith(".json"):
         return check_config(read_json(Path(config)), file=config)
     if isinstance(config, str):
-        if config not in _model_table():
-            _unknown("model.config", config, _model_table(), "model")
-        return copy.deepcopy(_config(config))
+        return copy.deepcopy(_config(_known_model(config)))
     return copy.deepcopy(check_config(config))
 
 
@@ -163,7 +164,8 @@ def recipes() -> dict[str, Path]:
 @functools.cache
 def _gpus() -> dict[str, Gpu]:
     return {
-        name: parse(Gpu, {"name": name, **row}, file="gpus.toml") for name, row in _table("gpus.toml").items()
+        name: parse(Gpu, {"name": name, **row}, file=names.GPUS)
+        for name, row in names.rows(names.GPUS).items()
     }
 
 
@@ -171,13 +173,16 @@ def _gpus() -> dict[str, Gpu]:
 def _links() -> dict[str, Link]:
     return {
         name: parse(Link, {"name": name, **row}, file="links.toml")
-        for name, row in _table("links.toml").items()
+        for name, row in names.rows("links.toml").items()
     }
 
 
-@functools.cache
 def _model_table() -> dict[str, dict[str, Any]]:
-    return _table("models.toml")
+    return names.rows(names.MODELS)
+
+
+def _known_model(name: str) -> str:
+    return names.find_model(name) or _unknown("model.config", name, _model_table(), "model")
 
 
 @functools.cache
@@ -186,22 +191,23 @@ def _config(name: str) -> dict[str, Any]:
     return check_config(read_json(path), file=str(path))
 
 
-def _table(file: str) -> dict[str, dict[str, Any]]:
-    return tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))
+def names_like(name: str, known: Iterable[str]) -> list[str]:
+    """At most six of the ``known`` names that ``name`` is a part of or is spelt like; of a Hub name its last part counts."""
+    every, typed = list(known), name.rpartition("/")[2].lower()
+    near = [one for one in every if typed and typed in one]
+    near += [one for one in difflib.get_close_matches(typed, every, n=4, cutoff=0.5) if one not in near]
+    return near[:6]
 
 
-def _unknown(field: str, name: str, known: Iterable[str], noun: str) -> NoReturn:
-    names = list(known)
-    near = [known_name for known_name in names if name and name.lower() in known_name]
-    near += [
-        match
-        for match in difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.5)
-        if match not in near
-    ]
+def _unknown(
+    field: str, name: str, known: Iterable[str], noun: str, *, family: Sequence[str] = ()
+) -> NoReturn:
+    every = list(known)
+    near = list(family) or names_like(name, every)
     if near:
-        remedy = f"did you mean {', '.join(near[:6])}?"
-    elif len(names) > MOST_NAMES_TOLD:
-        remedy = f"trainfit {noun}s lists the {len(names)} that are known"
+        remedy = f"did you mean {', '.join(near)}?"
+    elif len(every) > MOST_NAMES_TOLD:
+        remedy = f"trainfit {noun}s lists the {len(every)} that are known"
     else:
-        remedy = f"known: {', '.join(names)}"
+        remedy = f"known: {', '.join(every)}"
     raise InputError(f"no {noun} of that name", remedy, field=field, value=name)

@@ -4,8 +4,7 @@ import os
 import platform
 
 from trainfit.spec.hardware import Gpu, Source
-
-CPU = "cpu"
+from trainfit.spec.names import CPU
 
 
 def this_cpu() -> Gpu:

@@ -51,12 +51,17 @@ def run(
     settings = with_hardware(settings, gpu, None)
     names = [recipe] if other is None else [recipe, other]
     asked = [read_recipe(name, settings) for name in names]
-    from trainfit.explain.peak import explain
+    from trainfit.cli.show import progress
 
     built: list[Recipe] = []
     found: list[Explanation] = []
     for name, one in zip(names, asked, strict=True):
-        with work(name, settings, json=json, record=None):
+        with (
+            work(name, settings, json=json, record=None),
+            progress(f"explaining {one.model.display_name}: one step on the virtual GPU"),
+        ):
+            from trainfit.explain.peak import explain
+
             planned_one, said = planned(one)
             tell(said)
             built.append(planned_one)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from trainfit.cli.options import Json, PeakFlops, finite, only_json, print_json
+from trainfit.cli.options import Json, PeakFlops, count, finite, only_json, print_json, share, tell
 
 if TYPE_CHECKING:
     from trainfit.predict.flops_accounting import StepFlops
@@ -26,12 +26,14 @@ StepSeconds = Annotated[
 Given = Annotated[
     float | None,
     typer.Option(
-        "--mfu", metavar="SHARE", max=1, callback=finite, help="Instead of --step-s: the MFU, such as 0.4."
+        "--mfu", metavar="SHARE", parser=share, help="Instead of --step-s: the MFU, such as 40% or 0.4."
     ),
 ]
 Tokens = Annotated[
     float | None,
-    typer.Option(metavar="N", min=1, callback=finite, help="Also tell how long a run over N tokens takes."),
+    typer.Option(
+        metavar="N", parser=count, help="Also tell how long a run over N tokens takes, such as 15T or 1.5e12."
+    ),
 ]
 GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
 NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
@@ -46,7 +48,7 @@ Precision = Annotated[
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
 GpuHours = Annotated[
     float | None,
-    typer.Option(metavar="HOURS", min=0, callback=finite, help="Also tell what so many GPU-hours cost."),
+    typer.Option(metavar="HOURS", parser=count, help="Also tell what so many GPU-hours cost, such as 1.46M."),
 ]
 Price = Annotated[
     float | None,
@@ -84,24 +86,28 @@ def run(
     Give --step-s for the MFU, or --mfu for the time.
     """
     from trainfit.catalog.load import gpu as find_gpu
+    from trainfit.cli.show import progress
     from trainfit.spec.errors import InputError
+    from trainfit.spec.names import gpu_note
 
     found: dict[str, object] = {}
     row = find_gpu(gpu)
+    note = gpu_note(gpu)
+    tell([] if note is None else [f"note: {note}"])
     price = row.price_per_hour if price is None else price
     if any(value is not None for value in (model, batch, seq, step_s, mfu, tokens)) or gpu_hours is None:
         if model is None or batch is None or seq is None or (step_s is None) == (mfu is None):
             raise typer.BadParameter(
                 "give --model, --batch, --seq and one of --step-s and --mfu together, or --gpu-hours alone"
             )
-        for option, value in (("--step-s", step_s), ("--mfu", mfu)):
+        for option, value in (("--step-s", step_s), ("--mfu", mfu), ("--tokens", tokens)):
             if value is not None and value <= 0:
                 raise typer.BadParameter(f"{option} must be above 0")
         if tokens is not None and gpu_hours is not None:
             raise typer.BadParameter("--tokens tells the GPU-hours: leave --gpu-hours out")
         recipe = _recipe(model, seq, precision, adapter, rank)
         speed = _Speed(step_s, mfu, row, count, peak_flops)
-        with only_json(json):
+        with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
             found |= _utilization(recipe, batch, attention, recompute == "full", speed)
         if tokens is not None:
             found |= _run_of(tokens, batch * seq, found, price)

@@ -2,8 +2,9 @@
 
 import contextlib
 import math
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
 
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A repository on the Hub: its owner and its name."""
 UNNAMED_GPU = "this GPU, whose name NVML does not tell,"
 """In the place of a name: nothing is measured on it."""
 
@@ -26,12 +29,33 @@ def finite(value: float | None) -> float | None:
     return value
 
 
+def count(text: str) -> float:
+    """An option's count, which may have a unit: ``100B``."""
+    from trainfit.spec.units import read_count
+
+    return _read(read_count, text)
+
+
+def share(text: str) -> float:
+    """An option's share, which may be in per cent: ``40%``."""
+    from trainfit.spec.units import read_share
+
+    return _read(read_share, text)
+
+
+def _read(read: Callable[[str], float], text: str) -> float:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 RecipeArgument = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
         help="A recipe file, a model's config.json (every other field at its default), or the name of a shipped "
-        "recipe or catalog model.",
+        "recipe or catalog model (also the model's name on the Hub).",
     ),
 ]
 Settings = Annotated[
@@ -82,22 +106,30 @@ def read_recipe(text: str, settings: list[str] | None = None) -> "Recipe":
     from trainfit.catalog import load as catalog
     from trainfit.spec.recipe_file import load_recipe, recipe_from, recipe_of_model
 
-    settings = settings or []
+    settings, notes = settings or [], list[str]()
     if _is_model_config(Path(text)):
-        recipe = recipe_of_model(text, settings)
-    elif text.endswith((".yaml", ".yml", ".json")) or "/" in text or Path(text).is_file():
-        recipe = load_recipe(text, settings)
+        recipe = recipe_of_model(text, settings, notes=notes)
+    elif _is_path(text):
+        recipe = load_recipe(text, settings, notes=notes)
     else:
         path = _shipped(text)
         recipe = (
-            recipe_from({"model": {"config": text}}, settings)
+            recipe_from({"model": {"config": text}}, settings, notes=notes)
             if path is None
-            else load_recipe(path, settings)
+            else load_recipe(path, settings, notes=notes)
         )
+    tell(f"note: {note}" for note in notes)
     with _named(text, settings):  # Before anything slow is imported.
         catalog.gpu(recipe.hardware.gpu)
         catalog.model_config(recipe.model.config)
     return recipe
+
+
+def _is_path(text: str) -> bool:
+    """Whether it names a file, there or not; what has the form of a name on the Hub (``owner/name``) only if it is there."""
+    if text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file():
+        return True
+    return "/" in text and not (HUB_NAME.fullmatch(text) and not Path(text).parent.is_dir())
 
 
 def _is_model_config(path: Path) -> bool:
@@ -137,15 +169,15 @@ def _quoted(text: str) -> str:
 
 def _shipped(name: str) -> Path | None:
     """The shipped recipe's file, or None where ``name`` is a model of the catalog."""
-    import difflib
-
     from trainfit.catalog import load as catalog
     from trainfit.spec.errors import InputError
+    from trainfit.spec.names import find_model
 
-    recipes, models = catalog.recipes(), catalog.model_names()
-    if name in recipes or name in models:
-        return recipes.get(name)
-    near = difflib.get_close_matches(name.lower(), [*recipes, *models], n=4, cutoff=0.5)
+    recipes = catalog.recipes()
+    folded = name.lower().replace("_", "-")
+    if folded in recipes or find_model(name) is not None:
+        return recipes.get(folded)
+    near = catalog.names_like(name, [*recipes, *catalog.model_names()])
     known = f"did you mean {', '.join(near)}?" if near else f"shipped recipes: {', '.join(recipes)}"
     raise InputError(
         "no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name
@@ -186,21 +218,25 @@ def print_json(value: "BaseModel | dict[str, Any] | list[Any]") -> None:
 def planned(recipe: "Recipe", device: str | None = None) -> "tuple[Recipe, tuple[str, ...]]":
     """The recipe with its open fields planned (``recompute: {budget_gib: x}``, ``attention: best``), and what to say of it.
 
+    That is how they were planned, and what of the model's config is ignored.
+
     Args:
         device: where a real step is about to run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None: nowhere, it is predicted.
 
     Raises:
         InputError: no plan is within the budget.
     """
+    from trainfit.catalog.config_checks import ignored
+
+    said = ignored(recipe.model.config)
     if not recipe.has_open_fields:
-        return recipe, ()
-    said: tuple[str, ...] = ()
+        return recipe, said
     if recipe.attention == "best":
         from trainfit.plan.attention import choose
 
         place = {} if device is None else _place(device)
         recipe, note = choose(recipe, **place)
-        said = (note,)
+        said += (note,)
     from trainfit.plan.recompute import resolve
 
     built = resolve(recipe)
@@ -237,7 +273,7 @@ def _place(device: str) -> dict[str, Any]:
         return {"gpu": name, "device_type": "cuda"}
 
 
-def tell(said: "tuple[str, ...]") -> None:
+def tell(said: "Iterable[str]") -> None:
     """What a plan chose, on standard error: standard output is the result's."""
     for line in said:
         typer.echo(line, err=True)

@@ -1,7 +1,8 @@
 """How results look to people: a console, aligned rows, bars. Widths follow the terminal (80 columns where none is known)."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +14,24 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 def console() -> Console:
     """Standard output; text is only text: no colours guessed at, and no styles read out of a name or an error's [...]."""
     return Console(highlight=False, markup=False, emoji=False)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """While entered, ``text`` and the seconds that it has taken, in a line of standard error that goes when it is done.
+
+    Only on a terminal: elsewhere nothing is printed.
+    """
+    errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if not errors.is_terminal:
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True, redirect_stdout=False) as shown:
+        shown.add_task(text, total=None)
+        yield
 
 
 def bar(share: float, width: int, *, blocks: bool = True) -> str:

@@ -101,9 +101,10 @@ def run(
     if json:
         print_json(_content(state, folder, page))
     elif markdown:
-        from trainfit.report.sweep_table import markdown_table
+        from trainfit.report.sweep_table import markdown_table, marked
 
-        print(markdown_table(state.rows()), end="")
+        best = marked(state.rows())
+        print(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
     else:
         _print(state, folder, page)
     return EXIT_STOPPED if state.stopped else 0
@@ -192,15 +193,16 @@ def _report(state: "Run", folder: Path) -> Path:
 
 def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
     """One object: the rows with both sides as nouns, and the numbers that the table shows."""
-    from trainfit.spec.sweep import front
+    from trainfit.spec.sweep import front, frontier
     from trainfit.sweep.book import RECORDS
 
     rows = state.rows()
     return {
         "name": state.sweep.name,
         "stopped": state.stopped,
-        "rows": [row.model_dump(mode="json") | row.numbers() for row in rows],
+        "rows": [row.model_dump(mode="json") | row.numbers() | {"verdict": row.verdict} for row in rows],
         "front": list(front(rows)),
+        "predicted_front": list(best.variants if (best := frontier(rows)).is_predicted else ()),
         "notes": list(state.sweep.notes),
         "records": str(folder / RECORDS),
         "report": str(page),

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainfit.catalog.config_checks import REMOTE_CODE_KEYS, remote_code_keys, remote_code_refused
 from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
 
 NOT_THE_ARCHITECTURE = (
     "architectures",
-    "auto_map",
+    *REMOTE_CODE_KEYS,
     "dtype",
     "torch_dtype",
     "quantization_config",
@@ -104,13 +105,16 @@ def hf_config_from(config: dict[str, Any]) -> Any:
     """The transformers config object of a config.json mapping, the key-value cache off.
 
     Raises:
-        InputError: unknown ``model_type`` (with near names), or a value that its config class refuses.
+        InputError: unknown ``model_type`` (with near names, or because its code is in a repository), or a value that its
+            config class refuses.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        if keys := remote_code_keys(config):
+            raise remote_code_refused(config, keys[0])
         known = list(CONFIG_MAPPING.keys())
         near = difflib.get_close_matches(str(model_type), known, n=3)
         remedy = (

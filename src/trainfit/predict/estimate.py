@@ -13,6 +13,7 @@ from trainfit.predict.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, ro
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Cost, Estimate, Interval
+from trainfit.spec.units import format_bytes
 from trainfit.virtual.allocator import CachingAllocator, OutOfMemory
 from trainfit.virtual.allocator_settings import allocator_settings
 from trainfit.virtual.ledger import Ledger
@@ -30,6 +31,10 @@ CALIBRATED_BASIS = (
     "0.65 to 1.9 times the expectation (compiled: low without the host's part): of 261 steps on an H200 260 lay inside, one, "
     "OLMoE with LoRA in fp16, at 2.4 times; a slower host or other clocks can take a run outside"
 )
+
+LEAST_HEADROOM = 0.01
+"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by 0.08 % (docs/accuracy.md),
+what else is on a card (a display, another process's context) takes some hundred MiB."""
 
 MORE_STEPS = 8
 """Steady steps replayed at most beyond the traced one. Of 10 recipes within 3 % of an H200's memory that ran out of it, four
@@ -71,6 +76,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     time = roofline(ledger, gpu)
     step_s = time.expected.total if time else None
     peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
+    peak_device_bytes = replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger)
     tokens_per_s = recipe.batch.tokens / step_s if step_s else None
     return Estimate(
         recipe_id=recipe.id,
@@ -79,7 +85,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         peak_phase=replayed.peak_phase,
         peak_allocated_bytes=replayed.peak_allocated_bytes,
         peak_reserved_bytes=replayed.peak_reserved_bytes,
-        peak_device_bytes=replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger),
+        peak_device_bytes=peak_device_bytes,
         device_bytes=gpu.usable_bytes,
         host_bytes=ledger.host_bytes,
         fits=fits,
@@ -97,6 +103,10 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
         ops_without_flops=ledger.ops_without_flops,
         bounds=_bounds(time, gpu, recipe),
+        warnings=(
+            *_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
+            *(_emulated(recipe, gpu) if time else ()),
+        ),
     )
 
 
@@ -169,6 +179,15 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
         *_emulated(recipe, gpu),
         *rates,
         "step time is a roofline, not yet calibrated on your GPU",
+    )
+
+
+def _little_headroom(headroom_bytes: int, device_bytes: int, *, fits: bool) -> tuple[str, ...]:
+    if not fits or headroom_bytes >= LEAST_HEADROOM * device_bytes:
+        return ()
+    return (
+        f"less than {LEAST_HEADROOM:.0%} of the device is free, {format_bytes(headroom_bytes)}: "
+        "another process on it, or a longer batch, is enough to run out of memory",
     )
 
 

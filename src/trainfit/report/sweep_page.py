@@ -13,9 +13,9 @@ from pathlib import Path
 from trainfit.records import replace_text
 from trainfit.report import html, sweep_plots
 from trainfit.report.compare import technique
-from trainfit.report.sweep_table import Column, columns, first_line
+from trainfit.report.sweep_table import Column, columns, first_line, marked
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.sweep import RUNNING, WAITING, Row, front
+from trainfit.spec.sweep import RUNNING, WAITING, Row
 
 CSS = (
     html.CSS
@@ -42,6 +42,11 @@ PLOTS = (
         "Memory against speed",
         "Both measured. What lies to the right of and below the line is beaten by something on it.",
         sweep_plots.front_scatter,
+    ),
+    (
+        "Memory against speed, predicted",
+        "Predicted, among the variants that fit. What lies to the right of and below the line is beaten by something on it.",
+        sweep_plots.predicted_scatter,
     ),
 )
 
@@ -98,7 +103,9 @@ def _note(rows: Sequence[Row], notes: Sequence[str]) -> str:
     if len(rows) > sweep_plots.MAX_ROWS:
         said.append(f"bars show the first {sweep_plots.MAX_ROWS} variants")
     more = "".join(f" {one[:1].upper()}{one[1:]}." for one in said)
-    return f"<p>Shaded: the front of memory against speed. An error is predicted minus measured, over measured.{escape(more)}</p>"
+    shaded = f"Shaded: {marked(rows).meaning}. " if marked(rows).variants else ""
+    what = "Device: the predicted peak as nvidia-smi would show it; verdict and headroom are of it."
+    return f"<p>{escape(shaded)}{what} An error is predicted minus measured, over measured.{escape(more)}</p>"
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -107,7 +114,7 @@ def _table(rows: Sequence[Row]) -> str:
     size = [Column("batch", _batch, is_number=False)] if len({_batch(row) for row in rows}) > 1 else []
     shown = [shown[0], what, *size, *shown[1:]]
     head = "".join(f'<th class="{_kind(one)}" scope="col">{escape(one.title)}</th>' for one in shown)
-    best = set(front(rows))
+    best = marked(rows).variants
     lines = []
     for row in rows:
         cells = [f'<td class="{_kind(one)}">{escape(one.cell(row))}</td>' for one in shown]

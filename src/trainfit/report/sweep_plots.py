@@ -11,7 +11,7 @@ from typing import Any
 from trainfit.report import plots
 from trainfit.report.plots import GRID, INK, MEASURED, MUTED, PREDICTED
 from trainfit.report.sweep_table import unit
-from trainfit.spec.sweep import RUNNING, WAITING, Row, front
+from trainfit.spec.sweep import RUNNING, WAITING, Row, front, frontier
 
 MAX_ROWS = plots.MAX_ROWS
 LONGEST_NAME = 34
@@ -77,33 +77,54 @@ def _published(values: Values) -> list[Side]:
 
 def front_scatter(rows: Sequence[Row], *, predicted: bool = False) -> str | None:
     """Memory against speed, both measured (or both predicted); the line joins the variants that nothing else beats in both."""
-    shown = [row for row in rows if row.place(predicted=predicted) is not None]
-    if not shown:
+    places = [(row, place) for row in rows if (place := row.place(predicted=predicted)) is not None]
+    told = "predicted" if predicted else "measured"
+    return _scatter(places, front(rows, predicted=predicted), f"peak allocated, {told}", told)
+
+
+def predicted_scatter(rows: Sequence[Row]) -> str | None:
+    """Bytes on the device against speed, predicted, of the variants that fit, where none is measured; with their frontier."""
+    best = frontier(rows)
+    if not best.is_predicted:
         return None
+    places = [
+        (row, (row.predicted_device_bytes, row.predicted_tokens_per_s))
+        for row in rows
+        if row.verdict == "fits" and row.predicted_device_bytes and row.predicted_tokens_per_s
+    ]
+    return _scatter(places, best.variants, "peak on the device, predicted", "predicted")
+
+
+def _scatter(
+    places: Sequence[tuple[Row, tuple[int, float]]], on_front: Sequence[str], x_label: str, told: str
+) -> str | None:
+    """Points of (bytes, tokens a second), those of ``on_front`` joined; None without any."""
+    if not places:
+        return None
+    shown = [row for row, _ in places]
     name, size = unit(shown)
     by = _speed_unit(shown)
     points = {
         row.variant: (place[0] / size, place[1] * _per_sample(row, by) / row.recipe["batch"]["seq"])
-        for row in shown
-        if (place := row.place(predicted=predicted)) is not None
+        for row, place in places
     }
-    best = [points[variant] for variant in front(shown, predicted=predicted)]
-    told, colour = ("predicted", PREDICTED) if predicted else ("measured", MEASURED)
+    best = [points[variant] for variant in on_front]
+    colour = PREDICTED if told == "predicted" else MEASURED
 
     def draw(plt: Any) -> Any:
         figure, axes = plt.subplots(figsize=(8.2, 5.0))
         axes.step(*zip(*best, strict=True), where="post", color=colour, linewidth=1.6, alpha=0.75)
         for x, y in points.values():
-            on_front = (x, y) in best
-            axes.plot(x, y, "o", color=colour if on_front else MUTED, markersize=8 if on_front else 6)
+            is_best = (x, y) in best
+            axes.plot(x, y, "o", color=colour if is_best else MUTED, markersize=8 if is_best else 6)
         axes.plot([], [], "o-", color=colour, label="front: nothing else is both smaller and faster")
         axes.plot([], [], "o", color=MUTED, label="beaten in both")
         axes.set(
-            xlabel=f"peak allocated, {told}, {name} (less is better)",
+            xlabel=f"{x_label}, {name} (less is better)",
             ylabel=f"{by} a second, {told} (more is better)",
         )
         _scales(axes, points)
-        _name_points(figure, axes, points, front(shown, predicted=predicted))
+        _name_points(figure, axes, points, on_front)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8.5)
         return figure
 

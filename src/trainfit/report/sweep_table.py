@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainfit.report.table import NOTHING, markdown_cell, percent
 from trainfit.spec.result import Outcome
-from trainfit.spec.sweep import RUNNING, WAITING, Row, front
+from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, frontier
 from trainfit.spec.units import GIB, MIB, format_count
 
 if TYPE_CHECKING:
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 STYLES = {"done": "green", WAITING: "dim", RUNNING: "cyan", "refused": "yellow", "out-of-memory": "yellow"}
 """Of a status; the others are red."""
-WIDE_FROM = 100
-"""Terminal columns from which every column is shown."""
+GAP = 2
+"""Spaces between columns of the terminal's table."""
+VERDICTS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 LONGEST_MESSAGE = 160
 """In a line of progress; at the end the whole line is told."""
 SHORT = {"out-of-memory": "OOM"}
@@ -25,12 +26,24 @@ SHORT = {"out-of-memory": "OOM"}
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its title, a cell, whether the narrow table has it, and whether it holds numbers."""
+    """A column: its title, a cell, and whether it holds numbers.
+
+    ``rank``: where the terminal is too narrow, columns of the highest rank are left out first; of 0 never.
+    """
 
     title: str
     cell: Callable[[Row], str]
-    narrow: bool = True
+    rank: int = 0
     is_number: bool = True
+
+    def width(self, rows: Sequence[Row]) -> int:
+        """Characters that it takes in the terminal's table."""
+        return max(len(text) for text in (*self.lines, *(self.cell(row) for row in rows)))
+
+    @property
+    def lines(self) -> list[str]:
+        """The title on two lines: a unit, or "predicted", stands under the quantity."""
+        return self.title.split(" ", 1)
 
 
 def unit(rows: Sequence[Row]) -> tuple[str, int]:
@@ -47,21 +60,42 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     def memory(read: Callable[[Row], int | None]) -> Callable[[Row], str]:
         return lambda row: NOTHING if (found := read(row)) is None else f"{found / size:,.3f}"
 
+    def room(read: Callable[[Row], int | None]) -> Callable[[Row], str]:
+        return lambda row: NOTHING if (found := read(row)) is None else f"{found / size:,.2f}"
+
+    only_predicted = not any(row.samples_per_s for row in rows)
     every = [
-        Column(f"predicted {name}", memory(lambda row: row.predicted_bytes)),
+        Column("verdict", lambda row: row.verdict or NOTHING, is_number=False),
+        Column(f"device {name}", room(lambda row: row.predicted_device_bytes), rank=3),
+        Column(f"headroom {name}", room(lambda row: row.headroom_bytes), rank=2),
+        Column(f"predicted {name}", memory(lambda row: row.predicted_bytes), rank=4),
         Column(f"measured {name}", memory(lambda row: row.measured_bytes)),
-        Column("error", lambda row: percent(row.error)),
-        Column("samples/s predicted", lambda row: _number(row.predicted_samples_per_s), narrow=False),
+        Column("error", lambda row: percent(row.error), rank=1),
+        Column("samples/s predicted", lambda row: _number(row.predicted_samples_per_s), rank=8),
+        Column(
+            "tokens/s predicted",
+            lambda row: _count(row.predicted_tokens_per_s),
+            rank=1 if only_predicted else 7,
+        ),
         Column("samples/s", lambda row: _number(row.samples_per_s)),
-        Column("samples/s overall", lambda row: _number(overall_samples_per_s(row)), narrow=False),
-        Column("tokens/s", lambda row: _count(row.tokens_per_s), narrow=False),
-        Column("MFU", lambda row: _share(row.mfu)),
-        Column("HFU", lambda row: _share(row.hfu), narrow=False),
-        Column("perplexity", lambda row: _number(row.perplexity)),
+        Column("samples/s overall", lambda row: _number(overall_samples_per_s(row)), rank=5),
+        Column("tokens/s", lambda row: _count(row.tokens_per_s), rank=6),
+        Column("MFU", lambda row: _share(row.mfu), rank=1),
+        Column("HFU", lambda row: _share(row.hfu), rank=9),
+        Column("perplexity", lambda row: _number(row.perplexity), rank=1),
     ]
     filled = [column for column in every if any(column.cell(row) != NOTHING for row in rows)]
     first = Column("variant", lambda row: row.variant, is_number=False)
     return [first, *filled, Column("status", lambda row: row.status, is_number=False)]
+
+
+def fitting(rows: Sequence[Row], width: int) -> list[Column]:
+    """The columns that fit in so many characters: while they do not, those of the highest rank go."""
+    shown = columns(rows)
+    while sum(column.width(rows) + GAP for column in shown) > width and any(column.rank for column in shown):
+        last = max(column.rank for column in shown)
+        shown = [column for column in shown if column.rank != last]
+    return shown
 
 
 def overall_samples_per_s(row: Row) -> float | None:
@@ -75,24 +109,37 @@ def text_table(rows: Sequence[Row], width: int, *, seconds: dict[str, float] | N
     from rich.table import Table
     from rich.text import Text
 
-    shown = [column for column in columns(rows) if column.narrow or width >= WIDE_FROM]
-    best = set(front(rows)) if len(front(rows)) > 1 else set()
+    shown, best = fitting(rows, width), marked(rows)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for column in shown:
-        # A unit, or "predicted", stands under the quantity, so that columns are no wider than their numbers.
-        title = column.title.replace(" ", "\n", 1)
         align = "right" if column.is_number else "left"
-        table.add_column(title, justify=align, no_wrap=column.is_number, overflow="fold", vertical="bottom")
+        table.add_column(
+            "\n".join(column.lines),
+            justify=align,
+            no_wrap=column.is_number,
+            overflow="fold",
+            vertical="bottom",
+        )
     for row in rows:
         cells = [Text(column.cell(row)) for column in shown]
-        mark = row.variant in best
+        mark = row.variant in best.variants
         cells[0] = Text(f"{'*' if mark else ' '} {row.variant}", style="bold" if mark else "")
         cells[-1] = Text(_status(row, seconds or {}), style=STYLES.get(row.status, "red"))
+        cells = [
+            Text(cell.plain, style=VERDICTS[cell.plain]) if cell.plain in VERDICTS else cell for cell in cells
+        ]
         table.add_row(*cells)
-    if best:
-        table.caption = "* the front: nothing here is both smaller and faster"
+    if best.variants:
+        table.caption = f"* {best.meaning}"
         table.caption_justify = "left"
     return table
+
+
+def marked(rows: Sequence[Row]) -> Frontier:
+    """The frontier, if it chooses between variants: one of a single variant marks nothing."""
+    best = frontier(rows)
+    chooses = len(rows) > 1 if best.is_predicted else len(best.variants) > 1
+    return best if chooses else best._replace(variants=())
 
 
 def _status(row: Row, seconds: dict[str, float]) -> str:
@@ -134,11 +181,15 @@ def _cut(text: str) -> str:
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Every filled column as a Markdown table."""
-    shown = columns(rows)
+    """Every filled column as a Markdown table; the variants that are ``marked`` are bold."""
+    shown, best = columns(rows), marked(rows)
     lines = ["| " + " | ".join(column.title for column in shown) + " |"]
     lines.append("|" + "|".join("---:" if column.is_number else "---" for column in shown) + "|")
-    lines += ["| " + " | ".join(markdown_cell(column.cell(row)) for column in shown) + " |" for row in rows]
+    for row in rows:
+        name, *cells = [markdown_cell(column.cell(row)) for column in shown]
+        lines.append(
+            "| " + " | ".join([f"**{name}**" if row.variant in best.variants else name, *cells]) + " |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -41,6 +41,8 @@ class Gpu(Value):
     title: str
     device_names: tuple[str, ...] = ()
     """What the driver calls it (``torch.cuda.get_device_name``)."""
+    aliases: tuple[str, ...] = ()
+    """Short names that stand for it, also where they would fit other rows (``H100``)."""
     vendor: Literal["nvidia", "amd", "google", "intel", "host"]
     architecture: str
     compute_capability: tuple[int, int] | None = None

@@ -7,8 +7,9 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
+from trainfit.spec.names import gpu_name, model_name
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
@@ -26,11 +27,16 @@ MAX_MICRO_BATCH_TOKENS = 2**32
 
 
 class ModelSpec(Value):
-    """Which model: a catalog name or the mapping of a config.json, and whose code builds it."""
+    """Which model: a catalog name (or another name of that model) or the mapping of a config.json, and whose code builds it."""
 
     config: str | dict[str, JsonValue]
     implementation: Literal["hf", "native"] = "hf"
     name: str | None = None
+
+    @field_validator("config")
+    @classmethod
+    def _name_of_the_catalog(cls, config: str | dict[str, JsonValue]) -> str | dict[str, JsonValue]:
+        return model_name(config) if isinstance(config, str) else config
 
     @property
     def display_name(self) -> str:
@@ -154,6 +160,11 @@ class Hardware(Value):
     count: PositiveInt = 1
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     """US dollars for one GPU and one hour."""
+
+    @field_validator("gpu")
+    @classmethod
+    def _name_of_the_catalog(cls, gpu: str) -> str:
+        return gpu_name(gpu)
 
 
 class Recipe(Value):

@@ -1,4 +1,4 @@
-"""Recipe files: ``extends`` chains, ``--set a.b=c``, one-line errors that name the file a value stands in.
+"""Recipe files: ``extends`` chains, ``--set a.b=c``, short forms, one-line errors that name the file a value stands in.
 
 Enters: a path and settings. Leaves: a Recipe. Assumes: a relative ``extends`` or config path is beside the file
 that names it; one in a setting is relative to the working directory.
@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trainfit.spec import names
 from trainfit.spec.errors import InputError
 from trainfit.spec.plain_data import parse_yaml, read_json, read_text, read_yaml
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.short_forms import main_key, with_exact_choices, written_out
 from trainfit.spec.value import parse
 
 __all__ = ["apply_settings", "load_recipe", "merge", "read_json", "read_text", "read_yaml", "recipe_from"]
@@ -25,20 +27,31 @@ Layer = tuple[str, dict[str, Any]]
 """Where values were said (a file, or ``--set``), and which."""
 
 
-def load_recipe(path: str | Path, settings: list[str] | None = None) -> Recipe:
+def load_recipe(
+    path: str | Path, settings: list[str] | None = None, *, notes: list[str] | None = None
+) -> Recipe:
     """Read a recipe file and what it extends, apply ``settings`` (``a.b=c``) and check it.
+
+    Args:
+        notes: gets a line for each name that leaves something open, with what it was taken for.
 
     Raises:
         InputError: bad content, told in one line with file, field, value and remedy.
         OSError: the file cannot be read.
     """
     layers = _chain(Path(path))
-    return _check(_together(layers), layers, settings or [])
+    return _check(_together(layers), layers, settings or [], notes)
 
 
-def recipe_from(data: dict[str, Any], settings: list[str] | None = None, *, file: str = "") -> Recipe:
+def recipe_from(
+    data: dict[str, Any],
+    settings: list[str] | None = None,
+    *,
+    file: str = "",
+    notes: list[str] | None = None,
+) -> Recipe:
     """A recipe from plain data, such as a record's; paths are relative to the working directory."""
-    return _check(data, [(file, data)], settings or [])
+    return _check(data, [(file, written_out(data))], settings or [], notes)
 
 
 def read_data(path: Path) -> dict[str, Any]:
@@ -53,15 +66,17 @@ def read_data(path: Path) -> dict[str, Any]:
 
 def set_field(data: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     """``data`` with the dotted ``field`` set, as ``--set`` does."""
-    return _set(data, field.split("."), value, f"{field}: {value}")
+    return _set_whole(data, field.split("."), value, f"{field}: {value}")
 
 
-def recipe_of_model(config_file: str, settings: list[str] | None = None) -> Recipe:
+def recipe_of_model(
+    config_file: str, settings: list[str] | None = None, *, notes: list[str] | None = None
+) -> Recipe:
     """The recipe of a model's config.json (or the folder that holds it), every other field at its default."""
     path = Path(config_file)
     config = str(path / "config.json" if path.is_dir() else path.absolute())
     data = with_model_config({"model": {"config": config}}, Path.cwd())
-    return _check(data, [(config_file, data)], settings or [])
+    return _check(data, [(config_file, data)], settings or [], notes)
 
 
 def read_recipes(path: Path) -> list[Recipe]:
@@ -89,16 +104,20 @@ def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:
     """``data`` with each ``a.b=c`` set; c is read as YAML, so ``false``, ``1e-4`` and ``{every: 2}`` mean what they say."""
     for setting in settings:
         parts, value = _setting(setting)
-        data = _set(data, parts, value, setting)
+        data = _set_whole(data, parts, value, setting)
     return data
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` laid on ``base``: mappings merge key by key, everything else is replaced."""
+    """The recipe ``over`` laid on ``base``: mappings merge key by key, everything else is replaced."""
+    return _merge(written_out(base), written_out(over))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict) and key not in REPLACED_WHOLE
-        merged[key] = merge(base[key], value) if both else value
+        merged[key] = _merge(base[key], value) if both else value
     return merged
 
 
@@ -109,13 +128,20 @@ def _together(layers: list[Layer]) -> dict[str, Any]:
     return data
 
 
-def _check(data: dict[str, Any], layers: list[Layer], settings: list[str]) -> Recipe:
-    said_last = [(SETTINGS, _set({}, *_setting(setting), setting)) for setting in settings]
-    data = with_model_config(apply_settings(data, settings), Path.cwd())
+def _check(
+    data: dict[str, Any], layers: list[Layer], settings: list[str], notes: list[str] | None = None
+) -> Recipe:
+    said_last = [(SETTINGS, _set_whole({}, *_setting(setting), setting)) for setting in settings]
+    data = with_model_config(apply_settings(written_out(data), settings), Path.cwd())
+    data = with_exact_choices(Recipe, data)
     try:
-        return parse(Recipe, data)
+        recipe = parse(Recipe, data)
     except InputError as error:
         raise error.in_file(_file_saying(error.field, [*layers, *said_last])) from None
+    if notes is not None and "gpu" in data.get("hardware", {}):
+        note = names.gpu_note(data["hardware"]["gpu"])
+        notes += [] if note is None else [note]
+    return recipe
 
 
 def _file_saying(field: str, layers: list[Layer]) -> str:
@@ -140,6 +166,12 @@ def _setting(setting: str) -> tuple[list[str], Any]:
     except InputError as error:
         remedy = error.remedy if error.remedy != "correct it" else "quote the value"
         raise InputError(error.problem, remedy, field=key.strip(), value=text, file=SETTINGS) from None
+
+
+def _set_whole(data: dict[str, Any], parts: list[str], value: Any, setting: str) -> dict[str, Any]:
+    """``data``, a recipe, with a field set; ``batch=4`` keeps the batch's other keys."""
+    key = main_key(parts[0], value) if len(parts) == 1 else None
+    return written_out(_set(written_out(data), parts if key is None else [*parts, key], value, setting))
 
 
 def _set(data: Any, parts: list[str], value: Any, setting: str) -> dict[str, Any]:
@@ -190,13 +222,16 @@ def _layer(path: Path) -> tuple[dict[str, Any], str | None]:
     if base is not None and (not isinstance(base, str) or not base.strip() or "\0" in base):
         raise InputError("not a path", "name one recipe file", field="extends", value=base, file=file)
     try:
-        return with_model_config(data, path.parent), base
+        return with_model_config(written_out(data), path.parent), base
     except InputError as error:
         raise error.in_file(file) from None
 
 
 def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``data`` with a model.config that is a path, relative to ``folder``, replaced by that file's mapping."""
+    """``data`` with a model.config that is a path, relative to ``folder``, replaced by that file's mapping.
+
+    A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file.
+    """
     model = data.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("config"), str):
         return data
@@ -207,6 +242,8 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "\0" in text:
         raise InputError("not a path", "name a config.json, or a model of the catalog", **wrong)
     path = folder / text
+    if names.find_model(text) is not None and not path.exists():
+        return data
     if path.is_dir():
         path = path / "config.json"
     try:

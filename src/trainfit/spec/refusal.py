@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.synonyms import field_here, value_here
 
 KEY_TROUBLE = ("extra_forbidden", "missing")
 EXPECTED = {
@@ -41,7 +42,9 @@ def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, fil
     elif item["type"] == "missing":
         problem, remedy = "missing", f"add {path[-1]!r}"
     else:
-        problem, remedy = _problem(kind, path, same, value), _remedy(kind, path, item, value)
+        here = value_here(field, value)
+        remedy = _remedy(kind, path, item, value) if here is None else f"here it is {field}: {here}"
+        problem = _problem(kind, path, same, value)
     return InputError(problem, remedy, field=field or "(whole file)", value=value, file=file)
 
 
@@ -112,6 +115,9 @@ def _unknown_key(kind: type[BaseModel], data: Any, path: list[Any]) -> tuple[str
     if key in known:
         others = [name for name in _lookup(data, path[:-1]) if name != key]
         return f"does not go together with {', '.join(map(repr, others))}", "keep one of them"
+    here = field_here(".".join(str(part) for part in path))
+    if here is not None:
+        return "unknown key", f"here it is {here}"
     near = difflib.get_close_matches(key, known, n=1)
     return "unknown key", f"did you mean {near[0]!r}?" if near else f"known keys here: {', '.join(known)}"
 

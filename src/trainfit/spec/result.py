@@ -135,6 +135,8 @@ class Estimate(Value):
     ops_without_flops: tuple[str, ...] = ()
     """Operations that compute but have no FLOP rule, by name; they count as 0 and are said so."""
     bounds: dict[str, Interval] = {}
+    warnings: tuple[str, ...] = ()
+    """What may turn out otherwise than the numbers say: next to no headroom, a dtype that the GPU emulates."""
 
     @property
     def headroom_bytes(self) -> int:

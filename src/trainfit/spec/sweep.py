@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -130,6 +130,34 @@ class Row(Value):
         return self.estimate.peak_allocated_bytes if self.estimate else None
 
     @property
+    def verdict(self) -> str | None:
+        """``fits``, ``does not fit``, or ``tight``: under the device's size, and yet it may run out of memory in a later step."""
+        if self.estimate is None:
+            return None
+        if self.estimate.fits:
+            return "fits"
+        return "tight" if self.estimate.headroom_bytes >= 0 else "does not fit"
+
+    @property
+    def predicted_device_bytes(self) -> int | None:
+        """What nvidia-smi would show at the peak: reserved, the CUDA context and the libraries' own memory."""
+        return self.estimate.peak_device_bytes if self.estimate else None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What the GPU offers a process."""
+        return self.estimate.device_bytes if self.estimate else None
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Free on the device at the predicted peak; negative: too much is asked."""
+        return self.estimate.headroom_bytes if self.estimate else None
+
+    @property
+    def predicted_tokens_per_s(self) -> float | None:
+        return self.estimate.tokens_per_s if self.estimate else None
+
+    @property
     def measured_bytes(self) -> int | None:
         """Peak allocated of a trial that came to its end: the measurement's, else the training run's."""
         if self._measured is not None:
@@ -192,8 +220,39 @@ class Row(Value):
         names = (
             "predicted_bytes", "measured_bytes", "error", "predicted_samples_per_s", "samples_per_s",
             "tokens_per_s", "mfu", "hfu", "perplexity",
+            "predicted_device_bytes", "device_bytes", "headroom_bytes", "predicted_tokens_per_s",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
+
+
+class Frontier(NamedTuple):
+    """The variants that no other beats in both memory and speed, the smallest first; ``meaning``: by what."""
+
+    variants: tuple[str, ...]
+    meaning: str
+    is_predicted: bool = False
+
+
+MEASURED_MEANING = "the front: nothing here is both smaller and faster"
+PREDICTED_MEANING = (
+    "the predicted frontier: of what fits, nothing needs less memory on the device and is faster"
+)
+
+
+def frontier(rows: Sequence[Row]) -> Frontier:
+    """The measured front; where nothing is to be measured any more and nothing was, the predicted one.
+
+    The predicted one is of bytes on the device and tokens a second, among the variants that fit.
+    """
+    measured = any(row.place() is not None for row in rows)
+    if measured or any(row.status in (WAITING, RUNNING) for row in rows):
+        return Frontier(front(rows), MEASURED_MEANING)
+    points = [
+        (row.predicted_device_bytes, row.predicted_tokens_per_s, row.variant)
+        for row in rows
+        if row.verdict == "fits" and row.predicted_device_bytes and row.predicted_tokens_per_s
+    ]
+    return Frontier(_unbeaten(points), PREDICTED_MEANING, is_predicted=True)
 
 
 def front(rows: Sequence[Row], *, predicted: bool = False) -> tuple[str, ...]:
@@ -201,13 +260,14 @@ def front(rows: Sequence[Row], *, predicted: bool = False) -> tuple[str, ...]:
 
     Only rows whose memory and speed are measured (or predicted) take part.
     """
-    points = [
-        (place[0], -place[1], row.variant)
-        for row in rows
-        if (place := row.place(predicted=predicted)) is not None
-    ]
+    places = [(row.place(predicted=predicted), row.variant) for row in rows]
+    return _unbeaten([(*place, variant) for place, variant in places if place is not None])
+
+
+def _unbeaten(points: Sequence[tuple[int, float, str]]) -> tuple[str, ...]:
+    """Of (bytes, speed, variant): the variants that none beats in both, the smallest first."""
     best, kept = 0.0, []
-    for _, slowness, variant in sorted(points):
+    for _, slowness, variant in sorted((size, -speed, variant) for size, speed, variant in points):
         if slowness < best:
             best = slowness
             kept.append(variant)

@@ -3,6 +3,9 @@
 GiB is 2**30 bytes, GB is 10**9 bytes.
 """
 
+import math
+import re
+
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 
@@ -21,6 +24,44 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f}{unit}"
     return f"{count:.0f}"
+
+
+COUNT = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
+MULTIPLIERS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+SHARE = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(%?)", re.IGNORECASE)
+
+
+def read_count(text: str) -> float:
+    """A count as people write it: ``100B`` is 1e11; also ``15T``, ``1.5e12``, ``1,000,000``.
+
+    Raises:
+        ValueError: another text, with what to write.
+    """
+    found = COUNT.fullmatch(text.strip())
+    count = (
+        float(found[1].replace(",", "").replace("_", "")) * MULTIPLIERS[found[2].lower()]
+        if found
+        else math.inf
+    )
+    if not math.isfinite(count):
+        raise ValueError(f"{text!r} is not a count: write it as 100B, 1.5T or 1.5e12")
+    return count
+
+
+def read_share(text: str) -> float:
+    """A share as people write it: ``40%`` and ``0.4`` are 0.4.
+
+    Raises:
+        ValueError: another text, or a bare number above 1, which may be meant in per cent.
+    """
+    found = SHARE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not a share: write it as 40% or 0.4")
+    share = float(found[1]) / (100 if found[2] else 1)
+    if share > 1:
+        meant = f"did you mean {found[1]}%?" if not found[2] and share <= 100 else "at most 100% is possible"
+        raise ValueError(f"{text!r} is more than 1: {meant}")
+    return share
 
 
 def format_flops(flops: float) -> str:

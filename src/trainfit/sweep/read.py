@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.catalog import load as catalog
+from trainfit.catalog.config_checks import ignored
 from trainfit.spec.errors import InputError
+from trainfit.spec.names import find_model
 from trainfit.spec.plain_data import read_yaml
 from trainfit.spec.recipe_file import merge, read_data, recipe_from, set_field, with_model_config
 from trainfit.spec.sweep import SweepFile, TrainPart, Variant
@@ -60,9 +62,10 @@ def read_sweep(path: Path, settings: list[str] | None = None) -> Sweep:
         problem = f"{len(starts):,} variants"
         raise InputError(problem, f"at most {MAX_VARIANTS:,} are run", field="product", file=str(path))
     _refuse_same_names(starts, path)
-    variants = [_variant(start, settings or []) for start in starts]
-    kept, notes = _without_equals(variants)
-    return Sweep(_sweep_name(file, path), file, kept, notes)
+    notes: list[str] = []
+    variants = [_variant(start, settings or [], notes) for start in starts]
+    kept, equals = _without_equals(variants)
+    return Sweep(_sweep_name(file, path), file, kept, (*dict.fromkeys(notes), *equals))
 
 
 def train_options(part: TrainPart, **fields: Any) -> TrainOptions:
@@ -113,18 +116,19 @@ def _base(said: str | Data, path: Path) -> tuple[str, Data]:
         extended = inline.pop("extends", None)
         below = {} if extended is None else _read(extended, path, "base.extends")
         return "base", merge(below, _located(inline, path))
-    if said.endswith(RECIPE_SUFFIXES) or "/" in said:
+    known = find_model(said)
+    if said.endswith(RECIPE_SUFFIXES) or ("/" in said and known is None):
         return Path(said).stem, _read(said, path, "base")
-    shipped = catalog.recipes()
-    if said in shipped:
-        return said, read_data(shipped[said])
+    shipped, folded = catalog.recipes(), said.lower().replace("_", "-")
+    if folded in shipped:
+        return folded, read_data(shipped[folded])
     try:
         catalog.model_config(said)
     except InputError as error:
         remedy = f"{error.remedy}; or name a recipe's file, relative to this one"
         problem = "no file, shipped recipe or catalog model of that name"
         raise InputError(problem, remedy, field="base", value=said, file=str(path)) from None
-    return said, {"model": {"config": said}}
+    return known or said, {"model": {"config": said}}
 
 
 def _read(said: Any, path: Path, field: str) -> Data:
@@ -226,9 +230,11 @@ def _text(value: Any) -> str:
     return text.replace('"', "").replace(" ", "")
 
 
-def _variant(start: Start, settings: list[str]) -> Variant:
+def _variant(start: Start, settings: list[str], notes: list[str]) -> Variant:
+    """The recipe of a start, checked; ``notes`` gets what its names were taken for and what of its config is ignored."""
     name, data, where = start
-    recipe = recipe_from(data, settings, file=where)
+    recipe = recipe_from(data, settings, file=where, notes=notes)
+    notes += ignored(recipe.model.config)
     try:
         catalog.gpu(recipe.hardware.gpu)
         catalog.model_config(recipe.model.config)

@@ -1,0 +1,156 @@
+"""Names as people type them -> the catalog's: any case, Hub names of models, other spellings of GPUs.
+
+Enters: a name, and of the catalog's data files the names, titles, aliases and sizes alone. Leaves: the name of a row, or None.
+What fits several rows alike is not chosen between, unless a row has it among its aliases. Recipes hold the catalog's names
+only, so that a recipe's id does not depend on the spelling.
+"""
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parent.parent / "catalog"
+GPUS, MODELS = "gpus.toml", "models.toml"
+CPU = "cpu"
+"""This machine's own processor, which is no row."""
+
+MAKERS = frozenset("nvidia amd google intel instinct geforce tesla gpu".split())
+"""Words of a GPU's name that distinguish it from no other."""
+MEMORY = re.compile(r"(?<![a-z0-9.])(\d+)\s*(?:g|gb|gib)(?![a-z0-9])")
+JOINED = re.compile(r"(?<=[a-z0-9])(sxm\d?|pcie|nvl)(?![a-z0-9])|(?<![a-z0-9])(?:rtx(?=\d)|tpu(?=v\d))")
+"""A form factor written onto the name (h100sxm), and a series (rtx4090)."""
+SIZE = re.compile(r"\d+gb")
+
+
+class Found(NamedTuple):
+    """The row that a name stands for. ``others``: rows that it could stand for as well."""
+
+    name: str
+    is_full: bool
+    """Whether the name is the row's own in another spelling, with nothing left out."""
+    others: tuple[str, ...] = ()
+
+
+@functools.cache
+def rows(file: str) -> dict[str, dict[str, Any]]:
+    """The rows of one of the catalog's data files, as they stand there; not to be changed."""
+    return tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))
+
+
+def gpu_name(text: str) -> str:
+    """The catalog's name of the GPU, or ``text`` itself where it stands for none or for several."""
+    found = find_gpu(text)
+    return text if found is None else found.name
+
+
+def find_gpu(text: str) -> Found | None:
+    """The GPU that ``text`` stands for: ``H100``, ``NVIDIA A100-SXM4-80GB``, ``A100-80G``, ``rtx4090``."""
+    if text in rows(GPUS) or text.lower() == CPU:
+        return Found(text.lower(), is_full=True)
+    words = gpu_words(text)
+    spellings = _gpu_spellings()
+    named = [name for name, (_, full) in spellings.items() if words in full]
+    if len(named) == 1:
+        return Found(named[0], is_full=True)
+    aliased = [name for name in spellings if words in _gpu_aliases(name)]
+    counted = aliased or _distinguishes(words)
+    fitting = [name for name, (known, _) in spellings.items() if counted and words <= known]
+    bare = [name for name in fitting if gpu_words(name) <= words]
+    for chosen in (aliased, bare, fitting):
+        if len(chosen) == 1:
+            others = tuple(name for name in fitting if name != chosen[0])
+            return Found(chosen[0], is_full=chosen is not fitting and not others, others=others)
+    return None
+
+
+def gpu_note(text: str) -> str | None:
+    """One line where ``text`` leaves something out that the chosen row says; None: nothing to say."""
+    found = find_gpu(text)
+    if found is None or found.is_full:
+        return None
+    title = rows(GPUS)[found.name]["title"]
+    also = f"; the catalog also has {', '.join(found.others)}" if found.others else ""
+    return f"hardware.gpu = {text!r} is taken as {found.name} ({title}){also}"
+
+
+def gpus_like(text: str) -> list[str]:
+    """Names of the rows of the family that ``text`` names, such as all A100s for ``a100-64gb``; the longest family first."""
+    typed = "".join(sorted(gpu_words(text), key=lambda word: text.lower().find(word)))
+    families = {
+        name: max((len(word) for word in gpu_words(name) if _is_family(word) and word in typed), default=0)
+        for name in rows(GPUS)
+    }
+    longest = max(families.values(), default=0)
+    return [name for name, length in families.items() if length and length == longest]
+
+
+def gpu_words(text: str) -> frozenset[str]:
+    """What a GPU's name says, in no order: ``NVIDIA A100-80G`` is a100 and 80gb."""
+    text = JOINED.sub(lambda found: f" {found[0]} ", MEMORY.sub(r" \1gb ", text.lower()))
+    return frozenset(re.findall(r"[a-z0-9.]+", text)) - MAKERS
+
+
+def _is_family(word: str) -> bool:
+    return any(letter.isdigit() for letter in word) and not SIZE.fullmatch(word) and len(word) > 1
+
+
+def _distinguishes(words: Iterable[str]) -> bool:
+    """Whether they name more than a size or a form factor."""
+    return any(_is_family(word) and not word.startswith("sxm") for word in words)
+
+
+@functools.cache
+def _gpu_spellings() -> dict[str, tuple[frozenset[str], tuple[frozenset[str], ...]]]:
+    """Row -> every word that its names say of it, and the words of each of its full names."""
+    found = {}
+    for name, row in rows(GPUS).items():
+        full = tuple(gpu_words(text) for text in (name, row["title"], *row.get("device_names", ())))
+        known = frozenset().union(*full, *_gpu_aliases(name), _size_words(row["memory_bytes"]))
+        forms = {"sxm" for word in known if word.startswith("sxm")}
+        found[name] = (known | forms, full)
+    return found
+
+
+@functools.cache
+def _gpu_aliases(name: str) -> tuple[frozenset[str], ...]:
+    return tuple(gpu_words(text) for text in rows(GPUS)[name].get("aliases", ()))
+
+
+def _size_words(memory_bytes: int) -> frozenset[str]:
+    """The size as a shop prints it: 80gb of 80 * 2**30 bytes, 141gb of 141 * 10**9."""
+    for unit in (2**30, 10**9):
+        if memory_bytes % unit == 0:
+            return frozenset({f"{memory_bytes // unit}gb"})
+    return frozenset()
+
+
+def model_name(text: str) -> str:
+    """The catalog's name of the model, or ``text`` itself where it stands for none."""
+    return find_model(text) or text
+
+
+def find_model(text: str) -> str | None:
+    """The model that ``text`` stands for: ``GPT2``, ``llama 3.1 8b``, ``Qwen/Qwen3-8B``, ``Meta-Llama-3-8B``."""
+    return text if text in rows(MODELS) else _model_spellings().get(_model_key(text))
+
+
+def hub_names(name: str) -> tuple[str, ...]:
+    """The model's repositories on the Hub, each of the same shape; empty where it has none."""
+    return tuple(rows(MODELS)[name].get("hub", ()))
+
+
+def _model_key(text: str) -> str:
+    return re.sub(r"[\s_-]", "", text.lower())
+
+
+@functools.cache
+def _model_spellings() -> dict[str, str]:
+    """Folded name, Hub name, and Hub name without its owner -> the catalog's; one that two models have is left out."""
+    found: dict[str, set[str]] = {}
+    for name in rows(MODELS):
+        for text in (name, *hub_names(name), *(hub.partition("/")[2] for hub in hub_names(name))):
+            found.setdefault(_model_key(text), set()).add(name)
+    return {key: names.pop() for key, names in found.items() if len(names) == 1}

@@ -1,0 +1,80 @@
+"""Short forms of a recipe, written out before it is checked: ``batch: 4``, ``adapter: lora``, ``precision: BF16``.
+
+Enters: a recipe's plain data. Leaves: the same data with mappings and choices as the recipe's schema has them, so that files
+merge key by key and ids do not depend on the form. What is none of these stays as it is, for the check to refuse.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "batch": ("micro", (int, float)),
+    "optimizer": ("name", (str,)),
+    "adapter": ("kind", (str,)),
+    "hardware": ("gpu", (str,)),
+}
+"""Field that holds a mapping -> the key that a bare value of these types stands for."""
+NULLABLE = ("adapter", "quantize")
+"""Fields for which the word none means null."""
+
+
+def main_key(field: str, value: Any) -> str | None:
+    """The key that a bare ``value`` of the field stands for, such as ``micro`` of ``batch: 4``; None: it is no short form."""
+    key, kinds = MAIN_KEYS.get(field, ("", ()))
+    return (
+        key
+        if isinstance(value, kinds) and not isinstance(value, bool) and not _is_null(field, value)
+        else None
+    )
+
+
+def written_out(data: dict[str, Any]) -> dict[str, Any]:
+    """``data``, a recipe or a part of one, with every short form of a whole field as its mapping."""
+    return {field: _field(field, value) for field, value in data.items()}
+
+
+def _is_null(field: str, value: Any) -> bool:
+    return field in NULLABLE and isinstance(value, str) and value.lower() in ("none", "null")
+
+
+def _field(field: str, value: Any) -> Any:
+    if _is_null(field, value):
+        return None
+    key = main_key(field, value)
+    return value if key is None else {key: value}
+
+
+def with_exact_choices(kind: type[BaseModel], data: Any) -> Any:
+    """``data`` of a ``kind`` in which a word that only differs in case, or in ``_`` for ``-``, is the schema's own."""
+    if not isinstance(data, dict):
+        return data
+    changed = dict(data)
+    for name, field in kind.model_fields.items():
+        value = data.get(name)
+        if isinstance(value, str):
+            choices = set(_choices(field.annotation))
+            folded = value.lower().replace("_", "-")
+            changed.update({name: folded} if value not in choices and folded in choices else {})
+        elif isinstance(value, dict):
+            inner = [one for one in _kinds(field.annotation) if set(value) <= set(one.model_fields)]
+            changed[name] = with_exact_choices(inner[0], value) if inner else value
+    return changed
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    """Words that the annotation takes, through unions and Annotated."""
+    if get_origin(annotation) is Literal:
+        for value in get_args(annotation):
+            yield from (value,) if isinstance(value, str) else _choices(value)
+        return
+    for part in get_args(annotation):
+        yield from _choices(part)
+
+
+def _kinds(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _kinds(part)

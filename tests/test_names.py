@@ -1,0 +1,291 @@
+"""Names as people type them, short forms, and the names of other tools: what each becomes, or what the answer to it is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from trainfit.catalog import load as catalog
+from trainfit.cli.main import main
+from trainfit.models.hf import hf_config_from
+from trainfit.spec import names, synonyms
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import load_recipe, recipe_from
+from trainfit.spec.units import read_count, read_share
+from trainfit.sweep.read import read_sweep
+
+MODEL = {"model": {"config": "gpt2"}}
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("H200", "h200"), ("h100", "h100-sxm"), ("H100 80GB", "h100-sxm"), ("H100-80G", "h100-sxm"), ("80GB H100", "h100-sxm"),
+        ("H100 SXM5 80GB HBM3", "h100-sxm"), ("h100sxm", "h100-sxm"), ("H100 PCIe", "h100-pcie"), ("h100-94gb", "h100-nvl"),
+        ("A100-80G", "a100-sxm4-80gb"), ("A100 80 GB", "a100-sxm4-80gb"), ("a100 80gb pcie", "a100-pcie-80gb"),
+        ("A100-40GB", "a100-sxm4-40gb"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), ("RTX4090", "rtx-4090"),
+        ("GeForce RTX 4090 24GB", "rtx-4090"), ("4090", "rtx-4090"), ("h200 141gb", "h200"), ("MI300X 192GB", "mi300x"),
+        ("Tesla T4", "t4"), ("TPUv5e", "tpu-v5e"), ("Gaudi 3", "gaudi3"), ("CPU", "cpu"),
+    ],
+)  # fmt: skip
+def test_a_gpu_as_people_type_it(typed: str, name: str) -> None:
+    assert catalog.gpu(typed).name == name
+    assert recipe_from({**MODEL, "hardware": {"gpu": typed}}).hardware.gpu == name
+
+
+def test_every_own_name_of_every_gpu_is_the_gpu() -> None:
+    for name, row in catalog.gpus().items():
+        for text in (name, name.upper(), name.replace("-", " "), *row.device_names):
+            assert names.find_gpu(text) == names.Found(name, is_full=True)
+        for text in row.aliases:
+            assert names.gpu_name(text) == name
+
+
+@pytest.mark.parametrize(
+    ("typed", "listed"),
+    [
+        ("a100", "a100-sxm4-40gb, a100-sxm4-80gb, a100-pcie-80gb"),  # 40 or 80 GB: never guessed
+        ("A100-64GB", "a100-sxm4-40gb, a100-sxm4-80gb, a100-pcie-80gb"),
+        ("H100 SXM 96GB", "h100-sxm, h100-pcie, h100-nvl"),
+        ("8xH100", "h100-sxm, h100-pcie, h100-nvl"),
+        ("V100 16GB", "v100-sxm2-32gb"),
+        ("a10g", "a10"),
+    ],
+)
+def test_a_gpu_that_could_be_several_lists_its_family(typed: str, listed: str) -> None:
+    with pytest.raises(InputError) as caught:
+        catalog.gpu(typed)
+    assert (
+        str(caught.value) == f"hardware.gpu = {typed!r}: no accelerator of that name; did you mean {listed}?"
+    )
+
+
+@pytest.mark.parametrize("typed", ["80gb", "sxm", "nvidia", "", "rtx", "pcie"])
+def test_a_size_or_a_series_alone_is_no_gpu(typed: str) -> None:
+    assert names.find_gpu(typed) is None
+
+
+def test_what_a_short_name_leaves_out_is_noted() -> None:
+    notes: list[str] = []
+    recipe_from({**MODEL, "hardware": "H100"}, notes=notes)
+    assert notes == [
+        "hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has h100-pcie, h100-nvl"
+    ]
+    for full in ("H200", "h100 sxm", "NVIDIA H100 PCIe", "rtx4090", "T4 16GB"):
+        assert names.gpu_note(full) is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("GPT2", "gpt2"), ("Qwen/Qwen3-8B", "qwen3-8b"), ("qwen/qwen3-8b", "qwen3-8b"), ("Qwen3-8B", "qwen3-8b"),
+        ("LLAMA 3.1 8B", "llama-3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"), ("Meta-Llama-3-8B", "llama-3-8b"),
+        ("llama3.1-8b", "llama-3.1-8b"), ("google/gemma-2-9b", "gemma-2-9b"), ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+        ("openai-community/gpt2", "gpt2"), ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+    ],
+)  # fmt: skip
+def test_a_model_as_people_type_it(typed: str, name: str) -> None:
+    assert names.find_model(typed) == name
+    recipe = recipe_from({"model": {"config": typed}})
+    assert (recipe.model.config, recipe.model.display_name) == (name, name)
+    assert recipe.id == recipe_from({"model": {"config": name}}).id
+
+
+def test_every_model_of_the_hub_has_its_hub_name_and_no_two_share_one() -> None:
+    seen: set[str] = set()
+    for name, row in catalog.models().items():
+        on_the_hub = row.source.url.partition("https://huggingface.co/")[2]
+        if on_the_hub:
+            assert on_the_hub in row.hub
+        for hub in row.hub:
+            assert names.find_model(hub) == names.find_model(hub.upper()) == name
+            assert hub.lower() not in seen
+            seen.add(hub.lower())
+    assert len(seen) > 120
+
+
+def test_another_owners_repository_is_not_guessed_at() -> None:
+    with pytest.raises(InputError, match=r"did you mean llama-3\.1-8b"):
+        catalog.model_config("someone/Llama-3.1-8B")
+
+
+def test_a_file_of_that_name_comes_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "Qwen" / "Qwen3-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    monkeypatch.chdir(tmp_path)
+    mine = recipe_from({"model": {"config": "Qwen/Qwen3-8B"}})
+    assert isinstance(mine.model.config, dict)
+    assert mine.model.config["hidden_size"] == 64
+
+
+# What is written, and what it is short for.
+SHORT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"batch": 4}, {"batch": {"micro": 4}}),
+    ({"optimizer": "adamw8bit"}, {"optimizer": {"name": "adamw8bit"}}),
+    ({"optimizer": "Adafactor"}, {"optimizer": {"name": "adafactor", "implementation": "forloop"}}),
+    ({"adapter": "LoRA"}, {"adapter": {"kind": "lora"}}),
+    ({"adapter": "P_Tuning"}, {"adapter": {"kind": "p-tuning"}}),
+    ({"adapter": "none", "quantize": "None"}, {}),
+    ({"hardware": "H100"}, {"hardware": {"gpu": "h100-sxm"}}),
+    ({"precision": "BF16", "attention": "Flash"}, {"precision": "bf16", "attention": "flash"}),
+    ({"precision": "amp_bf16", "recompute": "Full"}, {"precision": "amp-bf16", "recompute": "full"}),
+    ({"compile": "Block"}, {"compile": "block"}),
+]
+
+
+@pytest.mark.parametrize(("written", "full"), SHORT)
+def test_a_short_form_is_the_same_recipe_with_the_same_id(
+    written: dict[str, Any], full: dict[str, Any]
+) -> None:
+    assert recipe_from({**MODEL, **written}) == recipe_from({**MODEL, **full})
+    assert recipe_from({**MODEL, **written}).id == recipe_from({**MODEL, **full}).id
+    set_later = recipe_from(MODEL, [f"{field}={value}" for field, value in written.items()])
+    assert set_later.id == recipe_from({**MODEL, **full}).id
+
+
+def test_a_short_form_keeps_the_fields_beside_it(tmp_path: Path) -> None:
+    base = tmp_path / "base.yaml"
+    base.write_text(
+        "model: {config: gpt2}\nbatch: {micro: 1, seq: 64}\noptimizer: adamw8bit\nadapter: lora\n"
+    )
+    over = tmp_path / "over.yaml"
+    over.write_text("extends: base.yaml\noptimizer: {lr: 1e-3}\nadapter: {rank: 64}\nbatch: 4\n")
+    recipe = load_recipe(over, ["batch=2"])
+    assert (recipe.batch.micro, recipe.batch.seq) == (2, 64)
+    assert (recipe.optimizer.name, recipe.optimizer.lr) == ("adamw8bit", 1e-3)
+    assert recipe.adapter is not None
+    assert recipe.adapter.rank == 64
+
+
+def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text(
+        "base: openai-community/gpt2\nlist: [{name: a, batch: 2}, {name: b, hardware: h100, optimizer: Muon}]\n"
+        "product: {batch.seq: [32], adapter: [none, lora]}\n"
+    )
+    sweep = read_sweep(file)
+    assert [variant.recipe.model.config for variant in sweep.variants] == ["gpt2"] * 4
+    assert [variant.recipe.adapter is None for variant in sweep.variants] == [True, False] * 2
+    assert {variant.recipe.hardware.gpu for variant in sweep.variants} == {"h200", "h100-sxm"}
+    assert sweep.variants[0].recipe.batch.micro == 2
+    assert len([note for note in sweep.notes if "is taken as h100-sxm" in note]) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "answer"),
+    [
+        ("batch_size=4", "batch_size = 4: unknown key; here it is batch.micro"),
+        ("per_device_train_batch_size=4", "here it is batch.micro"),
+        ("gradient_accumulation_steps=4", "here it is batch.accumulate"),
+        ("max_seq_length=4096", "here it is batch.seq"),
+        ("flash_attention_2=true", "here it is attention, such as attention: flash"),
+        ("attn_implementation=flash_attention_2", "here it is attention, such as attention: flash"),
+        ("attention=flash_attention_2", "here it is attention: flash"),
+        ("gradient_checkpointing=true", "here it is recompute, such as recompute: full"),
+        ("recompute=true", "here it is recompute: full"),
+        ("load_in_4bit=true", "here it is quantize: nf4, with an adapter"),
+        ("4bit=true", "here it is quantize: nf4, with an adapter"),
+        ("quantize=4bit", "here it is quantize: nf4"),
+        ("optimizer=paged_adamw_8bit", "here it is optimizer.name: adamw8bit"),
+        ("optimizer.name=adamw_torch_fused", "here it is optimizer.name: adamw"),
+        ("adapter.r=8", "here it is adapter.rank"),
+        ("lora_alpha=8", "here it is adapter.alpha"),
+        ("precision=bfloat16", "here it is precision: bf16"),
+        ("bf16=true", "here it is precision: bf16 (bf16 weights) or amp-bf16"),
+        ("hardware.num_gpus=2", "here it is hardware.count"),
+        ("learning-rate=1", "here it is optimizer.lr"),
+    ],
+)
+def test_names_of_other_tools_are_answered_with_ours(setting: str, answer: str) -> None:
+    with pytest.raises(InputError) as caught:
+        recipe_from({**MODEL, "adapter": {"kind": "lora"}}, [setting])
+    assert answer in str(caught.value)
+
+
+def test_every_answer_names_fields_and_values_that_there_are() -> None:
+    every = [key for keys in synonyms._FIELDS.values() for key in keys]
+    assert len(every) == len(set(every)), [key for key in every if every.count(key) > 1]
+    assert len(every) > 150
+    for here in synonyms._FIELDS:
+        if here == synonyms.STEPS:
+            continue
+        kind: Any = Recipe
+        for part in here.replace(":", ",").split(",")[0].split(" ")[0].split("."):
+            assert part in kind.model_fields, here
+            inner = [
+                kind.model_fields[part].annotation,
+                *getattr(kind.model_fields[part].annotation, "__args__", ()),
+            ]
+            kind = next((one for one in inner if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    for field, words in synonyms.VALUES.items():
+        for here in words:
+            word = here.partition(",")[0].partition(" ")[0]
+            more = {"adapter": {"kind": "lora"}} if field == "quantize" else {}
+            value = {"null": None}.get(word, word)
+            if field == "adapter.kind" and value is None:
+                continue
+            recipe_from({**MODEL, **more}, [f"{field}={word}"])
+        for word in (word for words_here in words.values() for word in words_here):
+            with pytest.raises(InputError, match="here it is"):
+                recipe_from(MODEL, [f"{field}={word}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("100B", 1e11), ("15T", 1.5e13), ("15t", 1.5e13), ("1.5e12", 1.5e12), ("1,000,000", 1e6), ("1.46M", 1.46e6), ("8 k", 8e3)],
+)  # fmt: skip
+def test_a_count_with_a_unit(text: str, count: float) -> None:
+    assert read_count(text) == pytest.approx(count)
+
+
+@pytest.mark.parametrize("text", ["", "many", "100GB", "nan", "inf", "-1", "1e999", "B", "0x10"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a count"):
+        read_count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("40%", 0.4), ("40 %", 0.4), ("0.4", 0.4), ("1", 1.0), ("52.5%", 0.525)]
+)
+def test_a_share_in_per_cent_or_not(text: str, share: float) -> None:
+    assert read_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("40", "did you mean 40%"), ("140%", "at most 100%"), ("x", "not a share"), ("-1", "not a")],
+)
+def test_what_is_no_share_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_share(text)
+
+
+def test_units_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["mfu", "--model", "openai-community/gpt2", "--batch", "8", "--seq", "64", "--gpu", "H100"]
+    assert main([*step, "--mfu", "40%", "--tokens", "100B"]) == 0
+    out, err = capsys.readouterr()
+    assert "A run over 100.00B tokens" in out
+    assert "40.00%" in out
+    assert err == (
+        "note: hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has h100-pcie, h100-nvl\n"
+    )
+    assert main([*step, "--mfu", "40"]) == 2
+    assert "did you mean 40%?" in capsys.readouterr().err
+
+
+def test_a_hub_name_that_is_not_there_lists_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "Qwen/Qwen3-9B"]) == 65
+    assert "did you mean qwen3-8b" in capsys.readouterr().err
+
+
+def test_auto_map_of_a_known_type_is_ignored_and_of_an_unknown_one_refused() -> None:
+    known = {"model_type": "phi3", "hidden_size": 64, "auto_map": {"AutoModel": "a.B"}}
+    assert not hasattr(hf_config_from(known), "auto_map")
+    assert catalog.model_config(known) == known
+    with pytest.raises(
+        InputError, match=r"auto_map.*asks for code to be downloaded and run, which is never done"
+    ):
+        hf_config_from(known | {"model_type": "unheard_of"})

@@ -1,0 +1,190 @@
+"""What ``predict`` prints: the answer first, no empty lines of a table, warnings, progress on a terminal; and ``--check``."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainfit.cli.main import main
+from trainfit.cli.predict import EXIT_DOES_NOT_FIT, show
+from trainfit.predict.estimate import predict
+from trainfit.report.precision import meaning, storage
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Estimate
+
+Captured = pytest.CaptureFixture[str]
+LLAMA = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "vocab_size": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def tiny(**fields: object) -> Recipe:
+    more = {"batch": {"micro": 1, "seq": 64}, "hardware": {"gpu": "h200"}, **fields}
+    return recipe_from({"model": {"config": LLAMA, "name": "tiny"}, **more})
+
+
+@pytest.fixture(scope="module")
+def estimate() -> Estimate:
+    return predict(tiny())
+
+
+def printed(capsys: Captured, monkeypatch: pytest.MonkeyPatch, estimate: Estimate, width: int = 80) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    show(tiny(), estimate)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_answer_comes_first(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, estimate: Estimate, width: int
+) -> None:
+    lines = printed(capsys, monkeypatch, estimate, width).splitlines()
+    assert max(map(len, lines)) <= width
+    head = lines[: lines.index("")]
+    assert len(head) <= 9
+    assert re.match(r"FITS on h200: [\d.]+ GiB of 139\.80 GiB, [\d.]+ GiB \(99\.\d%\) to spare$", head[0])
+    words = " ".join(" ".join(head).split())
+    assert f"{estimate.tokens_per_s:,.0f} tokens/s" in words
+    assert f"{estimate.mfu:.1%} MFU" in words
+    assert "$ a million tokens" in words
+    assert "bf16: weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter" in words
+
+
+def test_lines_without_content_go_and_conventions_wait_for_verbose(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, estimate: Estimate
+) -> None:
+    text = printed(capsys, monkeypatch, estimate)
+    assert " 0 B" not in text
+    assert "communication" not in text
+    assert "Conventions" not in text
+    show(tiny(), estimate, verbose=True)
+    assert "masked attention scores" in " ".join(capsys.readouterr().out.split())
+
+
+def test_notes_are_printed_without_verbose(capsys: Captured, estimate: Estimate) -> None:
+    show(tiny(), estimate, notes=["attention: best -> cudnn"])
+    assert "attention: best -> cudnn" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("free", "warns"), [(0.0, True), (0.0099, True), (0.0101, False), (0.5, False), (-0.1, False)]
+)
+def test_less_than_one_per_cent_of_headroom_is_warned_of(free: float, warns: bool) -> None:
+    from trainfit.predict.estimate import _little_headroom
+
+    size = 80 * 2**30
+    found = _little_headroom(int(free * size), size, fits=free >= 0)
+    assert bool(found) == warns
+    if warns:
+        assert "less than 1% of the device is free" in found[0]
+
+
+def test_a_warning_is_part_of_the_answer(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, estimate: Estimate
+) -> None:
+    text = printed(capsys, monkeypatch, estimate.model_copy(update={"warnings": ("it is close",)}))
+    assert "warning    it is close" in text[: text.index("\n\n")]
+
+
+def test_check_exits_with_1_where_it_does_not_fit(capsys: Captured, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    text = json.dumps({"model": {"config": LLAMA}, "batch": {"seq": 64}, "hardware": {"gpu": "h200"}})
+    recipe.write_text(text)
+    large = ["predict", str(recipe), "--set", "batch.micro=60000"]
+    assert main(["predict", str(recipe), "--check"]) == 0
+    assert main([*large]) == 0
+    assert main([*large, "--check"]) == EXIT_DOES_NOT_FIT == 1
+    assert "DOES NOT FIT on h200" in capsys.readouterr().out
+    assert main([*large, "--check", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_an_emulated_dtype_is_warned_of() -> None:
+    found = predict(tiny(hardware={"gpu": "V100"}))
+    assert any("no bf16 tensor cores" in line for line in found.warnings)
+    assert set(found.warnings) <= set(found.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter"),
+        ({"precision": "fp32"}, "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B"),
+        ({"precision": "amp-bf16"}, "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B a parameter; products in bf16"),
+        ({"optimizer": "adamw8bit"}, "8-bit AdamW moments 1 + 1 B"),
+        ({"optimizer": "adamw4bit"}, "4-bit AdamW moments 0.5 + 0.5 B"),
+        ({"optimizer": "adafactor"}, "Adafactor rows and columns of the second moment"),
+        ({"optimizer": {"name": "adafactor", "momentum": 0.9}}, "Adafactor momentum 4 B and rows"),
+        ({"optimizer": "sgd"}, "SGD without moments, 0 B"),
+        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "SGD momentum 2 B"),
+        ({"adapter": "lora"}, "frozen base 2 B a parameter, adapter 4 B, AdamW moments 4 + 4 B a trained parameter"),
+        ({"adapter": {"kind": "lora", "dtype": "base"}}, "adapter 2 B, AdamW moments 2 + 2 B a trained"),
+        ({"adapter": "lora", "quantize": "nf4"}, "frozen base 0.5 B in nf4 a parameter"),
+    ],
+)  # fmt: skip
+def test_what_the_precision_means_is_what_the_step_holds(fields: dict[str, object], words: str) -> None:
+    recipe = tiny(**fields)
+    assert words in meaning(recipe)
+    held, found = storage(recipe), predict(recipe)
+    # The traced step's own bytes: state of small tensors, scales and step counts are within a tenth of a byte.
+    assert found.breakdown.optimizer / found.trainable_params == pytest.approx(held.moment, abs=0.1)
+    if recipe.quantize is None:
+        frozen = (found.params - found.trainable_params) * (held.frozen or 0.0)
+        weights = frozen + found.trainable_params * held.weight
+        assert found.breakdown.weights == pytest.approx(weights, rel=0.001)
+
+
+def test_progress_is_on_a_terminal_within_a_second_and_never_in_json(tmp_path: Path) -> None:
+    """The line is drawn before torch is imported; standard output stays the result's."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps({"model": {"config": LLAMA, "name": "tiny"}, "batch": {"seq": 32}}))
+    code = (
+        "import sys; from trainfit.cli import show; inner = show.progress\n"
+        "def watched(text):\n"
+        "    print('torch' in sys.modules, file=open(sys.argv.pop(), 'w')); return inner(text)\n"
+        "show.progress = watched\n"
+        "from trainfit.cli.main import main; sys.exit(main(sys.argv[1:-1]))"
+    )
+    torch_then = tmp_path / "torch"
+    master, slave = pty.openpty()
+    began_s = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "predict", str(recipe), "--json", "--no-cache", str(torch_then)],
+        stdout=subprocess.PIPE, stderr=slave, env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+    )  # fmt: skip
+    os.close(slave)
+    seen, drawn_s = b"", None
+    while process.poll() is None or select.select([master], [], [], 0)[0]:
+        if not select.select([master], [], [], 0.05)[0]:
+            continue
+        try:
+            seen += os.read(master, 4096)
+        except OSError:  # Linux: the other end is closed.
+            break
+        if drawn_s is None and b"predicting tiny" in seen:
+            drawn_s = time.monotonic() - began_s
+    out, _ = process.communicate(timeout=60)
+    took_s = time.monotonic() - began_s
+    os.close(master)
+    assert process.returncode == 0, seen
+    assert json.loads(out)["fits"]
+    assert drawn_s is not None, seen
+    assert torch_then.read_text() == "False\n"
+    assert drawn_s < 0.5 * took_s
+
+
+def test_without_a_terminal_nothing_is_drawn(capsys: Captured) -> None:
+    from trainfit.cli.show import progress
+
+    with progress("predicting"):
+        pass
+    assert capsys.readouterr() == ("", "")
