@@ -4,7 +4,7 @@
 #   make check   the tests, ruff, pyright, import-linter (what CI runs)
 # The README's output is refreshed by: make readme
 # PYTHON=python3.12 picks the interpreter; PIP_ARGS='...' is handed to pip, for example an index that
-# holds another build of torch, or --no-index; EXTRAS=dev,web picks the extras.
+# holds another build of torch, or --no-index; EXTRAS=dev,ray picks the extras.
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -25,7 +25,8 @@ from trainfit.measure.trial import RESULT, TrialRequest, compiled_before
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
-from trainfit.spec.result import Measurement, Record
+from trainfit.spec.record_line import from_line
+from trainfit.spec.result import Measurement
 from trainfit.spec.units import MIB
 from trainfit.spec.value import parse
 from trainfit.step import assemble
@@ -230,7 +231,7 @@ def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert "trials start by fork" in done.stdout
-    written = [parse(Record, json.loads(line)) for line in records.read_text().splitlines()]
+    written = [from_line(line, "records") for line in records.read_text().splitlines()]
     assert [record.recipe_id for record in written] == [one.id for one in asked]
     results = [record.measurement for record in written if record.measurement]
     assert [result.status for result in results] == ["done", "done", "crashed", "out-of-memory"]
@@ -266,7 +267,7 @@ def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(
     monkeypatch.setattr("trainfit.measure.suite.measure", trial)
     common = [str(recipes), str(records), "--device", "cpu", "--spawn", "--again", "--steps", "4"]
     assert suite(common) == suite([*common, "--shared"]) == 0
-    alone, shared = (parse(Record, json.loads(line)).measurement for line in records.read_text().splitlines())
+    alone, shared = (from_line(line, "records").measurement for line in records.read_text().splitlines())
     assert steps == [4, 0]
     assert alone is not None
     assert shared is not None

@@ -29,4 +29,5 @@ def test_every_direct_dependency_is_pinned() -> None:
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+", pin) for pin in pins)
     extras = PROJECT["project"]["optional-dependencies"]
     wanted = names(PROJECT["project"]["dependencies"]) | names(extras["peft"]) | names(extras["dev"])
+    wanted |= names(extras["plots"]) | names(extras["tensorboard"])
     assert wanted - names(pins) == {"trainfit"}

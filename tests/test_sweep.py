@@ -20,7 +20,8 @@ from trainfit.report.sweep_page import page
 from trainfit.report.sweep_table import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases, Record
+from trainfit.spec.record_line import from_line
+from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.spec.sweep import Row, front, frontier
 from trainfit.spec.units import GIB, MIB
 from trainfit.sweep import parts
@@ -294,7 +295,7 @@ def test_what_is_planned_for_a_budget_is_what_is_measured(tmp_path: Path) -> Non
     # Read again, the plan is in the book: nothing is predicted or measured again.
     with Book(tmp_path / "out", "budgets") as book:
         records = (tmp_path / "out" / RECORDS).read_text().splitlines()
-        assert rows_of(sweep, [Record.model_validate_json(line) for line in records]) == tuple(rows.values())
+        assert rows_of(sweep, [from_line(line, RECORDS) for line in records]) == tuple(rows.values())
         again = Run(sweep, book)
         again.go(planner, lambda: False)
         assert again.num_kept == 3

@@ -4,27 +4,30 @@ Enters: Records (spec/result.py). Leaves: the same, in the order they were appen
 from is on the disk, also when other writers are killed half-way: rollback journal, BEGIN IMMEDIATE, a long busy
 timeout (a write-ahead log with read-then-write transactions fails here), full synchronisation.
 
-The payload is the whole record as JSON; the other columns are copies of what one searches by.
+The payload is the whole record as a line with its digest (spec/record_line.py), checked whenever it is read; the other
+columns are copies of what one searches by, which must agree with it. Nothing is appended to a damaged file.
 """
 
 import errno
-import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
+from trainfit.spec.record_line import REPAIR, from_line, lines_of, to_line
 from trainfit.spec.result import Record
-from trainfit.spec.value import parse
+from trainfit.spec.storage import write_text
 
 APPLICATION_ID = 0x74726669
 """Marks the file as ours (``trfi`` in ASCII), in the place SQLite's header has for that."""
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 60.0
+COLUMNS = "kind, created_at, recipe_id, model, gpu, payload"
 
 _SCHEMA = (
     """CREATE TABLE records (
@@ -60,8 +63,9 @@ def append_all(path: str | Path, records: Iterable[Record]) -> int:
     rows = [_row(record) for record in records]
     with _open(Path(path), create=True) as database:
         database.execute("BEGIN IMMEDIATE")
+        _check_whole(database, Path(path))
         database.executemany(
-            "INSERT INTO records (kind, created_at, recipe_id, model, gpu, payload) VALUES (?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO records ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
             rows,
         )
         database.execute("COMMIT")
@@ -100,10 +104,10 @@ def read(
     limit = -1 if newest is None else newest  # SQLite: a negative limit is none
     with _open(Path(path), create=False) as database:
         found = database.execute(
-            f"SELECT number, payload FROM records {where} ORDER BY number DESC LIMIT ?",
+            f"SELECT number, {COLUMNS} FROM records {where} ORDER BY number DESC LIMIT ?",
             [*given.values(), limit],
         ).fetchall()
-    return [_record(payload, f"{path}, record {number}") for number, payload in reversed(found)]
+    return [_record(row, f"{path}, record {number}") for number, *row in reversed(found)]
 
 
 def export(path: str | Path, out_jsonl: str | Path, kind: str | None = None) -> int:
@@ -113,7 +117,7 @@ def export(path: str | Path, out_jsonl: str | Path, kind: str | None = None) -> 
         InputError: ``out_jsonl`` is a record file, whose evidence would be lost; or as ``read``.
     """
     records = read(path, kind)
-    text = "".join(record.model_dump_json() + "\n" for record in records)
+    text = "".join(to_line(record) + "\n" for record in records)
     replace_text(out_jsonl, text)
     return len(records)
 
@@ -129,19 +133,22 @@ def replace_text(path: str | Path, text: str) -> None:
     if path.is_file() and is_sqlite(path):
         raise InputError("is an SQLite file, which would be lost", "name another file", file=str(path))
     if path.exists() and not path.is_file():  # A pipe, or /dev/stdout; a folder raises.
-        path.write_text(text, encoding="utf-8")
+        write_text(path, text)
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        write_text(draft, text)
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def check_can_append(path: str | Path) -> None:
-    """Nothing, if ``append`` would work; asked before long work whose result is to be kept. Writes nothing.
+    """Refuse a file that ``append`` would refuse, and one that holds a damaged record. Writes nothing.
+
+    To be called before long work whose result is to be kept.
 
     Raises:
         InputError: the file is no record file, is damaged, or is of another version.
@@ -156,21 +163,41 @@ def check_can_append(path: str | Path) -> None:
     if not os.access(there, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
     if there == path and path.stat().st_size:
-        with _open(path, create=False):
-            pass
+        with _open(path, create=False) as database:
+            _check_whole(database, path)
+        read(path)
 
 
 def read_jsonl(path: str | Path) -> list[Record]:
     """Records of a JSON Lines file; blank lines are passed over.
 
     Raises:
-        InputError: a line is not a record; it names the file and the line.
+        InputError: a line is not a record, or not the one that was written; it names the file and the line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise InputError("not UTF-8 text", "give a JSON Lines file of records", file=str(path)) from None
-    return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [from_line(line, where) for line, where in lines_of(path, Path(path).read_bytes())]
+
+
+def recover(path: str | Path, out_jsonl: str | Path) -> tuple[int, list[str]]:
+    """Write the whole records of a damaged file (either kind) to a new JSON Lines file; ``path`` stays as it is.
+
+    Returns:
+        How many were written, and a line for each that is damaged.
+
+    Raises:
+        InputError: ``out_jsonl`` is there already.
+    """
+    out = Path(out_jsonl)
+    if out.exists():
+        raise InputError("is there already", "name a new file", file=str(out))
+    whole: list[Record] = []
+    damaged: list[str] = []
+    for make in _rows_to_recover(Path(path)):
+        try:
+            whole.append(make())
+        except InputError as error:
+            damaged.append(str(error).partition(f"; {REPAIR}")[0])
+    replace_text(out, "".join(to_line(record) + "\n" for record in whole))
+    return len(whole), damaged
 
 
 def import_jsonl(path: str | Path, jsonl: str | Path) -> int:
@@ -195,7 +222,7 @@ def is_sqlite(path: Path) -> bool:
 def _row(record: Record) -> tuple[str, ...]:
     recipe = record.recipe
     gpu = str(recipe.get("hardware", {}).get("gpu", ""))
-    return record.kind, record.created_at, record.recipe_id, model_name(recipe), gpu, record.model_dump_json()
+    return record.kind, record.created_at, record.recipe_id, model_name(recipe), gpu, to_line(record)
 
 
 def model_name(recipe: dict[str, Any]) -> str:
@@ -204,12 +231,61 @@ def model_name(recipe: dict[str, Any]) -> str:
     return str(ModelSpec.model_construct(config=model.get("config", ""), name=model.get("name")).display_name)
 
 
-def _record(payload: str, where: str) -> Record:
+def _record(row: Sequence[Any], where: str) -> Record:
+    """The record of a row's ``COLUMNS``, whose copies must agree with the payload."""
+    *copies, payload = row
+    if not isinstance(payload, str):
+        raise InputError("the payload is no text", REPAIR, file=where)
+    record = from_line(payload, where)
+    if list(_row(record)[:-1]) != copies:
+        raise InputError("the columns do not agree with the payload", REPAIR, file=where)
+    return record
+
+
+def _check_whole(database: sqlite3.Connection, path: Path) -> None:
+    """SQLite's own check of the file's structure, and the newest record."""
+    (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise sqlite3.DatabaseError(found)
+    newest = database.execute(
+        f"SELECT number, {COLUMNS} FROM records ORDER BY number DESC LIMIT 1"
+    ).fetchone()
+    if newest is not None:
+        _record(newest[1:], f"{path}, record {newest[0]}")
+
+
+def _rows_to_recover(path: Path) -> Iterator[Callable[[], Record]]:
+    """For each row that can still be found, what reads it. SQLite is asked row by row, forwards and then backwards."""
+    if not is_sqlite(path):
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            if line.strip():
+                yield partial(_record_of_bytes, line, f"{path}:{number}")
+        return
+    with _open(path, create=False) as database:
+        last = 0
+        try:
+            for (number,) in database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'"):
+                last = number
+        except sqlite3.DatabaseError:  # Without the counter only the table itself says where it ends.
+            last = 0
+        last = last or database.execute("SELECT max(number) FROM records").fetchone()[0] or 0
+        for number in range(1, last + 1):
+            yield partial(_record_of_number, database, number, f"{path}, record {number}")
+
+
+def _record_of_bytes(line: bytes, where: str) -> Record:
+    (found,) = lines_of("", line)
+    return from_line(found[0], where)
+
+
+def _record_of_number(database: sqlite3.Connection, number: int, where: str) -> Record:
     try:
-        data = json.loads(payload)
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg}", "give a file of records", file=where) from None
-    return parse(Record, data, file=where)
+        row = database.execute(f"SELECT {COLUMNS} FROM records WHERE number = ?", [number]).fetchone()
+    except sqlite3.DatabaseError as error:
+        raise InputError(f"damaged ({error})", REPAIR, file=where) from None
+    if row is None:
+        raise InputError("missing", REPAIR, file=where)
+    return _record(row, where)
 
 
 @contextmanager
@@ -236,15 +312,22 @@ def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
         _check(database, path, create)
         yield database
     except sqlite3.OperationalError as error:  # locked too long, read-only, disk full
-        raise OSError(f"{path}: {error}") from None
+        raise _as_os_error(error, path) from None
     except sqlite3.DatabaseError as error:
-        raise InputError(
-            f"damaged ({error})",
-            "restore it from an export, or name another",
-            file=str(path),
-        ) from None
+        raise InputError(f"damaged ({error})", REPAIR, file=str(path)) from None
     finally:
         database.close()  # Rolls back what was not committed.
+
+
+def _as_os_error(error: sqlite3.OperationalError, path: Path) -> OSError:
+    """The system's error that SQLite's primary result code stands for (sqlite.org/rescode.html)."""
+    codes = {
+        sqlite3.SQLITE_FULL: errno.ENOSPC,
+        sqlite3.SQLITE_IOERR: errno.EIO,
+        sqlite3.SQLITE_READONLY: errno.EROFS,
+    }
+    code = codes.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+    return OSError(f"{path}: {error}") if code is None else OSError(code, os.strerror(code), str(path))
 
 
 def _check(database: sqlite3.Connection, path: Path, create: bool) -> None:

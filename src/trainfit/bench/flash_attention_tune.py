@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from trainfit.bench.flash_attention_candidates import Candidate, candidates
+from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, now
 
 CHECK_LIMIT_S = 240
@@ -53,7 +54,7 @@ def main() -> None:
         for row in (*wrong, *timed(right)):
             file.write(json.dumps({**made, **row, "errors": errors[row["name"]]}) + "\n")
             file.flush()
-            print(_line(row), flush=True)
+            say(_line(row))
 
 
 def _line(row: dict[str, Any]) -> str:

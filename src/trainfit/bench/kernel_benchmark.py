@@ -35,6 +35,7 @@ from trainfit.bench.stopwatch import stopwatch_of
 from trainfit.bench.timing import Rule
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.errors import EXIT_BAD_INPUT
+from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, now
 
 FULL = Sizes(
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not asked.tiny and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --tiny runs without one")
     if not asked.into.parent.is_dir():
-        print(f"trainfit: INTO = {asked.into}: no such folder; make it, or name another", file=sys.stderr)
+        say(f"trainfit: INTO = {asked.into}: no such folder; make it, or name another", err=True)
         return EXIT_BAD_INPUT
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -201,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         for row in benchmark(sizes, bench_of(device, asked.tiny), compiled=not asked.tiny):
             file.write(json.dumps({**made, **row}) + "\n")
             file.flush()
-            print(table(row), flush=True)
+            say(table(row))
             bad += row["part"] == "failed" or row.get("of_eager", 0) > 2
     return int(bad > 0)
 

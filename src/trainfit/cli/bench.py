@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainfit.cli.options import Json, RecordFile, finite, only_json, print_json
+from trainfit.spec.errors import EXIT_STOPPED
+from trainfit.spec.optional import require
+from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
     from trainfit.spec.bench import BenchResult, BenchRow
 
 
-EXIT_STOPPED = 75
 MARGIN = "  "
 
 
@@ -83,7 +85,7 @@ def run(
             )  # fmt: skip
     except Signalled as signalled:
         rest = "--only runs what is not-run" if results else "nothing was measured"
-        typer.echo(f"{signalled}: stopped; {rest}", err=True)
+        say(f"{signalled}: stopped; {rest}", err=True)
         code = EXIT_STOPPED
     finally:  # Whatever ended it, what was measured is shown.
         for result in results:
@@ -102,7 +104,7 @@ def _list(names: list[str], json: bool) -> None:
         print_json({"experiments": names, "titles": titles})
         return
     width = max(map(len, names))
-    typer.echo("\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()))
+    say("\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()))
 
 
 def _wanted(only: list[str]) -> dict[str, list[str]]:
@@ -124,6 +126,8 @@ def _check(record: Path | None, plot: Path | None) -> None:
     """Refuse before the run what could not be written after it."""
     from trainfit.spec.errors import InputError
 
+    if plot is not None:
+        require("matplotlib", "plots", field="--plot", value=str(plot))
     for field, path in (("record", record), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise InputError(
@@ -153,7 +157,7 @@ def _draw(path: Path, result: "BenchResult") -> None:
 
     drawn = plot_of(result)
     if drawn is None:
-        typer.echo(f"{result.experiment} has nothing to draw", err=True)
+        say(f"{result.experiment} has nothing to draw", err=True)
     else:
         replace_text(path, drawn)
 
@@ -161,11 +165,11 @@ def _draw(path: Path, result: "BenchResult") -> None:
 def _tell(row: "BenchRow") -> None:
     """One line a row on stderr, so that one sees it go on."""
     point = ", ".join(f"{key} {value}" for key, value in row.point.items())
-    typer.echo(f"{row.status:>13}  {point}", err=True)
+    say(f"{row.status:>13}  {point}", err=True)
 
 
 def _tell_file(path: Path) -> None:
-    typer.echo(f"{'wrote':>13}  {path}", err=True)
+    say(f"{'wrote':>13}  {path}", err=True)
 
 
 def show(result: "BenchResult") -> None:
@@ -186,7 +190,7 @@ def show(result: "BenchResult") -> None:
         for table in fitted(grid, out.width - len(MARGIN)):
             out.print(f"\n{table.same}" if table.same else "")
             # Not wrapped: a table that is wider than the terminal is still a table.
-            out.file.write("".join(f"{MARGIN}{line}\n" for line in aligned(table)))
+            say("".join(f"{MARGIN}{line}\n" for line in aligned(table)), end="")
     notes(out, "Rows without a result", reasons(result.rows))
     notes(out, "Words", words(result))
     counts = {row.status: 0 for row in result.rows}

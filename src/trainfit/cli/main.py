@@ -1,22 +1,28 @@
 """``trainfit``: the verbs, and what becomes of errors.
 
 Enters: the command line. Leaves: an exit code. 0 done; 2 wrong usage; 65 bad recipe, config or data; 70 a bug of
-ours; 74 I/O; 75 stopped early, can be resumed; 130 interrupted. No torch here: a verb imports what it needs when it runs.
+ours; 74 I/O (a full disk too); 75 stopped early, can be resumed; 130 interrupted. No torch here: a verb imports what it
+needs when it runs.
 """
 
 import io
 import logging
-import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import typer
 
 import trainfit
 from trainfit.cli import bench, catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
-from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
+from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
+from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
+from trainfit.spec.storage import one_line, storage_failure, writing
+from trainfit.train.stop import Stopped, StopSignal
 
-EXIT_USAGE, EXIT_BUG, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
+EXIT_USAGE, EXIT_BUG = 2, 70
 
 UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it (its own class or click's, by version)."""
@@ -49,7 +55,7 @@ NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"trainfit {trainfit.__version__}")
+        say(f"trainfit {trainfit.__version__}")
         raise typer.Exit
 
 
@@ -58,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The console script is ``sys.exit(main())``.
     """
+    if not has_streams():
+        return EXIT_IO
     words = list(sys.argv[1:] if arguments is None else arguments)
     for name in NOISY_IMPORTS:
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -66,34 +74,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream, io.TextIOWrapper
         ):  # A terminal without a letter such as "·" gets a question mark.
             stream.reconfigure(errors="replace")
-    return guarded(lambda: app()(words or ["--help"], standalone_mode=False, prog_name="trainfit"))
+    with plain_messages():
+        return guarded(lambda: app()(words or ["--help"], standalone_mode=False, prog_name="trainfit"))
 
 
 def guarded(run: Callable[[], object]) -> int:
-    """``run``'s exit code, with every exception told in the way its kind deserves."""
+    """Return the exit code of ``run``; every exception becomes its kind's line and code."""
     try:
-        code = run()
-        sys.stdout.flush()
+        with StopSignal(raises=True, signals=(signal.SIGTERM,)) as stop:
+            try:
+                code = run()
+                with writing(STANDARD_OUTPUT):
+                    sys.stdout.flush()
+            except Exception:
+                if stop.name is not None:  # A library made another exception of it.
+                    raise Stopped(stop.name) from None
+                raise
     except InputError as error:
         return _tell(str(error), EXIT_BAD_INPUT)
-    except BrokenPipeError:  # The reader has left (such as `| head`): there is nobody to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_IO
+    except Stopped as stopped:
+        return _tell(str(stopped), EXIT_STOPPED, kind="")
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return _tell(f"{where}{error.strerror or error}", EXIT_IO)
+        return _tell_storage(error)
     except (KeyboardInterrupt, typer.Abort):
         return _tell("interrupted", EXIT_INTERRUPTED)
     except Exception as error:
         if isinstance(error, UsageError):
             return _tell_usage(error)
-        return _tell_bug(error)
+        failure = storage_failure(error)
+        return _tell_bug(error) if failure is None else _tell_storage(failure)
     return code if isinstance(code, int) else 0
 
 
-def _tell(line: str, code: int) -> int:
-    print(f"trainfit: error: {' '.join(line.split())}", file=sys.stderr)
+def _tell(line: str, code: int, *, kind: str = "error: ") -> int:
+    for stream in (sys.stdout, sys.stderr):
+        flush_or_drop(stream)
+    try:
+        say(printable(f"trainfit: {kind}{' '.join(line.split())}"), err=True)
+    except OSError:  # Standard error is gone or full: the exit code says it.
+        flush_or_drop(sys.stderr)
     return code
+
+
+def _tell_storage(error: OSError) -> int:
+    """The file and what failed; nothing where a reader has left (such as ``| head``): there is nobody to tell."""
+    flush_or_drop(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return EXIT_IO
+    return _tell(one_line(error), EXIT_IO)
 
 
 def _tell_usage(error: Exception) -> int:
@@ -106,5 +134,6 @@ def _tell_usage(error: Exception) -> int:
 def _tell_bug(error: Exception) -> int:
     import traceback
 
-    traceback.print_exception(error)
+    with suppress(OSError):  # Standard error may be gone too.
+        say("".join(traceback.format_exception(error)), err=True, end="")
     return _tell(f"a bug of ours ({type(error).__name__}); please report it with the lines above", EXIT_BUG)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainfit.spec.printable import printable, say
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -209,10 +211,9 @@ def print_json(value: "BaseModel | dict[str, Any] | list[Any]") -> None:
     """One JSON value on one line."""
     import json
 
-    if isinstance(value, dict | list):
-        print(json.dumps(value, allow_nan=False))
-    else:
-        print(value.model_dump_json())
+    data = value if isinstance(value, dict | list) else value.model_dump(mode="json")
+    # ASCII: JSON leaves only DEL of the control characters as it is.
+    say(json.dumps(data, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def planned(recipe: "Recipe", device: str | None = None) -> "tuple[Recipe, tuple[str, ...]]":
@@ -276,7 +277,7 @@ def _place(device: str) -> dict[str, Any]:
 def tell(said: "Iterable[str]") -> None:
     """What a plan chose, on standard error: standard output is the result's."""
     for line in said:
-        typer.echo(line, err=True)
+        say(printable(line), err=True)
 
 
 def keep(path: Path | None, kind: Any, recipe: "Recipe", **result: Any) -> None:

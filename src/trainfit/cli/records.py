@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from trainfit.cli.options import Json, print_json
+from trainfit.spec.printable import printable, say
 
 if TYPE_CHECKING:
     from trainfit.spec.result import Record
@@ -15,10 +16,11 @@ Kind = Annotated[Literal["predict", "measure", "train", "bench"] | None, typer.O
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="List, export or import the records in an SQLite file.")
+    group = typer.Typer(help="List, export, import or recover records.")
     group.command("list")(list_records)
     group.command("export")(export_records)
     group.command("import")(import_records)
+    group.command("recover")(recover_records)
     app.add_typer(group, name="records")
 
 
@@ -62,7 +64,22 @@ def export_records(
     from trainfit.records import export
 
     written = export(file, out)
-    typer.echo(f"{written} records written to {out}", err=True)
+    say(f"{written} records written to {out}", err=True)
+
+
+def recover_records(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A damaged SQLite or JSON Lines file.")],
+    out: Annotated[Path, typer.Argument(metavar="NEW.jsonl", help="A new file for its whole records.")],
+) -> int:
+    """Write the whole records of a damaged file to a new one; name those that are not. FILE stays as it is."""
+    from trainfit.records import recover
+    from trainfit.spec.errors import EXIT_BAD_INPUT
+
+    written, damaged = recover(file, out)
+    for line in damaged:
+        say(f"lost: {printable(line)}", err=True)
+    say(f"{written} records written to {out}, {len(damaged)} lost", err=True)
+    return EXIT_BAD_INPUT if damaged and not written else 0
 
 
 def import_records(
@@ -73,4 +90,4 @@ def import_records(
     from trainfit.records import check_can_append, import_jsonl
 
     check_can_append(file)
-    typer.echo(f"{import_jsonl(file, lines)} new records in {file}", err=True)
+    say(f"{import_jsonl(file, lines)} new records in {file}", err=True)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainfit.cli.options import Json, print_json
+from trainfit.spec.optional import require
+from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
     from trainfit.report.compare import Comparison
@@ -26,6 +28,8 @@ def run(files: Files, html: Html = None, markdown: Markdown = False, json: Json 
     from trainfit.records import load
     from trainfit.report.compare import compare
 
+    if html is not None:
+        require("matplotlib", "plots", field="--html", value=str(html))
     comparisons = compare([record for file in files for record in load(file)])
     if json:
         print_json([_content(one) for one in comparisons])
@@ -35,14 +39,14 @@ def run(files: Files, html: Html = None, markdown: Markdown = False, json: Json 
         from trainfit.report.html import write_page
 
         write_page(comparisons, html)
-        typer.echo(f"page with plots: {html}", err=True)
+        say(f"page with plots: {html}", err=True)
 
 
 def _print(comparisons: "list[Comparison]", markdown: bool) -> None:
     from trainfit.report.table import markdown_table, text_table
 
     if markdown:
-        print(markdown_table(comparisons))
+        say(markdown_table(comparisons))
         return
     from trainfit.cli.show import console
 

@@ -8,12 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainfit.spec.printable import STANDARD_OUTPUT
+from trainfit.spec.storage import writing
+from trainfit.spec.terminal import Terminal
+
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def console() -> Console:
     """Standard output; text is only text: no colours guessed at, and no styles read out of a name or an error's [...]."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return Terminal()
 
 
 @contextmanager
@@ -63,12 +67,12 @@ def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str) -> 
     table = grid(*justify)
     for line in lines:
         table.add_row("", *line)
-    with out.capture() as drawn:
-        out.print(table)
-    for (
-        line
-    ) in drawn.get().splitlines():  # A table pads its last column; what is pasted into a text should not.
-        out.file.write(line.rstrip() + "\n")
+    with writing(STANDARD_OUTPUT):
+        with out.capture() as drawn:
+            out.print(table)
+        # A table pads its last column; what is pasted into a text should not.
+        out.file.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
+        out.file.flush()
 
 
 def broken(text: str, width: int) -> str:

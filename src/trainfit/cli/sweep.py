@@ -1,6 +1,5 @@
 """``trainfit sweep``: variants of a recipe predicted, measured and trained, each in a process of its own."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trainfit.cli.options import Json, PeakFlops, Settings, only_json, print_json
+from trainfit.spec.errors import EXIT_STOPPED
+from trainfit.spec.printable import printable, say
+from trainfit.train.stop import resumable
 
 if TYPE_CHECKING:
     from trainfit.spec.result import Record
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from trainfit.sweep.read import Sweep
     from trainfit.sweep.run import Executor, Run
 
-EXIT_STOPPED = 75
 REFRESH_PER_S = 4
+GO_ON = "what has a result is kept: the same command goes on"
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep's YAML file (docs/sweep.md).")]
 Out = Annotated[
@@ -88,12 +90,12 @@ def run(
     if predict_only:
         sweep = replace(sweep, file=sweep.file.model_copy(update={"measure": None, "train": None}))
     folder = out or Path("runs") / sweep.name
-    with only_json(json), Book(folder, sweep.name) as book:
+    with resumable(lambda: GO_ON), only_json(json), Book(folder, sweep.name) as book:
         view = View(sweep)
         state = Run(
             sweep, book, device=device, peak_flops=peak_flops, retry=retry, again=again, changed=view.changed
         )
-        for note in sweep.notes:
+        for note in (*sweep.notes, *book.notes):
             view.say(f"note: {note}")
         with executing(executor, device or sweep.file.device, jobs, ray_address) as place:
             _go(state, place, view)
@@ -104,7 +106,7 @@ def run(
         from trainfit.report.sweep_table import markdown_table, marked
 
         best = marked(state.rows())
-        print(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
+        say(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
     else:
         _print(state, folder, page)
     return EXIT_STOPPED if state.stopped else 0
@@ -141,9 +143,9 @@ class View:
     """What a person sees while it goes, on standard error: a live table on a terminal, elsewhere a line a result."""
 
     def __init__(self, sweep: "Sweep"):
-        from rich.console import Console
+        from trainfit.spec.terminal import Terminal
 
-        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._console = Terminal(stderr=True)
         self._since: dict[str, float] = {}
         self._num_variants = len(sweep.variants)
 
@@ -184,10 +186,12 @@ class View:
 
 
 def _report(state: "Run", folder: Path) -> Path:
-    from trainfit.report.sweep_page import write_page
+    from trainfit.report.sweep_page import NO_PLOTS, has_plots, write_page
     from trainfit.sweep.book import REPORT
 
     write_page(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
+    if not has_plots():
+        say(f"note: {NO_PLOTS}", err=True)
     return folder / REPORT
 
 
@@ -221,7 +225,7 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     if told:
         rows(out, told, "left", "wrap")
         out.print()
-    print(f"records {folder / RECORDS}\nreport  {page}", file=sys.stdout)
+    say(f"records {printable(str(folder / RECORDS))}\nreport  {printable(str(page))}")
 
 
 def _is_told(row: Any) -> bool:

@@ -18,6 +18,10 @@ from trainfit.cli.options import (
     tell,
     work,
 )
+from trainfit.spec.optional import is_installed
+from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
+from trainfit.train.layout import how_to_go_on
+from trainfit.train.stop import resumable
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
@@ -53,9 +57,15 @@ ClipNorm = Annotated[
 Deterministic = Annotated[
     bool, typer.Option(help="On CUDA: kernels that repeat bit by bit, as resume needs.")
 ]
-TensorBoardOption = Annotated[bool, typer.Option("--tensorboard/--no-tensorboard", help="Write event files.")]
+TensorBoardOption = Annotated[
+    bool | None,
+    typer.Option("--tensorboard/--no-tensorboard", help="Write event files; default: where it is installed."),
+]
 
 
+NO_EVENT_FILES = (
+    "no event files: TensorBoard is not installed; pip install 'trainfit[tensorboard]', or --no-tensorboard"
+)
 PEAK_IS = {"cuda-allocated": "allocated on the GPU", "live-tensors": "of live tensors"}
 
 
@@ -80,7 +90,7 @@ def run(
     warmup_steps: Warmup = 0,
     clip_norm: ClipNorm = None,
     deterministic: Deterministic = True,
-    tensorboard: TensorBoardOption = True,
+    tensorboard: TensorBoardOption = None,
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
@@ -88,17 +98,29 @@ def run(
     """Train a recipe on data; stop it any time and --resume."""
     if clip_norm is not None:
         settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
+    if tensorboard is None:
+        tensorboard = is_installed("tensorboard")
+        tell(() if tensorboard else (NO_EVENT_FILES,))
     asked = read_recipe(recipe, settings)
     options = _options(
         data, out=str(out), steps=steps, resume=resume, device=device, tokenizer=tokenizer and str(tokenizer),
         eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last, schedule=schedule,
         warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
-    with work(recipe, settings, json=json, record=record):
+    with resumable(lambda: how_to_go_on(out)), work(recipe, settings, json=json, record=record):
         asked, said = planned(asked, device)
         tell(said)
         summary = _train(asked, options, peak_flops)
-        keep(record, "train", asked, train=summary.content())
+        try:
+            keep(record, "train", asked, train=summary.content())
+        except OSError as error:
+            failure = storage_failure(error)
+            if failure is None:
+                raise
+            remedy = (
+                f"{REMEDIES[failure.errno or 0]}; the run itself is saved, --resume --record adds its record"
+            )
+            raise StorageError(failure, remedy) from error
     if json:
         print_json(summary)
     else:
@@ -125,7 +147,8 @@ def _train(recipe: "Recipe", options: "TrainOptions", peak_flops: float | None) 
         recipe, options.device, peak_flops, deterministic=options.deterministic
     )
     flops = StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
-    observers = [ProgressBar(), JsonlLog(), *([TensorBoard()] if options.tensorboard else [])]
+    bar = ProgressBar()
+    observers = [bar, JsonlLog(bar.note), *([TensorBoard()] if options.tensorboard else [])]
     return train(recipe, options, flops=flops, observers=observers)
 
 

@@ -1,11 +1,11 @@
 """``trainfit verify``: a small suite predicted and measured on this machine's own GPU, and the table of errors."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainfit.cli.options import Json, RecordFile, finite, keep, only_json, print_json
+from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
     from trainfit.explain.verify import Check, Verification
@@ -61,7 +61,7 @@ def run(
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say(line, err=True)
 
 
 def show(result: "Verification") -> None:

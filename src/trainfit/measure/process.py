@@ -11,16 +11,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainfit.measure.lifeline import die_with_parent
 from trainfit.measure.trial import ERROR, REQUEST, RESULT, TrialRequest
-from trainfit.spec.errors import InputError
+from trainfit.spec.errors import EXIT_IO, InputError
 from trainfit.spec.result import Measurement
+from trainfit.spec.storage import write_text
 from trainfit.spec.value import parse
 
 LOG = "output.txt"
@@ -33,6 +35,19 @@ NUM_LAST_LINES = 8
 
 Start = Callable[[Path], int]
 """Starts the trial of a folder in a process group of its own; its process id (also the group's)."""
+
+
+class TrialStorageError(OSError):
+    """A trial ended because the disk did not take a file, which says nothing about its recipe.
+
+    Args:
+        lines: the last lines that the trial printed; none where the disk did not take those either.
+    """
+
+    def __init__(self, lines: Sequence[str]):
+        super().__init__(
+            lines[-1] if lines else f"{tempfile.gettempdir()}: a trial's files could not be written"
+        )
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,7 @@ def run_and_tell(
     folder: Path, request: TrialRequest, start: Start, timeout_s: float | None
 ) -> tuple[Measurement, Ending]:
     """``run_in``, and how the process ended."""
-    (folder / REQUEST).write_text(request.model_dump_json())
+    write_text(folder / REQUEST, request.model_dump_json())
     ending = run_to_end(folder, start, timeout_s)
     if (folder / ERROR).is_file():
         raise InputError(**json.loads((folder / ERROR).read_text()))
@@ -114,9 +129,15 @@ def run_and_tell(
 
 
 def run_to_end(folder: Path, start: Start, timeout_s: float | None) -> Ending:
-    """Start the trial of ``folder`` and wait until it and its whole group are gone."""
+    """Start the trial of ``folder`` and wait until it and its whole group are gone.
+
+    Raises:
+        TrialStorageError: the disk did not take a file of the trial's.
+    """
     kills_before = _num_system_kills()
     exit_code, by_signal, timed_out = _wait(start(folder), timeout_s)
+    if exit_code == EXIT_IO:
+        raise TrialStorageError(last_lines(folder).splitlines())
     return Ending(exit_code, by_signal, timed_out, _num_system_kills() > kills_before)
 
 
@@ -165,7 +186,7 @@ def _read(folder: Path, request: TrialRequest, ending: Ending, timeout_s: float 
             message="ended before it began",
             environment=request.environment,
         )
-        (folder / RESULT).write_text(nothing.model_dump_json())
+        write_text(folder / RESULT, nothing.model_dump_json())
     noted = parse(Measurement, json.loads((folder / RESULT).read_text()))
     if noted.status != "crashed":  # The trial came to its end, or met its own end of memory.
         return noted

@@ -11,7 +11,6 @@ interpreter. Needs torch, transformers, peft, pydantic and ruamel.yaml, nothing 
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -23,12 +22,13 @@ from trainfit.measure.process import Start, forked, spawned
 from trainfit.measure.run import measure
 from trainfit.measure.trial import import_for_steps
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
-from trainfit.spec.result import Environment, Measurement, Record
+from trainfit.spec.record_line import append_line, check_whole, from_line, lines_of
+from trainfit.spec.result import Environment, Measurement
 from trainfit.spec.units import GIB
-from trainfit.spec.value import parse
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,16 +38,16 @@ def main(arguments: list[str] | None = None) -> int:
         recipes = read_recipes(options.recipes)
         done = read_done(options.records)
     except InputError as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     wanted = {recipe.id: recipe for recipe in recipes if options.again or recipe.id not in done}
-    print(f"{len(wanted)} of {len(recipes)} recipes to measure", flush=True)
+    say(f"{len(wanted)} of {len(recipes)} recipes to measure")
     os.environ.setdefault(
         "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
     )  # so that importing libraries leaves CUDA untouched
     start = spawned if options.spawn or not wanted else ready_to_fork(options.device)
     lines = _measure_all(list(wanted.values()), start, options)
-    print(table(lines), flush=True)
+    say(table(lines))
     return 0 if len(lines) == len(wanted) else 75
 
 
@@ -78,11 +78,9 @@ def read_done(path: Path) -> set[str]:
     """Ids of the recipes that the record file has a result for; a trial that crashed or ran out of time is no result."""
     if not path.is_file():
         return set()
-    records = [
-        parse(Record, json.loads(line), file=str(path))
-        for line in path.read_text().splitlines()
-        if line.strip()
-    ]
+    content = path.read_bytes()
+    check_whole(path, content)  # Records are appended to it.
+    records = [from_line(line, where) for line, where in lines_of(path, content)]
     results = {"done", "out-of-memory"}
     return {
         record.recipe_id for record in records if record.measurement and record.measurement.status in results
@@ -96,12 +94,9 @@ def ready_to_fork(device: str) -> Start:
 
     import_for_steps()  # Once for all copies, which otherwise take seconds each.
     if "peft" not in sys.modules:
-        print("peft cannot be imported: recipes with an adapter will be refused", flush=True)
+        say("peft cannot be imported: recipes with an adapter will be refused")
     can = not torch.cuda.is_initialized() and (device == "cpu" or _copy_can_use_cuda())
-    print(
-        f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can else 'spawn'}",
-        flush=True,
-    )
+    say(f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can else 'spawn'}")
     return forked if can else spawned
 
 
@@ -119,7 +114,7 @@ def _copy_can_use_cuda() -> bool:
                 torch.zeros(1, device="cuda")
             code = 0
         except RuntimeError as error:
-            print(f"CUDA does not work in a copy of this process: {error}", file=sys.stderr, flush=True)
+            say(f"CUDA does not work in a copy of this process: {error}", err=True)
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -133,13 +128,15 @@ def _measure_all(
     lines = []
     for recipe in recipes:
         if time.monotonic() - began > options.total_s:
-            print(f"{options.total_s:g} s are over: run the same command again for the rest", flush=True)
+            say(f"{options.total_s:g} s are over: run the same command again for the rest")
             break
         trial_s = time.monotonic()
         measured = _measure_one(recipe, start, options, host)
-        _append(options.records, new_record("measure", recipe, measurement=measured, tags=tuple(options.tag)))
+        append_line(
+            options.records, new_record("measure", recipe, measurement=measured, tags=tuple(options.tag))
+        )
         lines.append((recipe, measured))
-        print(f"{time.monotonic() - trial_s:6.1f} s  {row(recipe, measured)}", flush=True)
+        say(f"{time.monotonic() - trial_s:6.1f} s  {row(recipe, measured)}")
     return lines
 
 
@@ -155,13 +152,6 @@ def _measure_one(recipe: Recipe, start: Start, options: argparse.Namespace, host
         return Measurement(
             recipe_id=recipe.id, status="crashed", message=f"refused: {error}", environment=host
         )
-
-
-def _append(path: Path, record: Record) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(record.model_dump_json() + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def table(lines: list[tuple[Recipe, Measurement]]) -> str:

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,9 +21,11 @@ from pydantic import Field
 
 from trainfit.measure.environment import host_environment
 from trainfit.measure.lifeline import die_with_parent
-from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
+from trainfit.spec.storage import one_line, storage_failure, write_text
 from trainfit.spec.value import Count, Value, parse
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
@@ -54,12 +57,16 @@ class Notebook:
         """Add fields of the Measurement and write it down."""
         self.measurement = self.measurement.model_copy(update=known)
         draft = self._path.with_suffix(".tmp")
-        draft.write_text(self.measurement.model_dump_json())
+        write_text(draft, self.measurement.model_dump_json())
         os.replace(draft, self._path)
 
 
 def main(folder: Path) -> int:
     """Run the trial of ``folder``; the process's exit code."""
+    return ended_by_storage(lambda: _run(folder))
+
+
+def _run(folder: Path) -> int:
     request = parse(TrialRequest, json.loads((folder / REQUEST).read_text()))
     host = request.environment or host_environment(request.device)
     start = Measurement(
@@ -73,9 +80,24 @@ def main(folder: Path) -> int:
         run_trial(request, notebook)
     except InputError as error:
         fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
-        (folder / ERROR).write_text(json.dumps(fields | {"value": error.value}, default=repr))
+        write_text(folder / ERROR, json.dumps(fields | {"value": error.value}, default=repr))
         return EXIT_BAD_INPUT
     return 0
+
+
+def ended_by_storage(run: Callable[[], int]) -> int:
+    """Return ``run``'s exit code; 74 and one line on standard error where the disk did not take a file.
+
+    That is no result of the recipe's: whoever started the trial ends with the same.
+    """
+    try:
+        return run()
+    except Exception as error:
+        failure = storage_failure(error)
+        if failure is None:
+            raise
+        say(one_line(OSError(failure.errno, failure.strerror, failure.filename)), err=True)
+        return EXIT_IO
 
 
 def run_trial(request: TrialRequest, notebook: Notebook) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from trainfit.spec.optional import optional
+
 
 def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
     """PEFT's model of ``config`` around this one, whose own parameters are frozen.
@@ -18,13 +20,12 @@ def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
     Raises:
         ValueError: what PEFT refuses.
     """
-    from peft import get_peft_model
-
+    peft: Any = optional("peft", "peft", field="adapter.kind")
     with fake_parameters_convert(), warnings.catch_warnings():
         # PEFT asks transformers by a name that 5.23 deprecates; nothing a user could change.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         base: Any = model
-        return get_peft_model(base, config, **options)
+        return peft.get_peft_model(base, config, **options)
 
 
 @contextmanager

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from trainfit.predict.estimate import predict
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
+from trainfit.spec.record_line import append_line, check_whole
 from trainfit.spec.result import Estimate
 
 
@@ -33,24 +35,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         recipes = read_recipes(options.recipes)
+        if options.records.is_file():
+            check_whole(options.records, options.records.read_bytes())
     except InputError as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     began, failed = time.monotonic(), 0
-    with (
-        ProcessPoolExecutor(options.jobs, initializer=_without_device) as pool,
-        options.records.open("a") as file,
-    ):
+    with ProcessPoolExecutor(options.jobs, initializer=_without_device) as pool:
         for recipe, outcome in zip(recipes, pool.map(_predict, recipes), strict=True):
             if isinstance(outcome, str):
                 failed += 1
-                print(f"{recipe.id} {recipe.model.display_name}: {outcome}", flush=True)
+                say(f"{recipe.id} {recipe.model.display_name}: {outcome}")
                 continue
-            file.write(
-                new_record("predict", recipe, estimate=outcome, tags=tuple(options.tag)).model_dump_json()
-                + "\n"
+            append_line(
+                options.records, new_record("predict", recipe, estimate=outcome, tags=tuple(options.tag))
             )
-    print(f"{len(recipes) - failed} of {len(recipes)} predicted in {time.monotonic() - began:.0f} s")
+    say(f"{len(recipes) - failed} of {len(recipes)} predicted in {time.monotonic() - began:.0f} s")
     return 70 if failed else 0
 
 

@@ -14,6 +14,7 @@ from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.predict.config_failure import refuse_config
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
@@ -40,7 +41,8 @@ def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -
         InputError: the recipe asks for what is not there or cannot be combined.
     """
     if recipe.adapter is not None:
-        import peft  # noqa: F401 - tensors that are made when it is imported are no part of the step
+        # Tensors that are made when it is imported are no part of the step.
+        optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
     with _unlogged(), deterministic_kernels(deterministic):
         try:
             ledger = _shortened(recipe) if not whole else _trace(recipe, whole=True)

@@ -30,6 +30,7 @@ from trainfit.predict.truth_draws import draw
 from trainfit.predict.truth_techniques import LONGEST_STEP_S, TECHNIQUES, draw_for
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.held_out import is_held_out
+from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
@@ -53,7 +54,7 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
     except InputError:
         return None
     except Exception as error:  # A bug of ours must not end the drawing, nor stay unseen.
-        print(f"failed: {json.dumps(data)}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        say(f"failed: {json.dumps(data)}: {type(error).__name__}: {error}", err=True)
         return None
     if estimate.peak_allocated_bytes < SMALLEST or (estimate.step_s or 0) > LARGEST_STEP_S:
         return None
@@ -83,7 +84,7 @@ def generate(
             for recipe in pool.map(_near_card if near_card else _fitting, drawn):
                 if recipe is not None and recipe.id not in found and len(found) < count:
                     found.add(recipe.id)
-                    print(f"{len(found)} of {count} recipes", file=sys.stderr, flush=True)
+                    say(f"{len(found)} of {count} recipes", err=True)
                     yield recipe
 
 
@@ -111,7 +112,7 @@ def generate_for(technique: str, count: int, seed: int, gpu: str, *, jobs: int =
                 for recipe in pool.map(partial(_quick, most_bytes=most_bytes), drawn):
                     if recipe is not None and recipe.id not in found and len(found) < upto:
                         found.add(recipe.id)
-                        print(f"{technique}: {len(found)} of {count} recipes", file=sys.stderr, flush=True)
+                        say(f"{technique}: {len(found)} of {count} recipes", err=True)
                         yield recipe
 
 
@@ -217,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         recipes = _asked(options)
     except InputError as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     num_recipes = held_out = 0
     with options.out.open("w") as out:
@@ -225,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
             out.write(json.dumps(recipe.content()) + "\n")
             out.flush()  # What was found is kept if time ends.
             num_recipes, held_out = num_recipes + 1, held_out + is_held_out(recipe.id)
-    print(f"{num_recipes} recipes, {held_out} of them held out")
+    say(f"{num_recipes} recipes, {held_out} of them held out")
     return 0
 
 

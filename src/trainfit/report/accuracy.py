@@ -19,6 +19,7 @@ from trainfit.report.accuracy_page import page, text
 from trainfit.report.accuracy_plots import plots_of
 from trainfit.report.accuracy_summary import judge
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 
 
 def read_causes(path: Path) -> dict[str, str]:
@@ -52,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
         causes = read_causes(causes_file) if options.causes or causes_file.is_file() else {}
         accuracy, shown = judge([record for file in options.files for record in load(file)], causes)
     except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
-    print(json.dumps(asdict(accuracy), ensure_ascii=False) if options.json else text(accuracy))
+    say(json.dumps(asdict(accuracy), ensure_ascii=False) if options.json else text(accuracy))
     if options.into is not None:
         write_all(options.into, page(accuracy), plots_of(shown))
     return 0

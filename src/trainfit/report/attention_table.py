@@ -18,6 +18,7 @@ from trainfit.catalog.load import gpus
 from trainfit.records import load, replace_text
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.recipe import AttentionKernel
 from trainfit.spec.result import Record
 from trainfit.spec.samples import Spread
@@ -58,11 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
             )
         runs = runs_of([record for file in options.files for record in load(file)])
     except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     replace_text(options.into, text_of(runs))
     shapes, rates = (sum(len(getattr(run, what)) for run in runs) for what in ("shapes", "rates"))
-    print(f"{shapes} shapes and {rates} rates of {len(runs)} records in {options.into}")
+    say(f"{shapes} shapes and {rates} rates of {len(runs)} records in {options.into}")
     return 0
 
 

@@ -23,6 +23,7 @@ from trainfit.report.page_file import Page, on_white, write_page
 from trainfit.report.table import markdown_cell, markdown_grid
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.result import Record
 from trainfit.spec.units import format_seconds
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         made = pages([record for file in options.files for record in load(file)])
     except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     for name, page in made.items():
         write_page(page, options.into / f"{name}.md")

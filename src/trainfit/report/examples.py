@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from trainfit.spec.printable import say
+
 BEGIN, END = "<!-- trainfit.report.examples -->", "<!-- /trainfit.report.examples -->"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [json.loads(line) for line in options.file.read_text(encoding="utf-8").splitlines()]
     text = table(rows)
     if options.into is None:
-        print(text)
+        say(text)
         return 0
     before, begin, rest = options.into.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -15,6 +15,7 @@ from typing import Any
 
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 
 MADE_BY = "python -m trainfit.report.kernel_page results/kernels/h200.jsonl --into docs/kernels.md"
 MEASURED_BY = "python -m trainfit.bench.kernel_benchmark results/kernels/h200.jsonl"
@@ -56,10 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         text = page(read_rows(options.file))
     except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     if options.into is None:
-        print(text, end="")
+        say(text, end="")
     else:
         options.into.write_text(text, encoding="utf-8")
     return 0

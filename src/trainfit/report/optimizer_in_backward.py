@@ -20,6 +20,7 @@ from trainfit.report.peak_curves import curves
 from trainfit.report.published import Published, read_published, recipe_ids
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.explanation import Explanation
+from trainfit.spec.printable import say
 from trainfit.spec.result import MemoryBreakdown
 from trainfit.spec.units import GIB, MIB
 from trainfit.spec.value import parse
@@ -60,10 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
         rows = read_rows(options.explained, options.recipes)
         text = page(rows, read_published(options.recipes / "published.toml"))
     except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     if options.into is None:
-        print(text)
+        say(text)
         return 0
     plot = on_white(curves([(name, rows[name]) for name in NEEDED]))
     write_page(Page(text, {PLOT: plot}), options.into)

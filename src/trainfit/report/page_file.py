@@ -1,12 +1,12 @@
 """A generated page and its files. Enters: what makes the page of two folders. Leaves: the Markdown file, plots beside it."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ def read_and_write(
     try:
         page = make_page(options.recipes, options.results)
     except (InputError, FileNotFoundError) as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     if options.into is None:
-        print(page.text)
+        say(page.text)
     else:
         write_page(page, options.into)
     return 0

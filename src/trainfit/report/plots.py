@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainfit.report.compare import GOAL, Comparison
+from trainfit.spec.optional import optional
 from trainfit.spec.result import CATEGORIES
 from trainfit.spec.units import GIB
 
+EXTRA = "plots"
+"""The extra that installs matplotlib."""
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e4e7eb"
 PREDICTED, MEASURED, WRONG = "#2f6fb2", "#e07b39", "#c0392b"
 CATEGORY_COLOURS: dict[str, str] = dict(
@@ -223,10 +226,9 @@ def _short(text: str, limit: int) -> str:
 
 def svg(draw: Any, name: str) -> str:
     """Draw with ``draw(pyplot)`` and return the SVG element; ``name`` keeps ids apart within one page."""
-    import matplotlib
-
+    matplotlib: Any = optional("matplotlib", EXTRA)
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt: Any = optional("matplotlib.pyplot", EXTRA)
 
     settings: dict[Any, Any] = {**STYLE, "svg.hashsalt": name}
     with matplotlib.rc_context(settings):

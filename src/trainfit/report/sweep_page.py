@@ -14,6 +14,7 @@ from trainfit.records import replace_text
 from trainfit.report import html, sweep_plots
 from trainfit.report.compare import technique
 from trainfit.report.sweep_table import Column, columns, first_line, marked
+from trainfit.spec.optional import is_installed
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.sweep import RUNNING, WAITING, Row
 
@@ -30,6 +31,9 @@ tr.best td, .wide tr.best td:first-child { background: var(--mark); }
 """
 )
 
+NO_PLOTS = (
+    "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
+)
 PLOTS = (
     (
         "Memory",
@@ -59,7 +63,7 @@ def page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">trainfit sweep, {made}. {escape(_where(rows))}</p>',
         _tiles(rows),
-        *(html.figure(heading, caption, draw(rows)) for heading, caption, draw in PLOTS),
+        *(html.figure(heading, caption, draw(rows)) for heading, caption, draw in PLOTS if has_plots()),
         "<h2>All variants</h2>",
         _note(rows, notes),
         _table(rows),
@@ -75,6 +79,11 @@ def page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
 def write_page(name: str, rows: Sequence[Row], path: str | Path, *, notes: Sequence[str] = ()) -> None:
     """Write the page to ``path``, replacing what is there."""
     replace_text(path, page(name, rows, notes=notes))
+
+
+def has_plots() -> bool:
+    """Whether pages are drawn: hours of a sweep do not end without their page for want of matplotlib."""
+    return is_installed("matplotlib")
 
 
 def _where(rows: Sequence[Row]) -> str:
@@ -99,7 +108,7 @@ def _tiles(rows: Sequence[Row]) -> str:
 
 
 def _note(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    said = [*notes]
+    said = [*notes] if has_plots() else [*notes, NO_PLOTS]
     if len(rows) > sweep_plots.MAX_ROWS:
         said.append(f"bars show the first {sweep_plots.MAX_ROWS} variants")
     more = "".join(f" {one[:1].upper()}{one[1:]}." for one in said)

@@ -27,6 +27,7 @@ from trainfit.report.technique_suite import (
     written,
 )
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
 from trainfit.techniques import registry
@@ -53,12 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         made = pages(Book(read_results(options.results)))
     except InputError as error:
-        print(f"trainfit: {error}", file=sys.stderr)
+        say(f"trainfit: {error}", err=True)
         return EXIT_BAD_INPUT
     options.into.mkdir(parents=True, exist_ok=True)
     for name, text in made.items():
         (options.into / name).write_text(text, encoding="utf-8")
-    print(f"{len(made)} files in {options.into}")
+    say(f"{len(made)} files in {options.into}")
     return 0
 
 

@@ -4,7 +4,6 @@ Enters: ``technique_suite.ASKINGS``. Leaves: by technique, the lines that ``regi
 and torchao, without which everything that needs them would be refused. What only shows once a model is built is not asked here.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 
 from trainfit.report.technique_suite import ASKINGS, BLOCKS_OF_REFERENCE, REFERENCE, Data
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import require
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.techniques import registry
@@ -108,9 +108,8 @@ def refused_on_cpu(technique: str) -> list[str]:
 @cache
 def all_refusals() -> tuple[Refusal, ...]:
     """Every refusal of a technique by itself, beside a setting and beside another technique."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InputError(f"{', '.join(missing)} missing", "pip install 'trainfit[peft,torchao]'")
+    for name in NEEDED:
+        require(name, name)
     return tuple(_found())
 
 

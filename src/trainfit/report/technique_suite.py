@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.printable import say
 from trainfit.spec.recipe import Optimizer, Recipe
 from trainfit.spec.recipe_file import merge, recipe_from, set_field
 from trainfit.techniques import registry
@@ -263,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     into: Path = parser.parse_args(arguments).into
     recipes = suite()
     into.write_text("".join(json.dumps(recipe.content()) + "\n" for recipe in recipes), encoding="utf-8")
-    print(f"{len(recipes)} recipes in {into}")
+    say(f"{len(recipes)} recipes in {into}")
     return 0
 
 

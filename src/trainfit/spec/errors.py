@@ -2,6 +2,12 @@
 
 EXIT_BAD_INPUT = 65
 """Exit code for a bad recipe, config or data (EX_DATAERR in sysexits.h)."""
+EXIT_IO = 74
+"""Exit code where a file cannot be read or written, such as on a full disk (EX_IOERR)."""
+EXIT_STOPPED = 75
+"""Exit code of work that was stopped early and can be resumed (EX_TEMPFAIL)."""
+EXIT_INTERRUPTED = 130
+"""Exit code of work that Ctrl-C ended and that has nothing to resume, as shells give it."""
 
 
 class InputError(ValueError):

@@ -1,21 +1,19 @@
 """The book of a sweep: its records, one a line, each on the disk before the next trial's is. What resuming reads.
 
 ``FOLDER/records.jsonl`` (Records), ``FOLDER/logs/`` (what failed trials printed), ``FOLDER/report.html``.
-One sweep at a time writes to a folder. A line that a killed sweep left half-written is cut off.
+One sweep at a time writes to a folder. A line that a killed sweep left half-written is moved to ``records.torn``; a damaged
+record is refused.
 """
 
-import fcntl
-import json
-import os
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_record
+from trainfit.spec.record_line import from_line, lines_of, to_line
 from trainfit.spec.result import Record
-from trainfit.spec.value import parse
+from trainfit.spec.storage import Appender, write_text
 from trainfit.sweep.parts import PartRequest, PartResult
 
 RECORDS, LOGS, REPORT = "records.jsonl", "logs", "report.html"
@@ -28,16 +26,18 @@ class Book:
     def __init__(self, folder: Path, sweep: str):
         self.folder = folder
         self._sweep = sweep
-        self._file: IO[bytes] | None = None
+        self._file: Appender | None = None
+        self.notes: tuple[str, ...] = ()
+        """What a person should know of the records that were there."""
         self._newest: dict[str, Record] = {}
 
     def __enter__(self) -> "Book":
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError("is a file", "name a folder", field="out", value=str(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._file = (self.folder / RECORDS).open("a+b")
+        self._file = Appender(self.folder / RECORDS)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.lock(wait=False)
             self._read(self._file)
         except BlockingIOError:
             self._file.close()
@@ -69,38 +69,35 @@ class Book:
             tags=(f"{SWEEP_TAG}{self._sweep}", f"{VARIANT_TAG}{request.variant}"),
             planned=result.planned.content() if result.planned else None,
         )  # fmt: skip
-        self._file.write(record.model_dump_json().encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._file.append(to_line(record).encode() + b"\n", sync=True)
         self._newest[request.id] = record
         if result.output:
             self._log(request, result.output)
         return record
 
-    def _read(self, file: IO[bytes]) -> None:
-        file.seek(0)
-        text = file.read()
-        whole, _, torn = text.rpartition(b"\n")
+    def _read(self, file: Appender) -> None:
+        content = file.read()
+        whole, end, torn = content.rpartition(b"\n")
+        records = [from_line(line, where) for line, where in lines_of(file.path, whole + end)]
         if torn:
-            file.truncate(len(text) - len(torn))
-        path = self.folder / RECORDS
-        for number, line in enumerate(whole.splitlines(), 1):
-            if not line.strip():
-                continue
-            record = parse(Record, _loads(line, f"{path}:{number}"), file=f"{path}:{number}")
+            self._set_aside(file, torn)
+        for record in records:
             if record.outcome is not None:
                 self._newest[record.outcome.request_id] = record
+
+    def _set_aside(self, file: Appender, torn: bytes) -> None:
+        """Move the beginning of a record that a killed sweep left; that part was not done, and runs again."""
+        kept = file.path.with_suffix(".torn")
+        with Appender(kept) as other:
+            other.append(torn + b"\n", sync=True)
+        file.cut(len(file.read()) - len(torn))
+        self.notes = (
+            f"{file.path}: the last line was cut off, as by a killed sweep; it is moved to {kept.name}, "
+            "and its part runs again",
+        )
 
     def _log(self, request: PartRequest, output: str) -> None:
         logs = self.folder / LOGS
         logs.mkdir(exist_ok=True)
         safe = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", request.variant)
-        (logs / f"{safe}-{request.recipe.id[:8]}-{request.part}.txt").write_text(output)
-
-
-def _loads(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        remedy = "remove the line, or use another folder"
-        raise InputError(f"not JSON ({error})", remedy, file=where) from None
+        write_text(logs / f"{safe}-{request.recipe.id[:8]}-{request.part}.txt", output)

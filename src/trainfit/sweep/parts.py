@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.measure.environment import host_environment
-from trainfit.measure.process import LOG, TRIAL, Ending, last_lines, run_and_tell, run_to_end
+from trainfit.measure.process import (
+    LOG,
+    TRIAL,
+    Ending,
+    TrialStorageError,
+    last_lines,
+    run_and_tell,
+    run_to_end,
+)
 from trainfit.measure.run import with_utilisation
 from trainfit.measure.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
+from trainfit.spec.storage import one_line, storage_failure, write_text
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
 from trainfit.spec.value import Bytes, Value, canonical_json, parse
 
@@ -84,6 +93,8 @@ class PartResult(Value):
     train: dict[str, Any] | None = None
     planned: Recipe | None = None
     output: str = ""
+    storage_error: str = ""
+    """Why the disk did not take a file of the part's: then nothing is known of the recipe, and nothing is kept."""
 
 
 class Finding(Value):
@@ -99,6 +110,17 @@ class Finding(Value):
 def run_part(request: PartRequest, start: Starter) -> PartResult:
     """Run one part in a process of its own and wait for its end."""
     began_s = time.monotonic()
+    try:
+        return _run_part(request, start, began_s)
+    except OSError as error:
+        failure = storage_failure(error)
+        if failure is None and not isinstance(error, TrialStorageError):
+            raise
+        why = one_line(failure or error)
+        return ended(request, "lost", why, time.monotonic() - began_s, storage_error=why)
+
+
+def _run_part(request: PartRequest, start: Starter, began_s: float) -> PartResult:
     with tempfile.TemporaryDirectory(prefix="trainfit-sweep-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
@@ -133,7 +155,7 @@ def _measure(request: PartRequest, folder: Path, start: Starter) -> tuple[str, s
 
 
 def _find(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str, dict[str, Any]]:
-    (folder / REQUEST).write_text(request.model_dump_json())
+    write_text(folder / REQUEST, request.model_dump_json())
     ending = run_to_end(folder, lambda place: start(place, PART_TRIAL), request.timeout_s)
     if (folder / ERROR).is_file():
         raise InputError(**json.loads((folder / ERROR).read_text()))

@@ -5,7 +5,6 @@ Enters: PartRequests. Leaves: each with its PartResult, as they end. A worker or
 Every node needs trainfit, in the same versions. Source of the names: docs.ray.io, "Ray Core API", "Task fault tolerance".
 """
 
-import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from trainfit.measure.process import spawned
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
 from trainfit.spec.value import parse
 from trainfit.sweep.local import OnStart, Stop
 from trainfit.sweep.parts import PartRequest, PartResult, ended, host_out_of_memory, run_part
@@ -37,13 +37,7 @@ class RayExecutor:
         # Said before ray is imported: nothing about the sweep leaves the machine, and no warning about its future.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        try:
-            ray: Any = importlib.import_module("ray")
-        except ImportError:
-            raise InputError(
-                "ray is not installed", "pip install 'trainfit[ray]', or use --executor local",
-                field="executor", value="ray",
-            ) from None  # fmt: skip
+        ray: Any = optional("ray", "ray", field="executor", value="ray")
         alone: dict[str, Any] = {"address": "local", "include_dashboard": False}
         where = alone if self._address is None else {"address": self._address}
         try:

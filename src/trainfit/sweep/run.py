@@ -10,6 +10,7 @@ from typing import Protocol
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Record
+from trainfit.spec.storage import StorageError
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.value import parse
 from trainfit.sweep.book import Book
@@ -18,6 +19,7 @@ from trainfit.sweep.read import Sweep
 from trainfit.sweep.rows import refused_before_it_ran, row_of
 from trainfit.techniques import registry
 
+GO_ON = "the same command goes on once the disk takes it"
 NEEDED_BEFORE: dict[Part, Part] = {"train": "measure"}
 """A variant is not trained whose measurement (if one was asked for) did not come to its end: it would end alike."""
 
@@ -63,7 +65,7 @@ class Run:
         """Run what is not done yet; ``stop`` ends it early, with nothing noted of the trials that were running.
 
         Raises:
-            OSError: a record could not be written.
+            StorageError: the disk did not take a record or a trial's file; what is noted already stays.
         """
         for variant in self.sweep.variants:
             self._refuse(variant)
@@ -75,6 +77,8 @@ class Run:
             ]
             requests = [request for request in asked if not self._kept(request)]
             for request, result in executor.run(requests, stop=stop, on_start=self._start):
+                if result.storage_error:
+                    raise StorageError(OSError(result.storage_error), GO_ON)
                 self._note(request, result)
             self._running.clear()
             if stop():

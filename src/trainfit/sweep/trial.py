@@ -12,8 +12,9 @@ from typing import Any
 
 from trainfit.measure.environment import runs_on_cuda
 from trainfit.measure.lifeline import die_with_parent
-from trainfit.measure.trial import ERROR, REQUEST, RESULT
+from trainfit.measure.trial import ERROR, REQUEST, RESULT, ended_by_storage
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.storage import write_text
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
 from trainfit.sweep.parts import Finding, PartRequest
@@ -23,6 +24,10 @@ from trainfit.train.observer import EvalMetrics, RunStart, StepMetrics, TrainSum
 
 def main(folder: Path) -> int:
     """Run the part of ``folder``; the process's exit code."""
+    return ended_by_storage(lambda: _run(folder))
+
+
+def _run(folder: Path) -> int:
     request = parse(PartRequest, json.loads((folder / REQUEST).read_text()))
     try:
         found = _predict(request) if request.part == "predict" else _train(request, folder)
@@ -31,10 +36,10 @@ def main(folder: Path) -> int:
             found = Finding(status="out-of-memory", message=error.problem)
         else:
             fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
-            (folder / ERROR).write_text(json.dumps(fields | {"value": error.value}, default=repr))
+            write_text(folder / ERROR, json.dumps(fields | {"value": error.value}, default=repr))
             return EXIT_BAD_INPUT
     draft = folder / f"{RESULT}.tmp"
-    draft.write_text(found.model_dump_json())
+    write_text(draft, found.model_dump_json())
     os.replace(draft, folder / RESULT)
     return 0
 

@@ -24,13 +24,13 @@ Refuses models none of whose blocks' layers would be converted.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 
@@ -55,10 +55,7 @@ def check(recipe: Recipe) -> None:
     """What the products need, as far as the recipe tells."""
     from trainfit.catalog.load import gpu
 
-    if importlib.util.find_spec("torchao") is None:
-        raise _refused(
-            "it needs the package torchao, which is not installed", "pip install 'trainfit[torchao]'"
-        )
+    require("torchao", "torchao", field="precision", value="fp8")
     asked = gpu(recipe.hardware.gpu)
     capability = asked.compute_capability
     if asked.vendor != "host" and (capability is None or capability < CAPABILITY):
@@ -105,9 +102,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.models.layers import layer_lists
 
     with _quiet():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        float8: Any = optional("torchao.float8", "torchao", field="precision", value="fp8")
 
-    config = Float8LinearConfig(emulate=_emulates(recipe, draft))
+    config = float8.Float8LinearConfig(emulate=_emulates(recipe, draft))
     lists = layer_lists(draft.model)
     if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         raise _refused(
@@ -116,7 +113,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             "use precision: bf16, or model.implementation: native where transformers' blocks have layers of their own",
         )
     for _, blocks in lists:
-        convert_to_float8_training(blocks, module_filter_fn=lambda module, name: gains(module), config=config)
+        float8.convert_to_float8_training(
+            blocks, module_filter_fn=lambda module, name: gains(module), config=config
+        )
 
 
 def gains(module: nn.Module) -> bool:

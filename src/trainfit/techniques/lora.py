@@ -16,10 +16,10 @@ Refuses targets that PEFT does not find or cannot adapt.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.draft import Draft
 
@@ -41,13 +41,7 @@ def check(recipe: Recipe) -> None:
 def needs_peft(recipe: Recipe) -> None:
     """Refuse any adapter where PEFT is not installed."""
     assert recipe.adapter is not None
-    if importlib.util.find_spec("peft") is None:
-        raise InputError(
-            "adapters need the package peft, which is not installed",
-            "install it: pip install 'trainfit[peft]'",
-            field="adapter.kind",
-            value=recipe.adapter.kind,
-        )
+    require("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -56,18 +50,17 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: a target that the model does not have.
     """
-    from peft import LoraConfig
-
     from trainfit.models.adapted import wrap
 
     adapter = recipe.adapter
     assert adapter is not None
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
     model: Any = draft.model
     is_hf = recipe.model.implementation == "hf"
     if not is_hf:
         # PEFT takes a model that does not say so for a checkpointed one, and makes its embedding require a gradient.
         model.is_gradient_checkpointing = False
-    config = LoraConfig(
+    config = peft.LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha or adapter.rank,
         lora_dropout=adapter.dropout,

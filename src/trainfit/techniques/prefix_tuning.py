@@ -19,6 +19,7 @@ import inspect
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.lora import needs_peft
@@ -82,10 +83,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         add_prefix(model, adapter.tokens, dtype)
         return
     _refuse_other_caches(model)
-    from peft import PrefixTuningConfig
-
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
     draft.model = on_hf(
-        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens), draft, adapter.kind
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens), draft, adapter.kind
     )
     convert(draft.model.get_submodule("prompt_encoder"), dtype)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.lora import needs_peft
@@ -95,9 +96,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _config(adapter: Adapter, **sizes: int) -> Any:
-    from peft import PromptEncoderConfig, PromptTuningConfig
-
-    kind: Any = PromptTuningConfig if adapter.kind == "prompt" else PromptEncoderConfig
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
+    kind: Any = peft.PromptTuningConfig if adapter.kind == "prompt" else peft.PromptEncoderConfig
     return kind(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens, **sizes)
 
 
@@ -121,17 +121,17 @@ def on_hf(config: Any, draft: Draft, kind: str) -> nn.Module:
 
 def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
     import torch
-    from peft.tuners import PromptEmbedding, PromptEncoder
 
     from trainfit.models.native.prompted import Prompted
 
+    tuners: Any = optional("peft.tuners", "peft", field="adapter.kind", value=adapter.kind)
     base: Any = draft.model
     size = base.config.hidden_size
     with torch.device(draft.device):
         if adapter.kind == "prompt":
             config = _config(adapter, token_dim=size, num_transformer_submodules=1)
-            encoder: Any = PromptEmbedding(config, base.embed)
+            encoder: Any = tuners.PromptEmbedding(config, base.embed)
         else:
             config = _config(adapter, token_dim=size, num_transformer_submodules=1, encoder_hidden_size=size)
-            encoder = PromptEncoder(config)
+            encoder = tuners.PromptEncoder(config)
     return Prompted(base, encoder, adapter.tokens)

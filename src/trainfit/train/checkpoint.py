@@ -4,7 +4,6 @@ A checkpoint is ``checkpoints/step-00000020/``: ``model-*.safetensors``, ``optim
 ``random-*.safetensors``, ``state.json``, ``run.json`` (recipe and options), ``manifest.json``.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainfit.spec.storage import writing
 from trainfit.step import Step
 from trainfit.train import durable, state
+from trainfit.train.layout import RUN, existing
 
 SHARD_BYTES = 4 * 2**30
 """A file's most bytes: safetensors copies one file's tensors to host memory to write them."""
-STATE, RUN = "state.json", "run.json"
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,6 @@ def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, k
     for old in existing(folder)[:-keep]:
         durable.remove_folder(old)
     return path
-
-
-def existing(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
 
 
 def check(path: Path) -> dict[str, Any]:
@@ -112,7 +106,9 @@ class _Lazy(Mapping[str, Tensor]):
 def _write(work: Path, kind: str, tensors: dict[str, Tensor]) -> None:
     for number, part in enumerate(state.shards(tensors, SHARD_BYTES)):
         own = {name: _on_its_own(tensor.detach()) for name, tensor in part.items()}
-        save_file(own, work / f"{kind}-{number:05d}.safetensors")
+        file = work / f"{kind}-{number:05d}.safetensors"
+        with writing(file):  # safetensors has an exception of its own for a full disk.
+            save_file(own, file)
 
 
 def _on_its_own(tensor: Tensor) -> Tensor:

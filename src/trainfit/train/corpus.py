@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.storage import writing
 from trainfit.train import documents, durable
 from trainfit.train.options import TrainOptions
 from trainfit.train.tokenizer import end_token, load_tokenizer, train_tokenizer
@@ -96,9 +97,14 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
         tokenizer = train_tokenizer(_training_side(options), vocabulary)
     else:
         tokenizer = load_tokenizer(Path(options.tokenizer))
-    tokenizer.save(str(work / TOKENIZER))
+    with writing(work / TOKENIZER):
+        tokenizer.save(str(work / TOKENIZER))
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
-    with (work / "train.bin").open("wb") as train, (work / "eval.bin").open("wb") as held_out:
+    with (
+        writing(work),
+        (work / "train.bin").open("wb") as train,
+        (work / "eval.bin").open("wb") as held_out,
+    ):
         counts = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
     if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
         raise InputError(

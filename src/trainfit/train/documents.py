@@ -4,7 +4,6 @@ Streams: memory stays small whatever the files' size. No torch here.
 """
 
 import hashlib
-import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
 from trainfit.train.options import TEXT_SUFFIXES, DataSpec, HubData, StoriesData, TextData
 from trainfit.train.stories import story
 
@@ -139,15 +139,7 @@ def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 
 def _from_hub(data: HubData) -> Iterator[str]:
-    if importlib.util.find_spec("datasets") is None:
-        raise InputError(
-            "the datasets library is not installed",
-            "pip install 'trainfit[datasets]', or use text files or stories",
-            field="data",
-            value=f"hub:{data.name}",
-        )
-    import datasets  # type: ignore[import-not-found]
-
+    datasets: Any = optional("datasets", "datasets", field="data", value=f"hub:{data.name}")
     try:
         rows = datasets.load_dataset(data.name, data.config, split=data.split, streaming=True)
         for number, row in enumerate(rows):

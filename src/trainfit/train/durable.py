@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.storage import write_text, writing
 from trainfit.spec.value import canonical_json
 
 MANIFEST = "manifest.json"
@@ -31,12 +32,15 @@ def new_folder(path: Path) -> Iterator[Path]:
     if path.exists():
         raise FileExistsError(f"{path}: already there, and a finished folder is never overwritten")
     work = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
-    work.mkdir(parents=True)
     try:
+        work.mkdir(parents=True)
         yield work
         _seal(work)
         work.rename(path)
         sync(path.parent)
+    except OSError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise _by_final_name(error, work, path) from error
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
@@ -66,7 +70,7 @@ def check_folder(path: Path) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """One JSON document, for people and machines; NaN is refused."""
-    path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -96,9 +100,18 @@ def sync(path: Path) -> None:
     """Force a file's bytes, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with writing(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _by_final_name(error: OSError, work: Path, path: Path) -> OSError:
+    """The same error with the name that the file was to have: the one it had is gone."""
+    name = str(error.filename or work)
+    if error.errno is None or not name.startswith(str(work)):
+        return error
+    return OSError(error.errno, error.strerror, str(path) + name.removeprefix(str(work)))
 
 
 def _seal(work: Path) -> None:

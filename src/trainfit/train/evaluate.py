@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,11 +12,21 @@ from trainfit.train.corpus import Corpus
 from trainfit.train.observer import EvalMetrics
 
 
-def evaluate(step: Step, corpus: Corpus, *, at_step: int, max_sequences: int) -> EvalMetrics | None:
+def evaluate(
+    step: Step,
+    corpus: Corpus,
+    *,
+    at_step: int,
+    max_sequences: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> EvalMetrics | None:
     """Mean next-token cross-entropy of the first ``max_sequences`` held-out sequences, without dropout; None if it is not finite.
 
     Label smoothing and z-loss are no part of it, whatever training minimises. The first token of a sequence has no context and is not predicted. Draws from no random generator, so training
     goes on as if nothing had been evaluated.
+
+    Args:
+        stopped: asked before each micro-batch; True ends the evaluation with None.
     """
     count = min(max_sequences, len(corpus))
     micro = step.recipe.batch.micro
@@ -25,6 +36,8 @@ def evaluate(step: Step, corpus: Corpus, *, at_step: int, max_sequences: int) ->
     try:
         with torch.no_grad():
             for first in range(0, count, micro):
+                if stopped():
+                    return None
                 ids_bs = torch.from_numpy(corpus.sequences(np.arange(first, min(first + micro, count)))).to(
                     step.device
                 )

@@ -15,9 +15,9 @@ from typing import Any
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.train import checkpoint, durable
+from trainfit.train.layout import CHECKPOINTS, DATA, LOCK, RUN, existing
 from trainfit.train.options import MAY_CHANGE, TrainOptions
 
-RUN, LOCK, DATA, CHECKPOINTS = "run.json", ".lock", "data", "checkpoints"
 RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")
 """Fields of the recipe that change no loss."""
 CHECKED_ELSEWHERE = ("data.path", "tokenizer")
@@ -71,7 +71,7 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
         raise InputError(
             "no run to resume in this folder", "leave --resume out to start one", field="out", value=str(out)
         )
-    saved = checkpoint.existing(out / CHECKPOINTS)
+    saved = existing(out / CHECKPOINTS)
     newest = saved[-1] if saved else None
     run = checkpoint.check(newest) if newest else read_run(out)
     refuse_difference(run, describe(recipe, options))

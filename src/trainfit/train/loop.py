@@ -16,11 +16,13 @@ from trainfit.measure.meter import is_out_of_memory
 from trainfit.models.layers import num_quantized
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import loss_terms, registry
 from trainfit.train import checkpoint, folder
 from trainfit.train.checkpoint import Progress
 from trainfit.train.corpus import Corpora, open_corpora
+from trainfit.train.layout import how_to_go_on
 from trainfit.train.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.train.options import TrainOptions
 from trainfit.train.session import Session
@@ -45,12 +47,12 @@ def train(
 
     Raises:
         InputError: bad data, a damaged checkpoint, a resumed run that differs, a used folder, a missing device.
-        OSError: the disk does not take a file.
+        StorageError: the disk does not take a file; it names the checkpoint that is whole.
     """
     device = _device(options)
     registry.check(recipe)
     registry.check_device(recipe, device.type)
-    with ExitStack() as stack:
+    with _naming_what_is_whole(options), ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
         stack.enter_context(folder.locked(options.folder))
@@ -151,6 +153,19 @@ def _assemble(recipe: Recipe, device: torch.device) -> Step:
             field="model.config",
             value=recipe.model.display_name,
         ) from error
+
+
+@contextmanager
+def _naming_what_is_whole(options: TrainOptions) -> Iterator[None]:
+    """A full or failed disk ends the run with what to do, and with the checkpoint that goes on once that is done."""
+    try:
+        yield
+    except Exception as error:
+        failure = storage_failure(error)
+        if failure is None or isinstance(error, InputError):
+            raise
+        remedy = f"{REMEDIES[failure.errno or 0]}; {how_to_go_on(options.folder)}"
+        raise StorageError(failure, remedy) from error
 
 
 @contextmanager

@@ -5,11 +5,13 @@ that standard output stays free for JSON.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trainfit.spec.terminal import Terminal
 from trainfit.spec.units import format_bytes, format_count
 from trainfit.train.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
@@ -20,9 +22,10 @@ LINE_EVERY_S = 10.0
 class ProgressBar:
     """Shows a run on ``console``; None: standard error."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, console: Terminal | None = None) -> None:
+        self._console = console or Terminal(stderr=True)
         self._bar: Progress | None = None
+        self._seen = True
         self._device, self._steps = "", 0
         self._last_line_s = float("-inf")
 
@@ -41,17 +44,23 @@ class ProgressBar:
             columns = (
                 BarColumn(20),
                 MofNCompleteColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 TimeRemainingColumn(),
             )
             self._bar = Progress(*columns, console=self._console)
             self._bar.add_task("", total=run.steps, completed=run.first_step)
-            self._bar.start()
+            with self._not_needed():
+                self._bar.start()
+
+    def note(self, text: str) -> None:
+        """Show one line of another observer."""
+        self._say(f"note: {text}")
 
     def on_step(self, metrics: StepMetrics) -> None:
         text = step_line(metrics, self._device)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=metrics.step, description=text)
+            with self._not_needed():
+                self._bar.update(self._bar.task_ids[0], completed=metrics.step, description=text)
         elif metrics.step == self._steps or time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
             self._say(f"step {metrics.step}/{self._steps}  {text}")
@@ -71,10 +80,21 @@ class ProgressBar:
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with self._not_needed():
+                self._bar.stop()
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._seen:
+            with self._not_needed():
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def _not_needed(self) -> Iterator[None]:
+        """Go on without a terminal that is gone: what a run makes is in its folder, and hours of work are not for show."""
+        try:
+            yield
+        except OSError:
+            self._seen = False
 
 
 def step_line(metrics: StepMetrics, device: str) -> str:

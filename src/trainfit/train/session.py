@@ -19,13 +19,13 @@ from trainfit.train import checkpoint, state
 from trainfit.train.checkpoint import Progress
 from trainfit.train.corpus import Corpora
 from trainfit.train.evaluate import evaluate
-from trainfit.train.folder import CHECKPOINTS
 from trainfit.train.gauges import Busy, PeakMemory
+from trainfit.train.layout import CHECKPOINTS
 from trainfit.train.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.train.options import TrainOptions
 from trainfit.train.order import StepSequences
 from trainfit.train.schedule import learning_rate
-from trainfit.train.stop import StopSignal
+from trainfit.train.stop import Stopped, StopSignal
 
 
 class DivergedError(Exception):
@@ -54,16 +54,24 @@ class Session:
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._busy = Busy(self.step.device)
+        self._cut_short = False
 
     def go(self, stop: StopSignal) -> TrainSummary:
-        """Train until the last step, a signal, a loss that is not finite, or memory runs out."""
+        """Train until the last step, a signal, a loss that is not finite, or memory runs out.
+
+        A signal before this process's first step is done ends it at once: there is nothing new to save.
+
+        Raises:
+            StorageError: a file of the run could not be written; it names the checkpoint that is whole.
+        """
         start_s = time.perf_counter()
         status, message = "done", ""
         try:
             self._steps(stop)
-            if self.progress.step < self.options.steps:
-                status = "stopped"
-                message = f"{stop.name} after step {self.progress.step} of {self.options.steps}; --resume goes on from it"
+            if self._cut_short:
+                status, message = "stopped", self._stopped(stop.name)
+        except Stopped as stopped:
+            status, message = "stopped", self._stopped(stopped.name)
         except DivergedError as error:
             status, message = "diverged", f"{error}; {self._last_good()}"
         except (RuntimeError, MemoryError) as error:
@@ -79,24 +87,40 @@ class Session:
 
     def _steps(self, stop: StopSignal) -> None:
         numbers = range(self.progress.step, self.options.steps)
+        stop.raises = len(numbers) > 0
         with Feed(self.step.recipe, self._source(), self.step.device, numbers) as feed:
             batches = next(feed, None)
             while batches is not None and stop.name is None:
-                batches = self._one_step(batches, feed)
+                batches = self._one_step(batches, feed, stop)
                 self._after_step(stop)
         if not self.evaluations and stop.name is None:
-            self._evaluate()  # A run that was already at its end still says how good it is.
+            self._evaluate(stop)  # A run that was already at its end still says how good it is.
+        unevaluated = self.options.eval_fraction > 0 and not self._evaluated_last
+        self._cut_short = stop.name is not None and (self.progress.step < self.options.steps or unevaluated)
+
+    @property
+    def _evaluated_last(self) -> bool:
+        return bool(self.evaluations) and self.evaluations[-1].step == self.progress.step
+
+    def _stopped(self, signal_name: str | None) -> str:
+        """Where a signal ended the run, and what goes on from there."""
+        if self.progress.step == self.options.steps:
+            return f"{signal_name} before the last evaluation; --resume evaluates"
+        where = f"{signal_name} after step {self.progress.step} of {self.options.steps}"
+        if self.checkpoint is None:
+            return f"{where}; nothing had been saved, --resume begins with the first step"
+        return f"{where}; --resume goes on from it"
 
     def _after_step(self, stop: StopSignal) -> None:
         """Evaluate and save where it is time to."""
         last = self.progress.step == self.options.steps
         if (last or self._due(self.options.eval_every)) and stop.name is None:
-            self._evaluate()
+            self._evaluate(stop)
         at_end = (last and self.options.save_last) or stop.name is not None
         if at_end or self._due(self.options.save_every):
             self._save()
 
-    def _one_step(self, batches: list[Batch], feed: Feed) -> list[Batch] | None:
+    def _one_step(self, batches: list[Batch], feed: Feed, stop: StopSignal) -> list[Batch] | None:
         """Train on ``batches``; the next step's, read while the device works on these."""
         done, index = self.progress.step, len(self.losses)
         rate = self._set_learning_rate(done)
@@ -115,6 +139,7 @@ class Session:
             raise DivergedError(
                 f"loss is {loss} at step {done + 1}: lower optimizer.lr, warm it up, or use a wider precision"
             )
+        stop.raises = False  # From now on there is a step to save.
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss)
         self._tell(self._metrics(loss, rate, step_s))
@@ -167,7 +192,8 @@ class Session:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, stop: StopSignal) -> None:
+        """Evaluate and report it; nothing is reported where a signal ends it."""
         if not len(self.corpora.eval):
             return
         found = evaluate(
@@ -175,7 +201,10 @@ class Session:
             self.corpora.eval,
             at_step=self.progress.step,
             max_sequences=self.options.eval_sequences,
+            stopped=lambda: stop.name is not None,
         )
+        if found is None and stop.name is not None:
+            return
         if found is None:
             raise DivergedError(
                 f"evaluation loss is not finite after step {self.progress.step}: lower optimizer.lr"

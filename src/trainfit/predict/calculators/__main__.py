@@ -13,6 +13,7 @@ from trainfit.catalog.load import recipes
 from trainfit.predict.calculators import ultrascale
 from trainfit.predict.calculators.compare import Comparison, compare
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from
 from trainfit.spec.units import format_bytes, format_flops
@@ -36,13 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         text = markdown(options.recipes)
         if options.into is None:
-            print(text)
+            say(text)
         else:
             options.into.write_text(
                 put_between_marks(options.into.read_text(encoding="utf-8"), text), encoding="utf-8"
             )
     except InputError as error:
-        print(error, file=sys.stderr)
+        say(str(error), err=True)
         return EXIT_BAD_INPUT
     return 0
 

@@ -1,0 +1,110 @@
+"""A Record as one line of JSON with a digest of its content, and back, checked.
+
+The digest is the SHA-256 of the canonical JSON (sorted keys, no spaces) of all fields but itself, so a line keeps it when
+a tool writes the same content in another order. Lines written before there were digests have none and are taken as they are.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.result import Record
+from trainfit.spec.storage import Appender
+from trainfit.spec.value import canonical_json, parse
+
+DIGEST = "digest"
+REPAIR = "restore the file from a copy, or keep its whole rows: trainfit records recover FILE NEW.jsonl"
+
+
+def digest_of(data: dict[str, Any]) -> str:
+    """Return the digest of a record's plain data, in hex; a digest among it is left out."""
+    content = {name: value for name, value in data.items() if name != DIGEST}
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def to_line(record: Record) -> str:
+    """Return the record as JSON on one line, its digest last; without the line's end."""
+    text = record.model_dump_json()
+    return f'{text[:-1]},"{DIGEST}":"{digest_of(json.loads(text))}"}}'
+
+
+def from_line(line: str, where: str) -> Record:
+    """Return the record of a line that ``to_line`` wrote, or of one without a digest.
+
+    Args:
+        where: file and line, or file and row, for the error.
+
+    Raises:
+        InputError: not a record, or its content is not what was written.
+    """
+    return parse(Record, _checked(line, where), file=where)
+
+
+def has_digest(line: str) -> bool:
+    """Whether the line, which ``from_line`` takes, carries a digest."""
+    return DIGEST in json.loads(line)
+
+
+def lines_of(path: str | Path, content: bytes) -> list[tuple[str, str]]:
+    """Return the lines of a JSON Lines file of records that hold something, each with its place ``file:number``.
+
+    Raises:
+        InputError: a line is not UTF-8.
+    """
+    lines = [
+        (line, f"{path}:{number}") for number, line in enumerate(content.split(b"\n"), 1) if line.strip()
+    ]
+    return [(_decoded(line, where), where) for line, where in lines]
+
+
+def check_whole(path: str | Path, content: bytes) -> None:
+    """Refuse a file of records whose last line was cut off, or any of whose records is damaged.
+
+    Raises:
+        InputError: naming the line.
+    """
+    lines = lines_of(path, content)
+    if lines and not content.endswith(b"\n"):
+        raise InputError("the last line is cut off", REPAIR, file=lines[-1][1])
+    for line, where in lines:
+        from_line(line, where)
+
+
+def append_line(path: Path, record: Record) -> None:
+    """Add a record to a JSON Lines file; once this returns it is on the disk. One writer at a time, others wait.
+
+    Raises:
+        InputError: the file's last line is cut off.
+        OSError: the disk does not take it; the file is as before.
+    """
+    with Appender(path) as file:
+        file.lock()
+        content = file.last_byte()
+        if content not in (b"", b"\n"):
+            raise InputError("the last line is cut off", REPAIR, file=str(path))
+        file.append(to_line(record).encode() + b"\n", sync=True)
+
+
+def _decoded(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError("not UTF-8 text", "give a JSON Lines file of records", file=where) from None
+
+
+def _checked(line: str, where: str) -> Any:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg}", REPAIR, file=where) from None
+    if not isinstance(data, dict) or DIGEST not in data:
+        return data
+    try:
+        found = digest_of(data)
+    except ValueError:  # NaN or infinity, which no record holds.
+        found = ""
+    if data.pop(DIGEST) != found:
+        raise InputError("the content is not what was written (its SHA-256 differs)", REPAIR, file=where)
+    return data

@@ -1,0 +1,286 @@
+"""A disk that takes no more: one line, exit 74, nothing half-written, the last checkpoint whole, and resume goes on."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tiny_sweep import BASE, sweep_of
+from tiny_training import asked, losses_in_log, tiny
+from trainfit import records
+from trainfit.cli.main import guarded
+from trainfit.spec.storage import Appender, StorageError, one_line, storage_failure, writing
+from trainfit.sweep import parts
+from trainfit.sweep.book import RECORDS, Book
+from trainfit.sweep.parts import PartRequest, PartResult, run_part
+from trainfit.sweep.run import Run
+from trainfit.train import checkpoint
+from trainfit.train.board import TensorBoard
+from trainfit.train.log import JsonlLog
+from trainfit.train.loop import train
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2.5 MB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_full_disk_ends_a_run_and_resume_goes_on_to_the_bit(small_disk: Path, tmp_path: Path) -> None:
+    recipe, more = tiny(), {"save_every": 4, "keep": 9}
+    straight = train(recipe, asked(tmp_path / "straight", 24, **more))
+    options = asked(small_disk / "run", 24, **more)
+    observers = lambda: [JsonlLog(), TensorBoard()]  # noqa: E731
+    with pytest.raises(StorageError, match=FULL) as full:
+        train(recipe, options, observers=observers())
+    newest = checkpoint.existing(options.folder / "checkpoints")[-1]
+    assert str(full.value).endswith(f": {FULL}; free some space there; --resume goes on from {newest}")
+    assert ".unfinished" not in str(full.value)
+    assert not list(options.folder.rglob(".unfinished*"))
+    checkpoint.check(newest)
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    resumed = train(recipe, options.model_copy(update={"resume": True}), observers=observers())
+    assert resumed.first_step == int(newest.name.removeprefix("step-")) > 0
+    assert resumed.losses == straight.losses[resumed.first_step :]
+    assert losses_in_log(options.folder) == dict(enumerate(straight.losses, 1))
+
+
+@pytest.mark.parametrize("file", ["events", "log.jsonl", "train.bin"])
+def test_every_file_of_a_run_may_be_the_one_that_fills_the_disk(file: str, small_disk: Path) -> None:
+    """The disk is full but for 20 kB when the first step is done, or before the data is written."""
+    out = small_disk / "run"
+
+    def fill(metrics: Any) -> None:
+        with (small_disk / "filler").open("wb") as filler:
+            os.posix_fallocate(filler.fileno(), 0, os.statvfs(small_disk).f_bavail * 4096)
+        # What is left of the file's last page is filled by the lines themselves.
+
+    observer = {"events": TensorBoard, "log.jsonl": JsonlLog}.get(file)
+    if observer is None:
+        fill(None)
+    listener = _Filler(fill)
+    with pytest.raises(StorageError, match=FULL) as full:
+        train(tiny(), asked(out, 400), observers=[listener, *([observer()] if observer else [])])
+    assert file in str(full.value) or observer is None
+    assert "nothing had been saved: the same command" in str(full.value) or "no checkpoint" in str(full.value)
+    if observer is JsonlLog:
+        assert (out / "log.jsonl").read_bytes()[-2:] in (b"", b"}\n")
+
+
+class _Filler:
+    def __init__(self, do: Any):
+        self.do = do
+
+    def __getattr__(self, name: str) -> Any:
+        return self.do if name == "on_start" else lambda *arguments: None
+
+
+def command(
+    *words: str, cwd: Path, limit: int | None = None, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    def limited() -> None:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    code = "import sys; from trainfit.cli.entry import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=cwd, text=True, timeout=250, stdin=subprocess.DEVNULL,
+        preexec_fn=limited, **({"capture_output": True} | more),
+    )  # fmt: skip
+
+
+def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path) -> None:
+    """Any machine: the process's own limit of a file's size ends a checkpoint's write."""
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(json.dumps(tiny().content()))
+    words = [
+        "train",
+        str(recipe),
+        "--out",
+        "run",
+        "--steps",
+        "6",
+        "--data",
+        "stories:60",
+        "--save-every",
+        "2",
+    ]
+    ended = command(*words, "--json", cwd=tmp_path, limit=150_000)
+    assert (ended.returncode, ended.stdout) == (74, "")
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("trainfit: error")]
+    assert errors == [
+        "trainfit: error: run/checkpoints/step-00000002/model-00000.safetensors: File too large; raise the limit of a "
+        "file's size (ulimit -f); no checkpoint had been saved: --resume begins with the first step"
+    ]
+    assert "Traceback" not in ended.stderr
+    again = command(*words, "--resume", "--json", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["steps"] == 6
+
+
+@pytest.mark.parametrize("words", [["gpus"], ["gpus", "--json"], ["predict", "tiny-cpu"]])
+def test_a_full_standard_output_is_74(words: list[str], tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        ended = command(*words, cwd=tmp_path, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    assert ended.returncode == 74
+    assert ended.stderr == f"trainfit: error: standard output: {FULL}; free some space there\n"
+
+
+def test_a_closed_standard_output_is_74(tmp_path: Path) -> None:
+    code = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    inner = "import sys; from trainfit.cli.entry import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "-c", inner, "gpus"], stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (74, 1)
+    assert "standard output is closed" in ended.stderr
+
+
+def test_an_appended_piece_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plain = tmp_path / "file", os.write
+    with Appender(path) as file:
+        file.append(b"whole\n")
+
+        def half(descriptor: int, piece: Any) -> int:
+            if len(piece) < 5:
+                raise OSError(errno.ENOSPC, FULL)
+            return plain(descriptor, piece[: len(piece) - 4])
+
+        monkeypatch.setattr(os, "write", half)
+        with pytest.raises(OSError, match="file") as full:
+            file.append(b"another\n")
+        assert full.value.filename == str(path)
+        monkeypatch.undo()
+        assert path.read_bytes() == b"whole\n"
+        monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        with pytest.raises(OSError, match="no"):
+            file.append(b"another\n", sync=True)
+        assert path.read_bytes() == b"whole\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EDQUOT, "quota"), errno.EDQUOT),
+        (Exception(f"{FULL} (os error 28)"), errno.ENOSPC),
+        (RuntimeError(f"unable to write to file </torch_1>: {FULL} (28)"), errno.ENOSPC),
+        (OSError("We couldn't connect to 'https://huggingface.co'"), None),
+        (FileNotFoundError(errno.ENOENT, "none"), None),
+        (ValueError(f"a text that says {FULL}"), None),
+    ],
+)
+def test_what_is_the_storages_failure(error: Exception, code: int | None) -> None:
+    outer = KeyError("outer")
+    outer.__cause__ = error
+    found = storage_failure(outer)
+    assert (found and found.errno) == code
+    assert guarded(lambda: (_ for _ in ()).throw(outer)) == (70 if code is None else 74)
+
+
+def test_another_librarys_full_disk_names_the_file(small_disk: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    with pytest.raises(OSError, match=r"a\.safetensors") as full, writing(small_disk / "a.safetensors"):
+        save_file({"a": torch.zeros(2_000_000)}, small_disk / "a.safetensors")
+    assert full.value.errno == errno.ENOSPC
+    assert one_line(full.value).endswith("free some space there")
+
+
+def test_a_full_record_file_is_an_os_error_with_its_name(small_disk: Path) -> None:
+    from test_records import record
+
+    path = small_disk / "r.sqlite"
+    records.append(path, record(1))
+    with (small_disk / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, os.statvfs(small_disk).f_bavail * 4096)
+    with pytest.raises(OSError, match=FULL) as full:
+        records.append_all(path, [record(index) for index in range(2, 200)])
+    assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
+    (small_disk / "filler").unlink()
+    assert [one.recipe["seed"] for one in records.read(path)] == [1]
+
+
+class Doing:
+    """An executor whose parts run in this process."""
+
+    def __init__(self, start: Any):
+        self.start = start
+
+    def run(self, requests: Any, *, stop: Any, on_start: Any) -> Iterator[tuple[PartRequest, PartResult]]:
+        for request in requests:
+            yield request, run_part(request, self.start)
+
+
+def test_a_trials_full_disk_is_not_its_recipes_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainfit.measure.process import forked
+
+    sweep = sweep_of(tmp_path, BASE + "list: [{name: one}]\ntrain: {steps: 2}\n")
+
+    def full(folder: Path, module: str) -> int:
+        if (
+            module == parts.PART_TRIAL
+            and json.loads((folder / "request.json").read_text())["part"] == "train"
+        ):
+            module = "failing_trial"
+        return forked(folder, module)
+
+    with (
+        Book(tmp_path / "out", "s") as book,
+        pytest.raises(StorageError, match=f"disk/model: {FULL}") as ended,
+        capsys.disabled(),
+    ):  # A trial's output goes to a file by its descriptors.
+        Run(sweep, book).go(Doing(full), lambda: False)
+    assert "the same command goes on" in str(ended.value)
+    lines = (tmp_path / "out" / RECORDS).read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["predict"]
+    with Book(tmp_path / "out", "s") as book:
+        state = Run(sweep, book)
+        state.go(Doing(forked), lambda: False)
+        assert [row.status for row in state.rows()] == ["done"]
+        assert state.num_kept == 1
+
+
+def test_a_full_disk_of_the_sweep_itself_keeps_whole_lines(small_disk: Path, tmp_path: Path) -> None:
+    from trainfit.sweep.parts import ended as ended_part
+
+    variants = "".join(f"{{name: v{index}, seed: {index}}}, " for index in range(600))
+    sweep = sweep_of(tmp_path, BASE + f"list: [{variants}]\n")
+
+    class Told:
+        def run(self, requests: Any, *, stop: Any, on_start: Any) -> Iterator[Any]:
+            for request in requests:
+                yield request, ended_part(request, "crashed", "x" * 5_000)
+
+    with Book(small_disk / "out", "s") as book, pytest.raises(OSError, match=FULL) as full:
+        Run(sweep, book).go(Told(), lambda: False)
+    assert full.value.filename == str(small_disk / "out" / RECORDS)
+    content = (small_disk / "out" / RECORDS).read_bytes()
+    assert content.endswith(b"}\n")
+    subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+    with Book(small_disk / "out", "s") as book:
+        state = Run(sweep, book)
+        state.go(Told(), lambda: False)
+        assert state.num_kept == content.count(b"\n")
+        assert book.notes == ()
