@@ -7,6 +7,7 @@ its elements follows from the element's indices. An ``Expression`` computes any 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from trainfit.virtual.op_kinds import base_name
 
 Coordinates = tuple[Tensor, ...]
 """One integer tensor a dimension; together they broadcast."""
+LARGEST_WHOLE = 1 << 22
+"""Elements of a tensor that is computed at once, all or none."""
 Values = Callable[[Coordinates], Tensor]
 
 
@@ -180,6 +183,22 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tup
 def _iota(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Values | None:
     start, step = kwargs["start"], kwargs["step"]
     return lambda at: start + at[0] * step
+
+
+@_rule("cumsum", "cummax", "flip", "roll", "repeat", "sum", "any", "all", "amax", "amin")
+def _whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Values | None:
+    """Computed at once from all elements, of a vector such as the positions."""
+    x = args[0]
+    if not isinstance(x, Expression) or max(prod(x.shape), prod(shape)) > LARGEST_WHOLE:
+        return None
+
+    def at(c: Coordinates) -> Tensor:
+        grid = torch.meshgrid(*(torch.arange(n) for n in x.shape), indexing="ij") if x.shape else ()
+        found = func(x.at(grid).expand(x.shape), *args[1:], **kwargs)
+        found = found[0] if isinstance(found, tuple) else found
+        return found[c] if c else found
+
+    return at
 
 
 # -- views, slices and gathers ------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Mark(NamedTuple):
 
     expression: Expression | None = None
     products: tuple[tuple[Any, int], ...] = ()
-    """Products that made it, elementwise work aside, each with the number of elements that it made."""
+    """Products that made it, elementwise work aside, each with the number of elements that it made. None: not to be named."""
     share: Fraction | None = None
     """Visible share of its elements; the others count for nothing."""
 
@@ -70,7 +70,8 @@ class MaskedPairs:
     """
 
     def __init__(self, on_share: Callable[[Any, Fraction], None], expressions: Expressions | None = None):
-        self._on_share = on_share
+        self.found = on_share
+        """Call it with a product and the visible share of its pairs."""
         self.expressions = expressions or Expressions()
         self._shares: dict[int, tuple[Expression, Fraction]] = {}
         self._writes: dict[int, int] = {}
@@ -138,7 +139,8 @@ class MaskedPairs:
         if share is None:
             return Mark(None, tuple(products))
         for each, numel in products:
-            self._on_share(each, min(share * out.numel() / numel, Fraction(1)))
+            if each is not None:
+                self.found(each, min(share * out.numel() / numel, Fraction(1)))
         return Mark(None, (), share)
 
     def _met(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Fraction | None:
