@@ -43,7 +43,13 @@ def product_step_flops(
     """
     shape = shape_of(config)
     tokens, weights = batch * seq, multiplied_params(config)
-    scores = 2 * batch * shape.heads * (shape.head_dim + shape.value_dim) * _all_pairs(config, shape, seq, attention)
+    scores = (
+        2
+        * batch
+        * shape.heads
+        * (shape.head_dim + shape.value_dim)
+        * _all_pairs(config, shape, seq, attention)
+    )
     forward = 2 * (weights + adapter_params) * tokens + scores
     if trained == "all":
         model = 3 * forward
@@ -91,7 +97,11 @@ def _layer_kinds(config: dict[str, Any], model_type: str, layers: int) -> list[s
     if config.get("layer_types"):
         return list(config["layer_types"])
     if model_type in ALTERNATING:
-        period = config.get("sliding_window_pattern", ALTERNATING[model_type]) if model_type == "gemma3_text" else 2
+        period = (
+            config.get("sliding_window_pattern", ALTERNATING[model_type])
+            if model_type == "gemma3_text"
+            else 2
+        )
         return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
     if model_type in ("qwen2", "qwen3"):
         first = config.get("max_window_layers", 28)

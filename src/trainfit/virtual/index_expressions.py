@@ -132,7 +132,17 @@ def _pointwise(
     return lambda at: compute(*(_read(arg, at) for arg in args), **kwargs)
 
 
-@_rule("detach", "alias", "clone", "_to_copy", "lift_fresh", "lift_fresh_copy", "convert_element_type", "expand", "contiguous")
+@_rule(
+    "detach",
+    "alias",
+    "clone",
+    "_to_copy",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "convert_element_type",
+    "expand",
+    "contiguous",
+)
 def _same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Values | None:
     """The element itself, where ``expand`` repeats it; the result's dtype converts it."""
     return lambda at: _read(args[0], at)
@@ -160,7 +170,11 @@ def _filled(place: int | None, value: int = 0) -> Rule:
         func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
     ) -> Values | None:
         fill = value if place is None else args[place] if len(args) > place else kwargs.get("fill_value")
-        return None if fill is None else lambda at: _read(fill, ()) if isinstance(fill, Expression) else torch.tensor(fill)
+        return (
+            None
+            if fill is None
+            else lambda at: _read(fill, ()) if isinstance(fill, Expression) else torch.tensor(fill)
+        )
 
     return rule
 
@@ -174,7 +188,9 @@ for _name, _place, _value in (
 
 
 @_rule("arange")
-def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Values | None:
+def _arange(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
+) -> Values | None:
     start, step = (0, 1) if len(args) < 2 else (args[0], args[2] if len(args) > 2 else 1)
     return lambda at: start + at[0] * step
 
@@ -255,7 +271,9 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tupl
 
 
 @_rule("select")
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]) -> Values | None:
+def _select(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, ...]
+) -> Values | None:
     x, dim, index = args
     dim %= len(x.shape)
     place = index % x.shape[dim]

@@ -97,8 +97,8 @@ class MaskedPairs:
             return None
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
         mask = next((given[each] for each in MASKS if isinstance(given.get(each), Tensor)), None)
-        mark = self.mark_of(mask)
-        return self._visible(mark.expression) if mark and mark.expression else None
+        known = self._known(mask) if mask is not None else None
+        return self._visible(known) if known else None
 
     def follow(self, func: Any, args: Any, kwargs: Any, out: Any, product: Any) -> None:
         """Mark the result of an operation.
@@ -117,9 +117,7 @@ class MaskedPairs:
         """The result's mark."""
         name = func._schema.name
         read = args[0] if name == "aten::cat" else args[1:] if name in OVERWRITING else args
-        marked = [
-            (x, mark) for x in read if isinstance(x, Tensor) and (mark := self.mark_of(x)) is not None
-        ]
+        marked = [(x, mark) for x in read if isinstance(x, Tensor) and (mark := self.mark_of(x)) is not None]
         if name in PRODUCTS:
             if any(mark.share is not None for _, mark in marked):
                 return None
@@ -134,7 +132,7 @@ class MaskedPairs:
                 return None
         else:
             return None
-        if base_name(func) in MEETINGS and any(mark.expression for _, mark in marked):
+        if base_name(func) in MEETINGS and any(isinstance(x, Tensor) and self._known(x) for x in args):
             share = _least((share, self._met(func, args, kwargs, out)))
         if share is None:
             return Mark(None, tuple(products))
@@ -165,14 +163,21 @@ class MaskedPairs:
         return self.expressions.result(func, known, named, out.shape, out.dtype)
 
     def _operand(self, t: Tensor, *, scores: bool) -> Expression:
+        known = self._known(t)
+        if known is None and scores and self.mark_of(t) is not None:
+            known = self.expressions.constant(t.shape, t.dtype, 0)
+        if known is None:
+            raise LookupError
+        return known
+
+    def _known(self, t: Tensor) -> Expression | None:
+        """The tensor's expression, also where its values were computed."""
         mark = self.mark_of(t)
-        if mark is not None and mark.expression is not None:
+        if mark is not None:
             return mark.expression
-        if mark is not None and scores:
-            return self.expressions.constant(t.shape, t.dtype, 0)
         real = t if is_host(t) else carried_values(t)
         if real is None:
-            raise LookupError
+            return None
         with _disable_current_modes():
             return self.expressions.values(real)
 

@@ -228,4 +228,6 @@ class Tracer(TorchDispatchMode):
     def _leave_out(self, index: int, share: Fraction) -> None:
         """A product already written down worked on pairs of which this share is visible."""
         op = self.ledger.ops[index]
-        self.ledger.ops[index] = op._replace(model_flops=min(op.model_flops, int(op.model_flops_full * share)))
+        self.ledger.ops[index] = op._replace(
+            model_flops=min(op.model_flops, int(op.model_flops_full * share))
+        )

@@ -56,7 +56,9 @@ def _seen(mask: Expression, leading: tuple[int, ...], rows: int, columns: int) -
         bent: list[tuple[int, int]] = []
         for a, b in intervals:
             inner = _within(a, b)
-            if all((counts[row] - counts[a]) * (b - a) == (counts[b] - counts[a]) * (row - a) for row in inner):
+            if all(
+                (counts[row] - counts[a]) * (b - a) == (counts[b] - counts[a]) * (row - a) for row in inner
+            ):
                 total += (counts[a] + counts[b]) * (b - a - 1) // 2
             else:
                 total += sum(counts[row] for row in inner)
