@@ -51,6 +51,7 @@ def product_step_flops(
         * _all_pairs(config, shape, seq, attention)
     )
     forward = 2 * (weights + adapter_params) * tokens + scores
+    beside = ""
     if trained == "all":
         model = 3 * forward
         convention = "6N"
@@ -59,10 +60,12 @@ def product_step_flops(
         unneeded = 2 * _first_inputs(config, shape) * tokens
         model = (4 * weights + 6 * adapter_params) * tokens + 3 * scores - unneeded
         convention = "4N"
+        if shape.experts:
+            beside = "; not the products in which PEFT writes out each expert's adapter"
     return StepFlops(
         model_flops=model,
         hardware_flops=model + (forward if recomputed == "full" else 0),
-        convention=f"{convention} + {attention} attention a token, windows followed, N = {weights:,} multiplied weights",
+        convention=f"{convention} + {attention} attention a token, windows followed, N = {weights:,} multiplied weights{beside}",
     )
 
 

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.virtual.attention_kernels import MASKS
 from trainfit.virtual.host import carried_values, is_host
-from trainfit.virtual.index_expressions import Expression, Expressions, is_expressible
+from trainfit.virtual.index_expressions import Expressions, is_expressible
+from trainfit.virtual.index_rules import Expression
 from trainfit.virtual.op_kinds import base_name, written
 from trainfit.virtual.op_tensors import tensors_of
 from trainfit.virtual.visible_pairs import visible_share
@@ -152,7 +153,7 @@ class MaskedPairs:
     ) -> Expression | None:
         """The result's expression. ``scores``: with zeros for what has none."""
         if base_name(func) == "baddbmm":
-            return self._operand(args[0], scores=False)
+            return self._known(args[0])
         if not is_expressible(func):
             return None
         try:
