@@ -1,11 +1,18 @@
 """MFU, HFU and money: published runs, PaLM's appendix B, torch's own FLOP counter."""
 
+from typing import Any
+
 import pytest
 
 from trainfit.catalog import load
 from trainfit.predict import flops_accounting as fa
+from trainfit.predict.product_flops import layer_windows, multiplied_params, product_step_flops, visible_pairs
 from trainfit.predict.shape import shape_of
+from trainfit.predict.trace import trace
 from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Adapter, Batch
+from trainfit.virtual.ledger import Ledger
+from virtual_runs import recipe_of, steady_sum, with_layers
 
 LLAMA_405B = load.model_config("llama-3.1-405b")
 N_405B = 405_853_388_800
@@ -154,3 +161,91 @@ def test_a_time_count_or_peak_that_is_not_positive_is_refused(wrong: dict) -> No
     given = {"step_s": 1.0, "num_gpus": 1, "peak_flops_per_s": 1e12} | wrong
     with pytest.raises(ValueError, match="not positive"):
         fa.utilization(1e12, 1e12, **given)
+
+
+# -- the closed form of products and the count --------------------------------------------------------------------
+
+
+def families() -> list[str]:
+    """The smallest model of each type in the catalog, and those whose shape is peculiar."""
+    smallest: dict[str, tuple[int, str]] = {}
+    for name in load.model_names():
+        row = load.model(name)
+        size = row.published_params or 10**15, name
+        model_type = row.config["model_type"]
+        smallest[model_type] = min(smallest.get(model_type, size), size)
+    return sorted({name for _, name in smallest.values()} | {"opt-350m", "falcon-40b", "deep-one-1.6b"})
+
+
+def counted_and_config(name: str, **fields: Any) -> tuple[Ledger, dict[str, Any]]:
+    """At real widths, few layers, and windows shorter than the 96 tokens."""
+    config = with_layers(
+        name, 6 if name.startswith("gemma-3") else 4 if name.startswith("deepseek-v3") else 2
+    )
+    if config.get("sliding_window"):
+        config["sliding_window"] = 40
+    implementation = "native" if config["model_type"] == "trainfit" else "hf"
+    return trace(recipe_of(config, implementation, batch=Batch(micro=2, seq=96), **fields)), config
+
+
+@pytest.mark.parametrize("name", families())
+def test_products_are_what_the_virtual_gpu_counts(name: str) -> None:
+    ledger, config = counted_and_config(name)
+    for attention, quantity in (("causal", "model_flops"), ("full", "model_flops_full")):
+        found = product_step_flops(config, batch=2, seq=96, attention=attention)
+        assert found.model_flops == steady_sum(ledger, quantity)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-3-1b", "phi-2"])
+def test_products_beside_an_adapter(name: str) -> None:
+    """To 0.1 %: of the first block's adapters some need no gradient of their input either."""
+    ledger, config = counted_and_config(name, adapter=Adapter(kind="lora", rank=8))
+    found = product_step_flops(
+        config, batch=2, seq=96, trained="adapter", adapter_params=ledger.trainable_params
+    )
+    assert found.model_flops == pytest.approx(steady_sum(ledger, "model_flops"), rel=1e-3)
+
+
+def test_adapters_of_fused_experts_cost_more_than_the_closed_form_and_it_says_so() -> None:
+    """PEFT writes the adapter of each expert out, B @ A, whichever tokens come to it."""
+    ledger, config = counted_and_config("olmoe-1b-7b", adapter=Adapter(kind="lora", rank=8))
+    found = product_step_flops(
+        config, batch=2, seq=96, trained="adapter", adapter_params=ledger.trainable_params
+    )
+    assert found.model_flops < steady_sum(ledger, "model_flops")
+    assert "PEFT writes out each expert's adapter" in found.convention
+
+
+@pytest.mark.parametrize("name", load.model_names())
+def test_every_model_of_the_catalog_has_products(name: str) -> None:
+    row = load.model(name)
+    shape = shape_of(row.config)
+    tables = shape.learned_positions * shape.hidden + (0 if shape.tied else shape.vocab * shape.hidden)
+    if row.published_params:  # Norms and biases are the rest.
+        active = fa.active_params(row.config, row.published_params)
+        assert multiplied_params(row.config) + tables == pytest.approx(active, rel=0.02)
+    assert len(layer_windows(row.config)) == shape.layers
+
+
+def test_windows_and_chunks() -> None:
+    for seq in (7, 8, 9, 20, 64):
+        at = range(seq)
+        for limit in (None, ("window", 8), ("chunk", 8)):
+            kind, tokens = limit or ("window", seq)
+            seen = sum(
+                q - k < tokens if kind == "window" else q // tokens == k // tokens
+                for q in at
+                for k in range(q + 1)
+            )
+            assert visible_pairs(seq, limit) == seen
+    assert [limit is None for limit in layer_windows(load.model_config("gemma-3-1b"))] == [
+        (layer + 1) % 6 == 0 for layer in range(26)
+    ]
+    qwen = {
+        **load.model_config("qwen2.5-0.5b"),
+        "use_sliding_window": True,
+        "max_window_layers": 20,
+        "sliding_window": 9,
+    }
+    assert layer_windows(qwen) == [None] * 20 + [("window", 9)] * 4
+    assert layer_windows(load.model_config("mistral-7b-v0.3")) == [None] * 32

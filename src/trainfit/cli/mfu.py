@@ -11,6 +11,7 @@ import typer
 from trainfit.cli.options import Json, PeakFlops, count, finite, only_json, print_json, share, tell
 
 if TYPE_CHECKING:
+    from trainfit.cli.flops import Counted
     from trainfit.predict.flops_accounting import StepFlops
     from trainfit.spec.hardware import Gpu
     from trainfit.spec.recipe import Recipe
@@ -46,6 +47,13 @@ Precision = Annotated[
     Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")
 ]
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
+ClosedForm = Annotated[
+    Literal["products", "6n"],
+    typer.Option(
+        help="The closed form beside the count. products: multiplied weights, windows followed; 6n: all parameters, "
+        "embedding included, no windows, as published figures have it."
+    ),
+]
 GpuHours = Annotated[
     float | None,
     typer.Option(metavar="HOURS", parser=count, help="Also tell what so many GPU-hours cost, such as 1.46M."),
@@ -75,6 +83,7 @@ def run(
     recompute: Recompute = "none",
     precision: Precision = "bf16",
     attention: Attention = "causal",
+    closed_form: ClosedForm = "products",
     peak_flops: PeakFlops = None,
     tokens: Tokens = None,
     gpu_hours: GpuHours = None,
@@ -108,7 +117,7 @@ def run(
         recipe = _recipe(model, seq, precision, adapter, rank)
         speed = _Speed(step_s, mfu, row, count, peak_flops)
         with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
-            found |= _utilization(recipe, batch, attention, recompute == "full", speed)
+            found |= _utilization(recipe, batch, attention, recompute == "full", speed, closed_form)
         if tokens is not None:
             found |= _run_of(tokens, batch * seq, found, price)
     if gpu_hours is not None:
@@ -148,7 +157,12 @@ def _recipe(model: str, seq: int, precision: str, adapter: str | None, rank: int
 
 
 def _utilization(
-    recipe: "Recipe", batch: int, attention: Literal["causal", "full"], recomputed: bool, speed: _Speed
+    recipe: "Recipe",
+    batch: int,
+    attention: Literal["causal", "full"],
+    recomputed: bool,
+    speed: _Speed,
+    closed_form: Literal["products", "6n"],
 ) -> dict[str, object]:
     """MFU and HFU of a step of ``batch`` times the recipe, by counted operations, and by closed form beside them.
 
@@ -171,7 +185,7 @@ def _utilization(
     step_s = speed.step_s if speed.mfu is None else step_seconds(model_flops, mfu=speed.mfu, **cluster)
     assert step_s is not None
     used = utilization(model_flops, hardware_flops, step_s=step_s, **cluster)
-    closed = _closed_form(recipe, batch, counted.base_params, attention, recomputed)
+    closed = _closed_form(recipe, batch, counted, attention, recomputed, closed_form)
     simple = closed and utilization(closed.model_flops, closed.hardware_flops, step_s=step_s, **cluster)
     return {
         "model": recipe.model.display_name, "params": counted.params, "trainable_params": counted.trainable_params,
@@ -184,18 +198,32 @@ def _utilization(
 
 
 def _closed_form(
-    recipe: "Recipe", batch: int, params: int, attention: Literal["causal", "full"], recomputed: bool
-) -> "StepFlops | None":
-    """6N or 4N and attention; None for a model whose shape the closed forms do not know."""
+    recipe: "Recipe", batch: int, counted: "Counted", attention: Literal["causal", "full"], recomputed: bool,
+    closed_form: Literal["products", "6n"],
+) -> "StepFlops | None":  # fmt: skip
+    """The step's FLOPs by the chosen closed form; None for a model whose shape the closed forms do not know."""
     from trainfit.catalog.load import model_config
     from trainfit.predict.flops_accounting import step_flops
+    from trainfit.predict.product_flops import product_step_flops
     from trainfit.spec.errors import InputError
 
+    config = model_config(recipe.model.config)
+    seq, trained = recipe.batch.seq, "all" if recipe.adapter is None else "adapter"
+    again = "full" if recomputed else "none"
     try:
-        return step_flops(
-            model_config(recipe.model.config), params, batch=batch, seq=recipe.batch.seq,
-            attention=attention, trained="all" if recipe.adapter is None else "adapter",
-            recomputed="full" if recomputed else "none",
+        if closed_form == "6n":
+            return step_flops(
+                config,
+                counted.base_params,
+                batch=batch,
+                seq=seq,
+                attention=attention,
+                trained=trained,
+                recomputed=again,
+            )
+        return product_step_flops(
+            config, batch=batch, seq=seq, attention=attention, trained=trained, recomputed=again,
+            adapter_params=counted.params - counted.base_params,
         )  # fmt: skip
     except InputError:
         return None

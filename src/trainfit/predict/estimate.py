@@ -20,8 +20,8 @@ from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.replay import Replay, Tally, replay
 
 CONVENTION = (
-    "matrix products and attention, 2 FLOPs a multiply-add; masked attention scores not counted; model FLOPs leave "
-    "out what is recomputed; MFU and HFU are of the dense peak of the matrix products' dtype"
+    "matrix products and attention, 2 FLOPs a multiply-add; masked attention scores not counted, in "
+    "hardware FLOPs those that a kernel skips; model FLOPs leave out what is recomputed; MFU and HFU are of the dense peak of the matrix products' dtype"
 )
 
 CALIBRATED_GPU = "h200"

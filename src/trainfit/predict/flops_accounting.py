@@ -8,6 +8,8 @@ Conventions, all stated with a result:
 
 - A multiply-add is two FLOPs. Forward of a matrix costs 2 a parameter and token, its backward 4: 2 for the gradient
   of its input, 2 for the gradient of its weight. Sum 6N (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
+- These are the published conventions: N is all parameters of the model, tables that are only looked up too, and windows are not
+  followed. ``product_flops.py`` counts what is multiplied, as the virtual GPU does.
 - Frozen weights need no gradient: adapters cost 4N (QLoRA-style training; the adapter's own few FLOPs are left out).
 - Attention has no weights: 12 L H Q T a token, H heads of size Q, T tokens seen, forward and backward (PaLM, same
   place). "causal" halves it, because a token sees half of the sequence on average; "full" is the paper's own.
@@ -83,7 +85,9 @@ def step_flops(
     model = per_param * active * tokens + scores
     extra = 2 * active * tokens + scores / 3 if recomputed == "full" else 0.0
     count = "N" if active == params else "N active"
-    convention = f"{per_param}{count} + {attention} attention a token, N = {active:,}"
+    convention = (
+        f"{per_param}{count} + {attention} attention a token, N = {active:,} parameters, embedding included"
+    )
     return StepFlops(model_flops=model, hardware_flops=model + extra, convention=convention)
 
 

@@ -7,6 +7,7 @@ mathematics does not need. Ours agree with ``torch.utils.flop_counter`` where bo
 """
 
 from collections.abc import Callable
+from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
 
@@ -68,6 +69,11 @@ def count(
 def plain(flops: int) -> OpFlops:
     """FLOPs of an op in which nothing is masked or computed twice."""
     return OpFlops(flops, flops, flops, flops)
+
+
+def visible_only(counted: OpFlops, share: Fraction) -> OpFlops:
+    """The same executed, and of the model's FLOPs the share of the pairs that a mask leaves."""
+    return counted._replace(model_causal=min(counted.model_causal, int(counted.model_full * share)))
 
 
 # -- matrix products ----------------------------------------------------------------------------------------------

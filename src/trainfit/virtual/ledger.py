@@ -61,9 +61,9 @@ class Op(NamedTuple):
     flops: float
     """Matrix-product FLOPs it executes, attention as if nothing were masked."""
     causal_flops: float
-    """The same, masked attention scores not counted."""
+    """The same without the attention scores that the kernel skips (``is_causal``); with those that a mask tensor hides."""
     model_flops: float
-    """Of ``causal_flops``, what the mathematics needs: 0 for recomputed work, attention's recomputed scores out."""
+    """Of ``causal_flops``, what the mathematics needs: 0 for recomputed work, attention's recomputed scores and every pair that a mask hides out."""
     model_flops_full: float
     """The same of ``flops``."""
     num_bytes: int

@@ -5,6 +5,7 @@ of layers, and, through ``LiveStorages``, what they allocate.
 """
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.virtual.attention_kernels import attention_kernel
 from trainfit.virtual.fake_run import READS_VALUE, read, run
-from trainfit.virtual.flops import count
+from trainfit.virtual.flops import count, visible_only
 from trainfit.virtual.gradient_sums import as_the_engine_does, held_by_engine_alone
 from trainfit.virtual.host import Residence, carry_values, is_host, on_host
 from trainfit.virtual.ledger import MIDDLE, NO_LAYER, Ledger, Op, part_of
 from trainfit.virtual.live_storages import LiveStorages
+from trainfit.virtual.masked_pairs import MaskedPairs
 from trainfit.virtual.op_entries import op_entries
 from trainfit.virtual.op_kinds import COPY_DIRECTIONS
 from trainfit.virtual.op_tensors import tensors_of
@@ -48,6 +50,9 @@ class Tracer(TorchDispatchMode):
         self.gpu, self.places = gpu, places
         self.live = LiveStorages(places)
         self.workspaces = Workspaces(gpu) if gpu else None
+        self.pairs = MaskedPairs(self._leave_out)
+        self.share: Fraction | None = None
+        """Of the pairs of the product that runs now, which ones a mask leaves, where compiled code says it."""
         self._unknown: set[str] = set()
         self._host: dict[int, tuple[Any, int]] = {}
         """Host memory that is copied from or to, by address: storages on ``meta``, with the group that first did."""
@@ -125,6 +130,7 @@ class Tracer(TorchDispatchMode):
         out = run(func, args, kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
+        self.pairs.follow(func, args, kwargs, out, len(self.ledger.ops) - 1)
         return out
 
     def _stays_on_host(self, func: Any, tensors: list[Tensor]) -> bool:
@@ -198,6 +204,9 @@ class Tracer(TorchDispatchMode):
         counted = count(func, args, kwargs, out, attention.kernel)
         if counted is None:
             self._unknown.add(str(func))
+        elif counted.model_full:
+            share = self.pairs.share(func, args, kwargs) if self.share is None else self.share
+            counted = counted if share is None else visible_only(counted, share)
         self.ledger.ops += op_entries(
             func,
             args,
@@ -215,3 +224,10 @@ class Tracer(TorchDispatchMode):
                 if t.is_meta:
                     self._host.setdefault(t.untyped_storage()._cdata, (t.untyped_storage(), place.group))
         return len(self.ledger.ops) - 1
+
+    def _leave_out(self, index: int, share: Fraction) -> None:
+        """A product already written down worked on pairs of which this share is visible."""
+        op = self.ledger.ops[index]
+        self.ledger.ops[index] = op._replace(
+            model_flops=min(op.model_flops, int(op.model_flops_full * share))
+        )

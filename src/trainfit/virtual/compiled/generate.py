@@ -32,6 +32,8 @@ class Kernel(NamedTuple):
     """Dotted names, within the compiled module, of the modules whose operations it does."""
     recomputes: bool
     """All its operations are the forward's, done again in the backward."""
+    node: str | None = None
+    """Of an extern call: the graph's node that it computes."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Source:
     kernels: tuple[Kernel, ...]
     constants: dict[str, torch.Tensor]
     is_backward: bool
+    graph: fx.Graph | None = None
+    """What was lowered, with Inductor's own rewrites."""
 
 
 def generate(
@@ -94,7 +98,7 @@ def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], A
 
     def source_only(graph: Any) -> Any:
         text = graph.codegen()[0].value
-        source = Source(text, tuple(kernels), dict(graph.constants), graph.is_backward)
+        source = Source(text, tuple(kernels), dict(graph.constants), graph.is_backward, graph.module.graph)
         return SimpleNamespace(call=runnable(source), runner=None)
 
     with ExitStack() as stack:
@@ -111,7 +115,8 @@ def _kernel(node: Any, is_backward: bool) -> Kernel:
     own = origins[:1] if node.is_extern() else origins
     modules = tuple(dict.fromkeys(name for origin in own if (name := _module_of(origin)) is not None))
     recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
-    return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes)
+    extern = own[0].name if node.is_extern() and own else None
+    return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes, extern)
 
 
 def _is_forwards(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from trainfit.virtual.compiled.generate import AT, Kernel, Source
+from trainfit.virtual.compiled.masked_graph import GraphPairs
 from trainfit.virtual.compiled.tuning import Tuning
 from trainfit.virtual.places import NOWHERE, Place, Places
 from trainfit.virtual.tracer import Tracer
@@ -29,14 +30,21 @@ class Program:
         self._tracer, self._places, self._tuning = tracer, places, tuning
         self._kernel = Kernel(0, (), False)
         self._base = NOWHERE
+        self._pairs = GraphPairs(source.graph, tracer.pairs) if source.graph is not None else None
         self._call = self._load(source)
 
     def __call__(self, inputs: list[Any]) -> Any:
         self._base = self._places.override = self._places.current()
+        if self._pairs is not None:
+            self._pairs.enter(inputs)
         try:
-            return self._call(inputs)
+            outputs = self._call(inputs)
         finally:
             self._places.override = None
+            self._tracer.share = None
+        if self._pairs is not None:
+            self._pairs.leave(outputs)
+        return outputs
 
     def _load(self, source: Source) -> Callable[[list[Any]], Any]:
         names: dict[str, Any] = {
@@ -80,6 +88,7 @@ class Program:
 
     def _at(self, index: int) -> None:
         self._kernel = self._kernels[index]
+        self._tracer.share = self._pairs.share(self._kernel.node) if self._pairs is not None else None
         self._places.override = self._place(self._kernel)
 
     def _place(self, kernel: Kernel) -> Place:
