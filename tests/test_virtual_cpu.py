@@ -61,6 +61,13 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "hf",
         {"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
     ),
+    "sgd-momentum-fused": (LLAMA, "hf", {"optimizer": Optimizer(name="sgd", momentum=0.9)}),
+    "sgd-momentum-amp-fp16": (
+        LLAMA,
+        "hf",
+        {"optimizer": Optimizer(name="sgd", momentum=0.9), "precision": "amp-fp16"},
+    ),
+    "muon-amp-fp16": (LLAMA, "native", {"optimizer": Optimizer(name="muon"), "precision": "amp-fp16"}),
     "adafactor": (LLAMA, "hf", {"optimizer": ADAFACTOR}),
     "adafactor-in-backward": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
     "lora": (LLAMA, "hf", {"adapter": Adapter(kind="lora", rank=4)}),

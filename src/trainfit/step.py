@@ -19,6 +19,7 @@ from trainfit.models.layers import max_positions
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import offload_weights, precision, registry
+from trainfit.techniques.all_or_nothing import one_update
 from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction
 
 Batch = dict[str, Tensor]
@@ -216,18 +217,16 @@ class Step:
     def _update(self) -> None:
         if self._steps_in_backward:
             return
+        update = one_update(self.optimizers)
         if self._before_update and self.scaler is not None:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
+            self.scaler.unscale_(update)
         for hook in self._before_update:
             hook()
-        for optimizer in self.optimizers:
-            if self.scaler is not None:
-                self.scaler.step(optimizer)
-            else:
-                optimizer.step()
         if self.scaler is not None:
+            self.scaler.step(update)
             self.scaler.update()
+        else:
+            update.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 

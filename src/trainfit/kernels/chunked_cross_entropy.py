@@ -70,7 +70,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [n, e], floating.
-        targets: int64 [n]; IGNORED_LABEL takes no part. If all are ignored the loss is NaN, as torch's.
+        targets: int64 [n]; IGNORED_LABEL takes no part. If all are ignored the loss is NaN, as torch's. Any other that is no
+            row of the weight makes the loss and its gradients NaN; nothing waits for the device to find it.
         expected_gradient: what the backward is likely to be given; any other gradient is right too.
         rows: tokens of one chunk; None: ``chunk_rows``.
     """
@@ -94,7 +95,7 @@ class _Rows(NamedTuple):
     """One chunk's targets, each [c, 1]."""
 
     places: Tensor
-    """int64, what is ignored at 0."""
+    """int64, all of them columns."""
     ignored: Tensor
     factors: Tensor
     """What the gradient of a token's loss is multiplied by; 0 where it is ignored."""
@@ -116,9 +117,11 @@ def _forward(
     """
     wide = torch.promote_types(torch.float32, dtype)
     ignored = targets == IGNORED_LABEL
-    count = ignored.logical_not().sum().to(wide)
+    places = targets.clamp(0, weight.shape[0] - 1)
+    # torch's own loss stops the program there; a device assert would end the process's use of the GPU.
+    invalid = ((places != targets) & ~ignored).any()
+    count = ignored.logical_not().sum().to(wide).masked_fill_(invalid, torch.nan)
     factors = torch.where(ignored, 0.0, settings.expected_gradient / count)
-    places = targets.clamp(min=0)
     gradients = Gradients.of(hidden, weight, bias, needed)
     matrix = weight.to(dtype)
     loss = LossSum(hidden.device)

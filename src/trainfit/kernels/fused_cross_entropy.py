@@ -68,6 +68,8 @@ def fused_linear_cross_entropy(
     Args:
         hidden: [n, e], floating.
         targets: int64 [n]; ``ignore_index`` takes no part. If all are ignored the loss is NaN, as torch's, its gradients 0.
+            Any other that is no row of the weight makes the loss NaN, and the gradients that it has a part in; nothing waits for
+            the device to find it.
         expected_gradient: what the backward is likely to be given; any other gradient is right too.
         rows: tokens of one chunk; None: ``fused_rows``.
 
@@ -189,8 +191,8 @@ def triton_cross_entropy(
         kernels.cross_entropy_kernel[(c,)](
             logits, targets.contiguous(), factor, losses, logits.stride(0), v, terms.ignore_index,
             scale, softcap, terms.label_smoothing, terms.z_loss,
-            SOFTCAP=softcap > 0, SMOOTHING=terms.label_smoothing > 0, GRADIENT=wants_gradient,
-            BLOCK=block, num_warps=num_warps,
+            SOFTCAP=softcap > 0, SMOOTHING=terms.label_smoothing > 0, Z_LOSS=terms.z_loss > 0,
+            GRADIENT=wants_gradient, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return losses
 
@@ -209,16 +211,32 @@ def plain_cross_entropy(
             squashed = torch.tanh(x / softcap)
             x, slope = softcap * squashed, 1 - squashed.square()
         ignored = t == terms.ignore_index
-        places = t.masked_fill(ignored, 0)
-        lse = x.logsumexp(1, keepdim=True)
-        smoothing, z_loss = terms.label_smoothing, terms.z_loss
-        row_losses = lse - (1 - smoothing) * x.gather(1, places) + z_loss * lse.square()
-        if smoothing:
-            row_losses -= smoothing * x.mean(1, keepdim=True)
+        invalid = ((t < 0) | (t >= x.shape[1])) & ~ignored
+        places = t.masked_fill(ignored | invalid, 0)
+        highest = x.amax(1, keepdim=True)
+        x = x.sub_(highest)  # Large from large, before anything small is added: the loss is kept.
+        rest = x.exp().sum(1, keepdim=True).log_()
+        lse = highest + rest
+        row_losses = _row_losses(x, places, rest, lse, terms).masked_fill_(invalid, torch.nan)
         losses[part] = row_losses.masked_fill_(ignored, 0.0)[:, 0]
         if wants_gradient:
-            g = torch.exp(x - lse) * (1 + 2 * z_loss * lse) - smoothing / x.shape[1]
+            smoothing = terms.label_smoothing
+            g = torch.exp(x - rest)
+            if terms.z_loss:
+                g *= 1 + 2 * terms.z_loss * lse
+            g -= smoothing / x.shape[1]
             g.scatter_add_(1, places, torch.full_like(lse, smoothing - 1))
             g = g if slope is None else g * slope
-            y.copy_((g * (factor * scale)).masked_fill_(ignored, 0.0))
+            g = (g * (factor * scale)).masked_fill_(invalid, torch.nan)
+            y.copy_(g.masked_fill_(ignored, 0.0))
+    return losses
+
+
+def _row_losses(x: Tensor, places: Tensor, rest: Tensor, lse: Tensor, terms: Terms) -> Tensor:
+    """Return each row's loss [c, 1], from logits less their highest and the logarithm of their exponentials' sum."""
+    losses = rest - (1 - terms.label_smoothing) * x.gather(1, places)
+    if terms.label_smoothing:
+        losses -= terms.label_smoothing * x.mean(1, keepdim=True)
+    if terms.z_loss:
+        losses += terms.z_loss * lse.square()
     return losses

@@ -4,6 +4,7 @@ transformers (5.17 and later) initialises on the device that is in force, so ``w
 meta, fake and CUDA need; on meta it skips the initialisation by itself.
 """
 
+import copy
 import difflib
 from typing import Any
 
@@ -47,6 +48,13 @@ def build_hf(
     """
     from transformers import AutoModelForCausalLM
 
+    if config.get("is_causal") is False:
+        raise InputError(
+            "each token also sees the ones after it, so it has no next token to learn",
+            "leave it out",
+            field="model.config.is_causal",
+            value=False,
+        )
     hf_config = hf_config_from(config)
     chosen = {} if attention == "sdpa" else {"attn_implementation": IMPLEMENTATIONS.get(attention, "sdpa")}
     if attention == "triton":
@@ -124,6 +132,7 @@ def hf_config_from(config: dict[str, Any]) -> Any:
             "unknown to transformers", remedy, field="model.config.model_type", value=model_type or "(none)"
         )
     keys = {key: value for key, value in config.items() if key not in (*NOT_THE_ARCHITECTURE, "model_type")}
+    keys = copy.deepcopy(keys)  # The config classes complete nested mappings in place.
     try:
         hf_config = CONFIG_MAPPING[model_type](**keys)
     except (*BAD_CONFIG, StrictDataclassError) as error:

@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from trainfit.catalog.this_cpu import CPU
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from trainfit.models.host_blocks import HostBlocks
+    from trainfit.spec.recipe import Recipe
 
 Compiler = Callable[["nn.Module"], None]
 """Compiles a module in place."""
@@ -54,6 +57,15 @@ class Draft:
     """What techniques measured in the last update, by name ([] fp32, on the device)."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
+
+    def runs_on_cpu(self, recipe: Recipe) -> bool:
+        """Whether the step runs on a CPU: a real one, or the one a prediction is for (a virtual GPU's tensors are CPU fakes)."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if self.device.type != "cpu":
+            return False
+        is_virtual = isinstance(next(self.model.parameters()), FakeTensor)
+        return not is_virtual or recipe.hardware.gpu == CPU
 
     def trainable(self) -> list[nn.Parameter]:
         """The parameters that train, each once (tied ones too), in the model's order."""

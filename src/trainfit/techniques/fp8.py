@@ -104,7 +104,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     with _quiet():
         float8: Any = optional("torchao.float8", "torchao", field="precision", value="fp8")
 
-    config = float8.Float8LinearConfig(emulate=_emulates(recipe, draft))
+    config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))
     lists = layer_lists(draft.model)
     if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         raise _refused(
@@ -127,16 +127,6 @@ def gains(module: nn.Module) -> bool:
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return False
     return module.in_features > SMALL[0] or module.out_features > SMALL[1]
-
-
-def _emulates(recipe: Recipe, draft: Draft) -> bool:
-    """On a CPU, real or virtual. The virtual GPU's tensors are fake ones, on the CPU by name."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if draft.device.type != "cpu":
-        return False
-    is_virtual = isinstance(next(draft.model.parameters()), FakeTensor)
-    return not is_virtual or recipe.hardware.gpu == "cpu"
 
 
 @contextmanager

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainfit.techniques.draft import Draft
 
 NOT_TECHNIQUES = (
+    "all_or_nothing",
     "block_runs",
     "blocks",
     "draft",

@@ -1,7 +1,8 @@
 """SGD: ``torch.optim.SGD``, with momentum where the recipe gives one (one buffer of each weight's own dtype).
 
 With stochastic rounding it is ours (kernels/sgd.py): bf16 weights and momentum, rounded at random. Left out,
-``implementation`` is ``fused``.
+``implementation`` is ``fused``. On a CPU 16-bit weights are then updated by ``forloop``: torch's fused CPU kernel leaves
+them as they are (https://github.com/pytorch/pytorch/issues/191763).
 
 Helps where no optimizer state fits at all, and as the floor that other optimizers' memory is compared with.
 
@@ -13,9 +14,15 @@ Refuses nothing.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.stochastic_rounding import seeds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 COVERS = {"optimizer.name": ("sgd",)}
 
@@ -30,8 +37,6 @@ def check(recipe: Recipe) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """One SGD, its implementation said outright: torch's default depends on the device."""
-    import torch
-
     asked = recipe.optimizer
     if asked.stochastic_rounding:
         from trainfit.kernels.sgd import StochasticSGD
@@ -41,11 +46,40 @@ def apply(recipe: Recipe, draft: Draft) -> None:
             parameters, asked.lr, asked.weight_decay, asked.momentum, seed=next(numbers)
         )
         return
-    draft.make_optimizer = lambda parameters: torch.optim.SGD(
+    on_cpu = draft.runs_on_cpu(recipe)
+    draft.make_optimizer = lambda parameters: _torch_sgd(recipe, parameters, on_cpu=on_cpu)
+
+
+def _torch_sgd(recipe: Recipe, parameters: list[nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
+    import torch
+
+    asked = recipe.optimizer
+    is_16_bit = any(parameter.dtype.itemsize == 2 for parameter in parameters)
+    fused = asked.implementation == "fused" and not (on_cpu and is_16_bit)
+    optimizer = torch.optim.SGD(
         parameters,
         lr=asked.lr,
         momentum=asked.momentum,
         weight_decay=asked.weight_decay,
         foreach=asked.implementation == "foreach",
-        fused=asked.implementation == "fused",
+        fused=fused,
     )
+    if fused and asked.momentum:
+        optimizer.register_step_pre_hook(lambda *_: _begin_momentum(optimizer))
+    return optimizer
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give each gradient that comes for the first time a momentum of zeros.
+
+    torch's fused SGD begins with uninitialised memory, which its kernel fills in the first update. Where a GradScaler skips
+    that update the memory stays as it was, and the next update reads it. It also fails where some momenta exist and
+    others do not (a weight without a gradient in the first step).
+    """
+    import torch
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if parameter.grad is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)

@@ -18,7 +18,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.storage import writing
 from trainfit.train import documents, durable
 from trainfit.train.options import TrainOptions
-from trainfit.train.tokenizer import end_token, load_tokenizer, train_tokenizer
+from trainfit.train.tokenizer import end_token, left_out, load_tokenizer, train_tokenizer, unknown_token
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -58,6 +58,11 @@ class Corpora:
     eval: Corpus
     index: dict[str, Any]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the tokenizer did to the text besides encoding it, or would have done, one line each."""
+        return tuple(self.index.get("notes", ()))
+
 
 def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: int) -> Corpora:
     """The run's data, made on the first call and checked on later ones.
@@ -93,10 +98,11 @@ def _mapped(file: str, dtype: str, seq: int) -> Corpus:
 
 
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
+    switched_off: tuple[str, ...] = ()
     if options.tokenizer is None:
         tokenizer = train_tokenizer(_training_side(options), vocabulary)
     else:
-        tokenizer = load_tokenizer(Path(options.tokenizer))
+        tokenizer, switched_off = load_tokenizer(Path(options.tokenizer))
     with writing(work / TOKENIZER):
         tokenizer.save(str(work / TOKENIZER))
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
@@ -105,13 +111,26 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
         (work / "train.bin").open("wb") as train,
         (work / "eval.bin").open("wb") as held_out,
     ):
-        counts = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
+        counts, losses = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
     if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
         raise InputError(
             "the data has no text", "give some", field="data", value=identity["data"].get("path")
         )
-    index = {"identity": identity, "dtype": dtype, "tokenizer_tokens": tokenizer.get_vocab_size(), **counts}
+    index = {
+        "identity": identity,
+        "dtype": dtype,
+        "tokenizer_tokens": tokenizer.get_vocab_size(),
+        "notes": [*_switched_off_note(switched_off), *losses],
+        **counts,
+    }
     durable.write_json(work / INDEX, index)
+
+
+def _switched_off_note(switched_off: tuple[str, ...]) -> list[str]:
+    if not switched_off:
+        return []
+    names = " and ".join(switched_off)
+    return [f"switched off in tokenizer.json: {names}; every document is tokenized whole and as it is"]
 
 
 def _training_side(options: TrainOptions) -> Iterator[str]:
@@ -129,14 +148,15 @@ def _tokenize(
     files: tuple[BinaryIO, BinaryIO],
     dtype: str,
     vocabulary: int,
-) -> dict[str, dict[str, int]]:
-    end = end_token(tokenizer)
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Write the tokens of both sides; return their counts, and a line for each way in which text was lost."""
+    end, unknown = end_token(tokenizer), unknown_token(tokenizer)
     counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}
+    num_unknown, characters = 0, set[str]()
     stream = documents.documents(options.data)
     while texts := list(islice(stream, DOCUMENTS_AT_ONCE)):
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            ids = np.array([*encoding.ids, end], dtype=np.int64)
+        for text, encoded in zip(texts, _encoded(tokenizer, texts, options), strict=True):
+            ids = np.array([*encoded, end], dtype=np.int64)
             if ids.max() >= vocabulary:
                 raise InputError(
                     f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}",
@@ -148,7 +168,38 @@ def _tokenize(
             files[held_out].write(ids.astype(dtype).tobytes())
             counts[SIDES[held_out]]["documents"] += 1
             counts[SIDES[held_out]]["tokens"] += len(ids)
-    return counts
+            if unknown is not None:
+                num_unknown += int((ids[:-1] == unknown).sum())
+            characters.update(text)
+    num_tokens = sum(count["tokens"] for count in counts.values())
+    return counts, _lost_text(num_unknown, num_tokens, left_out(tokenizer, characters))
+
+
+def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) -> list[list[int]]:
+    """Return the token ids of each text, without the special tokens of the file's template.
+
+    Raises:
+        InputError: a text that the tokenizer has no tokens for.
+    """
+    try:
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    except Exception as error:  # The library raises bare Exception.
+        raise InputError(
+            f"the tokenizer cannot encode the data: {str(error).splitlines()[0]}",
+            "add an unknown token to its model, or use a byte-level tokenizer",
+            field="tokenizer",
+            value=options.tokenizer,
+        ) from None
+
+
+def _lost_text(num_unknown: int, num_tokens: int, lost: str) -> list[str]:
+    notes: list[str] = []
+    if num_unknown:
+        notes.append(f"{num_unknown:,} of {num_tokens:,} tokens are the tokenizer's unknown token")
+    if lost:
+        some = ", ".join(repr(character) for character in lost[:3])
+        notes.append(f"the tokenizer leaves {len(lost):,} of the text's characters out, such as {some}")
+    return notes
 
 
 def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
@@ -158,6 +209,16 @@ def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
 
 
 def _same_data(folder: Path, identity: dict[str, Any]) -> None:
+    """Refuse to go on with tokens of other data, or with tokens that a tokenizer.json cut or padded.
+
+    The folder's own tokenizer.json is the one its tokens were made with.
+    """
+    if switched_off := load_tokenizer(folder / TOKENIZER).switched_off:
+        raise InputError(
+            f"the run's tokens were made with tokenizer.json's {' and '.join(switched_off)}, now switched off",
+            "start a new run in another folder",
+            field="tokenizer",
+        )
     made_of = durable.read_json(folder / INDEX)["identity"]
     for field, value in identity.items():
         if made_of[field] != value:

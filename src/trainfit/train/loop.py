@@ -88,7 +88,7 @@ def _session(
         )
     described = folder.describe(recipe, options) | {"environment": _environment(device)}
     folder.write_run(options.folder, described)
-    notes = (*_changes(saved, described), *_about_the_loss(recipe))
+    notes = (*_changes(saved, described), *corpora.notes, *_about_the_loss(recipe))
     run = _run_start(step, options, corpora, progress, newest and str(newest), notes)
     return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 

@@ -1,11 +1,13 @@
 """The tokenizer of a run: a byte-level BPE trained on the run's documents, or a ``tokenizer.json`` of one's own.
 
-Byte-level: every text has a tokenisation, so no token is unknown.
+Byte-level: every text has a tokenisation, so no token is unknown. A file of one's own may say otherwise; what it does to
+the text is counted by corpus.py.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainfit.spec.errors import InputError
 from trainfit.train.documents import END_OF_TEXT
@@ -49,8 +51,18 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> "Tokenizer":
-    """A ``tokenizer.json``.
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer that encodes every document whole, and the settings of its file that were switched off for it."""
+
+    tokenizer: "Tokenizer"
+    switched_off: tuple[str, ...]
+
+
+def load_tokenizer(path: Path) -> LoadedTokenizer:
+    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout.
+
+    Those three serve a model's input, one text at a time. On training documents truncation drops text, padding adds tokens
+    that count as text, and dropout splits words at random, differently at each call.
 
     Raises:
         InputError: not there, or not a tokenizer.
@@ -60,12 +72,56 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     if not path.is_file():
         raise InputError("no such file", "name a tokenizer.json", field="tokenizer", value=str(path))
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # The library raises bare Exception, UnicodeDecodeError is ours.
         reason = str(error).splitlines()[0]
         raise InputError(
             f"not a tokenizer.json: {reason}", "save one with tokenizers", file=str(path)
         ) from None
+    return LoadedTokenizer(tokenizer, _switch_off(tokenizer))
+
+
+def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
+    """Switch off what changes a text on its way to tokens; return the names of what was on."""
+    found: list[str] = []
+    if tokenizer.truncation is not None:
+        found.append(f"truncation (max_length {tokenizer.truncation['max_length']})")
+        tokenizer.no_truncation()
+    if tokenizer.padding is not None:
+        found.append("padding")
+        tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        found.append(f"dropout ({tokenizer.model.dropout:g})")
+        tokenizer.model.dropout = None
+    return tuple(found)
+
+
+def unknown_token(tokenizer: "Tokenizer") -> int | None:
+    """Return the id that stands for text the vocabulary lacks; None: the tokenizer has none."""
+    model = tokenizer.model
+    if hasattr(model, "unk_token"):
+        return None if model.unk_token is None else tokenizer.token_to_id(model.unk_token)
+    return json.loads(tokenizer.to_str())["model"].get("unk_id")  # Unigram's is in its file only.
+
+
+def left_out(tokenizer: "Tokenizer", characters: Iterable[str]) -> str:
+    """Return those of ``characters``, sorted, that are left out of a text without a token of any kind.
+
+    BPE alone does so, without byte fallback and without an unknown token; other models fail. White space and what the
+    normalizer removes are not counted: removing them is what the file is for.
+    """
+    from tokenizers import models
+
+    if not isinstance(tokenizer.model, models.BPE) or tokenizer.model.unk_token is not None:
+        return ""
+    normalizer = tokenizer.normalizer
+    return "".join(
+        character
+        for character in sorted(characters)
+        if not character.isspace()
+        and (normalizer is None or normalizer.normalize_str(character).strip())
+        and not tokenizer.encode(character, add_special_tokens=False).ids
+    )
 
 
 def end_token(tokenizer: "Tokenizer") -> int:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from trainfit.models.hf import NOT_THE_ARCHITECTURE
 from trainfit.spec.errors import InputError
-from trainfit.spec.value import PositiveInt, Value, parse
+from trainfit.spec.value import Count, PositiveInt, Value, parse
 
 Activation = Literal["silu", "silu_unfused", "gelu", "gelu_tanh", "relu"]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -68,6 +68,8 @@ class Rope(Value):
     def _complete(self) -> "Rope":
         if self.rope_type in {"llama3", "yarn"} and self.original_max_position_embeddings is None:
             raise ValueError(f"{self.rope_type} needs original_max_position_embeddings: add it")
+        if self.rope_type == "llama3" and self.low_freq_factor > self.high_freq_factor:
+            raise ValueError(f"low_freq_factor {self.low_freq_factor:g} is over high_freq_factor: swap them")
         return self
 
 
@@ -105,6 +107,8 @@ class NativeConfig(Value):
     sliding_window: PositiveInt | None = None
     """A token sees itself and the ``sliding_window - 1`` before it; None sees all before it."""
     initializer_range: PositiveFloat = 0.02
+    pad_token_id: Count | None = None
+    """A token whose input embedding begins as zeros and does not train, as transformers has it. Own keys: none."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "NativeConfig":

@@ -163,7 +163,7 @@ class NativeDecoder(nn.Module):
         self.num_prefix = 0
         """Tokens of the blocks' prefixes; the sequence's own positions begin after them."""
         e, v = config.hidden_size, config.vocab_size
-        self.embed = Embedding(v, e, dtype=dtype, device=device)
+        self.embed = Embedding(v, e, padding_idx=config.pad_token_id, dtype=dtype, device=device)
         learned = config.position_embedding == "learned"
         self.embed_positions = (
             Embedding(config.max_position_embeddings, e, dtype=dtype, device=device) if learned else None
@@ -219,6 +219,8 @@ class NativeDecoder(nn.Module):
         """The weights and buffers that are ``module``'s own, not its children's."""
         if isinstance(module, nn.Linear | nn.Embedding):
             module.weight.normal_(0.0, self.config.initializer_range)
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx].zero_()
         elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
             module.weight.fill_(1.0)
         bias = getattr(module, "bias", None)

@@ -1,8 +1,8 @@
 """Any config.json as NativeConfig: our own ``model_type: trainfit``, and Llama, Mistral, Qwen2 and Qwen3.
 
 Those four are read the way transformers reads them: its config classes fill in defaults and bring old RoPE spellings
-into one form; what they then hold is copied. What the native decoder lacks (dropout, mixed layer types, other RoPE
-kinds) is refused.
+into one form; what a family's own code reads of them is copied, and a key that it ignores is ignored. What the native
+decoder lacks (dropout, mixed layer types, other RoPE kinds) is refused.
 """
 
 from typing import Any, NoReturn
@@ -13,6 +13,9 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.value import parse
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ATTENTION_BIAS = ("llama", "qwen3")
+"""Families whose ``attention_bias`` gives all four projections a bias; Qwen2's q, k and v always have one."""
+MLP_BIAS = ("llama",)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 OWN_KEYS = ("norm_placement", "position_embedding", "norm", "gated_mlp", "qk_norm")
 
@@ -52,6 +55,9 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
     hf = hf_config_from(config)
     if hf.attention_dropout:
         _refuse("attention_dropout", hf.attention_dropout, "native has no dropout")
+    if getattr(hf, "is_causal", None) is False:
+        _refuse("is_causal", False, "native's tokens see only those before them")
+    biased = family in ATTENTION_BIAS and bool(getattr(hf, "attention_bias", False))
     heads = hf.num_attention_heads
     keys = {
         "vocab_size": hf.vocab_size,
@@ -64,14 +70,15 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
         "max_position_embeddings": hf.max_position_embeddings,
         "hidden_act": activation(hf.hidden_act),
         "norm_eps": hf.rms_norm_eps,
-        "rope": _rope(hf).model_dump(),
+        "rope": _rope(hf, family).model_dump(),
         "qk_norm": family == "qwen3",
-        "attention_bias": family == "qwen2" or bool(getattr(hf, "attention_bias", False)),
-        "attention_output_bias": family != "qwen2" and bool(getattr(hf, "attention_bias", False)),
-        "mlp_bias": bool(getattr(hf, "mlp_bias", False)),
+        "attention_bias": family == "qwen2" or biased,
+        "attention_output_bias": biased,
+        "mlp_bias": family in MLP_BIAS and bool(getattr(hf, "mlp_bias", False)),
         "tie_word_embeddings": hf.tie_word_embeddings,
         "sliding_window": _sliding_window(hf, family),
         "initializer_range": hf.initializer_range,
+        "pad_token_id": _pad_token(hf.pad_token_id, hf.vocab_size),
     }
     return parse(NativeConfig, keys)
 
@@ -84,11 +91,36 @@ def _sliding_window(hf: Any, family: str) -> int | None:
     return getattr(hf, "sliding_window", None) if family == "mistral" else None
 
 
-def _rope(hf: Any) -> Rope:
+def _pad_token(token: int | None, vocabulary: int) -> int | None:
+    """The padding token as torch's embedding reads it: a negative one counts from the end."""
+    if token is None or -vocabulary <= token < vocabulary:
+        return token if token is None else token % vocabulary
+    raise InputError(
+        f"the vocabulary has {vocabulary} tokens",
+        "name one of them, or leave it out",
+        field="model.config.pad_token_id",
+        value=token,
+    )
+
+
+def _rope(hf: Any, family: str) -> Rope:
+    hf.standardize_rope_params()  # As the model does when it is built; a top-level key may replace an inner one.
     given = {key: value for key, value in dict(hf.rope_parameters).items() if value is not None}
     given.pop("type", None)
-    if given.get("rope_type", "default") not in ROPE_KINDS:
-        _refuse("rope_parameters.rope_type", given["rope_type"], f"native has {', '.join(ROPE_KINDS)}")
+    kind = given.get("rope_type", "default")
+    if kind not in ROPE_KINDS:
+        _refuse("rope_parameters.rope_type", kind, f"native has {', '.join(ROPE_KINDS)}")
+    share = given.pop("partial_rotary_factor", 1.0)
+    if kind != "default" and share != 1.0:
+        # These families turn whole heads. Plain RoPE ignores the key; the others make fewer frequencies and then fail.
+        _refuse("rope_parameters.partial_rotary_factor", share, f"{family} turns whole heads")
+    if kind == "yarn" and "factor" not in given:
+        given["factor"] = hf.max_position_embeddings / given["original_max_position_embeddings"]
+    for key in ("rope_theta", *(() if kind == "default" else ("factor",))):
+        if key not in given:
+            raise InputError(
+                "missing", f"add it, as {kind} RoPE needs it", field=f"model.config.rope_parameters.{key}"
+            )
     return parse(Rope, given)
 
 

@@ -1,0 +1,172 @@
+"""A tokenizer.json of one's own changes no training data: each document is encoded whole, as it is, or the run says so."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from tiny_training import Listener, asked, tiny
+from trainfit.spec.errors import InputError
+from trainfit.train import corpus, durable
+from trainfit.train.corpus import open_corpora
+from trainfit.train.loop import train
+from trainfit.train.options import StoriesData, TextData, TrainOptions
+from trainfit.train.stories import story
+from trainfit.train.tokenizer import load_tokenizer, train_tokenizer
+
+TEXTS = [story(0, index).text for index in range(200)]
+VOCABULARY, SEQ = 500, 32
+
+
+def options(tmp_path: Path, tokenizer: Tokenizer, data: str | None = None) -> TrainOptions:
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    text = tmp_path / "a.txt"
+    if data is not None:
+        text.write_text(data)
+    spec = StoriesData(num_documents=200) if data is None else TextData(path=str(text), separator="\n")
+    return TrainOptions(out=str(tmp_path), data=spec, eval_fraction=0.1, tokenizer=str(path))
+
+
+def plain() -> Tokenizer:
+    return train_tokenizer(TEXTS, 400)
+
+
+def template(tokenizer: Tokenizer) -> None:
+    tokenizer.add_special_tokens(["<s>"])
+    start = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <s>", special_tokens=[("<s>", start)]
+    )
+
+
+def dropout(tokenizer: Tokenizer) -> None:
+    tokenizer.model.dropout = 0.25
+
+
+CHANGES: dict[str, tuple[Callable[[Tokenizer], object], str | None]] = {
+    "truncation": (lambda tokenizer: tokenizer.enable_truncation(2), "truncation (max_length 2)"),
+    "padding": (lambda tokenizer: tokenizer.enable_padding(pad_id=0, length=512), "padding"),
+    "batch padding": (lambda tokenizer: tokenizer.enable_padding(pad_id=0), "padding"),
+    "dropout": (dropout, "dropout (0.25)"),
+    "template": (template, None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_tokens_are_those_of_the_whole_documents(name: str, tmp_path: Path):
+    change, words = CHANGES[name]
+    tokenizer = plain()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    expected = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in TEXTS]
+    change(tokenizer)
+    asked = options(tmp_path, tokenizer)
+    corpora = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    found = np.sort(np.concatenate([corpora.train.tokens, corpora.eval.tokens]))
+    assert found.tolist() == sorted(token for ids in expected for token in ids)
+    assert [words in note for note in corpora.notes] == ([] if words is None else [True])
+    index = json.loads((tmp_path / "data" / "index.json").read_text())
+    assert tuple(index["notes"]) == corpora.notes
+    saved = load_tokenizer(tmp_path / "data" / "tokenizer.json")
+    assert saved.switched_off == (), "what made the tokens is what is kept"
+    again = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    assert again.notes == corpora.notes
+
+
+def test_both_at_once_are_one_line(tmp_path: Path):
+    tokenizer = plain()
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16)
+    corpora = open_corpora(tmp_path / "data", options(tmp_path, tokenizer), vocabulary=VOCABULARY, seq=SEQ)
+    (note,) = corpora.notes
+    assert "truncation (max_length 16) and padding" in note
+
+
+def test_a_run_says_it_and_keeps_it(tmp_path: Path):
+    tokenizer = plain()
+    tokenizer.enable_truncation(16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    given = asked(tmp_path / "run", 1, tokenizer=str(tmp_path / "tokenizer.json"), tensorboard=False)
+    listener = Listener()
+    summary = train(tiny("model.config.vocab_size=400"), given, observers=[listener])
+    expected = "switched off in tokenizer.json: truncation (max_length 16)"
+    assert [expected in note for note in listener.run.notes] == [True]
+    assert summary.content()["run"]["notes"] == list(listener.run.notes)
+
+
+def test_tokens_that_an_older_version_cut_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder whose tokens were made while truncation was on, as trainfit did."""
+    tokenizer = plain()
+    tokenizer.enable_truncation(40)
+    asked = options(tmp_path, tokenizer)
+    monkeypatch.setattr(corpus, "load_tokenizer", lambda path: (Tokenizer.from_file(str(path)), ()))
+    cut = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    assert cut.index["train"]["tokens"] + cut.index["eval"]["tokens"] == 41 * len(TEXTS)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="max_length 40") as caught:
+        open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    assert "another folder" in str(caught.value)
+
+
+def test_a_folder_of_before_the_notes_goes_on(tmp_path: Path):
+    asked = options(tmp_path, plain())
+    open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    index = tmp_path / "data" / "index.json"
+    kept = {key: value for key, value in json.loads(index.read_text()).items() if key != "notes"}
+    durable.write_json(index, kept)
+    (tmp_path / "data" / "manifest.json").unlink()
+    durable._seal(tmp_path / "data")
+    assert open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ).notes == ()
+
+
+# -- text that the vocabulary lacks
+
+WORDS = [f"{index:b}".translate({48: "a", 49: "b"}) for index in range(300)]
+LINES = "\n".join(f"abc {word} cé b\u0301a" for word in WORDS)
+
+
+def bpe(**settings: object) -> Tokenizer:
+    vocabulary = {token: index for index, token in enumerate(["</s>", "<unk>", "a", "b", "c"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], **settings))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def test_unknown_tokens_are_counted(tmp_path: Path):
+    asked = options(tmp_path, bpe(unk_token="<unk>"), LINES)
+    corpora = open_corpora(tmp_path / "data", asked, vocabulary=8, seq=8)
+    total = sum(corpora.index[side]["tokens"] for side in ("train", "eval"))
+    assert corpora.notes == (f"600 of {total:,} tokens are the tokenizer's unknown token",)
+
+
+def test_characters_without_any_token_are_named(tmp_path: Path):
+    corpora = open_corpora(tmp_path / "data", options(tmp_path, bpe(), LINES), vocabulary=8, seq=8)
+    assert corpora.notes == ("the tokenizer leaves 2 of the text's characters out, such as 'é', '\u0301'",)
+
+
+def test_what_the_normalizer_removes_is_meant_to_go(tmp_path: Path):
+    tokenizer = bpe()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    data = LINES.replace("é", "a")
+    corpora = open_corpora(tmp_path / "data", options(tmp_path, tokenizer, data), vocabulary=8, seq=8)
+    assert corpora.notes == ()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"</s>": 0, "abc": 1}),
+        models.Unigram([("</s>", -1.0), ("a", -1.0), ("abc", -1.0)], None, False),
+    ],
+    ids=["WordLevel", "Unigram"],
+)
+def test_text_that_cannot_be_encoded_is_refused_in_one_line(model: models.Model, tmp_path: Path):
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(InputError, match="cannot encode the data") as caught:
+        open_corpora(tmp_path / "data", options(tmp_path, tokenizer, LINES), vocabulary=8, seq=8)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "data").exists()
