@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
 
 ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 """Parts of the names of transformers' and accelerate's questions that they keep the answers to."""
