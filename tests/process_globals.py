@@ -36,7 +36,8 @@ CLASSES = (
 )  # fmt: skip
 CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 REGISTRIES = ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS", "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS")
-COUNTED = frozenset({"__warningregistry__", "__builtins__", "__cached__"})
+COUNTED = frozenset({"__warningregistry__", "__builtins__", "__cached__", "reduce_op"})
+"""Not compared; the last one warns of its deprecation when it is looked at."""
 OVERRIDDEN = ("linear", "dropout", "softmax.int", "log_softmax.int", "rms_norm", "scaled_dot_product_attention", "mse_loss", "einsum")
 
 
@@ -137,7 +138,7 @@ def _compiler() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in CONFIGS:
         if name in sys.modules:
-            found[name] = sys.modules[name].shallow_copy_dict()  # pyright: ignore[reportAttributeAccessIssue]
+            found[name] = sys.modules[name].get_config_copy()  # pyright: ignore[reportAttributeAccessIssue]
     return found
 
 

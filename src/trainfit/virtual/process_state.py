@@ -20,11 +20,19 @@ FP32_PRECISIONS = (
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore PyTorch's defaults, modes and switches, warning filters and the recursion limit on exit."""
+    """Restore default dtype and device, this thread's autograd and autocast modes and the recursion limit on exit."""
     with ExitStack() as stack:
-        _restore_limits(stack)
+        _unless_equal(stack, sys.getrecursionlimit, sys.setrecursionlimit)  # Inductor raises it.
         _restore_defaults(stack)
         _restore_modes(stack)
+        yield
+
+
+@contextmanager
+def restored_switches() -> Iterator[None]:
+    """Restore PyTorch's switches of the whole process and the warning filters, which training scripts set, on exit."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         _restore_switches(stack)
         yield
 
@@ -37,11 +45,6 @@ def restored_random() -> Iterator[None]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         yield
-
-
-def _restore_limits(stack: ExitStack) -> None:
-    _unless_equal(stack, sys.getrecursionlimit, sys.setrecursionlimit)  # Inductor raises it.
-    stack.enter_context(warnings.catch_warnings())
 
 
 def _restore_defaults(stack: ExitStack) -> None:
