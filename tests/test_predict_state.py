@@ -192,3 +192,54 @@ def test_trace_and_predict_take_turns() -> None:
         others = [pool.submit(predict, EAGER["hf"], use_cache=False) for _ in range(2)]
     assert [each.result() for each in several] == [traced] * 2
     assert [each.result() for each in others] == [predicted] * 2
+
+
+def train_small(num_steps: int, keep_on: Any = lambda: False) -> list[float]:
+    """Losses of a small model with what a virtual GPU replaces: attention, dropout, softmax, norms, autocast, checkpointing."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(7)
+    torch.use_deterministic_algorithms(False)
+    kind: dict[str, Any] = {"dtype": torch.float32}
+    inner = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.25, batch_first=True, **kind)
+    norm, head = torch.nn.RMSNorm(16, **kind), torch.nn.Linear(16, 8, **kind)
+    optimizer = torch.optim.AdamW([*inner.parameters(), *norm.parameters(), *head.parameters()], lr=1e-2)
+    losses: list[float] = []
+    while len(losses) < num_steps or keep_on():
+        x = torch.randn(4, 6, 16, **kind)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=len(losses) % 2 == 0):
+            hidden: Any = checkpoint(inner, x, use_reentrant=False)
+            logits = head(norm(hidden)).log_softmax(-1)
+            loss = torch.nn.functional.cross_entropy(
+                torch.cat([logits, logits]).flatten(0, 1), torch.randint(8, (48,))
+            )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_training_thread_is_not_disturbed() -> None:
+    """A thread that trains while another one predicts and traces has the losses, to the bit, that it has alone."""
+
+    def train() -> None:
+        torch.manual_seed(3)
+        model = mlp().cuda()
+        torch.randn(5)
+        steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+
+    names = ("hf", "amp", "dropout", "lora", "layerdrop")
+    jobs = [lambda name=name: predict(EAGER[name], use_cache=False) for name in names]
+    jobs.append(lambda: trainfit.trace(train))
+    expected = [job() for job in jobs]
+    with ThreadPoolExecutor(1) as pool:
+        running = threading.Event()
+        running.set()
+        training = pool.submit(train_small, 20, running.is_set)
+        found = [job() for job in jobs * 2]
+        running.clear()
+        losses = training.result()
+    assert found == expected * 2
+    assert len(losses) > 20
+    assert losses == train_small(len(losses))

@@ -4,8 +4,9 @@ PyTorch's default CPU generator belongs to the whole process: putting its state 
 another thread drew meanwhile.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,13 +34,29 @@ def own_generator() -> Iterator[None]:
             _own.pop()
 
 
-def draw(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an operation that draws random numbers; on the tracing thread from the trace's own generator.
-
-    Not every such operation takes a generator as an argument, so the default one lends its state for the call.
-    """
+def draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that draws random numbers; on the tracing thread from the trace's own generator."""
     if not _own or not is_tracing_thread():
         return func(*args, **kwargs)
+    taking = _taking_generator(func)
+    if taking is None:
+        return _draw_from_lent_state(func, args, kwargs)
+    return taking(*args, **{**kwargs, "generator": kwargs.get("generator") or _own[-1]})
+
+
+@cache
+def _taking_generator(func: Any) -> Any:
+    """Return the operation, or its overload, that takes a generator as a keyword; None if there is none."""
+    name = func._overloadname
+    for each in (name, "generator" if name == "default" else f"{name}_generator"):
+        found = getattr(func.overloadpacket, each, None)
+        if found is not None and any(a.name == "generator" and a.kwarg_only for a in found._schema.arguments):
+            return found
+    return None
+
+
+def _draw_from_lent_state(func: Any, args: Any, kwargs: Any) -> Any:
+    """The default generator lends its state for one call; a number that another thread draws in it is repeated later."""
     own, default = _own[-1], torch.default_generator
     before = default.get_state()
     default.set_state(own.get_state())

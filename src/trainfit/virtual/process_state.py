@@ -39,9 +39,8 @@ def restored_switches() -> Iterator[None]:
 
 @contextmanager
 def restored_random() -> Iterator[None]:
-    """Restore the states of PyTorch's CPU generator, Python's ``random`` and NumPy's global generator on exit."""
+    """Restore the states of Python's ``random`` and of NumPy's global generator on exit."""
     with ExitStack() as stack:
-        stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
         yield

@@ -14,6 +14,7 @@ from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda_ops import cuda_ops
 from trainfit.virtual.exclusive import exclusive, replaced
 from trainfit.virtual.host import is_host
+from trainfit.virtual.host_random import own_generator
 from trainfit.virtual.process_state import restored_random, restored_settings, restored_switches
 from trainfit.virtual.real_fallback import fallbacks_told
 from trainfit.virtual.temporaries import GpuTraits
@@ -64,6 +65,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
         enter(restored_settings())
         enter(restored_switches())
         enter(restored_random())
+        enter(own_generator())
         enter(transformers_sees_real_tensors())
         enter(libraries(tracer.said))
         enter(fallbacks_told(tracer.said))
