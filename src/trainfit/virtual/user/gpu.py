@@ -22,6 +22,7 @@ from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
+from trainfit.virtual.user.process_groups import one_rank
 from trainfit.virtual.user.side import CUDA, is_device, is_marked
 from trainfit.virtual.user.steps import StepFollower, UserPlaces
 from trainfit.virtual.user.tensors import SidedResidence, UserTensors, real_of
@@ -68,6 +69,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
         enter(own_generator())
         enter(transformers_sees_real_tensors())
         enter(libraries(tracer.said))
+        enter(one_rank())
         enter(fallbacks_told(tracer.said))
         enter(cuda_module(gpu, traits, usage))
         enter(cuda_autocast())

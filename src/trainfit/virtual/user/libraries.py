@@ -1,7 +1,7 @@
 """What libraries above PyTorch remember about the machine, forgotten for a while: they ask anew, and hear of "cuda"."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.host import on_host
 
 ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 """Parts of the names of transformers' and accelerate's questions that they keep the answers to."""
@@ -23,7 +24,12 @@ def libraries(said: set[str]) -> Iterator[None]:
         said: gets a sentence if the code saves something.
     """
 
-    def save(*_: Any, **__: Any) -> None:
+    write = torch.save
+
+    def save(obj: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # pickle's way with a host tensor
+            on_host(write, (obj, *args), kwargs)
+            return
         said.add("torch.save wrote nothing: there are no values to keep")
 
     _forget_answers()
@@ -33,7 +39,19 @@ def libraries(said: set[str]) -> Iterator[None]:
         stack.callback(_put_back, kept)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
+        stack.enter_context(replaced(torch._utils, "_rebuild_tensor", _rebuilding(torch._utils._rebuild_tensor)))
         yield
+
+
+def _rebuilding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``copy.copy`` and pickle put a new tensor around a storage: a real one where the storage is the host's."""
+
+    def rebuild(storage: Any, *args: Any) -> Any:
+        if storage.device.type == "cpu":
+            return on_host(original, (storage, *args), {})
+        return original(storage, *args)
+
+    return rebuild
 
 
 def _in_this_process(loader: Any) -> Any:
