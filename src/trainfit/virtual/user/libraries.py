@@ -1,5 +1,6 @@
 """What libraries above PyTorch remember about the machine, forgotten for a while: they ask anew, and hear of "cuda"."""
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -39,8 +40,20 @@ def libraries(said: set[str]) -> Iterator[None]:
         stack.callback(_put_back, kept)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
+        stack.enter_context(replaced(torch, "load", _loading(torch.load)))
         stack.enter_context(replaced(torch._utils, "_rebuild_tensor", _rebuilding(torch._utils._rebuild_tensor)))
         yield
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is read from bytes in memory, as pickle does, is real; what is read from a file stays fake."""
+
+    def load(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, io.BytesIO):
+            return on_host(original, (file, *args), kwargs)
+        return original(file, *args, **kwargs)
+
+    return load
 
 
 def _rebuilding(original: Callable[..., Any]) -> Callable[..., Any]:
