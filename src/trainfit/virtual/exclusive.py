@@ -5,6 +5,7 @@ Tracing replaces kernels and functions that a whole process shares. ``exclusive`
 PyTorch's own.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -88,7 +89,8 @@ def chosen_by_thread(value: Callable[..., Any], original: Callable[..., Any]) ->
     def call(*args: Any, **kwargs: Any) -> Any:
         return value(*args, **kwargs) if is_tracing_thread() else original(*args, **kwargs)
 
-    return call
+    # Dynamo asks for the signature of some of the functions that are replaced.
+    return functools.update_wrapper(call, value, assigned=(), updated=())
 
 
 def _property_for_tracing_thread(value: property, original: Any) -> property:
