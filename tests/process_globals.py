@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _foreach_utils
 
 MODULES = (
     "torch", "torch.nn", "torch.nn.functional", "torch.nn.modules.module", "torch.nn.parameter", "torch.nn.init", "torch.autograd",
@@ -35,10 +36,22 @@ CLASSES = (
     "transformers.modeling_utils.PreTrainedModel", "torch.nn.parallel.DistributedDataParallel", "accelerate.state.PartialState",
 )  # fmt: skip
 CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
-REGISTRIES = ("transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS", "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS")
+REGISTRIES = (
+    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+)
 COUNTED = frozenset({"__warningregistry__", "__builtins__", "__cached__", "reduce_op"})
 """Not compared; the last one warns of its deprecation when it is looked at."""
-OVERRIDDEN = ("linear", "dropout", "softmax.int", "log_softmax.int", "rms_norm", "scaled_dot_product_attention", "mse_loss", "einsum")
+OVERRIDDEN = (
+    "linear",
+    "dropout",
+    "softmax.int",
+    "log_softmax.int",
+    "rms_norm",
+    "scaled_dot_product_attention",
+    "mse_loss",
+    "einsum",
+)
 
 
 def snapshot() -> dict[str, Any]:
@@ -49,7 +62,9 @@ def snapshot() -> dict[str, Any]:
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Names in ``before`` whose value is another one in ``after``; attributes that were added where a module was imported before."""
     found = {
-        name: (value, after.get(name, "gone")) for name, value in before.items() if after.get(name, "gone") != value
+        name: (value, after.get(name, "gone"))
+        for name, value in before.items()
+        if after.get(name, "gone") != value
     }
     owners = {name.partition("|")[0] for name in before if "|" in name}
     added = {
@@ -64,7 +79,9 @@ def _torch() -> dict[str, Any]:
     device_types = ("cpu", "cuda")
     stack = range(torch._C._len_torch_function_stack())
     modules: Any = torch.nn.modules.module
-    hooks = [getattr(modules, name) for name in vars(modules) if name.startswith("_global_") and "hooks" in name]
+    hooks = [
+        getattr(modules, name) for name in vars(modules) if name.startswith("_global_") and "hooks" in name
+    ]
     return {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -108,10 +125,10 @@ def _torch() -> dict[str, Any]:
         "function modes": [id(torch._C._get_function_stack_at(index)) for index in stack],
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "dispatch keys": (str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set())),
-        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "saved tensor hooks": _saved_tensor_hooks(),
         "module hooks": [list(hook) for hook in hooks if hasattr(hook, "__len__")],
         "optimizer hooks": _optimizer_hooks(),
-        "foreach types": [list(torch.utils._foreach_utils._foreach_supported_types), _optimizer_types()],
+        "foreach types": [list(_foreach_utils._foreach_supported_types), _optimizer_types()],
         "swap on conversion": (
             torch.__future__.get_overwrite_module_params_on_conversion(),
             torch.__future__.get_swap_module_params_on_conversion(),
@@ -128,6 +145,11 @@ def _numpy_random() -> tuple[Any, ...]:
 def _optimizer_hooks() -> list[list[Any]]:
     module: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it.
     return [list(module._global_optimizer_pre_hooks), list(module._global_optimizer_post_hooks)]
+
+
+def _saved_tensor_hooks() -> Any:
+    module: Any = torch._C
+    return module._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _optimizer_types() -> list[type]:
@@ -147,7 +169,13 @@ def _process() -> dict[str, Any]:
         name: log for name, log in logging.root.manager.loggerDict.items() if isinstance(log, logging.Logger)
     }
     imported: dict[str, Any] = {
-        f"logger {name}|": (log.level, log.disabled, log.propagate, list(map(id, log.handlers)), list(map(id, log.filters)))
+        f"logger {name}|": (
+            log.level,
+            log.disabled,
+            log.propagate,
+            list(map(id, log.handlers)),
+            list(map(id, log.filters)),
+        )
         for name, log in loggers.items()
     }
     return {
@@ -192,7 +220,9 @@ def _attributes() -> dict[str, Any]:
     for registry in REGISTRIES:
         module, _, attribute = registry.partition(":")
         if module in sys.modules:
-            found[f"{registry}|"] = {key: id(value) for key, value in getattr(sys.modules[module], attribute).items()}
+            found[f"{registry}|"] = {
+                key: id(value) for key, value in getattr(sys.modules[module], attribute).items()
+            }
     return found
 
 
@@ -202,6 +232,4 @@ def _matters(value: Any) -> bool:
 
 def _operators() -> dict[str, Any]:
     """Whose kernels the dispatcher has: dumps name the file that registered each."""
-    return {
-        f"kernels of {name}": torch._C._dispatch_dump(f"aten::{name}") for name in OVERRIDDEN
-    }
+    return {f"kernels of {name}": torch._C._dispatch_dump(f"aten::{name}") for name in OVERRIDDEN}

@@ -1,10 +1,11 @@
 """A prediction leaves the process as it found it; predictions in several threads are those made one after the other."""
 
-
+import os
 import random
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +17,8 @@ import torch
 import trainfit
 from process_globals import changes, snapshot
 from tiny_recipe import tiny_recipe, wide_recipe
-
-from trainfit.predict.estimate import ledger_of, predict
+from trainfit.predict.estimate import predict
 from trainfit.spec.errors import InputError
-
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Recipe
 from trainfit.virtual.exclusive import exclusive, is_tracing_thread
 from user_training import mlp, steps
@@ -109,7 +108,8 @@ def test_nothing_changes_when_it_compiles(name: str) -> None:
     predict(COMPILED[name], use_cache=False)  # Dynamo and Inductor are imported, and patch nn.Module once.
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1500)
-    torch.manual_seed(99), random.seed(99)
+    torch.manual_seed(99)
+    random.seed(99)
     try:
         held = snapshot()
         predict(COMPILED[name], use_cache=False)
@@ -139,7 +139,9 @@ def test_nothing_changes_when_it_fails_halfway(at: str, monkeypatch: pytest.Monk
 
             begin = VirtualGpu.begin
             patched.setattr(
-                VirtualGpu, "begin", lambda self, step, phase: _fail() if phase == at else begin(self, step, phase)
+                VirtualGpu,
+                "begin",
+                lambda self, step, phase: _fail() if phase == at else begin(self, step, phase),
             )
         # transformers fails alone as well where it builds a model.
         with pytest.raises(InputError if at == "build" else MemoryError, match="halfway"):
@@ -230,7 +232,9 @@ def test_a_training_thread_is_not_disturbed() -> None:
         steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
 
     names = ("hf", "amp", "dropout", "lora", "layerdrop")
-    jobs = [lambda name=name: predict(EAGER[name], use_cache=False) for name in names]
+    jobs: list[Callable[[], Any]] = [
+        lambda name=name: predict(EAGER[name], use_cache=False) for name in names
+    ]
     jobs.append(lambda: trainfit.trace(train))
     expected = [job() for job in jobs]
     with ThreadPoolExecutor(1) as pool:
@@ -243,3 +247,36 @@ def test_a_training_thread_is_not_disturbed() -> None:
     assert found == expected * 2
     assert len(losses) > 20
     assert losses == train_small(len(losses))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_has_a_free_lock() -> None:
+    """The thread that held the lock does not exist in the child."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with exclusive():
+            entered.set()
+            leave.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(60)
+    try:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # ends the child if it waits
+            with exclusive():
+                os._exit(0 if is_tracing_thread() else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not is_tracing_thread()
+    finally:
+        leave.set()
+        holder.join()
+
+
+def test_a_thread_that_traces_keeps_the_lock_in_its_nested_traces() -> None:
+    with exclusive():
+        assert predict(EAGER["hf"], use_cache=False).fits
+        assert is_tracing_thread()
+    assert not is_tracing_thread()

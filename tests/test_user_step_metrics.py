@@ -21,7 +21,8 @@ class Metric(nn.Module):
 
     def reset(self) -> None:
         self.states = {
-            name: default.detach().clone().to(self.device) for name, default in copy.deepcopy(self.defaults).items()
+            name: default.detach().clone().to(self.device)
+            for name, default in copy.deepcopy(self.defaults).items()
         }
 
     def update(self, value: torch.Tensor, count: int) -> None:
@@ -56,7 +57,12 @@ def test_host_tensors_are_copied_with_their_values() -> None:
     def check() -> None:
         value = torch.tensor([1.5, 2.5], requires_grad=True)
         value.grad = torch.ones(2)
-        held: dict[str, Any] = {"value": value, "again": value, "outside": outside, "low": torch.zeros(2, dtype=torch.bfloat16)}
+        held: dict[str, Any] = {
+            "value": value,
+            "again": value,
+            "outside": outside,
+            "low": torch.zeros(2, dtype=torch.bfloat16),
+        }
         held["view"] = torch.arange(6.0).view(2, 3)[:, 1]
         copied = copy.deepcopy(held)
         assert copied["value"] is copied["again"] is not value

@@ -43,7 +43,9 @@ def accelerated() -> None:
 SEVERAL: dict[str, Callable[[], Any]] = {
     "environment": lambda: dist.init_process_group("nccl"),
     "gloo": lambda: dist.init_process_group(backend="gloo", init_method="env://"),
-    "argument": lambda: dist.init_process_group("nccl", init_method="tcp://127.0.0.1:1", rank=1, world_size=4),
+    "argument": lambda: dist.init_process_group(
+        "nccl", init_method="tcp://127.0.0.1:1", rank=1, world_size=4
+    ),
     "url": lambda: dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1?rank=1&world_size=4"),
     "store": lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2),
     "mesh": lambda: dist.init_device_mesh("cuda", (2,)),

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import _utils
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
@@ -41,7 +42,7 @@ def libraries(said: set[str]) -> Iterator[None]:
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
         stack.enter_context(replaced(torch, "load", _loading(torch.load)))
-        stack.enter_context(replaced(torch._utils, "_rebuild_tensor", _rebuilding(torch._utils._rebuild_tensor)))
+        stack.enter_context(replaced(_utils, "_rebuild_tensor", _rebuilding(_utils._rebuild_tensor)))
         yield
 
 

@@ -12,7 +12,9 @@ import torch
 from trainfit.spec.errors import InputError
 from trainfit.virtual.exclusive import replaced
 
-REMEDY = "run the traced callable as one rank: WORLD_SIZE=1 or world_size=1, and no launcher of several processes"
+REMEDY = (
+    "run the traced callable as one rank: WORLD_SIZE=1 or world_size=1, and no launcher of several processes"
+)
 
 
 @contextmanager
@@ -67,7 +69,9 @@ def _world_size(url: str, given: int) -> int:
 
 
 def _checked_group(original: Any) -> Any:
-    def new_group(group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    def new_group(
+        group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         _refuse_ranks(group_size)
         return original(group_size, group_rank, ranks, _on_host(backend), *args, **kwargs)
 
