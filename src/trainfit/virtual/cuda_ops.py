@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainfit.virtual import autocast
 from trainfit.virtual.attention import Query, attend, choose_backend
+from trainfit.virtual.exclusive import exclusive
 from trainfit.virtual.thread_kernels import override
 
 aten = torch.ops.aten
@@ -24,18 +25,19 @@ aten = torch.ops.aten
 @contextmanager
 def cuda_ops(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[None]:
     """Composite ops on CPU tensors decompose as on a CUDA GPU of this compute capability."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
-            warnings.simplefilter("ignore", UserWarning)
-            _install(library, capability, prefers_cudnn)
-        _forget_kernels(tuple(library._op_impls))
-        yield
-    finally:
-        replaced = tuple(library._op_impls)
-        library._destroy()
-        _forget_kernels(replaced)
+    with exclusive():
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with warnings.catch_warnings():
+                # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
+                warnings.simplefilter("ignore", UserWarning)
+                _install(library, capability, prefers_cudnn)
+            _forget_kernels(tuple(library._op_impls))
+            yield
+        finally:
+            replaced = tuple(library._op_impls)
+            library._destroy()
+            _forget_kernels(replaced)
 
 
 def _forget_kernels(replaced: tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
-"""One trace at a time in a process, and replacements of PyTorch's functions that only the tracing thread sees.
+"""One trace at a time in a process; PyTorch's functions replaced for the tracing thread alone.
 
-Tracing replaces kernels and functions that a whole process shares. ``exclusive`` serialises traces by one re-entrant lock;
-``replaced`` puts a function in place of another for the tracing thread alone, so that a thread that trains meanwhile keeps
-PyTorch's own.
+Tracing replaces kernels and functions that a whole process shares. ``exclusive`` serialises traces by one
+re-entrant lock. ``replaced`` puts a function in place of another for the tracing thread alone, so that a
+thread that trains meanwhile keeps PyTorch's own.
 """
 
 import functools
@@ -22,7 +22,7 @@ class _Holder:
         self.thread: int | None = None
 
     def after_fork(self) -> None:
-        """Free the lock in a forked child whose holder is a thread of the parent; it does not exist in the child."""
+        """Free the lock in a forked child whose parent has the holder: that thread is not in the child."""
         if self.thread != threading.get_ident():
             self.__init__()
 
@@ -49,28 +49,29 @@ def is_tracing_thread() -> bool:
     return threading.get_ident() == _holder.thread
 
 
-# torch.compile evaluates it while it captures, as it does torch.compiler.assume_constant_result's functions, instead of tracing
-# into the threading module.
+# While torch.compile captures it calls this function, as with torch.compiler.assume_constant_result, instead
+# of tracing into the threading module.
 is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for a while.
+    """Replace an attribute for a while, within ``exclusive``.
 
-    A function, method or property in the place of another is seen by the tracing thread alone (whoever holds ``exclusive``).
-    Anything else, such as a class or a table, is seen by every thread.
+    A function, method or property in the place of another is seen by the tracing thread alone. Anything else, such
+    as a class or a table, is seen by every thread.
     """
-    inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]
-    setattr(owner, name, _for_tracing_thread(value, getattr(owner, name)))
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    with exclusive():
+        inherited = name not in vars(owner)
+        before = None if inherited else vars(owner)[name]
+        setattr(owner, name, _for_tracing_thread(value, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            if inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
 
 def _for_tracing_thread(value: Any, original: Any) -> Any:

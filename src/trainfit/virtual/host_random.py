@@ -1,7 +1,7 @@
-"""A random generator of the trace's own for tensors on the host, so that a trace draws nothing from the process's.
+"""A random generator of the trace's own for tensors on the host.
 
-PyTorch's default CPU generator belongs to the whole process: putting its state back after a trace would also take back what
-another thread drew meanwhile.
+PyTorch's default CPU generator belongs to the whole process: putting its state back after a trace would also
+take back what another thread drew meanwhile.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ _own: list[torch.Generator] = []
 def own_generator() -> Iterator[None]:
     """Give the tracing thread a generator of its own, in the state that the default one has now.
 
-    ``torch.manual_seed``, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.random.fork_rng`` act on it, and
-    operations on host tensors that the tracer sees draw from it (``draw``).
+    ``torch.manual_seed``, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.random.fork_rng`` act
+    on it; operations on host tensors that the tracer sees draw from it (``draw``).
     """
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
@@ -56,7 +56,7 @@ def _taking_generator(func: Any) -> Any:
 
 
 def _draw_from_lent_state(func: Any, args: Any, kwargs: Any) -> Any:
-    """The default generator lends its state for one call; a number that another thread draws in it is repeated later."""
+    """The default generator lends its state for one call; a number that another thread draws meanwhile is repeated."""
     own, default = _own[-1], torch.default_generator
     before = default.get_state()
     default.set_state(own.get_state())
@@ -68,7 +68,7 @@ def _draw_from_lent_state(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _DefaultGenerator:
-    """``torch.random``'s ``default_generator``: the trace's own on the tracing thread, PyTorch's on any other."""
+    """The default generator: the trace's own on the tracing thread, PyTorch's on any other."""
 
     def __init__(self, default: Any):
         self._default = default

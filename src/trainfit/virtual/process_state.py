@@ -20,7 +20,7 @@ FP32_PRECISIONS = (
 
 @contextmanager
 def restored_settings() -> Iterator[None]:
-    """Restore default dtype and device, this thread's autograd and autocast modes and the recursion limit on exit."""
+    """Restore default dtype and device, this thread's modes and the recursion limit on exit."""
     with ExitStack() as stack:
         _unless_equal(stack, sys.getrecursionlimit, sys.setrecursionlimit)  # Inductor raises it.
         _restore_defaults(stack)
@@ -30,7 +30,7 @@ def restored_settings() -> Iterator[None]:
 
 @contextmanager
 def restored_switches() -> Iterator[None]:
-    """Restore PyTorch's switches of the whole process and the warning filters, which training scripts set, on exit."""
+    """Restore the process-wide switches that training scripts set, and the warning filters, on exit."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         _restore_switches(stack)
@@ -116,7 +116,7 @@ def _restore_fp32_precision(stack: ExitStack) -> None:
 
 
 def _legacy_precision() -> str | None:
-    """Return ``torch.get_float32_matmul_precision()``; None where the settings by backend say something else."""
+    """Return ``torch.get_float32_matmul_precision()``; None where settings by backend differ."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Kernels in PyTorch's dispatcher that run on the tracing thread alone; other threads get the kernel that was there before."""
+"""Kernels in PyTorch's dispatcher that run on the tracing thread alone; other threads get the original."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def _register(library: "torch.library.Library", name: str, kernel: Kernel, key: 
 
 
 def _original(name: str, key: str) -> Kernel:
-    """Return the kernel that the dispatcher has now. An autocast key without one of its own for the operation falls through."""
+    """Return the dispatcher's kernel. An autocast key without its own falls through."""
     if key.startswith("Autocast") and not torch._C._dispatch_has_kernel_for_dispatch_key(
         f"aten::{name}", key
     ):

@@ -1,4 +1,4 @@
-"""Process groups in a person's code: one rank runs, several are refused at once instead of waiting for each other."""
+"""Process groups in traced code: one rank runs, several are refused at once instead of hanging."""
 
 import importlib
 import os
