@@ -19,8 +19,11 @@ from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
 from trainfit.virtual.attention_kernels import prefers_cudnn
+from trainfit.virtual.exclusive import exclusive
+from trainfit.virtual.host_random import own_generator
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.virtual.places import NOWHERE, Groups
+from trainfit.virtual.process_state import restored_settings
 from trainfit.virtual.repeat import shorten
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
@@ -40,10 +43,15 @@ def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
+    with exclusive():
+        return _traced(recipe, whole=whole, deterministic=deterministic)
+
+
+def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
-    with _unlogged(), deterministic_kernels(deterministic):
+    with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             ledger = _shortened(recipe) if not whole else _trace(recipe, whole=True)
         except InputError:

@@ -88,6 +88,9 @@ class Traced(Value):
 def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Traced:
     """Run ``step`` on a virtual GPU and tell what it would take on a real one.
 
+    One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state, defaults and
+    switches, those that ``step`` itself sets included, are afterwards what they were.
+
     Args:
         step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run. It is
             called once without arguments; wrap one that takes some: ``trace(lambda: main(epochs=1))``. Values on the
@@ -96,7 +99,7 @@ def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Trac
         steps: the callable is ended where the forward after so many optimizer steps begins; fewer if it returns.
 
     Raises:
-        InputError: an unknown GPU, or code that trains nothing or needs values that only a run can know.
+        InputError: an unknown GPU, code that trains nothing or needs values that only a run can know, or several ranks.
         Exception: whatever the callable itself raises.
     """
     row = find_gpu(gpu)
