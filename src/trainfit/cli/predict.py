@@ -66,7 +66,7 @@ def run(
 def show(recipe: "Recipe", estimate: "Estimate") -> None:
     """The prediction for people: verdict, memory, FLOPs, time, money, and what it rests on."""
     from trainfit.cli.show import console, heading, notes, rows
-    from trainfit.cli.words import describe
+    from trainfit.cli.words import describe, holds_for
     from trainfit.spec.units import format_count
 
     out = console()
@@ -77,6 +77,8 @@ def show(recipe: "Recipe", estimate: "Estimate") -> None:
         else f", {format_count(estimate.trainable_params)} trained"
     )
     out.print(f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}")
+    if line := holds_for(estimate.versions):
+        out.print(line)
     out.print()
     _verdict(out, recipe, estimate)
     _memory(out, estimate)

@@ -97,6 +97,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
         ops_without_flops=ledger.ops_without_flops,
         bounds=_bounds(time, gpu, recipe),
+        versions=ledger.versions,
     )
 
 

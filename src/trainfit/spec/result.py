@@ -135,6 +135,9 @@ class Estimate(Value):
     ops_without_flops: tuple[str, ...] = ()
     """Operations that compute but have no FLOP rule, by name; they count as 0 and are said so."""
     bounds: dict[str, Interval] = {}
+    versions: dict[str, str] = {}
+    """Versions of the libraries that it holds for, by name: torch, and those that the step uses (transformers, peft, triton,
+    torchao). Empty: made before estimates carried them."""
 
     @property
     def headroom_bytes(self) -> int:
