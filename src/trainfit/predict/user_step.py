@@ -77,7 +77,7 @@ class Traced(Value):
     time: StepTime | None
     assumptions: tuple[str, ...] = ()
     ops_without_flops: tuple[str, ...] = ()
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = {}  # noqa: RUF012 - pydantic copies a default
     """Versions of the libraries that it holds for, by name: torch, and those that are imported beside it."""
 
     @property
