@@ -111,6 +111,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
             *_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
             *(_emulated(recipe, gpu) if time else ()),
         ),
+        versions=ledger.versions,
     )
 
 

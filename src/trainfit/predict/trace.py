@@ -13,6 +13,7 @@ from trainfit.catalog.this_cpu import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.predict.config_failure import refuse_config
+from trainfit.predict.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
@@ -31,6 +32,11 @@ from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
     "operations sort for it (experts' sums, for one) is not"
+)
+
+LOSS_SET = (
+    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; without that transformers '
+    "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
 )
 
 
@@ -61,6 +67,7 @@ def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
             raise
     if deterministic:
         ledger.assumptions = (*ledger.assumptions, DETERMINISTIC)
+    ledger.versions = versions_of(libraries_of(recipe, ledger))
     return ledger
 
 
@@ -152,6 +159,10 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
         ledger.assumptions = virtual.assumptions()
+        if recipe.compile == "model" and recipe.loss == "standard":
+            from trainfit.models.hf import sets_loss
+
+            ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         ledger.repeats = repeats
         ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
