@@ -64,7 +64,7 @@ def test_the_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     line = f"holds for torch {TORCH}, transformers {TRANSFORMERS}"
     for verb in ("predict", "explain"):
         assert main([verb, str(file)]) == 0
-        assert capsys.readouterr().out.splitlines().count(line) == 1
+        assert capsys.readouterr().out.count(line) == 1
         assert main([verb, str(file), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["versions"] == {
             "torch": TORCH,
