@@ -8,7 +8,6 @@ The payload is the whole record as JSON; the other columns are copies of what on
 """
 
 import errno
-import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.plain_data import parse_json
 from trainfit.spec.recipe import ModelSpec
 from trainfit.spec.result import Record
 from trainfit.spec.value import parse
@@ -25,6 +26,8 @@ APPLICATION_ID = 0x74726669
 """Marks the file as ours (``trfi`` in ASCII), in the place SQLite's header has for that."""
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 60.0
+MAX_LINES_BYTES = 10**9
+"""Of a JSON Lines file of records."""
 
 _SCHEMA = (
     """CREATE TABLE records (
@@ -166,10 +169,7 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         InputError: a line is not a record; it names the file and the line.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError:
-        raise InputError("not UTF-8 text", "give a JSON Lines file of records", file=str(path)) from None
+    lines = files.read_text(Path(path), MAX_LINES_BYTES).splitlines()
     return [_record(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -188,7 +188,7 @@ def load(path: str | Path) -> list[Record]:
 
 def is_sqlite(path: Path) -> bool:
     """Whether the file begins as every SQLite file does."""
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return file.read(16) == b"SQLite format 3\x00"
 
 
@@ -205,11 +205,7 @@ def model_name(recipe: dict[str, Any]) -> str:
 
 
 def _record(payload: str, where: str) -> Record:
-    try:
-        data = json.loads(payload)
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg}", "give a file of records", file=where) from None
-    return parse(Record, data, file=where)
+    return parse(Record, parse_json(payload, where), file=where)
 
 
 @contextmanager

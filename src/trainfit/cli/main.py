@@ -15,6 +15,7 @@ import typer
 import trainfit
 from trainfit.cli import bench, catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.spec.files import circle
 
 EXIT_USAGE, EXIT_BUG, EXIT_IO, EXIT_INTERRUPTED = 2, 70, 74, 130
 
@@ -66,7 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream, io.TextIOWrapper
         ):  # A terminal without a letter such as "·" gets a question mark.
             stream.reconfigure(errors="replace")
-    return guarded(lambda: app()(words or ["--help"], standalone_mode=False, prog_name="trainfit"))
+    return guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> object:
+    for word in words:
+        try:
+            os.fsencode(word)
+        except UnicodeEncodeError:
+            raise InputError("not Unicode text (a lone surrogate)", "correct it", value=word) from None
+        if "\0" in word:
+            raise InputError("has a NUL character in it", "remove it", value=word)
+    return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit")
 
 
 def guarded(run: Callable[[], object]) -> int:
@@ -80,6 +92,9 @@ def guarded(run: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_IO
     except OSError as error:
+        refused = circle(error)
+        if refused is not None:
+            return _tell(str(refused), EXIT_BAD_INPUT)
         where = f"{error.filename}: " if error.filename else ""
         return _tell(f"{where}{error.strerror or error}", EXIT_IO)
     except (KeyboardInterrupt, typer.Abort):

@@ -5,20 +5,22 @@ One sweep at a time writes to a folder. A line that a killed sweep left half-wri
 """
 
 import fcntl
-import json
 import os
 import re
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.plain_data import parse_json
 from trainfit.spec.provenance import new_record
 from trainfit.spec.result import Record
 from trainfit.spec.value import parse
 from trainfit.sweep.parts import PartRequest, PartResult
 
 RECORDS, LOGS, REPORT = "records.jsonl", "logs", "report.html"
+MAX_RECORDS_BYTES = 10**9
 SWEEP_TAG, VARIANT_TAG = "sweep:", "variant:"
 
 
@@ -35,6 +37,8 @@ class Book:
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError("is a file", "name a folder", field="out", value=str(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / RECORDS).exists():
+            files.open_regular(self.folder / RECORDS, MAX_RECORDS_BYTES).close()
         self._file = (self.folder / RECORDS).open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +91,7 @@ class Book:
         for number, line in enumerate(whole.splitlines(), 1):
             if not line.strip():
                 continue
-            record = parse(Record, _loads(line, f"{path}:{number}"), file=f"{path}:{number}")
+            record = parse(Record, parse_json(line, f"{path}:{number}"), file=f"{path}:{number}")
             if record.outcome is not None:
                 self._newest[record.outcome.request_id] = record
 
@@ -96,11 +100,3 @@ class Book:
         logs.mkdir(exist_ok=True)
         safe = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", request.variant)
         (logs / f"{safe}-{request.recipe.id[:8]}-{request.part}.txt").write_text(output)
-
-
-def _loads(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        remedy = "remove the line, or use another folder"
-        raise InputError(f"not JSON ({error})", remedy, file=where) from None
