@@ -62,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     for name in NOISY_IMPORTS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # transformers' notes on a config, such as a token id beyond the vocabulary, would stand before our one line.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
             stream, io.TextIOWrapper

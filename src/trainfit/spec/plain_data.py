@@ -76,7 +76,10 @@ def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> Any:
         InputError: refused content.
         OSError: the file cannot be read.
     """
-    return parse_json(files.read_text(path, limit_bytes), str(path))
+    data = parse_json(files.read_text(path, limit_bytes), str(path))
+    if _num_values(data) > MAX_NODES:
+        raise InputError("too many values", f"write at most {MAX_NODES:,}", file=str(path))
+    return data
 
 
 def parse_json(text: str | bytes, file: str = "") -> Any:
@@ -144,6 +147,13 @@ def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
         return data
     problem = f"a {type(data).__name__} is not a recipe's value"
     raise InputError(problem, "write text or a number", field=field, value=str(data), file=file)
+
+
+def _num_values(data: Any) -> int:
+    """Values in lists and mappings, these counted as one each."""
+    if isinstance(data, dict | list):
+        return 1 + sum(map(_num_values, data.values() if isinstance(data, dict) else data))
+    return 1
 
 
 def _too_deep(file: str) -> InputError:

@@ -39,6 +39,7 @@ NOT_TECHNIQUES = (
     "rematerialize",
     "saving_blocks",
     "triton_gpus",
+    "target_pattern",
 )
 
 PLAIN: dict[str, tuple[Any, ...]] = {

@@ -17,13 +17,14 @@ import numpy as np
 from trainfit.spec.errors import InputError
 from trainfit.train import documents, durable
 from trainfit.train.options import TrainOptions
-from trainfit.train.tokenizer import end_token, load_tokenizer, train_tokenizer
+from trainfit.train.tokenizer import end_token, library, load_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SIDES = ("train", "eval")
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
+DTYPES = ("uint16", "uint32")
 DOCUMENTS_AT_ONCE = 512
 
 
@@ -74,6 +75,9 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
     if folder.exists():
         durable.check_folder(folder)
         _same_data(folder, identity)
+        corpora = _open(folder, seq)
+        _refuse_foreign_ids(corpora, folder, vocabulary)
+        return corpora
     else:
         with durable.new_folder(folder) as work:
             _make(work, options, identity, vocabulary)
@@ -82,9 +86,38 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
 
 
 def _open(folder: Path, seq: int) -> Corpora:
-    index = durable.read_json(folder / INDEX)
+    index = _checked_index(folder)
     train, held_out = (Corpus(_tokens(folder, side, index), seq) for side in SIDES)
     return Corpora(train, held_out, index)
+
+
+def _checked_index(folder: Path) -> dict[str, Any]:
+    """``index.json``, if it describes the files beside it.
+
+    Raises:
+        InputError: it does not.
+    """
+    index = durable.read_json(folder / INDEX)
+    try:
+        for side in SIDES:
+            size = (folder / f"{side}.bin").stat().st_size
+            good = index["dtype"] in DTYPES and size == index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
+            if not good or type(index[side]["documents"]) is not int:
+                raise ValueError(side)
+        if type(index["tokenizer_tokens"]) is not int or not isinstance(index["identity"], dict):
+            raise ValueError("tokenizer_tokens")
+    except (KeyError, TypeError, ValueError):
+        remedy = "restore it from a copy, or start a new run in another folder"
+        raise InputError("not what trainfit wrote", remedy, file=str(folder / INDEX)) from None
+    return index
+
+
+def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None:
+    for side, corpus in zip(SIDES, (corpora.train, corpora.eval), strict=True):
+        if len(corpus.tokens) and int(corpus.tokens.max()) >= vocabulary:
+            problem = f"holds token id {int(corpus.tokens.max())}, the model's vocabulary has {vocabulary}"
+            remedy = "restore it from a copy, or start a new run in another folder"
+            raise InputError(problem, remedy, file=str(folder / f"{side}.bin"))
 
 
 def _mapped(file: str, dtype: str, seq: int) -> Corpus:
@@ -128,7 +161,8 @@ def _tokenize(
     counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}
     stream = documents.documents(options.data)
     while texts := list(islice(stream, DOCUMENTS_AT_ONCE)):
-        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        with library(options.tokenizer):
+            encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
         for text, encoding in zip(texts, encodings, strict=True):
             ids = np.array([*encoding.ids, end], dtype=np.int64)
             if ids.max() >= vocabulary:
@@ -152,9 +186,9 @@ def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
 
 
 def _same_data(folder: Path, identity: dict[str, Any]) -> None:
-    made_of = durable.read_json(folder / INDEX)["identity"]
+    made_of = _checked_index(folder)["identity"]
     for field, value in identity.items():
-        if made_of[field] != value:
+        if made_of.get(field) != value:
             raise InputError(
                 f"the run was started with other data ({field} differs)",
                 "give the data it was started with, or start a new run in another folder",

@@ -11,6 +11,9 @@ from pydantic import Field, model_validator
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Count, PositiveInt, Value
 
+MAX_STORIES = 2**24
+MAX_NAME_CHARS = 200
+"""Longer text is no file's name on common file systems."""
 TEXT_SUFFIXES = (".txt", ".md", ".text", ".jsonl")
 
 
@@ -107,11 +110,12 @@ def data_from(text: str) -> StoriesData | TextData | HubData:
         InputError: no such file or folder, or not a count.
     """
     kind, colon, rest = text.partition(":")
-    if kind == "stories" and not Path(text).exists():
-        if colon and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
-            raise InputError(
-                "not a number of stories", "write such as stories:5000", field="data", value=text
-            )
+    if "\0" in text:
+        raise InputError("not a path", "name a text file or a folder", field="data", value=text)
+    if kind == "stories" and (len(rest) > MAX_NAME_CHARS or not Path(text).exists()):
+        if colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:20]) <= MAX_STORIES):
+            remedy = f"write such as stories:5000, at most stories:{MAX_STORIES}"
+            raise InputError("not a number of stories", remedy, field="data", value=text)
         return StoriesData(num_documents=int(rest)) if colon else StoriesData()
     if kind == "hub" and colon:
         if not rest:

@@ -3,10 +3,15 @@
 Byte-level: every text has a tokenisation, so no token is unknown.
 """
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.train.documents import END_OF_TEXT
 
@@ -14,6 +19,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTES = 256
+MAX_TOKENIZER_BYTES = 256 * 10**6
+"""The largest published ones are some 35 MB."""
 SAMPLE_CHARS = 50_000_000
 """Training reads at most so many characters: merges of common words do not change after that."""
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -57,15 +64,69 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     """
     from tokenizers import Tokenizer
 
-    if not path.is_file():
-        raise InputError("no such file", "name a tokenizer.json", field="tokenizer", value=str(path))
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # The library raises bare Exception, UnicodeDecodeError is ours.
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"not a tokenizer.json: {reason}", "save one with tokenizers", file=str(path)
-        ) from None
+        text = files.read_text(path, MAX_TOKENIZER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        problem, remedy = "no such file", "name a tokenizer.json"
+        raise InputError(problem, remedy, field="tokenizer", value=str(path)) from None
+    with library(str(path)):
+        tokenizer = Tokenizer.from_str(text)
+        # Padding would be trained on (and may be of any length); cut documents would be lost without a word.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        for token in END_NAMES:
+            tokenizer.token_to_id(token)
+        tokenizer.encode_batch(["A text, 1 and ü.", ""], add_special_tokens=False)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def library(file: str | None) -> Iterator[None]:
+    """Turn what the tokenizers library raises over a ``tokenizer.json`` into one line.
+
+    Its Rust code panics on some files: that is a BaseException, and its own report goes to the process's standard error,
+    which is held back while this is entered.
+
+    Raises:
+        InputError: the library failed.
+    """
+    with _held_back() as release:
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"
+            if not panicked and type(error) not in (Exception, ValueError, TypeError, OverflowError):
+                raise
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise InputError(
+                f"not a tokenizer.json: {lines[0][:200]}", "save one with tokenizers", file=file or ""
+            ) from None
+        release()
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Keep what is written to standard error's descriptor, and write it there at the end if the given function is called."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    wanted = False
+
+    def release() -> None:
+        nonlocal wanted
+        wanted = True
+
+    with tempfile.TemporaryFile() as buffer:
+        os.dup2(buffer.fileno(), 2)
+        try:
+            yield release
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            if wanted:
+                buffer.seek(0)
+                with contextlib.suppress(OSError):  # Nobody reads standard error any more.
+                    os.write(2, buffer.read())
 
 
 def end_token(tokenizer: "Tokenizer") -> int:
