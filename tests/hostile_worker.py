@@ -64,6 +64,7 @@ class Worker:
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import numpy  # noqa: F401
     import peft  # noqa: F401
     import torch

@@ -151,6 +151,12 @@ def check_can_append(path: str | Path) -> None:
         OSError: no such folder, or not writable.
     """
     path = Path(path)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass  # It is made.
+    except OSError as error:
+        raise files.circle(error, path) or error from None
     there = path if path.exists() else path.parent
     if not there.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(there))

@@ -106,9 +106,7 @@ def _check_counts(config: dict[str, Any], path: str, file: str) -> None:
                 largest = 2**31 - 1
             if item > largest and (isinstance(item, int) or largest < 2**31 - 1):
                 remedy = f"write a number of at most {largest:,}"
-                raise InputError(
-                    "far over any model's", remedy, field=f"{path}.{key}", value=item, file=file
-                )
+                raise InputError("far over any model's", remedy, field=f"{path}.{key}", value=item, file=file)
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -145,7 +143,9 @@ def _check_heads(config: dict[str, Any], file: str) -> None:
     width = next((config[key] for key in WIDTH_KEYS if isinstance(config.get(key), int)), 0)
     if heads is not None and "head_dim" not in config and width // heads > LARGEST_HEAD:
         problem = f"{heads} heads of {width} elements are over {LARGEST_HEAD:,} each"
-        raise InputError(problem, "write more heads", field="model.config.num_attention_heads", value=heads, file=file)
+        raise InputError(
+            problem, "write more heads", field="model.config.num_attention_heads", value=heads, file=file
+        )
     for key in KEY_VALUE_HEAD_KEYS:
         shared = config.get(key)
         if heads is not None and isinstance(shared, int) and heads % shared:

@@ -51,7 +51,10 @@ ANYWHERE = tuple(
         (r"^(?:partial_rotary_factor|rotary_pct|rope_pct)$", SHARE),
         (r"(?:^|_)(?:initializer_range|init_std|initializer_factor|init_range)$", STD),
         (r"(?:^|_)eps(?:ilon)?(?:$|_)", EPS),
-        (r"dropout(?:_p|_prob|_rate|_ratio)?$|(?:^|_)pdrop$|layerdrop$|(?:^|_)drop_(?:path_)?(?:rate|prob)$", DROPPED),
+        (
+            r"dropout(?:_p|_prob|_rate|_ratio)?$|(?:^|_)pdrop$|layerdrop$|(?:^|_)drop_(?:path_)?(?:rate|prob)$",
+            DROPPED,
+        ),
         (r"^(?:attn|final)_logit_softcapping$", POSITIVE),
         (r"softcap(?:ping)?$", NOT_NEGATIVE),
     )
@@ -87,7 +90,9 @@ def check_values(config: dict[str, Any], *, file: str = "") -> None:
         if not isinstance(value, int | float):
             raise InputError("not a number", allowed.remedy, field=field, value=value, file=file)
         if not allowed.holds(value):
-            raise InputError("a model of it cannot train", allowed.remedy, field=field, value=value, file=file)
+            raise InputError(
+                "a model of it cannot train", allowed.remedy, field=field, value=value, file=file
+            )
 
 
 def _range(key: str, in_rope: bool) -> Range | None:

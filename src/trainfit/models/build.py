@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from trainfit.catalog.load import model_config
 from trainfit.models.host_blocks import HostBlocks
 from trainfit.models.layers import decoder_blocks, require_blocks
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
-
 
 MAX_MODULES = 20_000
 """Of one model: over ten times what the deepest published ones have, where experts are one tensor a layer."""

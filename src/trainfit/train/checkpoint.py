@@ -94,7 +94,9 @@ def load(path: Path, step: Step) -> Progress:
     file = str(path / STATE)
     plain = parse(SavedState, durable.read_json(path / STATE), file=file)
     if path.name != f"step-{plain.step:08d}":
-        raise InputError("not the step of its folder", "restore it from a copy", field="step", value=plain.step, file=file)
+        raise InputError(
+            "not the step of its folder", "restore it from a copy", field="step", value=plain.step, file=file
+        )
     optimizer = _Lazy(path, "optimizer", "cpu")
     state.check_optimizer(step, optimizer, plain.optimizer, file)
     if step.scaler is not None:
@@ -102,7 +104,9 @@ def load(path: Path, step: Step) -> Progress:
     state.load_model(step, _Lazy(path, "model", str(step.device)), plain.shared)
     broken = state.first_not_finite(step)
     if broken is not None:
-        raise InputError("not finite numbers", "resume from an older checkpoint", field=broken, file=str(path))
+        raise InputError(
+            "not finite numbers", "resume from an older checkpoint", field=broken, file=str(path)
+        )
     state.load_optimizer(step, optimizer, plain.optimizer)
     if step.scaler is not None and plain.scaler is not None:
         step.scaler.load_state_dict(plain.scaler)

@@ -101,7 +101,9 @@ def _checked_index(folder: Path) -> dict[str, Any]:
     try:
         for side in SIDES:
             size = (folder / f"{side}.bin").stat().st_size
-            good = index["dtype"] in DTYPES and size == index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
+            good = (
+                index["dtype"] in DTYPES and size == index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
+            )
             if not good or type(index[side]["documents"]) is not int:
                 raise ValueError(side)
         if type(index["tokenizer_tokens"]) is not int or not isinstance(index["identity"], dict):

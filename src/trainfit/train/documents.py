@@ -141,7 +141,12 @@ def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: also a number of over 4300 digits.
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # ValueError: also a number of over 4300 digits.
             text = None
         if not isinstance(text, str):
             raise InputError(f"line {number} has no text", 'write {"text": "..."} a line', file=str(path))

@@ -137,7 +137,9 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+    return (
+        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+    )
 
 
 def _digest(sealed: Any) -> str:

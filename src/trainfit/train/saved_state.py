@@ -18,7 +18,15 @@ from trainfit.spec.value import Value
 STEPS = Annotated[int, Field(ge=0, le=2**53)]
 AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance")
 """What optimizers keep of a parameter's own shape."""
-NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "variance", "row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col")
+NOT_NEGATIVE = (
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "variance",
+    "row_var",
+    "col_var",
+    "exp_avg_sq_row",
+    "exp_avg_sq_col",
+)
 """Means of squares, whose roots are taken."""
 BLOCKS = (256, 128)
 """Elements that share a scale in 8 and in 4 bits (kernels/moment_levels.py)."""
@@ -53,8 +61,8 @@ class OptimizerPlain(Value):
 class RandomPlain(Value):
     """States of Python's and numpy's generators, as they give them."""
 
-    python: tuple[int, list[int], float | None]
-    numpy: tuple[str, list[int], int, int, float]
+    python: tuple[int, Annotated[list[int], Field(min_length=625, max_length=625)], float | None]
+    numpy: tuple[str, Annotated[list[int], Field(min_length=624, max_length=624)], int, int, float]
 
 
 class SavedState(Value):
@@ -89,7 +97,9 @@ def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[s
             raise _unlike(f"optimizer.groups.{key}", f"{value!r}, the recipe's is {mine!r}", file)
 
 
-def check_parameter_state(optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any], file: str) -> None:
+def check_parameter_state(
+    optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any], file: str
+) -> None:
     """Refuse what the optimizer could not have kept of this parameter.
 
     Raises:

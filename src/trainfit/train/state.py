@@ -155,7 +155,8 @@ def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain
         if device.type == "cuda" and "cuda" in tensors:
             torch.cuda.set_rng_state(tensors["cuda"], device)
         random.setstate((version, tuple(values), gauss))
-        np.random.set_state(plain.numpy)
+        generator, keys, at, has_gauss, cached = plain.numpy
+        np.random.set_state((generator, np.array(keys, dtype=np.uint32), at, has_gauss, cached))
     except (RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
         problem = f"not a generator's state ({type(error).__name__})"
         raise InputError(problem, "resume from an older checkpoint", field="random", file=file) from None
