@@ -15,6 +15,8 @@ import pytest
 
 from hostile_worker import Ending, Worker
 from tiny_sweep import BASE
+from trainfit.spec.errors import InputError
+from trainfit.techniques.target_pattern import check_pattern
 
 CPU_S = 6.0
 LLAMA: dict[str, Any] = {
@@ -248,9 +250,23 @@ PATTERNS = ["(", "*", "[", "(?P<a", "\\1", "a{2,1}", "(" * 500 + ")" * 500, "(.*
             "(?:[a-z._0-9]|.)*Q", "x" * 20_000, "nothing", "lm_head.nothing"]  # fmt: skip
 
 
+NO_MODULES = ("nothing", "lm_head.nothing")
+
+
+@pytest.mark.parametrize(
+    "pattern", [each for each in PATTERNS if each not in NO_MODULES], ids=lambda pattern: pattern[:12]
+)
+def test_target_patterns(pattern: str) -> None:
+    names = [f"model.layers.{index}.self_attn.q_proj" for index in range(100)]
+    with pytest.raises(InputError, match="adapter.targets"):
+        check_pattern(pattern, names)
+
+
 @pytest.mark.parametrize("implementation", ["hf", "native"])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=range(len(PATTERNS)))
-def test_target_patterns(pattern: str, implementation: str, worker: Worker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pattern", ["(", "(.*)*(.*)*(.*)*(.*)*x", "nothing"])
+def test_target_patterns_of_a_recipe(
+    pattern: str, implementation: str, worker: Worker, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
     path = tmp_path / "recipe.yaml"
     adapter = json.dumps({"kind": "lora", "targets": pattern})
