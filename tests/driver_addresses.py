@@ -18,21 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from trainfit.measure import trial
-from trainfit.measure.environment import host_environment
-from trainfit.measure.lifeline import die_with_parent
-from trainfit.measure.process import run_in
-from trainfit.measure.suite import ready_to_fork
-from trainfit.measure.trial import TrialRequest
-from trainfit.predict.estimate import ledger_of
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.replay import replay
+from trainfit.measurement import trial
+from trainfit.measurement.environment import host_environment
+from trainfit.measurement.lifeline import die_with_parent
+from trainfit.measurement.process import run_in
+from trainfit.measurement.suite import ready_to_fork
+from trainfit.measurement.trial import TrialRequest
+from trainfit.prediction.estimate import ledger_of
 from trainfit.records import read_jsonl
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.ledger import Ledger
-from trainfit.virtual.replay import replay
 
 ADDRESSES = "addresses.json"
 
@@ -89,7 +89,12 @@ def predictions(recipes: Iterable[Recipe], folder: Path) -> dict[str, Record]:
     """Every recipe's prediction by its id, from processes that see no GPU."""
     asked, records = _written(recipes, folder), folder / "records.jsonl"
     _python(
-        "-m", "trainfit.predict.suite", str(asked), str(records), "--jobs", str(min(16, os.cpu_count() or 1))
+        "-m",
+        "benchmarks.accuracy.suite",
+        str(asked),
+        str(records),
+        "--jobs",
+        str(min(16, os.cpu_count() or 1)),
     )
     return {record.recipe_id: record for record in read_jsonl(records)}
 

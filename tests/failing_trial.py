@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from trainfit.measure.trial import ended_by_storage
+from trainfit.measurement.trial import ended_by_storage
 
 
 def main(folder: Path) -> int:

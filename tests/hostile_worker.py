@@ -71,9 +71,9 @@ def _serve() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import trainfit.predict.estimate
-    import trainfit.predict.trace
-    import trainfit.train.loop  # noqa: F401
+    import trainfit.prediction.estimate
+    import trainfit.prediction.trace
+    import trainfit.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -20,26 +20,22 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from trainfit.kernels import (
-    adafactor,
-    adamw,
-    flash_attention_launch,
-    flash_attention_schedule,
-    flash_attention_tma,
-    fused_cross_entropy,
-    gradients_in_forward,
-    nf4,
-    normed_swiglu,
-    repeated_reads,
-    rms_norm,
-    rope,
-    rows,
-    stochastic_rounding,
-    swiglu,
-)
-from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
-from trainfit.kernels.loss_terms import Terms
-from trainfit.kernels.moment_levels import BLOCK
+from trainfit.bench.kernels import normed_swiglu, repeated_reads
+from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
+from trainfit.kernels.cross_entropy import gradients_in_forward
+from trainfit.kernels.cross_entropy.terms import Terms
+from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
+from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
+from trainfit.kernels.flash_attention.hopper import schedule as flash_attention_schedule
+from trainfit.kernels.quantize import nf4
+from trainfit.kernels.quantize import rowwise as rows
+from trainfit.kernels.quantize.codebook import BLOCK
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
+from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
+from trainfit.kernels.swiglu import op as swiglu
+from trainfit.optim import adafactor, adamw
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

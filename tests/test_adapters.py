@@ -14,12 +14,12 @@ from tiny_recipe import tiny_recipe
 from tiny_step import learned
 from tiny_training import Listener, asked, stop_at, tiny
 from trainfit.models.native.layout import slots, tensor_of
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.train.loop import train
+from trainfit.training.loop import train
 from virtual_runs import recipe_of, sums, with_layers
 
 CPU = torch.device("cpu")

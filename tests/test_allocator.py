@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainfit.virtual.allocator import CachingAllocator, OutOfMemory, segment_size
-from trainfit.virtual.device_memory import DriverAddresses
+from trainfit.ledger.allocator import CachingAllocator, OutOfMemory, segment_size
+from trainfit.ledger.segments import DriverAddresses
 
 MIB = 1 << 20
 

@@ -18,10 +18,10 @@ from trainfit.catalog.attention import (
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
 from trainfit.cli.options import planned, read_recipe
-from trainfit.kernels import flash_attention_choice
-from trainfit.measure.nvml import Nvml
-from trainfit.plan.attention import COMPARED_WITH, choose
-from trainfit.predict.estimate import predict
+from trainfit.kernels.flash_attention import dispatch as flash_attention_choice
+from trainfit.measurement.nvml import Nvml
+from trainfit.planning.attention import COMPARED_WITH, choose
+from trainfit.prediction.estimate import predict
 from trainfit.records import append
 from trainfit.report import attention_table
 from trainfit.report.attention_table import runs_of, text_of
@@ -32,8 +32,8 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.samples import Environment, Spread
 from trainfit.spec.value import parse
-from trainfit.sweep import trial
-from trainfit.sweep.parts import PartRequest
+from trainfit.sweeps import trial
+from trainfit.sweeps.parts import PartRequest
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -159,7 +159,7 @@ def test_a_step_is_only_built_of_a_chosen_kernel() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.plan.attention.attention_runs", lambda: TABLE)
+    monkeypatch.setattr("trainfit.planning.attention.attention_runs", lambda: TABLE)
 
 
 @pytest.mark.usefixtures("measured")
@@ -208,7 +208,7 @@ def test_of_kernels_as_fast_as_each_other_the_smaller_is_taken(monkeypatch: pyte
     assert choose(recipe(), runs=apart).recipe.attention == "triton"
     sizes = iter((5, 7, 7, 5))
     monkeypatch.setattr(
-        "trainfit.plan.attention.replay_on",
+        "trainfit.planning.attention.replay_on",
         lambda *_: (SimpleNamespace(peak_allocated_bytes=next(sizes)), True),
     )
     chosen = [choose(recipe(), runs=runs).recipe.attention for runs in (ours_first, ours_first)]

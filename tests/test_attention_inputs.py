@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernel_runs import interpreted
 from test_flash_attention import BF16, FP16, FP32, Interpreted, computed, inputs, plain, wrong_places
-from trainfit.kernels import flash_attention as flash
-from trainfit.kernels import flash_attention_choice as choice
-from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
+from trainfit.kernels.flash_attention import dispatch as choice
+from trainfit.kernels.flash_attention import op as flash
+from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
 
 ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 CLASSES = [flash.FlashAttention, flash.TiledAttention]

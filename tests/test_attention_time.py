@@ -7,12 +7,12 @@ import pytest
 
 from trainfit.catalog.attention import AttentionRate, AttentionRun, attention_runs
 from trainfit.catalog.load import gpu
-from trainfit.predict import attention_time
-from trainfit.predict.attention_time import MASKED, UNMEASURED, assumptions, compute_share
-from trainfit.predict.estimate import ledger_of, predict
-from trainfit.predict.roofline import KERNEL_S, op_s, peak_flops_per_s
+from trainfit.ledger.ledger import Ledger, Op, Segment
+from trainfit.prediction import attention_time
+from trainfit.prediction.attention_time import MASKED, UNMEASURED, assumptions, compute_share
+from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.roofline import KERNEL_S, op_s, peak_flops_per_s
 from trainfit.spec.recipe import Batch, Recipe
-from trainfit.virtual.ledger import Ledger, Op, Segment
 from virtual_runs import recipe_of, with_layers
 
 H200, A100 = gpu("h200"), gpu("a100-sxm4-80gb")

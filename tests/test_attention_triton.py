@@ -11,28 +11,30 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.accuracy import truth_values
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import model_config
-from trainfit.kernels import flash_attention, flash_attention_tiled, flash_attention_tma
+from trainfit.kernels.custom_op import has_module
 from trainfit.kernels.determinism import deterministic_kernels
-from trainfit.kernels.flash_attention_choice import (
+from trainfit.kernels.flash_attention import op as flash_attention
+from trainfit.kernels.flash_attention import reference as flash_attention_tiled
+from trainfit.kernels.flash_attention.dispatch import (
     BACKWARD,
     FORWARD,
     Machine,
     backward_launch,
     forward_launch,
 )
-from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
-from trainfit.kernels.operations import has_module
-from trainfit.predict import truth_values
-from trainfit.predict.trace import trace
+from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
+from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
+from trainfit.ledger.ledger import ALLOCATE, MIDDLE, Ledger
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Offload, Recipe
 from trainfit.spec.recompute import Budget, Every, Selective
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.virtual.flops import count
-from trainfit.virtual.ledger import ALLOCATE, MIDDLE, Ledger
+from trainfit.virtual.cuda.flops import count
 from virtual_runs import recipe_of, steady, with_layers
 
 CPU = torch.device("cpu")
@@ -180,7 +182,7 @@ def test_a_window_longer_than_the_sequence_runs() -> None:
 
 def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
     asked = tiny_recipe(attention="triton", precision="bf16")
-    monkeypatch.setattr("trainfit.kernels.operations.has_module", lambda name: False)
+    monkeypatch.setattr("trainfit.kernels.custom_op.has_module", lambda name: False)
     registry.check_device(asked, "cpu")
     for each in (
         asked,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from driver_addresses import Run, differences, measured_runs, predictions
 from trainfit.bench.flash_attention_where import where_wrong
-from trainfit.kernels.flash_attention import flash_attention
+from trainfit.kernels.flash_attention.op import flash_attention
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.spec.result import Record

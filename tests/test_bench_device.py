@@ -9,7 +9,7 @@ from trainfit.bench.levels import stride
 from trainfit.bench.memory_prediction import Told
 from trainfit.bench.run import experiment, experiment_names, run
 from trainfit.cli.main import main
-from trainfit.measure.environment import cpu_name
+from trainfit.measurement.environment import cpu_name
 from trainfit.report.bench_prose import stories
 
 

@@ -15,7 +15,7 @@ from trainfit.bench.memory_timeline import BEFORE, Account, Piece, of_ledger
 from trainfit.bench.run import RULES, run
 from trainfit.bench.stopwatch import CpuStopwatch
 from trainfit.models.native import attention
-from trainfit.predict.estimate import ledger_of, predict
+from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.report.bench_curves import memory_curves
 from trainfit.report.bench_pages import pages
 from trainfit.spec.bench import BenchResult, BenchRow, Curve

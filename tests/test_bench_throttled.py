@@ -12,7 +12,7 @@ from trainfit.bench.attention import rows as attention_rows
 from trainfit.bench.experiment import Bench, Part, of_work
 from trainfit.bench.stopwatch import CpuStopwatch, CudaStopwatch
 from trainfit.bench.timing import Rule, take
-from trainfit.measure.environment import host_environment
+from trainfit.measurement.environment import host_environment
 from trainfit.spec.bench import BenchRow
 
 CPU = torch.device("cpu")

@@ -13,23 +13,20 @@ import torch
 from torch import Tensor
 
 from kernel_runs import interpreted
-from trainfit.kernels import (
-    adafactor,
-    adamw,
-    gradients_in_forward,
-    nf4,
-    normed_swiglu,
-    rms_norm,
-    rope,
-    rows,
-    stochastic_rounding,
-    swiglu,
-)
-from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
-from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
-from trainfit.kernels.flash_attention_tma import backward as gluon_backward
-from trainfit.kernels.flash_attention_tma import gluon_forward
-from trainfit.kernels.moment_levels import BLOCK, MomentLevels
+from trainfit.bench.kernels import normed_swiglu
+from trainfit.kernels.cross_entropy import gradients_in_forward
+from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.hopper.launch import backward as gluon_backward
+from trainfit.kernels.flash_attention.hopper.launch import gluon_forward
+from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
+from trainfit.kernels.quantize import nf4
+from trainfit.kernels.quantize import rowwise as rows
+from trainfit.kernels.quantize.codebook import BLOCK, MomentLevels
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
+from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
+from trainfit.kernels.swiglu import op as swiglu
+from trainfit.optim import adafactor, adamw
 
 LAST = 2
 """Rows, matrices or sequences that are compared."""

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_runs import interpreted
-from trainfit.kernels import rms_norm, rope, swiglu
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
+from trainfit.kernels.swiglu import op as swiglu
 from trainfit.spec.errors import InputError
 
 EPS = 1e-6

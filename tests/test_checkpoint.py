@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import Step, assemble
-from trainfit.train import checkpoint, durable, state
-from trainfit.train.checkpoint import Progress
+from trainfit.training import checkpoint, durable, state
+from trainfit.training.checkpoint import Progress
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -12,12 +12,12 @@ from torch._dynamo.utils import counters
 
 from loss_runs import LORA, WIDE, inputs
 from tiny_recipe import tiny_recipe
-from trainfit.kernels.chunked_cross_entropy import Head, chunk_rows, linear_cross_entropy
-from trainfit.kernels.fused_cross_entropy import plain_linear_cross_entropy
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.kernels.cross_entropy.chunked import Head, chunk_rows, linear_cross_entropy
+from trainfit.kernels.cross_entropy.fused import plain_linear_cross_entropy
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Batch, Hardware
 from trainfit.step import assemble
 from virtual_runs import recipe_of, steady, steady_sum

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.cli.main import main
-from trainfit.predict.estimate import predict
+from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Offload, Optimizer, Recipe
 from trainfit.spec.recompute import Budget, Every, LayerRun, Layers, SavedOps, Selective

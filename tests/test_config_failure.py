@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainfit.cli.main import main
-from trainfit.predict import trace
+from trainfit.prediction import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import recipe_from
 

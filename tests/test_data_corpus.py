@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from trainfit.spec.errors import InputError
-from trainfit.train import documents, durable
-from trainfit.train.corpus import open_corpora
-from trainfit.train.options import StoriesData, TextData, TrainOptions
-from trainfit.train.order import permuted, sequence_numbers
-from trainfit.train.schedule import learning_rate
-from trainfit.train.stories import story
-from trainfit.train.tokenizer import end_token, load_tokenizer, train_tokenizer
+from trainfit.training import documents, durable
+from trainfit.training.corpus import open_corpora
+from trainfit.training.options import StoriesData, TextData, TrainOptions
+from trainfit.training.order import permuted, sequence_numbers
+from trainfit.training.schedule import learning_rate
+from trainfit.training.stories import story
+from trainfit.training.tokenizer import end_token, load_tokenizer, train_tokenizer
 
 TEXTS = [story(0, index).text for index in range(200)]
 

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from trainfit.spec.errors import InputError
-from trainfit.train import documents
-from trainfit.train.documents import MAX_DOCUMENT_CHARS, for_evaluation
-from trainfit.train.options import HubData, StoriesData, TextData, data_from
-from trainfit.train.stories import PEOPLE, story
+from trainfit.training import documents
+from trainfit.training.documents import MAX_DOCUMENT_CHARS, for_evaluation
+from trainfit.training.options import HubData, StoriesData, TextData, data_from
+from trainfit.training.stories import PEOPLE, story
 
 
 def test_a_story_is_the_same_everywhere_and_always():

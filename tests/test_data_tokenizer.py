@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from tiny_training import Listener, asked, tiny
 from trainfit.spec.errors import InputError
-from trainfit.train import corpus, durable
-from trainfit.train.corpus import open_corpora
-from trainfit.train.loop import train
-from trainfit.train.options import StoriesData, TextData, TrainOptions
-from trainfit.train.stories import story
-from trainfit.train.tokenizer import load_tokenizer, train_tokenizer
+from trainfit.training import corpus, durable
+from trainfit.training.corpus import open_corpora
+from trainfit.training.loop import train
+from trainfit.training.options import StoriesData, TextData, TrainOptions
+from trainfit.training.stories import story
+from trainfit.training.tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = [story(0, index).text for index in range(200)]
 VOCABULARY, SEQ = 500, 32

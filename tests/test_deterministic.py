@@ -14,15 +14,15 @@ from trainfit.catalog.load import gpu
 from trainfit.cli.flops import counted_flops, step_flops
 from trainfit.cli.main import main
 from trainfit.kernels.determinism import deterministic_kernels
-from trainfit.predict import cache
-from trainfit.predict.estimate import ledger_of, predict
-from trainfit.predict.trace import DETERMINISTIC, trace
+from trainfit.prediction import cache
+from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.trace import DETERMINISTIC, trace
 from trainfit.spec.recipe import Batch, Recipe
 from trainfit.spec.sweep import TrainPart
-from trainfit.sweep import trial
-from trainfit.sweep.parts import PartRequest
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.temporaries.libraries import cublas_workspace_bytes
+from trainfit.sweeps import trial
+from trainfit.sweeps.parts import PartRequest
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.cuda.scratch.libraries import cublas_workspace_bytes
 from virtual_runs import recipe_of
 
 LLAMA = TINY_LLAMA | {
@@ -84,7 +84,7 @@ def test_what_torch_was_asked_for_outside_changes_no_prediction() -> None:
 def test_both_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
     made = [ledger_of(recipe("flash"), deterministic=each) for each in (False, True)]
-    monkeypatch.setattr("trainfit.predict.trace.trace", None)  # what is kept is not traced
+    monkeypatch.setattr("trainfit.prediction.trace.trace", None)  # what is kept is not traced
     kept = [ledger_of(recipe("flash"), deterministic=each) for each in (False, True)]
     assert [each.events for each in kept] == [each.events for each in made]
     assert [each.assumptions for each in kept] == [each.assumptions for each in made]
@@ -123,7 +123,7 @@ def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
 def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
     """What tracing imports: else a ledger of other code would be found. Data of the spec is in the recipe's content."""
     program = (
-        "import sys; from tiny_recipe import tiny_recipe; from trainfit.predict.trace import trace; trace(tiny_recipe());"
+        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.trace import trace; trace(tiny_recipe());"
         "print({name.split('.')[1] for name in sys.modules if name.startswith('trainfit.')})"
     )
     done = subprocess.run(

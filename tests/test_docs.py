@@ -12,7 +12,7 @@ from trainfit.spec.plain_data import parse_yaml
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.sweep import SweepFile
-from trainfit.sweep.read import read_sweep
+from trainfit.sweeps.read import read_sweep
 from trainfit.techniques.registry import check
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from tiny_recipe import tiny_recipe
-from trainfit.predict.estimate import predict
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.allocator_settings import allocator_settings
+from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
+from trainfit.ledger.replay import replay
+from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
 from trainfit.techniques import empty_cache, registry
 from trainfit.techniques.draft import Draft
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.allocator_settings import allocator_settings
-from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
-from trainfit.virtual.replay import replay
 from virtual_runs import recipe_of
 
 MIB = 1 << 20

@@ -9,11 +9,11 @@ import pytest
 from tiny_recipe import tiny_recipe
 from trainfit.cli.main import main
 from trainfit.cli.show import broken
-from trainfit.explain import peak
-from trainfit.explain.difference import difference
-from trainfit.explain.peak import explain, merged_path
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.explanation import peak
+from trainfit.explanation.difference import difference
+from trainfit.explanation.peak import explain, merged_path
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.explanation import Explanation
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
 from trainfit.spec.result import CATEGORIES

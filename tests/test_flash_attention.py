@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trainfit.bench.flash_attention_candidates import candidates
 from trainfit.bench.flash_attention_where import where_wrong
-from trainfit.kernels import flash_attention as flash
-from trainfit.kernels import flash_attention_tiled as tiled
-from trainfit.kernels import flash_attention_tma as hopper
-from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
-from trainfit.kernels.flash_attention_launch import Tiles, triton_backward, triton_forward
+from trainfit.kernels.flash_attention import op as flash
+from trainfit.kernels.flash_attention import reference as tiled
+from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.hopper import launch as hopper
+from trainfit.kernels.flash_attention.triton_launch import Tiles, triton_backward, triton_forward
 from trainfit.spec.errors import InputError
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

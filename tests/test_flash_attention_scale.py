@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainfit.kernels import flash_attention_tma as hopper
+from trainfit.kernels.flash_attention.hopper import launch as hopper
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the whole backward is checked"

@@ -4,7 +4,7 @@ from heapq import heappop, heappush
 
 import pytest
 
-from trainfit.kernels.flash_attention_schedule import lengths, shares, shift_of
+from trainfit.kernels.flash_attention.hopper.schedule import lengths, shares, shift_of
 
 H200 = 132
 """Multiprocessors."""

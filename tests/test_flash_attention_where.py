@@ -6,7 +6,7 @@ from torch import Tensor
 from trainfit.bench import flash_attention_candidates as candidates
 from trainfit.bench.flash_attention_candidates import Candidate
 from trainfit.bench.flash_attention_where import where_wrong
-from trainfit.kernels.flash_attention_tma import GroupsBackward
+from trainfit.kernels.flash_attention.hopper.launch import GroupsBackward
 
 
 def test_right_results_are_not_told() -> None:

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from trainfit.virtual.flops import NONE, OpFlops, count, flop_rule, pairs
-from trainfit.virtual.traffic import bytes_moved
+from trainfit.virtual.cuda.bytes_moved import bytes_moved
+from trainfit.virtual.cuda.flops import NONE, OpFlops, count, flop_rule, pairs
 
 aten = torch.ops.aten
 

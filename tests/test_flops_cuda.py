@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import assemble
 

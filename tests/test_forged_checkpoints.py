@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tiny_training import LLAMA, asked, tiny
 from trainfit.spec.errors import InputError
-from trainfit.train import durable
-from trainfit.train.loop import train
+from trainfit.training import durable
+from trainfit.training.loop import train
 
 FP16 = ("precision=amp-fp16",)
 

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.catalog.load import gpu
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
+from trainfit.ledger.ledger import Ledger
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
 from trainfit.models.layers import layer_lists
-from trainfit.predict.estimate import estimate, matmul_dtype, predict
-from trainfit.predict.trace import trace
+from trainfit.prediction.estimate import estimate, matmul_dtype, predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, Recipe
 from trainfit.spec.recompute import Layers
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.fp8 import gains
-from trainfit.virtual.ledger import Ledger
 from virtual_runs import recipe_of, steady, steady_sum, sums
 
 CPU = torch.device("cpu")

@@ -17,14 +17,14 @@ from tiny_training import asked, losses_in_log, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
 from trainfit.spec.storage import Appender, StorageError, one_line, storage_failure, writing
-from trainfit.sweep import parts
-from trainfit.sweep.book import RECORDS, Book
-from trainfit.sweep.parts import PartRequest, PartResult, run_part
-from trainfit.sweep.run import Run
-from trainfit.train import checkpoint
-from trainfit.train.board import TensorBoard
-from trainfit.train.log import JsonlLog
-from trainfit.train.loop import train
+from trainfit.sweeps import parts
+from trainfit.sweeps.book import RECORDS, Book
+from trainfit.sweeps.parts import PartRequest, PartResult, run_part
+from trainfit.sweeps.run import Run
+from trainfit.training import checkpoint
+from trainfit.training.board import TensorBoard
+from trainfit.training.log import JsonlLog
+from trainfit.training.loop import train
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -234,7 +234,7 @@ class Doing:
 def test_a_trials_full_disk_is_not_its_recipes_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainfit.measure.process import forked
+    from trainfit.measurement.process import forked
 
     sweep = sweep_of(tmp_path, BASE + "list: [{name: one}]\ntrain: {steps: 2}\n")
 
@@ -263,7 +263,7 @@ def test_a_trials_full_disk_is_not_its_recipes_failure(
 
 
 def test_a_full_disk_of_the_sweep_itself_keeps_whole_lines(small_disk: Path, tmp_path: Path) -> None:
-    from trainfit.sweep.parts import ended as ended_part
+    from trainfit.sweeps.parts import ended as ended_part
 
     variants = "".join(f"{{name: v{index}, seed: {index}}}, " for index in range(600))
     sweep = sweep_of(tmp_path, BASE + f"list: [{variants}]\n")

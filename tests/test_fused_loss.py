@@ -13,19 +13,18 @@ from torch import Tensor
 from kernel_runs import interpreted
 from loss_runs import WIDE, family_recipe, inputs
 from tiny_recipe import tiny_recipe
-from trainfit.kernels import fused_cross_entropy as fused
-from trainfit.kernels import gradients_in_forward
-from trainfit.kernels.chunked_cross_entropy import Head
-from trainfit.kernels.fused_cross_entropy import (
+from trainfit.kernels.cross_entropy import fused, gradients_in_forward
+from trainfit.kernels.cross_entropy.chunked import Head
+from trainfit.kernels.cross_entropy.fused import (
     fused_linear_cross_entropy,
     fused_rows,
     plain_linear_cross_entropy,
 )
-from trainfit.kernels.loss_terms import Terms
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.kernels.cross_entropy.terms import Terms
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
 from trainfit.step import assemble

@@ -16,10 +16,10 @@ from trainfit.bench import levels
 from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
 from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import fusion
+from trainfit.bench.kernels import normed_swiglu, nvcc, repeated_reads
+from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
 from trainfit.bench.run import RULES, run
 from trainfit.bench.stopwatch import stopwatch_of
-from trainfit.kernels import normed_swiglu, nvcc, repeated_reads
-from trainfit.kernels.repeated_reads import BLOCK, Reads
 from trainfit.spec.errors import InputError
 
 CPU = torch.device("cpu")

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from trainfit.catalog.load import gpu, model_config, recipes
-from trainfit.predict.estimate import predict
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.replay import replay
+from trainfit.prediction.estimate import predict
 from trainfit.spec.recipe import Batch, Hardware, Optimizer, Recipe
 from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.replay import replay
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.virtual_gpu import virtual_gpu
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
 from virtual_runs import recipe_of
 from written_out_decoder import WrittenOut
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.kernels import host_ring
-from trainfit.kernels.host_copies import Lane, Lanes
-from trainfit.kernels.host_ring import Ring
+from trainfit.offload import ring as host_ring
+from trainfit.offload.copies import Lane, Lanes
+from trainfit.offload.ring import Ring
 
 
 class NotedLane(Lane):

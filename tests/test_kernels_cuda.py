@@ -10,10 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from driver_addresses import differences, measured_runs, predictions
-from trainfit.kernels import fused_cross_entropy, gradients_in_forward, rms_norm, rope, swiglu
-from trainfit.kernels.chunked_cross_entropy import Head
-from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy
-from trainfit.kernels.loss_terms import Terms
+from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
+from trainfit.kernels.cross_entropy import gradients_in_forward
+from trainfit.kernels.cross_entropy.chunked import Head
+from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
+from trainfit.kernels.cross_entropy.terms import Terms
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
+from trainfit.kernels.swiglu import op as swiglu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 

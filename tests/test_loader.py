@@ -18,16 +18,16 @@ import torch
 
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, asked, stop_at, tiny
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
-from trainfit.predict.estimate import predict
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Loader
 from trainfit.techniques import registry
 from trainfit.techniques.loader import Feed, RandomTokens
-from trainfit.train.corpus import Corpus
-from trainfit.train.loop import train
-from trainfit.train.order import StepSequences, sequence_numbers
+from trainfit.training.corpus import Corpus
+from trainfit.training.loop import train
+from trainfit.training.order import StepSequences, sequence_numbers
 
 CPU = torch.device("cpu")
 
@@ -155,7 +155,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import tiny_training as t
-from trainfit.train.loop import train
+from trainfit.training.loop import train
 print(train(t.tiny("loader.workers=2"), t.asked(Path(sys.argv[2]), 100000, save_every=10)).status)
 """
 

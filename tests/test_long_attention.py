@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainfit.kernels.flash_attention import flash_attention
+from trainfit.kernels.flash_attention.op import flash_attention
 
 HEAD = 64
 LONG = 131_072

@@ -10,11 +10,10 @@ from torch import Tensor
 from kernel_runs import interpreted
 from loss_runs import inputs
 from tiny_recipe import tiny_recipe
-from trainfit.kernels import chunked_cross_entropy as chunked
-from trainfit.kernels import fused_cross_entropy as fused
-from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
-from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy
-from trainfit.kernels.loss_terms import Terms, cross_entropy_with_terms
+from trainfit.kernels.cross_entropy import chunked, fused
+from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
+from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
+from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.spec.recipe import Batch
 from trainfit.step import assemble
 

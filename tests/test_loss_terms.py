@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from loss_runs import family_recipe, gradients
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, asked, tiny
-from trainfit.kernels.loss_terms import Terms, cross_entropy_with_terms
+from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, LossTerms, Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import assemble
 from trainfit.techniques import registry
-from trainfit.train.loop import train
+from trainfit.training.loop import train
 
 CPU = torch.device("cpu")
 BOTH_TERMS = LossTerms(label_smoothing=0.1, z_loss=1e-2)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from loss_runs import LORA, family_recipe, gradients, inputs
 from tiny_recipe import tiny_recipe
-from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
-from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy
+from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
+from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
 from trainfit.models.language_head import PLAIN, SCALED, SOFT_CAPPED
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe

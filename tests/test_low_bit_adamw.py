@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from kernel_runs import BF16, between, interpreted, run, weights
-from trainfit.kernels import adamw as kernel
-from trainfit.kernels import stochastic_rounding as rounding
-from trainfit.kernels.moment_levels import MomentLevels, levels, zeros
+from trainfit.kernels.quantize.codebook import MomentLevels, levels, zeros
+from trainfit.kernels.stochastic_rounding import op as rounding
+from trainfit.optim import adamw as kernel
 
 CPU = torch.device("cpu")
 NUMBERS = [0.01, 0.001, 0.1, 0.001, 1e-8, 0.19, 0.045]

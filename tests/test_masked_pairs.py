@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainfit
 from tiny_recipe import TINY_LLAMA
 from tiny_training import LLAMA, Listener, asked, tiny
-from trainfit.predict.estimate import predict
-from trainfit.predict.product_flops import product_step_flops, visible_pairs
-from trainfit.predict.trace import trace
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.product_flops import product_step_flops, visible_pairs
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
-from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.masked_pairs import MARK, MaskedPairs
 from trainfit.virtual.visible_pairs import visible_share
 from virtual_runs import recipe_of, steady_sum, with_layers
@@ -241,8 +241,8 @@ def test_other_peoples_attention_written_out() -> None:
 
 def test_live_mfu_is_the_count_over_the_measured_time(tmp_path: Any) -> None:
     from trainfit.cli.flops import step_flops
-    from trainfit.train.loop import train
-    from trainfit.train.observer import StepFlops
+    from trainfit.training.loop import train
+    from trainfit.training.observer import StepFlops
 
     config = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
     recipe = tiny("attention=eager", "hardware.gpu=cpu", config=config)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainfit.measure.live import LiveBytes
-from trainfit.measure.meter import CpuMeter
+from trainfit.measurement.live import LiveBytes
+from trainfit.measurement.meter import CpuMeter
 from trainfit.spec.units import MIB
 
 CPU = torch.device("cpu")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.measure import process
-from trainfit.measure.environment import host_environment
-from trainfit.measure.meter import is_out_of_memory
-from trainfit.measure.nvml import visible_device
-from trainfit.measure.run import measure, with_utilisation
-from trainfit.measure.suite import main as suite
-from trainfit.measure.trial import RESULT, TrialRequest, compiled_before
+from trainfit.measurement import process
+from trainfit.measurement.environment import host_environment
+from trainfit.measurement.meter import is_out_of_memory
+from trainfit.measurement.nvml import visible_device
+from trainfit.measurement.run import measure, with_utilisation
+from trainfit.measurement.suite import main as suite
+from trainfit.measurement.trial import RESULT, TrialRequest, compiled_before
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
@@ -217,7 +217,7 @@ def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
     command = [
         sys.executable,
         "-m",
-        "trainfit.measure.suite",
+        "trainfit.measurement.suite",
         recipes,
         records,
         "--device",
@@ -264,7 +264,7 @@ def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(
         steps.append(settings["steps"])
         return measured
 
-    monkeypatch.setattr("trainfit.measure.suite.measure", trial)
+    monkeypatch.setattr("trainfit.measurement.suite.measure", trial)
     common = [str(recipes), str(records), "--device", "cpu", "--spawn", "--again", "--steps", "4"]
     assert suite(common) == suite([*common, "--shared"]) == 0
     alone, shared = (from_line(line, "records").measurement for line in records.read_text().splitlines())

@@ -5,13 +5,18 @@ from typing import Any
 import pytest
 
 from trainfit.catalog import load
-from trainfit.predict import flops_accounting as fa
-from trainfit.predict.product_flops import layer_windows, multiplied_params, product_step_flops, visible_pairs
-from trainfit.predict.shape import shape_of
-from trainfit.predict.trace import trace
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction import flops_accounting as fa
+from trainfit.prediction.product_flops import (
+    layer_windows,
+    multiplied_params,
+    product_step_flops,
+    visible_pairs,
+)
+from trainfit.prediction.shape import shape_of
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch
-from trainfit.virtual.ledger import Ledger
 from virtual_runs import recipe_of, steady_sum, with_layers
 
 LLAMA_405B = load.model_config("llama-3.1-405b")

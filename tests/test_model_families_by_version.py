@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from trainfit.predict.estimate import predict
+from trainfit.prediction.estimate import predict
 from trainfit.spec.recipe import Batch
 from virtual_runs import recipe_of, with_layers
 

@@ -7,8 +7,8 @@ import torch
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.models.layers import decoder_blocks
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
 from trainfit.step import assemble

@@ -4,7 +4,7 @@ import torch
 
 from tiny_recipe import wide_recipe
 from tiny_step import step_of
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Optimizer
 from virtual_runs import recipe_of, steady_sum, with_layers
 

@@ -14,7 +14,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from
 from trainfit.spec.units import read_count, read_share
-from trainfit.sweep.read import read_sweep
+from trainfit.sweeps.read import read_sweep
 
 MODEL = {"model": {"config": "gpt2"}}
 

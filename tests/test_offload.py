@@ -5,15 +5,15 @@ import torch
 
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
-from trainfit.kernels.host_ring import ALIGN
-from trainfit.models.host_blocks import is_moment
-from trainfit.predict.estimate import ledger_of, predict
-from trainfit.predict.roofline import roofline
+from trainfit.offload.blocks import is_moment
+from trainfit.offload.ring import ALIGN
+from trainfit.prediction.estimate import ledger_of, predict
+from trainfit.prediction.roofline import roofline
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Offload, Optimizer, Recipe
 from trainfit.step import Step, assemble
-from trainfit.train import checkpoint
-from trainfit.train.state import first_not_finite, optimizer_state
+from trainfit.training import checkpoint
+from trainfit.training.state import first_not_finite, optimizer_state
 
 CPU = torch.device("cpu")
 IN_BACKWARD = Optimizer(name="sgd", lr=0.1, in_backward=True, implementation="foreach")

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainfit.kernels import adafactor, adamw, flash_attention, stochastic_rounding
-from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
-from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy
-from trainfit.kernels.rms_norm import rms_norm
-from trainfit.kernels.rope import rope
-from trainfit.kernels.swiglu import swiglu
+from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
+from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
+from trainfit.kernels.flash_attention import op as flash_attention
+from trainfit.kernels.rms_norm.op import rms_norm
+from trainfit.kernels.rope.op import rope
+from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
+from trainfit.kernels.swiglu.op import swiglu
+from trainfit.optim import adafactor, adamw
 
 
 def opcheck(name: str, *arguments: object) -> None:

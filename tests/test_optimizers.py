@@ -8,13 +8,13 @@ import torch
 
 from tiny_recipe import tiny_recipe, wide_recipe
 from tiny_step import step_of
-from trainfit.kernels.moment_levels import BLOCK
-from trainfit.predict.trace import trace
+from trainfit.kernels.quantize.codebook import BLOCK
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Optimizer, Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.train import checkpoint
+from trainfit.training import checkpoint
 from virtual_runs import recipe_of, sums, with_layers
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from trainfit.models.native.config import from_own_keys
 from trainfit.spec.recipe import ModelSpec, Recipe
 from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.recompute import Budget, BudgetGib
-from trainfit.sweep.read import read_sweep
+from trainfit.sweeps.read import read_sweep
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "peak-memory"
 SWEEPS = ("sweep", "separate", "pareto")

@@ -18,7 +18,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.result import Outcome, Record
 from trainfit.spec.sweep import Variant
-from trainfit.sweep.read import read_sweep
+from trainfit.sweeps.read import read_sweep
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import counted_calls
-from trainfit.plan.recompute import plan
+from trainfit.planning.recompute import plan
 from trainfit.spec.recipe import Batch, Hardware, Optimizer
 from trainfit.spec.recompute import BudgetGib, Layers
 from virtual_runs import recipe_of

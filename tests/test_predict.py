@@ -8,9 +8,12 @@ import pytest
 
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu, gpus
-from trainfit.predict.device_overhead import MARGIN, overhead_bytes
-from trainfit.predict.estimate import estimate, ledger_of, predict
-from trainfit.predict.roofline import (
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.ledger import Event, Ledger, Op, Segment, Storage
+from trainfit.ledger.replay import replay
+from trainfit.prediction.device_overhead import MARGIN, overhead_bytes
+from trainfit.prediction.estimate import estimate, ledger_of, predict
+from trainfit.prediction.roofline import (
     HOST_S_PER_OP,
     HOST_S_PER_RECOMPUTED_OP,
     KERNEL_S,
@@ -23,9 +26,6 @@ from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer,
 from trainfit.spec.result import CATEGORIES, Estimate
 from trainfit.spec.units import GIB, MIB
 from trainfit.spec.value import parse
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.ledger import Event, Ledger, Op, Segment, Storage
-from trainfit.virtual.replay import replay
 from virtual_runs import recipe_of, steady, with_layers
 
 CASES: list[dict[str, Any]] = [

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tiny_recipe import tiny_recipe
-from trainfit.predict import cache
-from trainfit.predict.estimate import ledger_of, predict
+from trainfit.ledger import file as ledger_file
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction import cache
+from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Optimizer, Parallel
-from trainfit.virtual import ledger_file
-from trainfit.virtual.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_a_kept_ledger_is_the_traced_one(folder: Path, monkeypatch: pytest.Monke
     def trace_again(*_: Any, **__: Any) -> Ledger:
         raise AssertionError("a kept ledger was traced again")
 
-    monkeypatch.setattr("trainfit.predict.trace.trace", trace_again)
+    monkeypatch.setattr("trainfit.prediction.trace.trace", trace_again)
     kept = ledger_of(recipe)
     assert content(kept) == content(traced)
     assert kept.repeat == 3
@@ -188,7 +188,7 @@ def test_a_kept_ledger_needs_no_torch() -> None:
     cache.code_version.cache_clear()  # the source may have been edited since this process read it
     predict(recipe)
     program = (
-        "import sys; from tiny_recipe import tiny_recipe; from trainfit.predict.estimate import predict;"
+        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.estimate import predict;"
         "found = predict(tiny_recipe()); assert 'torch' not in sys.modules; print(found.peak_allocated_bytes)"
     )
     run = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 
 from trainfit.cli.main import main
 from trainfit.cli.predict import EXIT_DOES_NOT_FIT, show
-from trainfit.predict.estimate import predict
+from trainfit.prediction.estimate import predict
 from trainfit.report.precision import meaning, storage
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -79,7 +79,7 @@ def test_notes_are_printed_without_verbose(capsys: Captured, estimate: Estimate)
     ("free", "warns"), [(0.0, True), (0.0099, True), (0.0101, False), (0.5, False), (-0.1, False)]
 )
 def test_less_than_one_per_cent_of_headroom_is_warned_of(free: float, warns: bool) -> None:
-    from trainfit.predict.estimate import _little_headroom
+    from trainfit.prediction.estimate import _little_headroom
 
     size = 80 * 2**30
     found = _little_headroom(int(free * size), size, fits=free >= 0)

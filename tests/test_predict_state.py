@@ -17,7 +17,7 @@ import torch
 import trainfit
 from process_globals import changes, snapshot
 from tiny_recipe import tiny_recipe, wide_recipe
-from trainfit.predict.estimate import predict
+from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Recipe
 from trainfit.virtual.exclusive import exclusive, is_tracing_thread
@@ -135,7 +135,7 @@ def test_nothing_changes_when_it_fails_halfway(at: str, monkeypatch: pytest.Monk
 
             patched.setattr(LlamaModel, "__init__", _fail)
         else:
-            from trainfit.virtual.virtual_gpu import VirtualGpu
+            from trainfit.virtual.gpu import VirtualGpu
 
             begin = VirtualGpu.begin
             patched.setattr(

@@ -68,8 +68,8 @@ def test_nothing_that_is_printed_by_a_console_is_raw() -> None:
 
 def test_a_live_progress_bar_shows_a_hostile_name_escaped(tmp_path: Path) -> None:
     from tiny_training import asked, tiny
-    from trainfit.train.loop import train
-    from trainfit.train.progress import ProgressBar
+    from trainfit.training.loop import train
+    from trainfit.training.progress import ProgressBar
 
     out = Terminal(file=io.StringIO(), width=300, force_terminal=True)
     named = tiny().model_copy(update={"model": tiny().model.model_copy(update={"name": HOSTILE})})

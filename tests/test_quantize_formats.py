@@ -10,8 +10,9 @@ import torch
 
 from kernel_runs import interpreted
 from quantized_layer import KINDS, quantized_layer
-from trainfit.kernels import nf4, rows
-from trainfit.kernels.moment_levels import levels
+from trainfit.kernels.quantize import nf4
+from trainfit.kernels.quantize import rowwise as rows
+from trainfit.kernels.quantize.codebook import levels
 from trainfit.models.quantized import QuantizedLinear
 
 

@@ -16,7 +16,7 @@ from tiny_step import learned
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer
 from virtual_runs import recipe_of, sums, with_layers

@@ -11,17 +11,17 @@ from torch._functorch import config as functorch_config
 from torch.utils import flop_counter
 
 from test_virtual_compiled import CUBLAS_WORKSPACE, TOKENS, E, SwiGlu, kept, kept_by_torch, step_of
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Optimizer, Recipe
 from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.recompute_budget import grouped_heads_counted
-from trainfit.virtual.ledger import ALLOCATE, Ledger
 from virtual_runs import recipe_of, steady_sum, sums, with_layers
 
 # As wide as products that are worth keeping.

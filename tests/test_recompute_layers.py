@@ -8,20 +8,20 @@ import torch
 import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
 from torch import Tensor, nn
 
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
-from trainfit.plan.assignments import Option, evaluate, gone_bytes, table
-from trainfit.plan.candidates import assignments, options
-from trainfit.plan.probe import Probe, probe
-from trainfit.plan.recompute import LEVELS, candidates, plan, resolve
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.checkpointing.rematerialize import Saving
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.planning.assignments import Option, evaluate, gone_bytes, table
+from trainfit.planning.candidates import assignments, options
+from trainfit.planning.probe import Probe, probe
+from trainfit.planning.recompute import LEVELS, candidates, plan, resolve
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.spec.units import GIB
 from trainfit.step import assemble
-from trainfit.techniques.rematerialize import Saving
 from virtual_runs import recipe_of, sums, with_layers
 
 SMALL = {

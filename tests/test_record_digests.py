@@ -10,10 +10,10 @@ from test_records import record
 from tiny_sweep import BASE, sweep_of
 from trainfit import records
 from trainfit.cli.main import main
-from trainfit.measure.suite import read_done
+from trainfit.measurement.suite import read_done
 from trainfit.spec.errors import InputError
 from trainfit.spec.record_line import append_line, digest_of, from_line, has_digest, to_line
-from trainfit.sweep.book import RECORDS, Book
+from trainfit.sweeps.book import RECORDS, Book
 
 ROOT = Path(__file__).parent.parent
 

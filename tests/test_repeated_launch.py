@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.kernels import flash_attention_choice as choice
+from trainfit.kernels.flash_attention import dispatch as choice
 from trainfit.kernels.flash_attention_host_time import calls, host_us
 
-launches = pytest.importorskip("trainfit.kernels.repeated_launch_triton")
+launches = pytest.importorskip("trainfit.kernels.flash_attention.hopper.launch_cache")
 BF16 = torch.bfloat16
 
 

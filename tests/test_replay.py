@@ -2,10 +2,10 @@
 
 import pytest
 
+from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
+from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
+from trainfit.ledger.replay import Tally, replay
 from trainfit.spec.units import MIB
-from trainfit.virtual.allocator import CachingAllocator, OutOfMemory
-from trainfit.virtual.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
-from trainfit.virtual.replay import Tally, replay
 
 
 def built_with_scratch() -> Ledger:

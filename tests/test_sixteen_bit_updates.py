@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tiny_recipe import tiny_recipe, wide_recipe
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, OptimizerName, Precision, Recipe
 from trainfit.step import Step, assemble
 from virtual_runs import steady

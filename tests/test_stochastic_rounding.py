@@ -8,10 +8,10 @@ from torch import nn
 
 from kernel_runs import BF16, interpreted, run, weights
 from tiny_recipe import tiny_recipe
-from trainfit.kernels import adamw as kernel
-from trainfit.kernels import stochastic_rounding as rounding
-from trainfit.kernels.moment_levels import MomentLevels
-from trainfit.kernels.sgd import StochasticSGD
+from trainfit.kernels.quantize.codebook import MomentLevels
+from trainfit.kernels.stochastic_rounding import op as rounding
+from trainfit.optim import adamw as kernel
+from trainfit.optim.sgd import StochasticSGD
 from trainfit.spec.recipe import Optimizer
 from trainfit.step import assemble
 

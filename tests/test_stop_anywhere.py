@@ -13,10 +13,10 @@ import pytest
 
 from tiny_training import Listener, asked, losses_in_log, tiny
 from trainfit.cli.main import guarded, main
-from trainfit.train import evaluate as evaluation
-from trainfit.train.log import JsonlLog
-from trainfit.train.loop import train
-from trainfit.train.stop import Stopped, StopSignal
+from trainfit.training import evaluate as evaluation
+from trainfit.training.log import JsonlLog
+from trainfit.training.loop import train
+from trainfit.training.stop import Stopped, StopSignal
 
 CODE = "import sys; from trainfit.cli.entry import main; sys.exit(main())"
 AT = """
@@ -57,7 +57,9 @@ def run(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("module", ["trainfit.cli", "typer", "torch", "transformers", "trainfit.train.loop"])
+@pytest.mark.parametrize(
+    "module", ["trainfit.cli", "typer", "torch", "transformers", "trainfit.training.loop"]
+)
 def test_a_signal_during_an_import_says_that_nothing_was_saved(
     module: str, number: int, recipe: str, tmp_path: Path
 ) -> None:
@@ -89,7 +91,7 @@ def slow(module, name):
         return plain(*arguments, **options)
     setattr(module, name, once)
 
-import trainfit.train.loop as loop, trainfit.train.corpus as corpus, trainfit.train.checkpoint as checkpoint
+import trainfit.training.loop as loop, trainfit.training.corpus as corpus, trainfit.training.checkpoint as checkpoint
 if place == "model": slow(loop, "assemble")
 if place == "data": slow(corpus, "_tokenize")
 if place == "resume": slow(checkpoint, "load")
@@ -134,7 +136,7 @@ def test_a_run_that_is_ended_while_a_checkpoint_is_written_is_whole(
     """Twice in a row, as ``timeout`` sends it to the process and to its group, in the middle of a checkpoint's write."""
     straight = train(tiny(), asked(tmp_path / "straight", 6, eval_fraction=0.05, eval_sequences=64))
     twice = (
-        "import os, signal, sys, trainfit.train.durable as durable\n"
+        "import os, signal, sys, trainfit.training.durable as durable\n"
         "plain = durable._seal\n"
         "def seal(work):\n"
         "    if 'step-' in work.name and 'step-00000002' in work.name:\n"
@@ -159,7 +161,7 @@ def stopped_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., obje
         os.kill(os.getpid(), signal.SIGTERM)
         return plain(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("trainfit.train.session.evaluate", evaluate)
+    monkeypatch.setattr("trainfit.training.session.evaluate", evaluate)
     return evaluate
 
 
@@ -187,7 +189,7 @@ def test_a_signal_in_the_first_step_ends_without_a_checkpoint(tmp_path: Path) ->
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     listener.on_start = at_start  # type: ignore[method-assign]
-    import trainfit.train.session as session
+    import trainfit.training.session as session
 
     class Slow(session.Feed):
         def __next__(self) -> object:  # type: ignore[override]
@@ -209,7 +211,7 @@ def test_a_signal_in_the_first_step_ends_without_a_checkpoint(tmp_path: Path) ->
 
 def test_a_second_signal_ends_at_once_but_an_echo_does_not() -> None:
     code = (
-        "import os, signal, time\nfrom trainfit.train import stop\n"
+        "import os, signal, time\nfrom trainfit.training import stop\n"
         "with stop.StopSignal() as one:\n"
         "    os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(one.name, flush=True)\n"
@@ -246,7 +248,7 @@ def test_a_sweep_that_has_not_begun_says_that_the_same_command_goes_on(tmp_path:
     from tiny_sweep import BASE
 
     (tmp_path / "sweep.yaml").write_text(BASE + "list: [{name: one}]\n")
-    ended = run(AT, "trainfit.sweep.run", str(int(signal.SIGTERM)), "sweep", "sweep.yaml", cwd=tmp_path)
+    ended = run(AT, "trainfit.sweeps.run", str(int(signal.SIGTERM)), "sweep", "sweep.yaml", cwd=tmp_path)
     assert ended.returncode == 75, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("trainfit: SIGTERM: stopped; ")
     assert "the same command" in ended.stderr

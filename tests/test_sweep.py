@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from tiny_sweep import BASE, sweep_of
-from trainfit.measure import process
-from trainfit.measure.suite import ready_to_fork
+from trainfit.measurement import process
+from trainfit.measurement.suite import ready_to_fork
 from trainfit.report.sweep_page import page
 from trainfit.report.sweep_table import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
@@ -24,11 +24,11 @@ from trainfit.spec.record_line import from_line
 from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.spec.sweep import Row, front, frontier
 from trainfit.spec.units import GIB, MIB
-from trainfit.sweep import parts
-from trainfit.sweep.book import LOGS, RECORDS, Book
-from trainfit.sweep.parts import PartRequest, run_part
-from trainfit.sweep.rows import rows_of
-from trainfit.sweep.run import Run
+from trainfit.sweeps import parts
+from trainfit.sweeps.book import LOGS, RECORDS, Book
+from trainfit.sweeps.parts import PartRequest, run_part
+from trainfit.sweeps.rows import rows_of
+from trainfit.sweeps.run import Run
 
 ENDINGS = (
     BASE
@@ -94,7 +94,7 @@ def swept(sweep: Any, folder: Path, executor: Any, **how: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Row], Copies]:
-    for module in ("trainfit.train.loop", "trainfit.predict.trace"):  # Once, not in each copy.
+    for module in ("trainfit.training.loop", "trainfit.prediction.trace"):  # Once, not in each copy.
         importlib.import_module(module)
     ready_to_fork("cpu")
     folder = tmp_path_factory.mktemp("endings")

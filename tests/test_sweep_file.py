@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainfit.spec.errors import InputError
-from trainfit.sweep.read import read_sweep
+from trainfit.sweeps.read import read_sweep
 
 BASE = "base: {model: {config: gpt2}, batch: {micro: 4, seq: 64}, optimizer: {lr: 0.5}}\n"
 

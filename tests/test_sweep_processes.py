@@ -14,10 +14,10 @@ import pytest
 from tiny_sweep import BASE, sweep_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Outcome
-from trainfit.sweep import local
-from trainfit.sweep.book import RECORDS
-from trainfit.sweep.parts import PartRequest, PartResult
-from trainfit.sweep.run import Run
+from trainfit.sweeps import local
+from trainfit.sweeps.book import RECORDS
+from trainfit.sweeps.parts import PartRequest, PartResult
+from trainfit.sweeps.run import Run
 
 
 def test_one_trial_a_gpu_and_none_for_predictions(monkeypatch: pytest.MonkeyPatch):

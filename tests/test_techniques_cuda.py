@@ -212,22 +212,22 @@ def _states(step: Step) -> list[dict[str, torch.Tensor]]:
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """By the recipe's id, from processes that see no GPU."""
     jobs = str(min(16, os.cpu_count() or 1))
-    return of_a_suite("predict", tmp_path_factory.mktemp("predicted"), "--jobs", jobs)
+    return of_a_suite("benchmarks.accuracy.suite", tmp_path_factory.mktemp("predicted"), "--jobs", jobs)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """By the recipe's id, each from a new process: segments that others left decide which cached block fits."""
     how = ("--device", "cuda", "--steps", "0", "--warmup", "2")
-    return of_a_suite("measure", tmp_path_factory.mktemp("measured"), *how)
+    return of_a_suite("trainfit.measurement.suite", tmp_path_factory.mktemp("measured"), *how)
 
 
-def of_a_suite(room: str, folder: Path, *how: str) -> dict[str, Record]:
-    """What ``python -m trainfit.<room>.suite`` says of every recipe here."""
+def of_a_suite(module: str, folder: Path, *how: str) -> dict[str, Record]:
+    """Return the records that ``python -m MODULE`` makes of every recipe here."""
     asked = [recipe(CASES[name].fields, code, larger=True) for name, code in TOGETHER]
     recipes, records = folder / "recipes.jsonl", folder / "records.jsonl"
     recipes.write_text("".join(one.model_dump_json() + "\n" for one in asked))
-    command = [sys.executable, "-m", f"trainfit.{room}.suite", str(recipes), str(records), *how]
+    command = [sys.executable, "-m", module, str(recipes), str(records), *how]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return {record.recipe_id: record for record in read_jsonl(records)}

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu, Source
-from trainfit.virtual.temporaries import (
+from trainfit.virtual.cuda.scratch import (
     GpuTraits,
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
@@ -17,8 +17,8 @@ from trainfit.virtual.temporaries import (
     uses_cublas,
     uses_cublaslt,
 )
-from trainfit.virtual.temporaries.attention import flash_splits, head_dim_rounded
-from trainfit.virtual.temporaries.call import Registry
+from trainfit.virtual.cuda.scratch.attention import flash_splits, head_dim_rounded
+from trainfit.virtual.cuda.scratch.call import Registry
 
 aten = torch.ops.aten
 MIB = 1 << 20

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from tiny_training import Listener, asked, stop_at, tiny
 from trainfit.spec.errors import InputError
-from trainfit.train.board import TensorBoard
-from trainfit.train.loop import _repeatable, train
-from trainfit.train.observer import StepFlops, StepMetrics
-from trainfit.train.options import StoriesData
-from trainfit.train.progress import ProgressBar, step_line
-from trainfit.train.stories import story
+from trainfit.training.board import TensorBoard
+from trainfit.training.loop import _repeatable, train
+from trainfit.training.observer import StepFlops, StepMetrics
+from trainfit.training.options import StoriesData
+from trainfit.training.progress import ProgressBar, step_line
+from trainfit.training.stories import story
 
 
 def test_it_learns_and_no_model_beats_the_entropy_of_unseen_stories(tmp_path):
@@ -186,5 +186,5 @@ def test_stopping_early_says_how_to_go_on(tmp_path):
 
 
 def test_options_and_observers_need_no_torch():
-    code = "import sys, trainfit.train.options, trainfit.train.observer, trainfit.train.log; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainfit.training.options, trainfit.training.observer, trainfit.training.log; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -7,8 +7,8 @@ import pytest
 
 from tiny_training import asked, tiny
 from trainfit.spec.errors import InputError
-from trainfit.train.log import LOG, JsonlLog, cut_after
-from trainfit.train.loop import train
+from trainfit.training.log import LOG, JsonlLog, cut_after
+from trainfit.training.loop import train
 
 
 def line(step: int, kind: str = "step") -> str:

@@ -9,11 +9,11 @@ import pytest
 
 from tiny_training import GPT2, LLAMA, Listener, asked, losses_in_log, stop_at, tiny
 from trainfit.spec.errors import InputError
-from trainfit.train.board import TensorBoard
-from trainfit.train.folder import locked
-from trainfit.train.log import JsonlLog
-from trainfit.train.loop import train
-from trainfit.train.options import StoriesData
+from trainfit.training.board import TensorBoard
+from trainfit.training.folder import locked
+from trainfit.training.log import JsonlLog
+from trainfit.training.loop import train
+from trainfit.training.options import StoriesData
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(
     killed = asked(tmp_path / "killed", 12, save_every=4)
     code = (
         "import sys, signal; sys.path.insert(0, sys.argv[1]); import tiny_training as t; from pathlib import Path\n"
-        "from trainfit.train.log import JsonlLog; from trainfit.train.loop import train\n"
+        "from trainfit.training.log import JsonlLog; from trainfit.training.loop import train\n"
         "o = t.asked(Path(sys.argv[2]), 12, save_every=4)\n"
         "train(t.tiny(), o, observers=[JsonlLog(), t.Listener(t.stop_at(10, signal.SIGKILL))])"
     )

@@ -4,7 +4,7 @@ import pytest
 
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.kernels.operations import require_triton
+from trainfit.kernels.custom_op import require_triton
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
@@ -37,7 +37,7 @@ def test_every_gpu_of_the_catalog_is_judged_by_its_capability(field: str, value:
 
 
 def test_a_real_gpu_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.kernels.operations.find_spec", lambda _: object())
+    monkeypatch.setattr("trainfit.kernels.custom_op.find_spec", lambda _: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     with pytest.raises(InputError, match="this old"):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from trainfit.predict import truth_draws, truth_suite
-from trainfit.predict.truth_techniques import LATER, TECHNIQUES, draw_for, num_blocks
+from benchmarks.accuracy import truth_suite
+from benchmarks.accuracy.truth_techniques import LATER, TECHNIQUES, draw_for, num_blocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
+from trainfit.verification import draws as truth_draws
 
 FIRST_GENERATION = (
     "accumulation", "adamw", "attention", "compile_block", "compile_model", "lora", "precision", "recompute_full", "sgd",

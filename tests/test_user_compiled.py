@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import trainfit
-from trainfit.predict.user_step import Traced
+from trainfit.prediction.user_step import Traced
 from trainfit.spec.errors import InputError
 from user_training import MIB, SQUARE, N, inside, mlp
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainfit
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.replay import replay
 from trainfit.models.build import build_model
-from trainfit.predict.trace import trace as trace_recipe
-from trainfit.predict.user_step import Traced
+from trainfit.prediction.trace import trace as trace_recipe
+from trainfit.prediction.user_step import Traced
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Optimizer
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.replay import replay
 from user_training import MIB, SQUARE, N, inside, mlp, steps
 from virtual_runs import recipe_of, steady_sum, with_layers
 

@@ -7,14 +7,14 @@ import pytest
 
 from trainfit.catalog.load import gpu, gpu_of_device, gpus
 from trainfit.cli.main import main
-from trainfit.explain import this_device, verify
-from trainfit.explain.verify import Check, conclude, suite
-from trainfit.measure.environment import host_environment
-from trainfit.predict.truth_draws import FAMILIES
+from trainfit.explanation import this_device, verify
+from trainfit.measurement.environment import host_environment
 from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
+from trainfit.verification.draws import FAMILIES
+from trainfit.verification.verify import Check, conclude, suite
 
 Captured = pytest.CaptureFixture[str]
 

@@ -9,10 +9,10 @@ import pytest
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.cli.main import main
 from trainfit.cli.words import holds_for
-from trainfit.explain.peak import explain
-from trainfit.predict import versions
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import LOSS_SET
+from trainfit.explanation.peak import explain
+from trainfit.prediction import versions
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import LOSS_SET
 from trainfit.records import read_jsonl
 from trainfit.spec.recipe import Adapter, Optimizer
 from virtual_runs import recipe_of, with_layers

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainfit.predict.trace import trace
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
-from trainfit.virtual.attention import Query, choose_backend
-from trainfit.virtual.ledger import Ledger
+from trainfit.virtual.cuda.attention_backend import Query, choose_backend
 from virtual_runs import recipe_of, steady, with_layers
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

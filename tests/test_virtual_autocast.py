@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.step import assemble
-from trainfit.virtual.cuda_ops import cuda_ops
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.virtual_gpu import virtual_gpu
+from trainfit.virtual.cuda.ops import cuda_ops
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
 from virtual_runs import recipe_of, with_layers
 
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
             patch.setattr(F, "silu", stop)
             patch.setattr(torch.nn.SiLU, "forward", stop)
         elif where == "backward":
-            patch.setattr("trainfit.virtual.live_storages.LiveStorages.own", stop)
+            patch.setattr("trainfit.virtual.trace.storages.LiveStorages.own", stop)
         else:
             patch.setattr(torch.optim.AdamW, "step", stop)
         # What fails inside transformers' own model, without trainfit too, is told as its config's failure.

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
-from trainfit.predict.trace import _trace, trace
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.ledger import ALLOCATE, FREE, Ledger
+from trainfit.ledger.replay import replay
+from trainfit.prediction.trace import _trace, trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.ledger import ALLOCATE, FREE, Ledger
-from trainfit.virtual.replay import replay
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.virtual_gpu import virtual_gpu
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
 from virtual_runs import recipe_of, sums, with_layers
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ import pytest
 import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
 
 from tiny_recipe import TINY_LLAMA
-from trainfit.measure.process import forked
-from trainfit.measure.run import measure
-from trainfit.predict.estimate import predict
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.prediction.estimate import predict
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
 from virtual_runs import recipe_of, with_layers
 

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainfit.virtual.attention import Query, attend, choose_backend
-from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.cuda.attention_backend import Query, attend, choose_backend
+from trainfit.virtual.cuda.ops import cuda_ops
 
 
 class Seen(TorchDispatchMode):

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.catalog.load import gpu
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Optimizer
 from trainfit.step import assemble
-from trainfit.virtual.host import MAX_VALUES, is_host, known_value
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.virtual_gpu import virtual_gpu
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
+from trainfit.virtual.trace.host_tensors import MAX_VALUES, is_host, known_value
 from virtual_runs import recipe_of, with_layers
 
 CPU = torch.device("cpu")

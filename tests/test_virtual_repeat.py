@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainfit.predict.trace import trace
+from trainfit.prediction.trace import trace
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
-from trainfit.virtual.repeat import find_period
+from trainfit.virtual.trace.repeated_layers import find_period
 from virtual_runs import recipe_of, steady, sums, with_layers
 
 FAMILIES = [

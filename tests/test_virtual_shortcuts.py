@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from trainfit.virtual import fake_run
-from trainfit.virtual.set_aside import set_aside
+from trainfit.virtual.cuda import fake_impls as fake_run
+from trainfit.virtual.trace.frozen_gc import set_aside
 
 aten = torch.ops.aten
 CASES: dict[str, Callable[[], tuple]] = {

@@ -7,11 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
-from trainfit.predict.estimate import predict
-from trainfit.predict.trace import trace
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Hardware
 from trainfit.step import assemble
-from trainfit.virtual.ledger import Ledger
 from virtual_runs import recipe_of, steady_sum, with_layers
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from test_virtual_compiled import CPU, TOKENS, E, kept, step_of
-from trainfit.virtual.compiled.padded_products import MARGIN, pays
-from trainfit.virtual.compiled.tuning import Tuning, headroom, read
-from trainfit.virtual.ledger import ALLOCATE, FREE, Event, Ledger, Segment, Storage
+from trainfit.ledger.ledger import ALLOCATE, FREE, Event, Ledger, Segment, Storage
+from trainfit.virtual.compile.padded_products import MARGIN, pays
+from trainfit.virtual.compile.tuning import Tuning, headroom, read
 
 BENCHMARKED = Path(__file__).parent / "padding_on_h200.jsonl"
 """What ``pad_mm``'s benchmark found on an H200 with torch 2.11: milliseconds of a product as it is, and padded with the

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from trainfit.sweep.read import read_sweep
+from trainfit.sweeps.read import read_sweep
 
 MODEL = (
     "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2, "

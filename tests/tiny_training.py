@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.train.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
-from trainfit.train.options import StoriesData, TrainOptions
+from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
+from trainfit.training.options import StoriesData, TrainOptions
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

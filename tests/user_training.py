@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import trainfit
-from trainfit.predict.user_step import Traced
+from trainfit.prediction.user_step import Traced
 
 MIB = 1 << 20
 N = 4096

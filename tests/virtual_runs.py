@@ -3,10 +3,10 @@
 from typing import Any
 
 from trainfit.catalog.load import model_config
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.ledger import Ledger, Op
+from trainfit.ledger.replay import replay
 from trainfit.spec.recipe import Batch, ModelSpec, Recipe
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.ledger import Ledger, Op
-from trainfit.virtual.replay import replay
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers")
 

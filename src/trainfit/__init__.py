@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainfit.predict.user_step import trace as trace
+    from trainfit.prediction.user_step import trace as trace
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "trace"]
@@ -16,5 +16,5 @@ __all__ = ["__version__", "trace"]
 
 def __getattr__(name: str) -> Any:
     if name == "trace":
-        return importlib.import_module("trainfit.predict.user_step").trace
+        return importlib.import_module("trainfit.prediction.user_step").trace
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

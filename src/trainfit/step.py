@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from trainfit.models.build import build_model, build_on_host
-from trainfit.models.host_blocks import HostBlocks
 from trainfit.models.layers import max_positions
+from trainfit.offload.blocks import HostBlocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import offload_weights, precision, registry

@@ -16,8 +16,8 @@ from trainfit.bench.attention_masks import MaskKind, mask_of
 from trainfit.bench.experiment import Bench, Part, Point, fp32_products, of_work
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import TOTAL, Lap, Rule
-from trainfit.kernels.flash_attention import flash_attention
-from trainfit.kernels.flash_attention_launch import triton_backward, triton_forward
+from trainfit.kernels.flash_attention.op import flash_attention
+from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PeakDtype
@@ -138,7 +138,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """kernels/flash_attention.py: the fastest kernels that this device has, tiled PyTorch where it has none."""
+    """kernels/flash_attention/op.py: the fastest kernels that this device has, tiled PyTorch where it has none."""
     return flash_attention(q, k, v, is_causal)
 
 

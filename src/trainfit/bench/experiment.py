@@ -20,7 +20,7 @@ import torch
 from trainfit.bench.roofline import Work, is_impossible, least_seconds
 from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.timing import TOTAL, Lap, Rule, Timing, take
-from trainfit.measure.meter import is_out_of_memory
+from trainfit.measurement.meter import is_out_of_memory
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu

@@ -22,10 +22,11 @@ from torch import Tensor
 from trainfit.bench.flash_attention_where import where_wrong
 from trainfit.bench.stopwatch import Stopwatch, stopwatch_of
 from trainfit.bench.timing import Rule, take
-from trainfit.kernels import flash_attention_launch, flash_attention_tma
-from trainfit.kernels.flash_attention_choice import BACKWARD, FORWARD
-from trainfit.kernels.flash_attention_launch import Tiles
-from trainfit.kernels.flash_attention_tma import Groups, GroupsBackward
+from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
+from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
+from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
+from trainfit.kernels.flash_attention.hopper.launch import Groups, GroupsBackward
+from trainfit.kernels.flash_attention.triton_launch import Tiles
 
 HEADS = 16
 LENGTHS = {128: 8192, 64: 16384}

@@ -15,9 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.adamw import adamw as functional_adamw
 
-from trainfit.kernels import adamw, fused_cross_entropy, rms_norm, rope, swiglu
-from trainfit.kernels.chunked_cross_entropy import Head, linear_cross_entropy
-from trainfit.kernels.loss_terms import Terms
+from trainfit.kernels.cross_entropy import fused as fused_cross_entropy
+from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
+from trainfit.kernels.cross_entropy.terms import Terms
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
+from trainfit.kernels.swiglu import op as swiglu
+from trainfit.optim import adamw
 
 EPS = 1e-5
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from trainfit.bench.experiment import Bench, Part, Point, of_work
+from trainfit.bench.kernels import repeated_reads
+from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import Lap
-from trainfit.kernels import repeated_reads
-from trainfit.kernels.repeated_reads import BLOCK, Reads
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.units import GIB, KIB, MIB
 

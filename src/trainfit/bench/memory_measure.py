@@ -10,7 +10,7 @@ import torch
 from trainfit.bench.experiment import Bench
 from trainfit.bench.memory_prediction import NUM_POINTS, Told
 from trainfit.bench.memory_timeline import BEFORE, Account, Follower, Piece
-from trainfit.measure.meter import name_holders, tree_tensors
+from trainfit.measurement.meter import name_holders, tree_tensors
 from trainfit.step import Batch, Step
 
 MOST_ENTRIES = 500_000

@@ -15,15 +15,15 @@ import torch
 from trainfit.bench.memory_timeline import of_ledger
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
-from trainfit.predict.estimate import ledger_of, replay_on
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.spec.bench import Curve
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES
 from trainfit.step import assemble
-from trainfit.virtual.attention_kernels import prefers_cudnn
-from trainfit.virtual.ledger import Ledger
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.virtual_gpu import virtual_gpu
+from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
 
 NUM_POINTS = 32
 """Of a curve."""

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from trainfit.measure.live import LiveBytes
+from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.ledger.replay import BLOCK
+from trainfit.measurement.live import LiveBytes
 from trainfit.spec.bench import Curve
 from trainfit.spec.result import CATEGORIES, PHASES
-from trainfit.virtual.ledger import ALLOCATE, Ledger
-from trainfit.virtual.replay import BLOCK
 
 MODELS = Path("trainfit", "models").as_posix()
 OPTIMIZERS = Path("torch", "optim").as_posix()

@@ -18,12 +18,12 @@ from trainfit.bench.experiment import Bench, Experiment, Point, cell_name, failu
 from trainfit.bench.stopwatch import stopwatch_of
 from trainfit.bench.timing import Rule
 from trainfit.catalog import load as catalog
-from trainfit.measure.environment import cpu_name, host_environment
-from trainfit.measure.run import DEVICE
+from trainfit.measurement.environment import cpu_name, host_environment
+from trainfit.measurement.run import DEVICE
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.set_aside import set_aside
+from trainfit.virtual.trace.frozen_gc import set_aside
 
 Form = Literal["tiny", "full"]
 RULES: dict[Form, Rule] = {

@@ -12,8 +12,8 @@ from typing import Any, final
 
 import torch
 
-from trainfit.measure.environment import cpu_name
-from trainfit.measure.nvml import Nvml
+from trainfit.measurement.environment import cpu_name
+from trainfit.measurement.nvml import Nvml
 from trainfit.spec.samples import Environment
 from trainfit.spec.units import MIB
 

@@ -26,7 +26,7 @@ Kernel = Literal["cudnn", "flash", "efficient", "gluon", "plain"]
 """PyTorch's, and ours: for Hopper's 16-bit heads of some sizes, and for all else."""
 FORWARD_PRODUCTS = 2
 BACKWARD_PRODUCTS = {"cudnn": 5, "flash": 5, "efficient": 5, "gluon": 5, "plain": 7}
-"""Matrix products of n x n x d that a kernel executes: our plain backward is two passes, both of which make scores (virtual/flops.py)."""
+"""Matrix products of n x n x d that a kernel executes: our plain backward is two passes, both of which make scores (virtual/cuda/flops.py)."""
 
 
 class AttentionShape(Value):

@@ -60,7 +60,7 @@ def run(
             work(name, settings, json=json, record=None),
             progress(f"explaining {one.model.display_name}: one step on the virtual GPU"),
         ):
-            from trainfit.explain.peak import explain
+            from trainfit.explanation.peak import explain
 
             planned_one, said = planned(one)
             tell(said)
@@ -199,7 +199,7 @@ def _what(path: str, op: str) -> str:
 def show_difference(first: "Explanation", second: "Explanation", top: int) -> None:
     """What the second recipe holds more and less of than the first, each at its own peak."""
     from trainfit.cli.show import console, heading, rows
-    from trainfit.explain.difference import difference
+    from trainfit.explanation.difference import difference
     from trainfit.spec.result import CATEGORIES
 
     out = console()

@@ -36,7 +36,7 @@ def counted_flops(
 
     ``deterministic``: of the kernels that repeat bit by bit, which ``train`` runs unless told otherwise.
     """
-    from trainfit.predict.estimate import ledger_of, matmul_dtype
+    from trainfit.prediction.estimate import ledger_of, matmul_dtype
 
     ledger = ledger_of(recipe, deterministic=deterministic)
     causal = attention == "causal"
@@ -64,7 +64,7 @@ def counted_flops(
 
 def dense_peak(gpu: Gpu, dtype: str) -> float | None:
     """The dense peak of a GPU in ``dtype``, FLOP/s; None: the catalog knows none, as for a CPU."""
-    from trainfit.predict.roofline import peak_flops_per_s
+    from trainfit.prediction.roofline import peak_flops_per_s
 
     return peak_flops_per_s(gpu, dtype) if gpu.peak_flops_per_s else None
 
@@ -82,7 +82,7 @@ def step_flops(
         deterministic: as ``counted_flops`` takes it.
     """
     from trainfit.catalog.load import gpu
-    from trainfit.measure.environment import runs_on_cuda
+    from trainfit.measurement.environment import runs_on_cuda
     from trainfit.techniques.registry import check, check_device
 
     on_cuda = runs_on_cuda(device)

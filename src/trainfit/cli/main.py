@@ -22,7 +22,7 @@ from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT
 from trainfit.spec.files import circle
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
 from trainfit.spec.storage import one_line, storage_failure, writing
-from trainfit.train.stop import Stopped, StopSignal
+from trainfit.training.stop import Stopped, StopSignal
 
 EXIT_USAGE, EXIT_BUG = 2, 70
 

@@ -53,7 +53,7 @@ def run(
     """
     asked = read_recipe(recipe, settings)
     from trainfit.cli.flops import step_flops
-    from trainfit.measure.run import measure
+    from trainfit.measurement.run import measure
 
     with work(recipe, settings, json=json, record=record):
         asked, said = planned(asked, device)

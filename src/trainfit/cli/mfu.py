@@ -12,7 +12,7 @@ from trainfit.cli.options import Json, PeakFlops, count, finite, only_json, prin
 
 if TYPE_CHECKING:
     from trainfit.cli.flops import Counted
-    from trainfit.predict.flops_accounting import StepFlops
+    from trainfit.prediction.flops_accounting import StepFlops
     from trainfit.spec.hardware import Gpu
     from trainfit.spec.recipe import Recipe
 
@@ -170,7 +170,7 @@ def _utilization(
     block's last product, which is not needed again: ``predict`` counts that.)
     """
     from trainfit.cli.flops import counted_flops, dense_peak
-    from trainfit.predict.flops_accounting import step_seconds, utilization
+    from trainfit.prediction.flops_accounting import step_seconds, utilization
     from trainfit.spec.errors import InputError
 
     gpu = speed.gpu
@@ -203,8 +203,8 @@ def _closed_form(
 ) -> "StepFlops | None":  # fmt: skip
     """The step's FLOPs by the chosen closed form; None for a model whose shape the closed forms do not know."""
     from trainfit.catalog.load import model_config
-    from trainfit.predict.flops_accounting import step_flops
-    from trainfit.predict.product_flops import product_step_flops
+    from trainfit.prediction.flops_accounting import step_flops
+    from trainfit.prediction.product_flops import product_step_flops
     from trainfit.spec.errors import InputError
 
     config = model_config(recipe.model.config)
@@ -233,7 +233,7 @@ def _run_of(
     tokens: float, step_tokens: int, step: dict[str, object], price: float | None
 ) -> dict[str, object]:
     """A run over ``tokens`` tokens of steps like ``step``: its time, GPU-hours and, where a price is known, dollars."""
-    from trainfit.predict.flops_accounting import gpu_hours
+    from trainfit.prediction.flops_accounting import gpu_hours
 
     step_s, num_gpus = step["step_s"], step["num_gpus"]
     assert isinstance(step_s, float)
@@ -250,7 +250,7 @@ def _run_of(
 
 
 def _money(hours: float, price: float) -> dict[str, object]:
-    from trainfit.predict.flops_accounting import dollars
+    from trainfit.prediction.flops_accounting import dollars
 
     return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": dollars(hours, price)}
 

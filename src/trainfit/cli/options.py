@@ -233,12 +233,12 @@ def planned(recipe: "Recipe", device: str | None = None) -> "tuple[Recipe, tuple
     if not recipe.has_open_fields:
         return recipe, said
     if recipe.attention == "best":
-        from trainfit.plan.attention import choose
+        from trainfit.planning.attention import choose
 
         place = {} if device is None else _place(device)
         recipe, note = choose(recipe, **place)
         said += (note,)
-    from trainfit.plan.recompute import resolve
+    from trainfit.planning.recompute import resolve
 
     built = resolve(recipe)
     if built.recompute != recipe.recompute:
@@ -256,9 +256,9 @@ def _place(device: str) -> dict[str, Any]:
         InputError: no such device.
     """
     from trainfit.catalog.load import gpu_of_device
-    from trainfit.measure.environment import runs_on_cuda
-    from trainfit.measure.nvml import Nvml
-    from trainfit.measure.run import DEVICE
+    from trainfit.measurement.environment import runs_on_cuda
+    from trainfit.measurement.nvml import Nvml
+    from trainfit.measurement.run import DEVICE
     from trainfit.spec.errors import InputError
 
     if not DEVICE.fullmatch(device):

@@ -65,7 +65,7 @@ def run(
         work(recipe, settings, json=json, record=record),
         progress(f"predicting {asked.model.display_name}: one step on the virtual GPU"),
     ):
-        from trainfit.predict.estimate import predict
+        from trainfit.prediction.estimate import predict
 
         built, said = planned(asked)
         estimate = predict(built, use_cache=not no_cache, deterministic=deterministic)

@@ -12,13 +12,13 @@ import typer
 from trainfit.cli.options import Json, PeakFlops, Settings, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import printable, say
-from trainfit.train.stop import resumable
+from trainfit.training.stop import resumable
 
 if TYPE_CHECKING:
     from trainfit.spec.result import Record
-    from trainfit.sweep.parts import PartRequest
-    from trainfit.sweep.read import Sweep
-    from trainfit.sweep.run import Executor, Run
+    from trainfit.sweeps.parts import PartRequest
+    from trainfit.sweeps.read import Sweep
+    from trainfit.sweeps.run import Executor, Run
 
 REFRESH_PER_S = 4
 GO_ON = "what has a result is kept: the same command goes on"
@@ -82,9 +82,9 @@ def run(
     """
     if ray_address is not None and executor != "ray":
         raise typer.BadParameter("--ray-address needs --executor ray")
-    from trainfit.sweep.book import Book
-    from trainfit.sweep.read import read_sweep
-    from trainfit.sweep.run import Run
+    from trainfit.sweeps.book import Book
+    from trainfit.sweeps.read import read_sweep
+    from trainfit.sweeps.run import Run
 
     sweep = read_sweep(file, settings)
     if predict_only:
@@ -118,18 +118,18 @@ def executing(
 ) -> "Iterator[Executor]":
     """Where the trials run."""
     if kind == "ray":
-        from trainfit.sweep.ray_cluster import RayExecutor
+        from trainfit.sweeps.ray_cluster import RayExecutor
 
         with RayExecutor(device, jobs, address) as cluster:
             yield cluster
     else:
-        from trainfit.sweep.local import LocalExecutor
+        from trainfit.sweeps.local import LocalExecutor
 
         yield LocalExecutor(device, jobs)
 
 
 def _go(state: "Run", place: "Executor", view: "View") -> None:
-    from trainfit.train.stop import StopSignal
+    from trainfit.training.stop import StopSignal
 
     with view.showing(state), StopSignal() as stop:
         state.go(place, lambda: stop.name is not None)
@@ -187,7 +187,7 @@ class View:
 
 def _report(state: "Run", folder: Path) -> Path:
     from trainfit.report.sweep_page import NO_PLOTS, has_plots, write_page
-    from trainfit.sweep.book import REPORT
+    from trainfit.sweeps.book import REPORT
 
     write_page(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
     if not has_plots():
@@ -198,7 +198,7 @@ def _report(state: "Run", folder: Path) -> Path:
 def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
     """One object: the rows with both sides as nouns, and the numbers that the table shows."""
     from trainfit.spec.sweep import front, frontier
-    from trainfit.sweep.book import RECORDS
+    from trainfit.sweeps.book import RECORDS
 
     rows = state.rows()
     return {
@@ -217,7 +217,7 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     from trainfit.cli.show import console, heading, rows
     from trainfit.cli.words import holds_for
     from trainfit.report.sweep_table import first_line, text_table
-    from trainfit.sweep.book import RECORDS
+    from trainfit.sweeps.book import RECORDS
 
     out, found = console(), state.rows()
     heading(out, f"Sweep {state.sweep.name}: {len(found)} variants")

@@ -20,13 +20,13 @@ from trainfit.cli.options import (
 )
 from trainfit.spec.optional import is_installed
 from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
-from trainfit.train.layout import how_to_go_on
-from trainfit.train.stop import resumable
+from trainfit.training.layout import how_to_go_on
+from trainfit.training.stop import resumable
 
 if TYPE_CHECKING:
     from trainfit.spec.recipe import Recipe
-    from trainfit.train.observer import TrainSummary
-    from trainfit.train.options import TrainOptions
+    from trainfit.training.observer import TrainSummary
+    from trainfit.training.options import TrainOptions
 
 Out = Annotated[
     Path, typer.Option("--out", metavar="FOLDER", help="The run's folder: checkpoints, logs, tokenizer.")
@@ -130,18 +130,18 @@ def run(
 
 def _options(data: str, **fields: Any) -> "TrainOptions":
     from trainfit.spec.value import parse
-    from trainfit.train.options import TrainOptions, data_from
+    from trainfit.training.options import TrainOptions, data_from
 
     return parse(TrainOptions, {**fields, "data": data_from(data).model_dump()})
 
 
 def _train(recipe: "Recipe", options: "TrainOptions", peak_flops: float | None) -> "TrainSummary":
     from trainfit.cli.flops import step_flops
-    from trainfit.train.board import TensorBoard
-    from trainfit.train.log import JsonlLog
-    from trainfit.train.loop import train
-    from trainfit.train.observer import StepFlops
-    from trainfit.train.progress import ProgressBar
+    from trainfit.training.board import TensorBoard
+    from trainfit.training.log import JsonlLog
+    from trainfit.training.loop import train
+    from trainfit.training.observer import StepFlops
+    from trainfit.training.progress import ProgressBar
 
     model, hardware, peak = step_flops(
         recipe, options.device, peak_flops, deterministic=options.deterministic

@@ -8,7 +8,7 @@ from trainfit.cli.options import Json, RecordFile, finite, keep, only_json, prin
 from trainfit.spec.printable import say
 
 if TYPE_CHECKING:
-    from trainfit.explain.verify import Check, Verification
+    from trainfit.verification.verify import Check, Verification
 
 EXIT_NOT_PASSED = 1
 DEFAULT_COUNT, DEFAULT_COUNT_CPU = 8, 4
@@ -37,8 +37,8 @@ def run(
 
     Prints the table of errors; exit code 1 when the median error is over 2 %. Without a GPU the CPU's own predictions are verified, with tiny models.
     """
-    from trainfit.explain.this_device import gpu_here
-    from trainfit.explain.verify import verify
+    from trainfit.verification.this_device import gpu_here
+    from trainfit.verification.verify import verify
 
     with only_json(json):
         row, device = gpu_here(gpu)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.flash_attention import flash_attention
+from trainfit.kernels.flash_attention.op import flash_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 LENGTH, HEADS = 256, 16

@@ -16,7 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainfit.kernels import rms_norm, rope, swiglu
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
+from trainfit.kernels.swiglu import op as swiglu
 from trainfit.models.layers import require_blocks
 from trainfit.models.native.decoder import Attention, FeedForward, NativeDecoder
 from trainfit.spec.errors import InputError

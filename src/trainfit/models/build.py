@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from trainfit.catalog.load import model_config
-from trainfit.models.host_blocks import HostBlocks
 from trainfit.models.layers import decoder_blocks, require_blocks
+from trainfit.offload.blocks import HostBlocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from trainfit.kernels.flash_attention import MAX_HEAD_SIZE, attend, register
+from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
 from trainfit.spec.errors import InputError
 
 NAME = "trainfit_triton"

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainfit.kernels import nf4, rows
+from trainfit.kernels.quantize import nf4
+from trainfit.kernels.quantize import rowwise as rows
 from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
 

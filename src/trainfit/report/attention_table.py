@@ -23,7 +23,7 @@ from trainfit.spec.recipe import AttentionKernel
 from trainfit.spec.result import Record
 from trainfit.spec.samples import Spread
 from trainfit.spec.value import parse
-from trainfit.virtual.attention_kernels import prefers_cudnn
+from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 
 MADE_BY = "python -m trainfit.report.attention_table RECORDS"
 KERNELS: dict[str, AttentionKernel] = {
@@ -39,7 +39,7 @@ reached up to a third less than one of 65,536 there."""
 FEWEST_SAMPLES = 6
 """The fewest whose least and greatest hold the median with 95 % (bench/timing.py)."""
 HOPPER, GLUON_HEADS = (9, 0), (64, 128)
-"""Where ``ours`` is not the plain kernels, as kernels/flash_attention_choice.py has it, which imports torch."""
+"""Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports torch."""
 Key = tuple[str, int, bool, int]
 RateKey = tuple[Kernel, str, int, int, bool]
 

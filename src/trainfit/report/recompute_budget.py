@@ -22,7 +22,7 @@ NONE, FULL = "none", "full"
 WHAT_IT_IS = """\
 `recompute: {budget_gib: 20}` keeps the step's peak of allocated memory at or under 20 GiB, by the fastest plan that is found. Every decoder block
 recomputes nothing, its elementwise work or everything, and lets a share of what it keeps wait in pinned host memory; which block
-does what is planned from one short trace on the virtual GPU (`plan/recompute.py`).
+does what is planned from one short trace on the virtual GPU (`planning/recompute.py`).
 
 - The budget bounds the highest allocated bytes at every point of the executed step, not the sum of what is saved. The plan's own
   prediction, traced whole, is within it, or the plan is not given out.

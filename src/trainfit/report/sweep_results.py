@@ -11,8 +11,8 @@ from trainfit.records import load
 from trainfit.report.sweep_table import overall_samples_per_s
 from trainfit.spec.errors import InputError
 from trainfit.spec.sweep import Row
-from trainfit.sweep.read import read_sweep
-from trainfit.sweep.rows import rows_of
+from trainfit.sweeps.read import read_sweep
+from trainfit.sweeps.rows import rows_of
 
 RECORDS = "records.jsonl"
 NOT_YET = "not measured yet"

@@ -73,7 +73,7 @@ def pages(book: Book) -> dict[str, str]:
     if missing:
         raise InputError(
             f"{len(missing)} recipes of the pages are not predicted, such as {written(told(missing[0]))!r}",
-            "run python -m trainfit.report.technique_suite FILE, then python -m trainfit.predict.suite FILE "
+            "run python -m trainfit.report.technique_suite FILE, then python -m benchmarks.accuracy.suite FILE "
             "results/techniques/predicted.jsonl",
         )
     told_of = {name: prose(technique) for name, technique in sorted(registry.techniques().items())}

@@ -1,6 +1,6 @@
 """Explanation: who holds memory at a step's peak, and how memory goes through the step. Sizes in bytes.
 
-Made by ``explain/peak.py`` from a ledger; read by the command and by the pages.
+Made by ``explanation/peak.py`` from a ledger; read by the command and by the pages.
 """
 
 from typing import Any, Literal

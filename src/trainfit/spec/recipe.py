@@ -16,7 +16,7 @@ from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Attention = Literal[AttentionKernel, "best"]
-"""``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``plan/attention.py``)."""
+"""``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``planning/attention.py``)."""
 Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]

@@ -7,7 +7,7 @@ learning rate by the weight's root mean square and clip the update at 1, so mome
 them; their epsilons differ (the weights' machine epsilon against 1e-30) and so does decay (lr against scaled lr, times the
 weight). For bf16 weights the state of the one with momentum is fp32, torch's is bf16.
 
-``implementation: fused`` is ours (kernels/adafactor.py): torch's function in fp32 whatever the weights' dtype, nothing of
+``implementation: fused`` is ours (optim/adafactor.py): torch's function in fp32 whatever the weights' dtype, nothing of
 a weight's size allocated, and no wait for the host, which torch's loop makes twice a weight. Left out, it is ``forloop``,
 torch's own default, because ``foreach`` needs about one more copy of the weights while it runs.
 
@@ -77,7 +77,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    from trainfit.kernels.adafactor import FusedAdafactor
+    from trainfit.optim.adafactor import FusedAdafactor
 
     asked, numbers = recipe.optimizer, seeds(recipe)
     return lambda parameters: FusedAdafactor(

@@ -1,6 +1,6 @@
 """AdamW: ``torch.optim.AdamW`` in its three implementations, two moments of each weight's own dtype.
 
-With stochastic rounding it is ours (kernels/adamw.py): weights and moments in bf16, all rounded at random. A second moment
+With stochastic rounding it is ours (optim/adamw.py): weights and moments in bf16, all rounded at random. A second moment
 that moves by a thousandth each step stands still in bf16 where it is rounded to nearest. Left out, ``implementation`` is
 ``fused``: one kernel for many weights, nothing allocated; ``foreach`` holds intermediates of all weights' size while it
 runs, ``forloop`` of one weight's. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
@@ -77,7 +77,7 @@ def adamw(
             foreach=asked.implementation == "foreach",
             fused=asked.implementation == "fused",
         )
-    from trainfit.kernels.adamw import FusedAdamW
+    from trainfit.optim.adamw import FusedAdamW
 
     numbers = numbers or seeds(recipe)
     return lambda parameters: FusedAdamW(

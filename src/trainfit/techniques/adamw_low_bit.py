@@ -3,7 +3,7 @@
 Each block of 256 (8 bits) or 128 (4 bits) neighbours shares a scale, and each moment is the nearest of 256 or 16 levels
 times it (Dettmers et al., arXiv:2110.02861; Li et al., arXiv:2309.01507). Tensors of fewer than 4,096 elements, such as
 norms, keep fp32 moments. The function and the states are those of torchao's AdamW8bit and AdamW4bit (a test compares their
-codes), run by a kernel of ours (kernels/adamw.py): torchao compiles its step anew for each shape and holds two fp32 copies
+codes), run by a kernel of ours (optim/adamw.py): torchao compiles its step anew for each shape and holds two fp32 copies
 of the weight while it runs, ours allocates nothing and is compiled once.
 
 Helps where moments are the largest part of the peak: many weights, little text in a batch, or recomputed activations.
@@ -43,8 +43,8 @@ def check(recipe: Recipe) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """One AdamW; all that are made share the table of levels."""
-    from trainfit.kernels.adamw import FusedAdamW
-    from trainfit.kernels.moment_levels import MomentLevels
+    from trainfit.kernels.quantize.codebook import MomentLevels
+    from trainfit.optim.adamw import FusedAdamW
 
     asked = recipe.optimizer
     levels, numbers = MomentLevels(BITS[asked.name], draft.device), seeds(recipe)

@@ -2,7 +2,7 @@
 
 ``sdpa`` leaves the choice to PyTorch; flash, cudnn, efficient and math allow that one only, so a shape or device that
 it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) and ``triton`` (our own
-FlashAttention kernels, kernels/flash_attention.py) are chosen where the model is built, ``triton`` in transformers' models
+FlashAttention kernels, kernels/flash_attention/op.py) are chosen where the model is built, ``triton`` in transformers' models
 through their registry of attention functions. ``best`` is the fastest of them that is right for the model, by what ``trainfit bench
 flash`` measured on this GPU: the commands say which it became, and where nothing is measured it is ``sdpa``.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
@@ -53,7 +53,7 @@ def check(recipe: Recipe) -> None:
     if recipe.attention == "best":
         raise InputError(
             "a step is built from a kernel that has been chosen",
-            "choose it with trainfit.plan.attention.choose, as the commands do, or write one out",
+            "choose it with trainfit.planning.attention.choose, as the commands do, or write one out",
             field="attention",
             value=recipe.attention,
         )
@@ -78,7 +78,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
             value=recipe.attention,
         )
     if recipe.attention == "triton":
-        from trainfit.kernels.operations import require_triton
+        from trainfit.kernels.custom_op import require_triton
 
         require_triton(device_type, "attention", "triton", "attention: sdpa")
 

@@ -35,7 +35,7 @@ def check(recipe: Recipe) -> None:
 
 def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse a GPU without Triton."""
-    from trainfit.kernels.operations import require_triton
+    from trainfit.kernels.custom_op import require_triton
 
     require_triton(device_type, "block_kernels", "triton", "block_kernels: standard")
 

@@ -1,6 +1,6 @@
 """Chunked loss: the next-token loss from hidden states, a chunk of tokens at a time, without all logits.
 
-In as many FLOPs as ``standard`` (kernels/chunked_cross_entropy.py says how, and how large a chunk is). For a model of vocabulary v
+In as many FLOPs as ``standard`` (kernels/cross_entropy/chunked.py says how, and how large a chunk is). For a model of vocabulary v
 and hidden size e, n tokens of bf16 hold 10 n v bytes with ``standard`` where the loss begins its backward; here 6 c v for a
 chunk of c tokens, and already the gradients of the output weight (2 e v) and of the hidden states (2 n e). With ``compile:
 model`` everything below the output layer is compiled, the loss runs as it is. ``loss: fused`` is faster and smaller, where it can run.
@@ -26,7 +26,7 @@ from trainfit.techniques.triton_gpus import refuse_old_gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainfit.kernels.chunked_cross_entropy import Head
+    from trainfit.kernels.cross_entropy.chunked import Head
 
 COVERS = {"loss": ("chunked",)}
 
@@ -43,7 +43,7 @@ def check(recipe: Recipe) -> None:
 
 def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse a GPU without Triton."""
-    from trainfit.kernels.operations import require_triton
+    from trainfit.kernels.custom_op import require_triton
 
     require_triton(device_type, "loss", "chunked", "loss: standard")
 
@@ -54,7 +54,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the way from hidden states to logits is not known for this model.
     """
-    from trainfit.kernels.chunked_cross_entropy import linear_cross_entropy
+    from trainfit.kernels.cross_entropy.chunked import linear_cross_entropy
     from trainfit.models.language_head import language_head
 
     def function(hidden: Tensor, head: Head, targets: Tensor, expected: Tensor | float) -> Tensor:

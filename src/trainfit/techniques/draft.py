@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from trainfit.models.host_blocks import HostBlocks
+    from trainfit.offload.blocks import HostBlocks
     from trainfit.spec.recipe import Recipe
 
 Compiler = Callable[["nn.Module"], None]

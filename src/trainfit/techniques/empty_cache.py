@@ -2,7 +2,7 @@
 
 Reserved bytes fall to what is in use and grow again in the next step, out of new segments cut for it; allocated bytes
 change by what blocks are larger than asked, a few MiB. On the virtual GPU nothing is called: the replay of the ledger gives
-the cache back at the same places (virtual/replay.py). A CPU has no such cache.
+the cache back at the same places (ledger/replay.py). A CPU has no such cache.
 Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html
 
 Helps where memory is cut up differently from step to step, or where another process needs room between steps. It does not

@@ -1,7 +1,7 @@
 """Fused loss: the next-token loss from hidden states in large chunks of tokens, one kernel between the matrix products.
 
 For each chunk of c tokens the products make logits, one kernel of ours reads them twice and writes their gradient where they were,
-and two products make the gradients of hidden states and output weight (kernels/fused_cross_entropy.py). Nothing is
+and two products make the gradients of hidden states and output weight (kernels/cross_entropy/fused.py). Nothing is
 computed twice. Beside those gradients the step holds 2 c v bytes of logits for a vocabulary of v, at most 512 MiB, where
 ``standard`` holds 10 n v for all n tokens and ``chunked`` 6 c v of a smaller chunk. It knows soft-capped and scaled logits,
 label smoothing and z-loss. With ``compile: model`` everything below the output layer is compiled, the loss runs as it is.
@@ -28,8 +28,8 @@ from trainfit.techniques.triton_gpus import refuse_old_gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from trainfit.kernels.chunked_cross_entropy import Head
-    from trainfit.kernels.loss_terms import Terms
+    from trainfit.kernels.cross_entropy.chunked import Head
+    from trainfit.kernels.cross_entropy.terms import Terms
 
 COVERS = {"loss": ("fused",)}
 
@@ -46,7 +46,7 @@ def check(recipe: Recipe) -> None:
 
 def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse a GPU without Triton."""
-    from trainfit.kernels.operations import require_triton
+    from trainfit.kernels.custom_op import require_triton
 
     require_triton(device_type, "loss", "fused", "loss: standard")
 
@@ -57,8 +57,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the way from hidden states to logits is not known for this model, or its head has a bias.
     """
-    from trainfit.kernels.fused_cross_entropy import fused_linear_cross_entropy, refuse_bias
-    from trainfit.kernels.loss_terms import Terms
+    from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy, refuse_bias
+    from trainfit.kernels.cross_entropy.terms import Terms
     from trainfit.models.language_head import language_head
 
     def with_terms(terms: Terms) -> LossFunction:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from trainfit.kernels.chunked_cross_entropy import Head
+    from trainfit.kernels.cross_entropy.chunked import Head
     from trainfit.models.language_head import LanguageHead
 
 OWN_FORWARD = ("prompt", "prefix", "p-tuning")
@@ -44,8 +44,8 @@ def loss_of(
     """A step's loss by ``function(hidden [bs, e], head, targets [bs], expected gradient)``."""
     import torch.nn.functional as F
 
-    from trainfit.kernels.chunked_cross_entropy import Head
-    from trainfit.kernels.gradients_in_forward import IGNORED_LABEL
+    from trainfit.kernels.cross_entropy.chunked import Head
+    from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
 
     def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         hidden_bse = parts.hidden(batch["input_ids"])

@@ -56,8 +56,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return
     import torch.nn.functional as F
 
-    from trainfit.kernels.gradients_in_forward import IGNORED_LABEL
-    from trainfit.kernels.loss_terms import Terms, cross_entropy_with_terms
+    from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
+    from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
     from trainfit.models.language_head import refuse_router_loss
 
     refuse_router_loss(draft.model, "loss_terms", recipe.loss_terms.model_dump())

@@ -84,6 +84,6 @@ def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.op
     }
     if not asked.stochastic_rounding:
         return torch.optim.Muon(parameters, **settings)
-    from trainfit.kernels.muon import StochasticMuon
+    from trainfit.optim.muon import StochasticMuon
 
     return StochasticMuon(parameters, seed=seed, **settings)

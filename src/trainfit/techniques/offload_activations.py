@@ -50,9 +50,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model has no list of repeated blocks.
     """
-    from trainfit.kernels.host_copies import Lanes
+    from trainfit.checkpointing.whole_block import BlockRuns
     from trainfit.models.layers import require_blocks
-    from trainfit.techniques.block_runs import BlockRuns
+    from trainfit.offload.copies import Lanes
 
     if recipe.offload.weights:
         return  # offload_weights.py has the same runs move both.

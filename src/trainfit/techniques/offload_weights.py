@@ -59,8 +59,8 @@ def num_slots(recipe: Recipe) -> int:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Each block fetches its weights; with ``offload.activations`` its input waits on the host as well."""
-    from trainfit.techniques.block_runs import BlockRuns
-    from trainfit.techniques.host_moments import HostMoments
+    from trainfit.checkpointing.whole_block import BlockRuns
+    from trainfit.offload.optimizer_state import HostMoments
 
     hosted = draft.hosted
     assert hosted is not None, "step.assemble builds the model on the host"

@@ -43,7 +43,7 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     if not isinstance(recipe.recompute, Every):
         return
     from trainfit.models.layers import require_blocks
-    from trainfit.virtual.repeat import TOLD
+    from trainfit.virtual.trace.repeated_layers import TOLD
 
     for index, block in enumerate(
         require_blocks(model, "recompute.every", recipe.recompute.every, "use recompute: none")
@@ -58,9 +58,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         InputError: the model has no list of repeated blocks.
     """
     assert isinstance(recipe.recompute, Every)
+    from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import require_blocks
-    from trainfit.techniques.blocks import set_recompute
-    from trainfit.virtual.repeat import TOLD
+    from trainfit.virtual.trace.repeated_layers import TOLD
 
     blocks = require_blocks(draft.model, "recompute.every", recipe.recompute.every, "use recompute: none")
     if not all(hasattr(block, TOLD) for block in blocks):

@@ -40,8 +40,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model's own code has no checkpointing.
     """
+    from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import require_blocks
-    from trainfit.techniques.blocks import set_recompute
 
     if recipe.model.implementation == "hf":
         _enable_own(draft.model)

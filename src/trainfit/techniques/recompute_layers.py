@@ -35,7 +35,7 @@ def check(recipe: Recipe) -> None:
     if isinstance(recipe.recompute, BudgetGib):
         raise InputError(
             "a budget is planned before a step is built",
-            "plan it with trainfit.plan.recompute.resolve, as the commands do, or write out recompute: {layers: [...]}",
+            "plan it with trainfit.planning.recompute.resolve, as the commands do, or write out recompute: {layers: [...]}",
             field="recompute.budget_gib",
             value=recipe.recompute.budget_gib,
         )
@@ -60,7 +60,7 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     if not isinstance(recipe.recompute, Layers):
         return
     from trainfit.models.layers import decoder_blocks
-    from trainfit.virtual.repeat import TOLD
+    from trainfit.virtual.trace.repeated_layers import TOLD
 
     blocks = decoder_blocks(model)
     planned = recipe.recompute.blocks()
@@ -87,10 +87,10 @@ def least_period(recipe: Recipe) -> int:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give each block the forward that it was told."""
+    from trainfit.checkpointing.per_block import Blocks
+    from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import decoder_blocks
-    from trainfit.techniques.blocks import set_recompute
-    from trainfit.techniques.saving_blocks import Blocks
-    from trainfit.virtual.repeat import TOLD
+    from trainfit.virtual.trace.repeated_layers import TOLD
 
     blocks = decoder_blocks(draft.model)
     if not all(hasattr(block, TOLD) for block in blocks):

@@ -36,8 +36,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: an operation that cannot be kept, or a model without repeated blocks.
     """
+    from trainfit.checkpointing.selective import DEAR, check_names, set_recompute
     from trainfit.models.layers import require_blocks
-    from trainfit.techniques.blocks import DEAR, check_names, set_recompute
 
     save = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else DEAR
     check_names(save)

@@ -1,6 +1,6 @@
 """SGD: ``torch.optim.SGD``, with momentum where the recipe gives one (one buffer of each weight's own dtype).
 
-With stochastic rounding it is ours (kernels/sgd.py): bf16 weights and momentum, rounded at random. Left out,
+With stochastic rounding it is ours (optim/sgd.py): bf16 weights and momentum, rounded at random. Left out,
 ``implementation`` is ``fused``. On a CPU 16-bit weights are then updated by ``forloop``: torch's fused CPU kernel leaves
 them as they are (https://github.com/pytorch/pytorch/issues/191763).
 
@@ -39,7 +39,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """One SGD, its implementation said outright: torch's default depends on the device."""
     asked = recipe.optimizer
     if asked.stochastic_rounding:
-        from trainfit.kernels.sgd import StochasticSGD
+        from trainfit.optim.sgd import StochasticSGD
 
         numbers = seeds(recipe)
         draft.make_optimizer = lambda parameters: StochasticSGD(

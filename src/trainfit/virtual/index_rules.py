@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.op_kinds import base_name
+from trainfit.virtual.cuda.op_kinds import base_name
 
 Coordinates = tuple[Tensor, ...]
 """One integer tensor a dimension; together they broadcast."""

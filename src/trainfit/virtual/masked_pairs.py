@@ -22,12 +22,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainfit.virtual.attention_kernels import MASKS
-from trainfit.virtual.host import carried_values, is_host
+from trainfit.virtual.cuda.attention_kernel import MASKS
+from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.index_expressions import Expressions, is_expressible
 from trainfit.virtual.index_rules import Expression
-from trainfit.virtual.op_kinds import base_name, written
-from trainfit.virtual.op_tensors import tensors_of
+from trainfit.virtual.trace.host_tensors import carried_values, is_host
+from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.visible_pairs import visible_share
 
 PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
 from trainfit.bench.experiment import Bench, Experiment, Part, Point
+from trainfit.bench.kernels import normed_swiglu
 from trainfit.bench.roofline import Work
 from trainfit.bench.timing import Lap
-from trainfit.kernels import normed_swiglu
 from trainfit.spec.bench import BenchRow, Cell
 
 SHAPES = {"tiny": ((48, 128),), "full": ((32768, 8192), (512, 8192))}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainfit.kernels.flash_attention import attend
+from trainfit.kernels.flash_attention.op import attend
 from trainfit.spec.errors import InputError
 
 
@@ -25,7 +25,7 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
 
 
 def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
-    """Our FlashAttention kernels (kernels/flash_attention.py), which know no scores but plain causal ones."""
+    """Our FlashAttention kernels (kernels/flash_attention/op.py), which know no scores but plain causal ones."""
     if bias is not None:
         raise InputError(
             "its kernels add nothing to the scores, which ALiBi, a sliding window or a prefix asks for",

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trainfit.kernels.flash_attention import register
+from trainfit.kernels.flash_attention.op import register
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.models.native.families import native_config
 

@@ -1,4 +1,4 @@
-"""``torch.autocast("cuda")`` on fake CPU tensors: the CPU's autocast, with CUDA's lists (virtual/autocast.py)."""
+"""``torch.autocast("cuda")`` on fake CPU tensors: the CPU's autocast, with CUDA's lists (virtual/cuda/autocast.py)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.compiled import VirtualCompiler
+from trainfit.virtual.compile import VirtualCompiler
+from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.places import Places
-from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.trace.scope import Places
 from trainfit.virtual.user.side import CPU, CUDA, names_cuda
 from trainfit.virtual.user.tracer import UserTracer
 

@@ -12,8 +12,8 @@ import torch
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.side import CPU, CUDA, names_cuda
 from trainfit.virtual.user.usage import Usage
 

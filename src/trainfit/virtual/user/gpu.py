@@ -11,13 +11,14 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.cuda.ops import cuda_ops
+from trainfit.virtual.cuda.real_fallback import fallbacks_told
+from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.exclusive import exclusive, replaced
-from trainfit.virtual.host import is_host
+from trainfit.virtual.gpu import transformers_sees_real_tensors
 from trainfit.virtual.host_random import own_generator
 from trainfit.virtual.process_state import restored_random, restored_settings, restored_switches
-from trainfit.virtual.real_fallback import fallbacks_told
-from trainfit.virtual.temporaries import GpuTraits
+from trainfit.virtual.trace.host_tensors import is_host
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
@@ -28,7 +29,6 @@ from trainfit.virtual.user.steps import StepFollower, UserPlaces
 from trainfit.virtual.user.tensors import SidedResidence, UserTensors, real_of
 from trainfit.virtual.user.tracer import UserTracer
 from trainfit.virtual.user.usage import Usage
-from trainfit.virtual.virtual_gpu import transformers_sees_real_tensors
 
 
 class UserGpu:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.host import on_host
+from trainfit.virtual.trace.host_tensors import on_host
 
 ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 """Parts of the names of transformers' and accelerate's questions that they keep the answers to."""

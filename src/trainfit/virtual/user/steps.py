@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trainfit.ledger.ledger import Segment
 from trainfit.virtual.exclusive import chosen_by_thread
-from trainfit.virtual.ledger import Segment
-from trainfit.virtual.places import NOWHERE, Places
+from trainfit.virtual.trace.scope import NOWHERE, Places
 from trainfit.virtual.user.side import is_device
 from trainfit.virtual.user.tracer import UserTracer
 

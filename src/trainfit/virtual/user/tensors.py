@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.host import FACTORIES, HostTensors, Residence, carried_values, on_host
+from trainfit.virtual.trace.host_tensors import FACTORIES, HostTensors, Residence, carried_values, on_host
 from trainfit.virtual.user.side import (
     CPU,
     LARGEST_REAL_BYTES,

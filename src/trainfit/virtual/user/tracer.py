@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.fake_run import READS_VALUE
-from trainfit.virtual.host import carried_values, carry_values, is_host, on_host
-from trainfit.virtual.op_tensors import tensors_of
-from trainfit.virtual.places import Places
-from trainfit.virtual.rehearsed import Rehearsal
-from trainfit.virtual.temporaries import GpuTraits
-from trainfit.virtual.tracer import LIFTS, Tracer
+from trainfit.virtual.cuda.fake_impls import READS_VALUE
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.trace.dry_run import Rehearsal
+from trainfit.virtual.trace.host_tensors import carried_values, carry_values, is_host, on_host
+from trainfit.virtual.trace.scope import Places
+from trainfit.virtual.trace.tensors import tensors_of
+from trainfit.virtual.trace.tracer import LIFTS, Tracer
 from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark, names_cuda
 from trainfit.virtual.user.tensors import SidedResidence
 

@@ -1,8 +1,8 @@
 """What ``torch.cuda.memory_allocated()`` and its kin answer while a person's code runs: the ledger so far, replayed."""
 
-from trainfit.virtual.allocator import CachingAllocator
-from trainfit.virtual.ledger import ALLOCATE
-from trainfit.virtual.tracer import Tracer
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.ledger import ALLOCATE
+from trainfit.virtual.trace.tracer import Tracer
 
 
 class Usage:

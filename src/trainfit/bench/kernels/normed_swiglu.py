@@ -1,0 +1,89 @@
+"""RMSNorm, then SwiGLU of its halves: the chain that ``trainfit bench fusion`` times, plain, in Triton and in CUDA C++. Forward only.
+
+Shapes: x [n, 2f], weight [2f] -> y [n, f]. h = x weight / sqrt(mean(x^2) + eps), y = silu(h[:, :f]) h[:, f:]. The kernels compute in fp32
+and round once; each byte of x is read once and each of y written once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainfit.bench.kernels import nvcc
+from trainfit.spec.errors import InputError
+
+EPS = 1e-6
+MAX_HALF = 8192
+"""f at most: the CUDA C++ kernel holds whole rows in registers."""
+
+
+def plain(x: Tensor, weight: Tensor) -> Tensor:
+    """Operation by operation, each rounding to x's dtype but for the norm's inside, as models write it out."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return gated(weight * (wide * scale).to(x.dtype))
+
+
+def with_pytorchs_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """The same with PyTorch's own RMSNorm, on CUDA one kernel."""
+    return gated(F.rms_norm(x, weight.shape, weight, EPS))
+
+
+def gated(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def triton_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """The chain into ``y`` by one Triton kernel; all contiguous.
+
+    Raises:
+        InputError: sizes that do not fit together.
+    """
+    from trainfit.bench.kernels import normed_swiglu_triton
+
+    kernels: Any = normed_swiglu_triton
+    n, f = _sizes(x, weight, y)
+    block = 1 << (f - 1).bit_length()
+    warps = min(16, max(1, block // 512))
+    kernels.normed_swiglu_kernel[(n,)](x, weight, y, f, EPS, BLOCK=block, num_warps=warps)
+    return y
+
+
+def cuda_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """The chain into ``y`` by one kernel in CUDA C++, built at the first call; bf16, contiguous, f a multiple of 8.
+
+    Raises:
+        InputError: sizes or dtypes that it does not take, or no nvcc.
+    """
+    n, f = _sizes(x, weight, y)
+    if f % 8 or {x.dtype, weight.dtype, y.dtype} != {torch.bfloat16}:
+        raise InputError(
+            f"the CUDA C++ kernel takes bf16 and f in eights, not {x.dtype} and f = {f}", "use those"
+        )
+    with torch.cuda.device(x.device):
+        built = nvcc.library("normed_swiglu", torch.cuda.get_device_capability(x.device))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, y))
+        error = built.normed_swiglu(
+            *pointers, ctypes.c_longlong(n), ctypes.c_int(f), ctypes.c_float(EPS), stream
+        )
+    nvcc.check(error, "normed_swiglu")
+    return y
+
+
+def _sizes(x: Tensor, weight: Tensor, y: Tensor) -> tuple[int, int]:
+    """n and f."""
+    n, f = y.shape
+    if x.shape != (n, 2 * f) or weight.shape != (2 * f,) or not 1 <= f <= MAX_HALF or n < 1:
+        shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(y.shape)}"
+        raise InputError(
+            f"normed_swiglu takes [n, 2f], [2f] and [n, f], not {shapes}", f"use one f of 1 to {MAX_HALF}"
+        )
+    if not (x.is_contiguous() and weight.is_contiguous() and y.is_contiguous()):
+        raise InputError("normed_swiglu takes contiguous tensors", "call .contiguous() first")
+    return n, f

@@ -1,0 +1,76 @@
+"""Sums of one set read again and again: what is timed to find the bandwidth of the memory that holds the set.
+
+Triton reads through L1 or past it; CUDA C++ reads shared memory, which Triton gives no name to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.bench.kernels import nvcc
+
+BLOCK = 8192
+"""fp32 that a program reads at once: 32 KiB, 8 reads of 16 bytes a thread under way."""
+WARPS = 8
+SHARED_THREADS, SHARED_FLOATS = 1024, 16384
+"""Of a block of shared_reads.cu: its threads, and the fp32 in its shared memory."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Program p of ``programs`` reads blocks p, p + step, ... of ``num_blocks``, ``turns`` times one block."""
+
+    num_blocks: int
+    programs: int
+    step: int
+    turns: int
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * BLOCK * self.programs * self.turns
+
+
+def plain(x: Tensor, how: Reads) -> Tensor:
+    """Each program's sum, fp32 [programs]; x [num_blocks x BLOCK]."""
+    of_blocks = x.view(how.num_blocks, BLOCK).sum(1)
+    programs, turns = (torch.arange(count, device=x.device) for count in (how.programs, how.turns))
+    return of_blocks[(programs[:, None] + turns[None] * how.step) % how.num_blocks].sum(1)
+
+
+def plain_shared(x: Tensor, blocks: int, turns: int) -> Tensor:
+    """What ``shared_sums`` gives: thread t reads four fp32 at 4 t, and 4 x SHARED_THREADS further on, and so on."""
+    return (turns * x.view(-1, SHARED_THREADS, 4).sum((0, 2))).repeat(blocks)
+
+
+def triton_sums(x: Tensor, how: Reads, *, past_l1: bool) -> Tensor:
+    """As ``plain``, really read so often; ``past_l1``: L1 keeps none of it."""
+    from trainfit.bench.kernels import repeated_reads_triton
+
+    kernels: Any = repeated_reads_triton
+    sums = torch.empty(how.programs, dtype=torch.float32, device=x.device)
+    kernels.repeated_reads_kernel[(how.programs,)](
+        x, sums, how.num_blocks, how.step % how.num_blocks, how.turns,
+        BLOCK=BLOCK, PAST_L1=past_l1, num_warps=WARPS, num_stages=1,
+    )  # fmt: skip
+    return sums
+
+
+def shared_sums(x: Tensor, blocks: int, turns: int) -> Tensor:
+    """fp32 [blocks x SHARED_THREADS]: what each thread reads of x [SHARED_FLOATS] in shared memory, ``turns`` times added up.
+
+    Raises:
+        InputError: there is no nvcc.
+    """
+    sums = torch.empty(blocks * SHARED_THREADS, dtype=torch.float32, device=x.device)
+    with torch.cuda.device(x.device):
+        built = nvcc.library("shared_reads", torch.cuda.get_device_capability(x.device))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, sums))
+        error = built.shared_reads(*pointers, ctypes.c_int(blocks), ctypes.c_int(turns), stream)
+    nvcc.check(error, "shared_reads")
+    return sums

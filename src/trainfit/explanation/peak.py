@@ -1,0 +1,140 @@
+"""Who holds memory at a step's peak: Recipe -> Explanation, by its ledger alone, without a GPU.
+
+The ledger is replayed on the caching allocator, as for a prediction, so the peak is the prediction's to the byte. What
+is alive then is told by category, module and operation; equal layers are told together.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
+from trainfit.ledger.replay import BLOCK
+from trainfit.prediction.estimate import ledger_of, replay_on
+from trainfit.spec.explanation import ONE_OF_EQUAL, CurvePoint, Explanation, Holder, Moment
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown
+
+CURVE_POINTS = 64
+LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
+"""In a slot: a layer's number, or its name within a group of equal layers (``virtual.places.Groups``)."""
+OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
+WORKSPACE = "library workspace"
+BELONGS_TO_PARAMETERS = ("weights", "optimizer")
+"""Categories whose path is a parameter's name."""
+
+
+def explain(recipe: Recipe) -> Explanation:
+    """What holds memory at the peak of the recipe's step, and how memory goes through that step.
+
+    Raises:
+        InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
+    """
+    gpu = find_gpu(recipe.hardware.gpu)
+    ledger = ledger_of(recipe)
+    replayed, _ = replay_on(gpu, ledger)
+    events = list(ledger.expand())
+    holders = _holders(ledger, replayed.at_peak)
+    step = ledger.segments[events[replayed.peak_event].segment].step
+    walk = _Walk(ledger, events, step)
+    return Explanation(
+        recipe=recipe.content(),
+        recipe_id=recipe.id,
+        gpu=gpu.name,
+        peak_allocated_bytes=replayed.peak_allocated_bytes,
+        versions=ledger.versions,
+        phases=replayed.phases,
+        moment=_moment(ledger, events, replayed.peak_event),
+        breakdown=replayed.breakdown,
+        holders=holders,
+        unsplit_bytes=replayed.peak_allocated_bytes - sum(holder.num_bytes for holder in holders),
+        ends=walk.ends,
+        curve=walk.curve(CURVE_POINTS),
+        most=MemoryBreakdown(**walk.most),
+    )
+
+
+def _moment(ledger: Ledger, events: Sequence[LiveEvent], index: int) -> Moment:
+    storage = ledger.storages[events[index].storage]
+    segment = ledger.segments[events[index].segment]
+    op = ledger.ops[storage.op] if storage.op >= 0 else None
+    return Moment(
+        step=segment.step,
+        phase=segment.phase,
+        op=_short(op.name) if op else WORKSPACE,
+        module=_place(ledger, op) if op else "",
+    )
+
+
+def _place(ledger: Ledger, op: Op) -> str:
+    """The module's path; where three layers stand for all, which of them, not its number among the three."""
+    if op.group == NO_LAYER or not ledger.repeats:
+        return op.module
+    name = {FIRST: "first", LAST: "last"}.get(part_of(op.group), "middle")
+    return LAYER_NUMBER.sub(name, op.module, count=1)
+
+
+def _holders(ledger: Ledger, alive: Iterable[tuple[int, int]]) -> tuple[Holder, ...]:
+    found: dict[tuple[str, str, str, str], list[int]] = {}
+    for index, num_bytes in alive:
+        found.setdefault(_named(ledger, ledger.storages[index]), []).append(rounded(num_bytes))
+    holders = [
+        Holder(category=c, path=path, op=op, made_in=made_in, count=len(sizes), num_bytes=sum(sizes))
+        for (c, path, op, made_in), sizes in found.items()
+    ]
+    return tuple(sorted(holders, key=lambda holder: (-holder.num_bytes, holder.path, holder.op)))
+
+
+def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
+    """Category, path, operation, and where it was made: equal for the same allocation of equal layers."""
+    op = ledger.ops[storage.op] if storage.op >= 0 else None
+    if op is None:
+        return storage.category, "", WORKSPACE, "any"
+    segment = ledger.segments[op.segment]
+    made_in = segment.step if segment.step == "init" else f"{segment.step}.{segment.phase}"
+    if storage.category in BELONGS_TO_PARAMETERS:
+        return storage.category, merged_path(storage.slot.split("/")[1]), "", made_in
+    return storage.category, merged_path(op.module), _short(op.name), made_in
+
+
+def merged_path(path: str) -> str:
+    """A dotted path with a star for the layer's number: ``layers.*.mlp.down``."""
+    return LAYER_NUMBER.sub(ONE_OF_EQUAL, path).replace("..", ".").strip(".")
+
+
+def _short(op: str) -> str:
+    """``mm`` for ``aten.mm.default``; a library's own operation keeps its library's name."""
+    return OPERATION.sub("", op).removesuffix(".default")
+
+
+def rounded(num_bytes: int) -> int:
+    """As the allocator counts: up to a multiple of 512."""
+    return -(-num_bytes // BLOCK) * BLOCK
+
+
+class _Walk:
+    """What is alive, by category, through one step; what is alive before it included."""
+
+    def __init__(self, ledger: Ledger, events: Sequence[LiveEvent], step: str):
+        self.points: list[tuple[str, dict[str, int]]] = []
+        """After each of the step's events: its phase, and bytes by category."""
+        self.ends: dict[str, MemoryBreakdown] = {}
+        alive = dict.fromkeys(CATEGORIES, 0)
+        self.most = dict(alive)
+        for event in events:
+            size = rounded(event.num_bytes)
+            alive[event.category] += size if event.kind == ALLOCATE else -size
+            segment = ledger.segments[event.segment]
+            if segment.step != step:
+                continue
+            self.points.append((segment.phase, dict(alive)))
+            self.most = {name: max(self.most[name], alive[name]) for name in alive}
+            if segment.phase in PHASES:
+                self.ends[segment.phase] = MemoryBreakdown(**alive)
+
+    def curve(self, num_points: int) -> tuple[CurvePoint, ...]:
+        """The highest moment of each of ``num_points`` equal stretches."""
+        size = -(-len(self.points) // num_points) or 1
+        stretches = [self.points[at : at + size] for at in range(0, len(self.points), size)]
+        highest = [max(stretch, key=lambda point: sum(point[1].values())) for stretch in stretches]
+        return tuple(CurvePoint(phase=phase, alive=MemoryBreakdown(**alive)) for phase, alive in highest)

@@ -1,0 +1,190 @@
+"""FlashAttention's kernels in Triton: who launches them, and with which tiles. Shapes as in flash_attention.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 128
+"""Of a program that prepares the backward; the padded length is a multiple of it and of every BLOCK_M."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows of queries and keys of a tile, warps, pipeline stages, and how many heads run at once."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    heads_at_once: int = 8
+    most_registers: int | None = None
+    """Of a thread; fewer let more programs share a multiprocessor."""
+
+    def arguments(self, d: int) -> dict[str, Any]:
+        """What the launch of a kernel takes."""
+        return {
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
+            "HEADS_AT_ONCE": self.heads_at_once,
+            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers,
+        }  # fmt: skip
+
+
+def block_d(d: int) -> int:
+    """Columns of a tile: the next power of two."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, how: Tiles | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``tiled_forward``, one kernel; ``how`` None: with the tiles that ``tiles`` gives."""
+    from triton import cdiv
+
+    from trainfit.kernels.flash_attention import triton as flash_attention_triton
+
+    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+
+    b, h, n, d = q.shape
+    out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
+    how = how or tiles("forward", q)
+    if out.numel():
+        q, scale, _ = _with_positive(scale, q)
+        kernels.forward_kernel[(cdiv(n, how.block_m) * b * h,)](
+            q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(d),
+            **_constants(d, q.dtype), CAUSAL=is_causal,
+            ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
+        )  # fmt: skip
+    return out, lse
+
+
+def triton_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
+    how: tuple[Tiles, Tiles] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``tiled_backward``: delta, then dK with dV, then dQ; no atomics, so bit for bit repeatable.
+
+    ``how``: the tiles of the last two; None: those that ``tiles`` gives.
+    """
+    if not q.numel() or not k.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    keys, queries = how or (tiles("keys", q), tiles("queries", q))
+    q, scale, sign = _with_positive(scale, q)
+    inputs = (q, k, v, gradient, *triton_prepared(gradient, out, lse))
+    dk, dv = triton_key_gradients(inputs, is_causal, scale, keys)
+    dq = triton_query_gradient(inputs, is_causal, scale, queries)
+    return (dq if sign == 1 else dq * sign), dk, dv
+
+
+def _with_positive(scale: float, q: Tensor) -> tuple[Tensor, float, int]:
+    """q and a scale over 0 with the same product (the kernels scale a row's maximum), and what to multiply dQ by."""
+    sign = (scale > 0) - (scale < 0)
+    return (q, scale, 1) if sign == 1 else (q * sign, abs(scale) or 1.0, sign)
+
+
+def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """``lse`` in base 2 and delta (row sums of dO * O), [b, h, n rounded up to whole tiles], fp32."""
+    from trainfit.kernels.flash_attention import triton_prepare as flash_attention_prepare_triton
+
+    kernels: Any = flash_attention_prepare_triton  # a constexpr argument takes a plain value
+
+    b, h, n, d = out.shape
+    blocks = -(-n // ROWS)
+    lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
+    kernels.prepare_kernel[(blocks * b * h,)](
+        out, gradient, lse, lse_2, delta, n, blocks * ROWS, d, h, *out.stride(), *gradient.stride(),
+        BLOCK_M=ROWS, BLOCK_D=block_d(d), EVEN_D=block_d(d) == d,
+    )  # fmt: skip
+    return lse_2, delta
+
+
+def triton_key_gradients(
+    inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles
+) -> tuple[Tensor, Tensor]:
+    """dK and dV from q, k, v, dO, ``lse`` in base 2 and delta."""
+    from triton import cdiv
+
+    from trainfit.kernels.flash_attention import triton as flash_attention_triton
+
+    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+
+    (q, k, v, gradient, lse_2, _), (dk, dv) = (
+        inputs,
+        (torch.empty_like(inputs[1]), torch.empty_like(inputs[2])),
+    )
+    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
+    kernels.key_gradient_kernel[(cdiv(m, how.block_n) * b * kv_heads,)](
+        *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads, b * kv_heads,
+        *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dk.stride(), *dv.stride(),
+        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_ROWS=n % how.block_m == 0,
+    )  # fmt: skip
+    return dk, dv
+
+
+def triton_query_gradient(inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles) -> Tensor:
+    """dQ from q, k, v, dO, ``lse`` in base 2 and delta."""
+    from triton import cdiv
+
+    from trainfit.kernels.flash_attention import triton as flash_attention_triton
+
+    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
+
+    (q, k, v, gradient, lse_2, _), dq = inputs, torch.empty_like(inputs[0])
+    (b, h, n, d), m = q.shape, k.shape[2]
+    kernels.query_gradient_kernel[(cdiv(n, how.block_m) * b * h,)](
+        *inputs, dq, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, b * h, h // k.shape[1],
+        *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dq.stride(),
+        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal,
+    )  # fmt: skip
+    return dq
+
+
+def _constants(d: int, dtype: torch.dtype) -> dict[str, Any]:
+    # TF32 would round fp32 inputs to 10 bits unless the user allows it, as for every other product.
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    precision = "ieee" if dtype == torch.float32 and not tf32 else "tf32"
+    return {"EVEN_D": block_d(d) == d, "PRECISION": precision}
+
+
+def tiles(kernel: str, x: Tensor) -> Tiles:
+    """Tiles, warps and pipeline stages of one of the three kernels (forward, keys, queries) for such a q.
+
+    A multiprocessor of an H200 has 227 KB of shared memory for one program, most others 99 KB.
+    """
+    d, narrow = x.shape[-1], _shared_bytes(x.device) < HOPPER_SHARED_BYTES
+    if x.dtype != torch.float32 and d <= 128:
+        return (NARROW_TILES if narrow else TILES)[kernel][d > 64]
+    row_bytes = block_d(d) * x.element_size()
+    if row_bytes > 512:
+        return Tiles(16, 16, 4, 1) if narrow else Tiles(32, 32, 4, 1)
+    return Tiles(32, 32, 4, 2) if narrow and row_bytes > 256 else Tiles(64, 32, 4, 2)
+
+
+HOPPER_SHARED_BYTES = 227 * 1024
+"""Of one program (CUDA programming guide, technical specifications of compute capability 9.0)."""
+TILES = {
+    "forward": (Tiles(128, 64, 4, 4), Tiles(128, 128, 8, 3, 4)),
+    "keys": (Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 3)),
+    "queries": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
+}
+"""Kernel -> for heads up to 64 and up to 128, 16 bits, with the shared memory of an H200."""
+NARROW_TILES = {
+    "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2)),
+    "keys": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
+    "queries": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+}
+"""The same with 99 KB, which is what an RTX 4090 has (compute capability 8.9): at most 72 KB, compiled for 8.0."""
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Of one program; where nothing runs, as on an H200."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,0 +1,287 @@
+"""Meters: how memory and time are read on one kind of device.
+
+A meter is asked for the highest allocated bytes since it was last asked (``take``). On CUDA the caching allocator keeps
+that count on the host as it hands out blocks, so reading it at a phase's boundary needs no synchronisation. On a CPU
+LiveBytes follows the real storages.
+"""
+
+import gc
+import importlib
+import itertools
+import resource
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
+
+from trainfit.measurement.environment import cpu_name
+from trainfit.measurement.live import LiveBytes
+from trainfit.measurement.nvml import Nvml
+from trainfit.spec.result import Environment, MemoryBreakdown
+from trainfit.step import Batch, Step
+from trainfit.virtual.trace.first_hook import hear_first
+
+Peak = tuple[int, MemoryBreakdown | None]
+"""Bytes, and what held them where that is known."""
+
+
+class Meter(ABC):
+    """Reads one device. Call order: ``limit``, then inside ``watching``: assemble, ``settle``, steps with ``take``."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @abstractmethod
+    def environment(self, host: Environment) -> Environment:
+        """``host`` completed with what only this process knows of the device."""
+
+    @abstractmethod
+    def limit(self, memory_bytes: int) -> None:
+        """Let the steps allocate at most this much, as on a smaller device."""
+
+    @abstractmethod
+    def watching(self) -> Any:
+        """A context in which memory is followed; only code inside it may be asked about."""
+
+    @abstractmethod
+    def settle(self, step: Step) -> int | None:
+        """Allocated bytes once the step is built and its leavings are gone; None if not followed."""
+
+    def enter_phase(self, phase: str) -> None:  # noqa: B027 - only a meter that tells categories listens
+        """``phase`` begins: new storages belong to it."""
+
+    def after_step(self, step: Step) -> None:  # noqa: B027
+        """A step is over: its optimizer state is known."""
+
+    @abstractmethod
+    def take(self) -> Peak | None:
+        """The highest allocated bytes since the last call; begins anew. None if not followed."""
+
+    @abstractmethod
+    def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+        """Run ``num_steps`` steps without a look at memory: seconds of each, and the losses."""
+
+    @abstractmethod
+    def totals(self) -> dict[str, Any]:
+        """Fields of the Measurement that are read once, at the end."""
+
+    def breakdown(self, step: Step, batches: list[Batch]) -> MemoryBreakdown | None:
+        """What is alive at the peak, from one more step, where the steps before could not tell."""
+        return None
+
+
+class CpuMeter(Meter):
+    """A CPU. ``tracked``: follow live tensors; not possible through compiled code (see live.py)."""
+
+    def __init__(self, device: torch.device, tracked: bool):
+        super().__init__(device)
+        self._live = LiveBytes(device) if tracked else None
+        self._hooks: list[RemovableHandle] = []
+
+    def environment(self, host: Environment) -> Environment:
+        return host.model_copy(update={"device": cpu_name()})
+
+    def limit(self, memory_bytes: int) -> None:
+        # The system's limit is on address space: what lies free in this process's heap comes on top of it (a forked
+        # process inherits the heap of its maker), so live tensors have a limit of their own.
+        if self._live is not None:
+            self._live.limit_bytes = memory_bytes
+        # Else the first operation followed imports it, and it counts.
+        importlib.import_module("torch._dynamo")
+        used = _status_kib("VmData") * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory_bytes, resource.RLIM_INFINITY))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        if self._live is None:
+            yield
+            return
+        self._live.category = "weights"
+        try:
+            with self._live:
+                yield
+        finally:
+            for hook in self._hooks:  # timed steps run without them
+                hook.remove()
+
+    def settle(self, step: Step) -> int | None:
+        gc.collect()
+        if self._live is None:
+            return None
+        self._hooks = name_holders(self._live, step)
+        self._live.category = "activations"  # the batches come next
+        self._live.take_peak()
+        return self._live.live_bytes
+
+    def enter_phase(self, phase: str) -> None:
+        if self._live is not None:
+            self._live.category = "activations" if phase == "forward" else "temporary"
+
+    def after_step(self, step: Step) -> None:
+        if self._live is not None:
+            self._live.assign(optimizer_tensors(step), "optimizer")
+
+    def take(self) -> Peak | None:
+        return None if self._live is None else self._live.take_peak()
+
+    def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+        seconds, losses = [], []
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            loss = run()
+            seconds.append(time.perf_counter() - start)
+            losses.append(loss.item())
+        return seconds, losses
+
+    def totals(self) -> dict[str, Any]:
+        # Linux counts ru_maxrss in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"peak_device_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+class CudaMeter(Meter):
+    """One CUDA GPU. Made before this process touches CUDA, so that the context's own memory is counted."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._nvml = Nvml(device.index or 0)
+        self._used_before = self._nvml.used_bytes()
+        self._reserved = 0
+        self._clocks: dict[str, Any] = {}
+        self._host: Environment | None = None
+
+    def environment(self, host: Environment) -> Environment:
+        torch.cuda.set_device(self.device)
+        self._host = host.model_copy(
+            update={
+                "device": torch.cuda.get_device_name(self.device),
+                "device_bytes": torch.cuda.mem_get_info(self.device)[1],
+                "driver": self._nvml.driver(),
+                "cuda": torch.version.cuda or torch.version.hip,
+            }
+        )
+        return self._host
+
+    def limit(self, memory_bytes: int) -> None:
+        total = torch.cuda.mem_get_info(self.device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), self.device)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        yield
+
+    def settle(self, step: Step) -> int | None:
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        # Segments that only building the model needed would otherwise count as the step's reserved memory.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def take(self) -> Peak:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak, None
+
+    def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
+        # No wait between steps, as in training: the time from one event to the next is the GPU's own.
+        torch.cuda.synchronize(self.device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+        # Losses go to the host as they come: kept on the device they would count towards the peak.
+        losses = torch.empty(num_steps, pin_memory=True)
+        events[0].record()
+        for loss, event in zip(losses, events[1:], strict=True):
+            loss.copy_(run(), non_blocking=True)
+            event.record()
+        # The last step is still running on the GPU: the clocks are those under load.
+        self._clocks = {"clocks_mhz": self._nvml.clocks_mhz(), "throttled": self._nvml.throttled()}
+        torch.cuda.synchronize(self.device)
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
+        return seconds, losses.tolist()
+
+    def totals(self) -> dict[str, Any]:
+        assert self._host is not None, "environment() comes first"
+        return {
+            "peak_reserved_bytes": self._reserved,
+            "peak_device_bytes": self._device_bytes(),
+            "environment": self._host.model_copy(update=self._clocks),
+        }
+
+    def _device_bytes(self) -> int:
+        """The most this process had on the device: what it has now, and what the allocator has given back since."""
+        returned = self._reserved - torch.cuda.memory_reserved(self.device)
+        return self._used_bytes() + max(0, returned)
+
+    def _used_bytes(self) -> int:
+        used = self._nvml.used_bytes()
+        if used is None or self._used_before is None:
+            free, total = torch.cuda.mem_get_info(self.device)
+            return total - free  # without NVML: everybody's memory on this GPU
+        return max(0, used - self._used_before)
+
+    def breakdown(self, step: Step, batches: list[Batch]) -> MemoryBreakdown | None:
+        live = LiveBytes(self.device)
+        with live:
+            name_holders(live, step)
+            live.assign(tree_tensors(batches), "activations")
+            live.take_peak()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            step(batches, on_phase=lambda phase: _name_new(live, phase))
+            peak, held = live.take_peak()
+        # Allocated, yet no tensor's: cuBLAS workspaces, scratch inside kernels, blocks handed out larger than asked.
+        unseen = torch.cuda.max_memory_allocated(self.device) - peak
+        return held.model_copy(update={"workspace": unseen}) if unseen >= 0 else None
+
+
+def _name_new(live: LiveBytes, phase: str) -> None:
+    live.category = "activations" if phase == "forward" else "temporary"
+
+
+def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
+    """Tell ``live`` which tensors are weights and optimizer state; hooks name each gradient once it is accumulated."""
+    live.assign([*step.model.parameters(), *step.model.buffers()], "weights")
+    live.assign(optimizer_tensors(step), "optimizer")
+
+    def is_gradient(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            live.assign([parameter.grad], "gradients")
+
+    handles = []
+    for parameter in step.model.parameters():
+        if parameter.requires_grad:
+            handles.append(hear_first(parameter, is_gradient))
+    return handles
+
+
+def optimizer_tensors(step: Step) -> list[torch.Tensor]:
+    """Every tensor in the optimizers' state."""
+    return [
+        tensor for optimizer in step.optimizers for tensor in tree_tensors(list(optimizer.state.values()))
+    ]
+
+
+def tree_tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of nested lists and mappings."""
+    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _status_kib(field: str) -> int:
+    """A size of this process from /proc/self/status, in KiB (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on the GPU, in a CUDA library or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    said = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)

@@ -1,0 +1,141 @@
+"""AdamW's update in Triton, one pass over a weight: moments as they are, or in 8 or 4 bits with a scale a block.
+
+Everything is computed in fp32 from what is read. Sizes: a weight has ``numel`` elements, taken flat; a block of it shares
+two scales. Random bits follow from a seed and the element's number.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from trainfit.kernels.quantize import codebook as moment_levels
+from trainfit.kernels.stochastic_rounding.triton import rounded
+
+LEAST_SCALE = tl.constexpr(moment_levels.LEAST_SCALE)
+
+
+@triton.jit
+def _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2):
+    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2: the new weight and its moments."""
+    p -= decay * p
+    m += take1 * (g - m)
+    v += take2 * (g * g - v)
+    p -= lr * (m / correction1) / (tl.sqrt(v) / correction2 + eps)
+    return p, m, v
+
+
+@triton.jit
+def _rounded_for(TARGET, x, noise):
+    """x rounded at random where TARGET holds bf16; as it is for other dtypes, which are rounded to nearest."""
+    if TARGET.dtype.element_ty == tl.bfloat16:
+        x = rounded(x, noise)
+    return x
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw_kernel(
+    P, G, M, V, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
+    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """STOCHASTIC: of weight and moments those in bf16 are rounded at random."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    p = tl.load(P + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(M + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(V + at, mask=inside, other=0.0).to(tl.float32)
+    p, m, v = _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)  # pyright: ignore[reportGeneralTypeIssues]
+    if STOCHASTIC:
+        noise_p, noise_m, noise_v, _ = tl.randint4x(seed, at.to(tl.int32))
+        p, m, v = _rounded_for(P, p, noise_p), _rounded_for(M, m, noise_m), _rounded_for(V, v, noise_v)
+    tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
+    tl.store(M + at, m.to(M.dtype.element_ty), mask=inside)
+    tl.store(V + at, v.to(V.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _written(P, at, inside, p, seed, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        p = _rounded_for(P, p, tl.randint(seed, at.to(tl.int32)))
+    tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _code(x, BOUNDS, BITS: tl.constexpr):
+    """Number of the nearest level: how many of the bounds (ascending, number 0 is not asked) are at or below x."""
+    code = tl.zeros_like(x).to(tl.int32)
+    for level in tl.static_range(BITS):
+        at_least = x >= tl.load(BOUNDS + code + (1 << (BITS - 1 - level)))
+        code += at_least.to(tl.int32) << (BITS - 1 - level)
+    return code
+
+
+@triton.jit
+def _largest(magnitudes):
+    return tl.maximum(tl.max(magnitudes, 1), LEAST_SCALE)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw8_kernel(
+    P, G, MC, MS, VC, VS, LEVELS, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Moments of a byte each. LEVELS: 256 values and 256 bounds of the first, then of the second."""
+    blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside, first = at < numel, blocks * BLOCK < numel
+    p = tl.load(P + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
+    m_code = tl.load(MC + at, mask=inside, other=0).to(tl.int32)
+    v_code = tl.load(VC + at, mask=inside, other=0).to(tl.int32)
+    m = tl.load(LEVELS + m_code) * tl.load(MS + blocks, mask=first, other=0.0)[:, None]
+    v = tl.load(LEVELS + 512 + v_code) * tl.load(VS + blocks, mask=first, other=0.0)[:, None]
+    p, m, v = _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)  # pyright: ignore[reportGeneralTypeIssues]
+    # What lies past the end came from a level that need not be 0.
+    m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
+    m_scale, v_scale = _largest(tl.abs(m)), _largest(v)
+    tl.store(MS + blocks, m_scale, mask=first)
+    tl.store(VS + blocks, v_scale, mask=first)
+    tl.store(MC + at, _code(m / m_scale[:, None], LEVELS + 256, 8).to(tl.uint8), mask=inside)
+    tl.store(VC + at, _code(v / v_scale[:, None], LEVELS + 768, 8).to(tl.uint8), mask=inside)
+    _written(P, at, inside, p, seed, STOCHASTIC)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw4_kernel(
+    P, G, MC, MS, VC, VS, LEVELS, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
+    STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Two moments a byte, the first of two neighbours in its upper half. LEVELS as above, 16 for 256."""
+    blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pairs = blocks[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    inside, second_inside = 2 * pairs < numel, 2 * pairs + 1 < numel
+    first = blocks * (2 * PAIRS) < numel
+    m_codes = tl.load(MC + pairs, mask=inside, other=0).to(tl.int32)
+    v_codes = tl.load(VC + pairs, mask=inside, other=0).to(tl.int32)
+    m_scale = tl.load(MS + blocks, mask=first, other=0.0)[:, None]
+    v_scale = tl.load(VS + blocks, mask=first, other=0.0)[:, None]
+    p = tl.load(P + 2 * pairs, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(G + 2 * pairs, mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(P + 2 * pairs + 1, mask=second_inside, other=0.0).to(tl.float32)
+    h = tl.load(G + 2 * pairs + 1, mask=second_inside, other=0.0).to(tl.float32)
+    p, m, v = _updated(  # pyright: ignore[reportGeneralTypeIssues]
+        p, g, tl.load(LEVELS + (m_codes >> 4)) * m_scale, tl.load(LEVELS + 32 + (v_codes >> 4)) * v_scale,
+        lr, decay, take1, take2, eps, correction1, correction2,
+    )  # fmt: skip
+    q, n, w = _updated(
+        q, h, tl.load(LEVELS + (m_codes & 15)) * m_scale, tl.load(LEVELS + 32 + (v_codes & 15)) * v_scale,
+        lr, decay, take1, take2, eps, correction1, correction2,
+    )  # fmt: skip
+    m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
+    n, w = tl.where(second_inside, n, 0.0), tl.where(second_inside, w, 0.0)
+    m_new, v_new = _largest(tl.maximum(tl.abs(m), tl.abs(n))), _largest(tl.maximum(v, w))
+    tl.store(MS + blocks, m_new, mask=first)
+    tl.store(VS + blocks, v_new, mask=first)
+    m_code = _code(m / m_new[:, None], LEVELS + 16, 4) << 4 | _code(n / m_new[:, None], LEVELS + 16, 4)
+    v_code = _code(v / v_new[:, None], LEVELS + 48, 4) << 4 | _code(w / v_new[:, None], LEVELS + 48, 4)
+    tl.store(MC + pairs, m_code.to(tl.uint8), mask=inside)
+    tl.store(VC + pairs, v_code.to(tl.uint8), mask=inside)
+    _written(P, 2 * pairs, inside, p, seed, STOCHASTIC)
+    _written(P, 2 * pairs + 1, second_inside, q, seed, STOCHASTIC)

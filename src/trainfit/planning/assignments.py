@@ -1,0 +1,183 @@
+"""Peak memory and time of many ways to save a model's blocks at once, from what a probe measured of one block each.
+
+Legend: an option is a level of recomputation and a share to offload; an assignment gives each of L blocks one option;
+C assignments are evaluated together as an integer array [C, L]. Within, arrays are [L, C]: a step over the blocks reads rows.
+
+The memory is followed through the executed step, event by event of the probe's pieces: block by block up the forward,
+over the head and the loss, block by block down the backward, where recomputation rises above what is kept and gradients
+grow while activations go. Bounding the sum of what is saved would miss all of that.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.checkpointing.per_block import goes
+from trainfit.ledger.replay import BLOCK
+from trainfit.planning.probe import Cost, Probe
+from trainfit.prediction.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
+
+Array = NDArray[np.float64]
+
+
+class Option(NamedTuple):
+    """How one block is saved."""
+
+    level: str
+    share: float = 0.0
+
+
+class Evaluation(NamedTuple):
+    """Of C assignments, each an array [C]."""
+
+    seconds: Array
+    """Of a step, as ``predict.roofline`` counts them."""
+    waits_s: Array
+    """More, in which the GPU would wait for copies between it and the host."""
+    gone_bytes: Array
+    """Offloaded by one micro-batch."""
+    peak_bytes: Array
+    """Highest allocated bytes of the forward and the backward."""
+
+
+def gone_bytes(cost: Cost, share: float) -> int:
+    """Device bytes that a block's offloaded storages free."""
+    gone = held = total = 0
+    for size in cost.held_bytes:
+        held += size
+        if share and goes(size, gone, held, share):
+            gone += size
+            total += -(-size // BLOCK) * BLOCK
+    return total
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers of every block (first axis) under every option (second axis)."""
+
+    options: tuple[Option, ...]
+    keeps: Array
+    late: Array
+    forward_peak: Array
+    backward_peak: Array
+    backward_net: Array
+    gone: Array
+    forward_s: Array
+    backward_s: Array
+    num_ops: Array
+    num_forward_ops: Array
+    num_products: Array
+    num_again: Array
+
+
+def table(probe: Probe, options: Sequence[Option]) -> Table:
+    """The probe's numbers laid out for ``evaluate``."""
+
+    def of(read: Callable[[Cost, Option], float]) -> Array:
+        rows = {
+            kind: [float(read(probe.costs[kind, o.level], o)) for o in options] for kind in set(probe.kinds)
+        }
+        return np.array([rows[kind] for kind in probe.kinds])
+
+    return Table(
+        tuple(options),
+        keeps=of(lambda c, o: c.forward.net_bytes),
+        late=of(lambda c, o: c.late_bytes),
+        forward_peak=of(lambda c, o: c.forward.peak_bytes),
+        backward_peak=of(lambda c, o: c.backward.peak_bytes),
+        backward_net=of(lambda c, o: c.backward.net_bytes),
+        gone=of(lambda c, o: gone_bytes(c, o.share)),
+        forward_s=of(lambda c, o: c.forward_work.gpu_s),
+        backward_s=of(lambda c, o: c.backward_work.gpu_s),
+        num_ops=of(lambda c, o: c.forward_work.num_ops + c.backward_work.num_ops),
+        num_forward_ops=of(lambda c, o: c.forward_work.num_ops),
+        num_products=of(lambda c, o: c.forward_work.num_products),
+        num_again=of(lambda c, o: c.backward_work.num_again),
+    )
+
+
+def evaluate(
+    probe: Probe, numbers: Table, assignments: NDArray[np.intp], copy_bytes_per_s: float, accumulate: int
+) -> Evaluation:
+    """Time and peak of each assignment ([C, L], indices of options; the last block's option offloads nothing).
+
+    Args:
+        copy_bytes_per_s: between GPU and host, each way.
+        accumulate: micro-batches a step; the pieces' bytes are one's, the work is all of theirs.
+    """
+    num_options = len(numbers.options)
+    at = np.ascontiguousarray(assignments.T) + num_options * np.arange(len(probe.kinds))[:, None]
+
+    def pick(values: Array) -> Array:
+        return np.take(values, at)
+
+    peaks = _peaks(probe, numbers, pick)
+    forward_s, backward_s = pick(numbers.forward_s), pick(numbers.backward_s)
+    gone = pick(numbers.gone)
+    waits = accumulate * _waits(gone / copy_bytes_per_s, forward_s / accumulate, backward_s / accumulate)
+    gpu_s = probe.rest.gpu_s + forward_s.sum(0) + backward_s.sum(0)
+    seconds = np.maximum(gpu_s, _host_s(probe, numbers, pick))
+    return Evaluation(seconds, waits, gone.sum(0), peaks)
+
+
+def _peaks(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
+    """Highest allocated bytes. ``gone`` leaves a block once the next that offloads has run (saving_blocks.py)."""
+    gone, keeps, net = pick(numbers.gone), pick(numbers.keeps), pick(numbers.backward_net)
+    forward_peak, backward_peak = pick(numbers.forward_peak), pick(numbers.backward_peak)
+    depth, num = keeps.shape
+    level = np.full(num, probe.start_bytes + probe.before.net_bytes, dtype=float)
+    peak = np.full(num, probe.start_bytes + probe.before.peak_bytes, dtype=float)
+    leaving = np.zeros(num)
+    for i in range(depth):
+        peak = np.maximum(peak, level + forward_peak[i])
+        level = level + keeps[i]
+        given_up = (gone[i] > 0) | (i == depth - 1)
+        level = level - np.where(given_up, leaving, 0)
+        leaving = np.where(given_up, gone[i], leaving)
+    peak = np.maximum(peak, level + probe.head.peak_bytes)
+    level = level + probe.head.net_bytes - pick(numbers.late).sum(0)
+    peak = np.maximum(peak, level + probe.loss.peak_bytes)
+    level = level + probe.loss.net_bytes
+    for i in range(depth - 1, -1, -1):
+        if i:
+            level = level + gone[i - 1]
+        peak = np.maximum(peak, level + backward_peak[i])
+        level = level + net[i]
+    return np.maximum(peak, level + probe.after.peak_bytes)
+
+
+def _waits(copy_s: Array, forward_s: Array, backward_s: Array) -> Array:
+    """Seconds of one micro-batch in which the GPU waits for copies.
+
+    A block's copy out is taken to begin halfway through its forward, a copy back with the next block's backward.
+    """
+    depth, num = copy_s.shape
+    clock, lane, due = np.zeros(num), np.zeros(num), np.zeros(num)
+    for i in range(depth):
+        leaves = copy_s[i] > 0
+        lane = np.where(leaves, np.maximum(lane, clock + forward_s[i] / 2) + copy_s[i], lane)
+        clock = clock + forward_s[i]
+        clock = np.where(leaves | (i == depth - 1), np.maximum(clock, due), clock)
+        due = np.where(leaves, lane, due)
+    lane = np.zeros(num)
+    arrives = np.zeros(num)
+    for i in range(depth - 1, -1, -1):
+        clock = np.maximum(clock, arrives)
+        if i:
+            lane = np.maximum(lane, clock) + copy_s[i - 1]
+            arrives = np.where(copy_s[i - 1] > 0, lane, 0)
+        clock = clock + backward_s[i]
+    return clock - forward_s.sum(0) - backward_s.sum(0)
+
+
+def _host_s(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
+    """Seconds that the host needs to issue everything, counted as ``predict.roofline`` does."""
+    rest = probe.rest
+    num_ops = rest.num_ops + pick(numbers.num_ops).sum(0)
+    products = rest.num_products + pick(numbers.num_products).sum(0)
+    again = rest.num_again + pick(numbers.num_again).sum(0)
+    recomputed = pick(numbers.num_forward_ops).sum(0) * again / np.maximum(products, 1)
+    return (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP

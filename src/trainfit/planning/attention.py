@@ -1,0 +1,146 @@
+"""``attention: best`` becomes a kernel: the fastest that the catalog's table holds for this GPU and shape and that is right.
+
+Right is what the recipe's own checks and a trace on the virtual GPU accept: masks, soft caps, windows, grouped heads, dtypes
+and compilation are judged where they are known, not here. Where nothing is measured the choice is PyTorch's own (``sdpa``). Kernels
+whose times differ by no more than they scattered are equally fast: of those the one whose step needs the least memory is taken, by its
+prediction, which is the same every time.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainfit.catalog.attention import AttentionRun, Dtype, Found, attention_runs, nearest
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import model_config
+from trainfit.catalog.this_cpu import CPU
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.estimate import ledger_of, replay_on
+from trainfit.prediction.shape import shape_of
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import AttentionKernel, Recipe
+from trainfit.techniques import registry
+
+COMPARED_WITH: tuple[AttentionKernel, ...] = (
+    "flash",
+    "sdpa",
+    "cudnn",
+    "triton",
+    "efficient",
+    "eager",
+    "math",
+)
+"""The first of them that was measured beside the chosen kernel is what its speed is told against."""
+
+
+class Choice(NamedTuple):
+    """The recipe with a kernel in place of ``best``, and one line that says which and why."""
+
+    recipe: Recipe
+    note: str
+
+
+def choose(
+    recipe: Recipe,
+    *,
+    gpu: str | None = None,
+    device_type: str | None = None,
+    runs: Sequence[AttentionRun] | None = None,
+) -> Choice:
+    """The fastest kernel that is right for the recipe.
+
+    Args:
+        gpu: catalog name of the GPU that runs it; None: the recipe's ``hardware.gpu``.
+        device_type: of the real device that runs it, which is then asked too; ``cpu``: nothing measured counts there. None: a
+            prediction, which asks nothing of this machine.
+        runs: None: the catalog's.
+
+    Raises:
+        InputError: an unknown model or GPU.
+    """
+    assert recipe.attention == "best"
+    name = recipe.hardware.gpu if gpu is None else gpu
+    found = _measured(recipe, name, device_type, attention_runs() if runs is None else runs)
+    if isinstance(found, str):
+        return _with(recipe, "sdpa", f"{found}, so PyTorch chooses")
+    refusals: dict[str, list[str]] = {}
+    right: dict[AttentionKernel, Ledger] = {}
+    for kernel in sorted(found.shape.seconds, key=lambda one: found.shape.seconds[one]):
+        if right and not found.shape.are_equal(next(iter(right)), kernel):
+            break
+        tried = _tried(recipe, kernel, name, device_type)
+        if isinstance(tried, Ledger):
+            right[kernel] = tried
+        else:
+            refusals.setdefault(tried, []).append(kernel)
+    if not right:
+        return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *_reasons(refusals)]))
+    kernel, why = _smallest(right, name)
+    reasons = [*_reasons(refusals), "the times are of plain causal attention"] if refusals else []
+    return _with(recipe, kernel, "; ".join([_told(found, kernel, recipe.batch.seq), *why, *reasons]))
+
+
+def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[AttentionKernel, list[str]]:
+    """Of equally fast kernels the one whose step has the least peak, then PyTorch's before ours; and a line where there are several."""
+    if len(right) == 1:
+        return next(iter(right)), []
+    peaks = {name: replay_on(find_gpu(gpu), ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
+    first, *rest = sorted(right, key=lambda name: (peaks[name], COMPARED_WITH.index(name)))
+    others = " and ".join(rest)
+    return first, [
+        f"no slower than {others} by more than the measurements scatter, and no larger at the peak"
+    ]
+
+
+def _reasons(refusals: dict[str, list[str]]) -> list[str]:
+    return [
+        f"{' and '.join(kernels)} {'is' if len(kernels) == 1 else 'are'} refused: {why}"
+        for why, kernels in refusals.items()
+    ]
+
+
+def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[AttentionRun]) -> Found | str:
+    """The nearest measurement, or why there is none."""
+    if CPU in (device_type, gpu):
+        return "nothing is measured on a CPU"
+    dtype: Dtype = "fp32" if recipe.precision == "fp32" else "bf16"
+    config = model_config(recipe.model.config)
+    if (
+        config.get("attn_logit_softcapping") is not None
+    ):  # transformers 5.17 drops the cap in SDPA without a word.
+        return "nothing is measured for capped scores"
+    try:
+        shape = shape_of(config)
+    except InputError as error:
+        return f"the head size of this model is not known ({error.problem})"
+    head = shape.head_dim
+    if shape.value_dim != head:
+        return f"nothing is measured for heads of {head} with values of {shape.value_dim}"
+    found = nearest(runs, gpu=gpu, dtype=dtype, head=head, seq=recipe.batch.seq)
+    return found or f"nothing is measured on {gpu} for {dtype} and head size {head}"
+
+
+def _tried(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str | None) -> Ledger | str:
+    """The ledger of the recipe with this kernel, or why such a step cannot be built or run on this GPU."""
+    hardware = recipe.hardware.model_copy(update={"gpu": gpu})
+    tried = recipe.without_open_fields().model_copy(update={"attention": kernel, "hardware": hardware})
+    try:
+        registry.check(tried)
+        if device_type is not None:
+            registry.check_device(tried, device_type)
+        return ledger_of(tried)
+    except InputError as error:
+        return error.problem.rstrip(". ")
+
+
+def _told(found: Found, kernel: AttentionKernel, seq: int) -> str:
+    """How much faster it was than another, at which length, when and with what."""
+    run, shape = found
+    at = f"at {shape.seq}" + ("" if shape.seq == seq else f", the measured length nearest to {seq}")
+    others: list[AttentionKernel] = [name for name in shape.seconds if name != kernel]
+    other = sorted(others, key=lambda name: COMPARED_WITH.index(name))[0]
+    faster = f"{shape.seconds[other] / shape.seconds[kernel]:.2f} x {other}"
+    return f"{faster} {at}, measured {run.measured_at[:10]} on {run.gpu} with torch {run.torch}"
+
+
+def _with(recipe: Recipe, kernel: AttentionKernel, why: str) -> Choice:
+    return Choice(recipe.model_copy(update={"attention": kernel}), f"attention: best -> {kernel} ({why})")

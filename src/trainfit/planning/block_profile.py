@@ -1,0 +1,140 @@
+"""A ledger cut at the borders of the decoder blocks: what each block and what lies between them adds in memory and in work."""
+
+import re
+from dataclasses import dataclass
+
+from trainfit.ledger.ledger import ALLOCATE, Ledger, Op
+from trainfit.ledger.replay import BLOCK
+from trainfit.prediction.roofline import op_s
+from trainfit.spec.hardware import Gpu
+
+UNKNOWN_GPU = {"flops_per_s": 1e12, "bytes_per_s": 1e11}
+"""Rates of a device whose own are not known (a CPU): they only rank plans."""
+BEFORE, AFTER = -1, -2
+"""In place of a block's number: before the first block, and after the last one."""
+
+
+@dataclass
+class Piece:
+    """A stretch of one step's memory, in bytes against its beginning."""
+
+    peak_bytes: int = 0
+    net_bytes: int = 0
+
+
+@dataclass
+class Work:
+    """What a stretch has the GPU and its host do in one step, all micro-batches."""
+
+    gpu_s: float = 0.0
+    num_ops: int = 0
+    num_products: int = 0
+    num_again: int = 0
+    """Products that are recomputed."""
+
+
+class Labels:
+    """Which block an operation or a storage belongs to; None: none."""
+
+    def __init__(self, ledger: Ledger, name: str):
+        self._ledger = ledger
+        self._pattern = re.compile(rf"(?:^|[./]){re.escape(name)}\.(\d+)\.")
+
+    def of_op(self, op: Op) -> int | None:
+        return self._in(op.module + ".")
+
+    def of_storage(self, index: int) -> int | None:
+        storage = self._ledger.storages[index]
+        found = self._in(storage.slot)
+        if found is None and storage.op >= 0:
+            found = self.of_op(self._ledger.ops[storage.op])
+        return found
+
+    def _in(self, text: str) -> int | None:
+        match = self._pattern.search(text)
+        return int(match.group(1)) if match else None
+
+
+def _size(ledger: Ledger, index: int) -> int:
+    return -(-ledger.storages[index].num_bytes // BLOCK) * BLOCK
+
+
+def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, dict[int, int]]:
+    """What is alive when a segment begins: all of it, and by block."""
+    alive: set[int] = set()
+    for event in ledger.events:
+        if event.segment >= segment:
+            break
+        (alive.add if event.kind == ALLOCATE else alive.discard)(event.storage)
+    by_block: dict[int, int] = {}
+    for index in alive:
+        block = label.of_storage(index)
+        if block is not None:
+            by_block[block] = by_block.get(block, 0) + _size(ledger, index)
+    return sum(_size(ledger, index) for index in alive), by_block
+
+
+def pieces_of(ledger: Ledger, label: Labels, segment: int, order: range) -> dict[int, Piece]:
+    """Pieces of one forward or backward: before the first block, of each block in ``order``, after the last one.
+
+    A block's piece begins with the first allocation in it. Frees go with the allocations before them.
+    """
+    events = [event for event in ledger.events if event.segment == segment]
+    blocks = [label.of_storage(event.storage) if event.kind == ALLOCATE else None for event in events]
+    ends = max((i for i, block in enumerate(blocks) if block is not None), default=-1)
+    ranks = {block: rank for rank, block in enumerate(order)}
+    pieces = {BEFORE: Piece(), AFTER: Piece(), **{block: Piece() for block in order}}
+    current = BEFORE
+    for i, event in enumerate(events):
+        block = blocks[i]
+        if block is not None and (current == BEFORE or ranks[block] > ranks[current]):
+            current = block
+        elif event.kind == ALLOCATE and i > ends and current != BEFORE:
+            current = AFTER
+        piece, size = pieces[current], _size(ledger, event.storage)
+        piece.net_bytes += size if event.kind == ALLOCATE else -size
+        piece.peak_bytes = max(piece.peak_bytes, piece.net_bytes)
+    return pieces
+
+
+def late_bytes(ledger: Ledger, label: Labels, segment: int) -> dict[int, int]:
+    """Bytes by block that a forward frees after its last block's last allocation."""
+    events = [event for event in ledger.events if event.segment == segment]
+    ends = max(
+        (i for i, e in enumerate(events) if e.kind == ALLOCATE and label.of_storage(e.storage) is not None),
+        default=0,
+    )
+    begins = next((i for i in range(ends + 1, len(events)) if events[i].kind == ALLOCATE), len(events))
+    late: dict[int, int] = {}
+    for event in events[begins:]:
+        block = label.of_storage(event.storage)
+        if event.kind != ALLOCATE and block is not None:
+            late[block] = late.get(block, 0) + _size(ledger, event.storage)
+    return late
+
+
+def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> dict[tuple[int | None, str], Work]:
+    """Work of a steady step by block and phase; (None, "optimizer") is the update, (None, "") what else is in no block."""
+    works: dict[tuple[int | None, str], Work] = {}
+    for op in ledger.ops:
+        segment = ledger.segments[op.segment]
+        if segment.step != "steady":
+            continue
+        block = label.of_op(op)
+        key = (block, segment.phase)
+        if segment.phase == "optimizer" or block is None:
+            key = (None, "optimizer" if segment.phase == "optimizer" else "")
+        work = works.setdefault(key, Work())
+        work.gpu_s += _seconds(op, gpu)
+        work.num_ops += op.calls
+        if op.causal_flops and segment.phase == "forward":
+            work.num_products += 1
+        if ledger.recomputes(op):
+            work.num_again += 1
+    return works
+
+
+def _seconds(op: Op, gpu: Gpu) -> float:
+    if gpu.memory_bytes_per_s is not None and gpu.peak_flops_per_s:
+        return op_s(op, gpu)
+    return max(op.causal_flops / UNKNOWN_GPU["flops_per_s"], op.num_bytes / UNKNOWN_GPU["bytes_per_s"])

@@ -1,0 +1,160 @@
+"""The assignments worth evaluating: runs of blocks that recompute alike, and a stretch of the blocks that offloads.
+
+Legend as in ``assignments``: options; C assignments of L blocks as an integer array [C, L].
+
+Why these: memory is freed from the last block to the first while gradients come, so where blocks differ, those that keep
+little do best in front. A level that frees less memory a second than another is only mixed in where a whole block is too
+much. Copies are free as long as the blocks compute longer than they take, so what offloads is spread over blocks evenly,
+from the first on; wholly recomputed blocks have only their input to offload, and all do or none. All of it is checked against every assignment of small models (tests/test_recompute_layers.py).
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.planning.assignments import Option, gone_bytes
+from trainfit.planning.probe import Cost, Probe
+from trainfit.spec.recompute import LayerRun
+
+Assignments = NDArray[np.intp]
+
+SHARES = tuple(step / 20 for step in range(1, 21))
+EVERY = (1, 2, 3, 4)
+"""Tried in this order until the copies are fast enough."""
+ALL_MIXES_UP_TO = 12
+"""Blocks up to which every number of blocks of each level is tried."""
+FEW = 2
+"""Blocks of a level that is only there to fill what is left."""
+SLACK = 1.25
+"""Offloads that take more of the copies' time than this are left out before they are evaluated."""
+
+
+class Offload(NamedTuple):
+    """Of the blocks before ``stop`` that are not wholly recomputed, every ``every``-th offloads the share."""
+
+    share: float
+    every: int
+    stop: int
+
+
+def options(probe: Probe, levels: Sequence[str], *, offload_levels: Sequence[str]) -> list[Option]:
+    """Every level without offload, and with each share that makes a difference."""
+    found = [Option(level) for level in levels]
+    for level in offload_levels:
+        seen: set[tuple[int, ...]] = set()
+        for share in SHARES:
+            gone = tuple(gone_bytes(probe.costs[kind, level], share) for kind in sorted(set(probe.kinds)))
+            if any(gone) and gone not in seen:
+                seen.add(gone)
+                found.append(Option(level, share))
+    return found
+
+
+def assignments(
+    probe: Probe, choices: Sequence[Option], copy_bytes_per_s: float, accumulate: int
+) -> Assignments:
+    """All candidates; the last block never offloads."""
+    depth = len(probe.kinds)
+    levels = [option.level for option in choices if not option.share]
+    offloads = list(_offloads(probe, choices, copy_bytes_per_s, accumulate))
+    whole = [offload for offload in offloads if offload.stop in (depth // 2, depth - 1)]
+    plain = np.array([choices.index(Option(level)) for level in levels])
+    shared = {share: _with_share(choices, levels, share) for share in {offload.share for offload in offloads}}
+    # All that a wholly recomputed block saves is its input, so there is one share at most.
+    inputs_go = _with_share(choices, levels, 1.0)[-1]
+    rows: list[Assignments] = []
+    for counts in _mixes(depth, len(levels)):
+        rows += [plain[np.repeat(order, [counts[level] for level in order])] for order in _orders(counts)]
+        in_front = np.repeat(np.arange(len(levels))[::-1], counts[::-1])
+        num_whole = counts[-1]
+        for offload in [Offload(0.0, 1, 0), *(offloads if max(counts) == depth else whole)]:
+            row = plain[in_front]
+            row[: min(num_whole, depth - 1)] = inputs_go
+            part = slice(num_whole, offload.stop, offload.every)
+            if offload.stop > num_whole:
+                row[part] = shared[offload.share][in_front[part]]
+            rows.append(row)
+    return np.array(rows)
+
+
+def _with_share(choices: Sequence[Option], levels: Sequence[str], share: float) -> Assignments:
+    """By level: its option of the largest share up to this one."""
+    best = [
+        max((o for o in choices if o.level == level and o.share <= share), key=lambda o: o.share)
+        for level in levels
+    ]
+    return np.array([choices.index(option) for option in best])
+
+
+def _mixes(depth: int, num_levels: int) -> Iterator[tuple[int, ...]]:
+    """How many blocks have each level: two neighbouring or outer ones mixed freely, of a third at most a few."""
+    for counts in _sums(depth, num_levels):
+        several = sum(count > 0 for count in counts) > 2
+        if depth <= ALL_MIXES_UP_TO or not several or 0 < min(counts[0], counts[-1]) <= FEW:
+            yield counts
+
+
+def _sums(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (total,)
+        return
+    for first in range(total + 1):
+        for rest in _sums(total - first, parts - 1):
+            yield (first, *rest)
+
+
+def _orders(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Levels as they follow each other: every order of two, and those of three that keep least in front or behind."""
+    present = tuple(level for level, count in enumerate(counts) if count)
+    if len(present) < 3:
+        return list(itertools.permutations(present))
+    none, some, whole = present
+    return [(whole, some, none), (none, some, whole), (some, whole, none), (some, none, whole)]
+
+
+def _offloads(
+    probe: Probe, choices: Sequence[Option], copy_bytes_per_s: float, accumulate: int
+) -> Iterator[Offload]:
+    """Patterns whose copies take about as long as the blocks compute, or less."""
+    depth = len(probe.kinds)
+    told = [option for option in choices if option.share and option.level != choices[-1].level]
+    for share in sorted({option.share for option in told}):
+        for every in EVERY:
+            fits = any(
+                gone_bytes(cost, share) / copy_bytes_per_s
+                <= SLACK * every * cost.forward_work.gpu_s / accumulate
+                for option in told
+                if option.share == share
+                for cost in _costs(probe, option.level)
+            )
+            if fits:
+                yield from (Offload(share, every, stop) for stop in range(1, depth))
+            if fits and every > 1:
+                break  # More sparsely would be less than a smaller share.
+
+
+def _costs(probe: Probe, level: str) -> list[Cost]:
+    return [cost for (_, of), cost in probe.costs.items() if of == level]
+
+
+def runs_of(row: Sequence[int], choices: Sequence[Option]) -> tuple[LayerRun, ...]:
+    """An assignment as a recipe has it: the longest runs from the front, of every block or every k-th offloading."""
+    told = [choices[index] for index in row]
+    runs: list[LayerRun] = []
+    start = 0
+    while start < len(told):
+        run = max((_run(told, start, every) for every in EVERY), key=lambda run: run.count)
+        runs.append(run)
+        start += run.count
+    return tuple(runs)
+
+
+def _run(told: Sequence[Option], start: int, every: int) -> LayerRun:
+    level, share = told[start]
+    count = 0
+    while start + count < len(told) and told[start + count] == Option(level, 0.0 if count % every else share):
+        count += 1
+    return LayerRun(recompute=level, offload=share, every=every if share else 1, count=count)  # pyright: ignore[reportArgumentType]

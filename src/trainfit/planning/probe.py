@@ -1,0 +1,219 @@
+"""What each way to save a decoder block's forward costs: one short trace on the virtual GPU, cut at the blocks' borders.
+
+Enters: a recipe. Leaves: for each kind of block and each level of recomputation, how far its forward and its backward rise
+above where they begin, what they leave, and how long they take; and the same of what lies before, between and after.
+
+Where all blocks are equal, the model is cut to one a level and one more at either end, because the first and the last
+block share with what is outside them. Else every block is traced, the levels dealt round, as often as it takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.this_cpu import CPU
+from trainfit.checkpointing.per_block import OWN
+from trainfit.models.layers import layer_lists
+from trainfit.planning.block_profile import (
+    AFTER,
+    BEFORE,
+    Labels,
+    Piece,
+    Work,
+    alive_bytes,
+    late_bytes,
+    pieces_of,
+    work_by_block,
+)
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
+from trainfit.step import assemble
+from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
+from trainfit.virtual.trace.repeated_layers import TOLD, signature
+
+WATCHED = 1e-9
+"""A share to offload that nothing fits into: what a block holds is told, and all of it stays."""
+
+
+@dataclass
+class Cost:
+    """One block saved in one way."""
+
+    forward: Piece = field(default_factory=Piece)
+    backward: Piece = field(default_factory=Piece)
+    forward_work: Work = field(default_factory=Work)
+    backward_work: Work = field(default_factory=Work)
+    late_bytes: int = 0
+    """Of what its forward leaves: what goes when the whole forward ends (autocast's copies of weights)."""
+    held_bytes: tuple[int, ...] = ()
+    """Storages that may wait on the host, in the order in which they are saved."""
+
+
+@dataclass
+class Probe:
+    """What a plan is put together from."""
+
+    kinds: list[int]
+    """Of each block of the model: which kind it is."""
+    costs: dict[tuple[int, str], Cost]
+    start_bytes: int
+    """Allocated when the last micro-batch's forward begins."""
+    before: Piece
+    head: Piece
+    """From the last block's forward to the end of the forward."""
+    loss: Piece
+    """From there to the first block's backward."""
+    after: Piece
+    rest: Work
+    """Of all that is in no block."""
+
+
+def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
+    """Trace a few blocks of the recipe, each level at least once for each kind of block.
+
+    Args:
+        levels: of recomputation; the last one saves a block's input.
+    Raises:
+        InputError: the model has no single list of decoder blocks, or what assembling the recipe refuses.
+    """
+    found: Probe | None = None
+    round_ = 0
+    while found is None or any(
+        (kind, level) not in found.costs for kind in set(found.kinds) for level in levels
+    ):
+        more = _Traced(recipe, levels, round_).probe()
+        if found is not None:
+            more.costs = found.costs | more.costs
+        found, round_ = more, round_ + 1
+    return found
+
+
+class _Traced:
+    """One trace, its levels dealt out from the ``first``-th on."""
+
+    def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
+        self.levels, self.first = levels, first
+        self.gpu = find_gpu(recipe.hardware.gpu)
+        traits = None if self.gpu.name == CPU else GpuTraits.of(self.gpu)
+        self.asked = recipe.recompute
+        self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
+        with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(self.gpu)) as virtual:
+            self.virtual = virtual
+            step = assemble(
+                self.recipe, torch.device("cpu"), on_model=self._choose, compiler=virtual.compiler
+            )
+            virtual.model_is_complete(step.model, [])
+            for name in ("first", "steady"):
+                virtual.begin(name, "data")
+                batches = step.random_batches()
+                step(batches, on_phase=lambda phase, name=name: virtual.begin(name, phase))
+                for optimizer in step.optimizers:
+                    virtual.own_state(optimizer)
+            self.held = self._held(step.model)
+            self.ledger = virtual.finish()
+
+    def _choose(self, model: nn.Module) -> None:
+        lists = layer_lists(model)
+        if len(lists) != 1:
+            raise InputError(
+                "this model has no single list of decoder blocks to plan",
+                "use recompute: none or full",
+                field="recompute.budget_gib",
+                value=self.asked.budget_gib if isinstance(self.asked, BudgetGib) else None,
+            )
+        self.name, blocks = lists[0]
+        known: dict[Any, int] = {}
+        self.kinds = [known.setdefault(signature(block), len(known)) for block in blocks]
+        trained = _num_trained(model)
+        if len(known) == 1 and len(blocks) > len(self.levels) + 2:
+            removed = list(blocks)[len(self.levels) + 2 :]
+            del blocks[len(self.levels) + 2 :]
+            self.virtual.tracer.live.forget(
+                t for block in removed for t in (*block.parameters(), *block.buffers())
+            )
+        self.times_update = trained / max(1, _num_trained(model))
+        self.traced = self.kinds[: len(blocks)]
+        self.chosen = self._deal()
+        for block, level in zip(blocks, self.chosen, strict=True):
+            setattr(block, TOLD, f"{level} {0.0 if self.recipe.compile else WATCHED}")
+
+    def _telling(self) -> list[int]:
+        """Blocks whose cost counts: those of the middle, and the outer ones of a kind that has no other."""
+        middle = range(1, len(self.traced) - 1)
+        inside = {self.traced[index] for index in middle}
+        outer = (index for index in {0, len(self.traced) - 1} if self.traced[index] not in inside)
+        return sorted({*middle, *outer})
+
+    def _deal(self) -> list[str]:
+        chosen = [self.levels[0]] * len(self.traced)
+        # Some models hold the first block's input until the forward ends. Where the block saves it, that changes nothing.
+        chosen[0] = self.levels[-1]
+        dealt = dict.fromkeys(self.traced, self.first)
+        for index in self._telling():
+            kind = self.traced[index]
+            chosen[index] = self.levels[dealt[kind] % len(self.levels)]
+            dealt[kind] += 1
+        return chosen
+
+    def _held(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
+        _, blocks = layer_lists(model)[0]
+        own = getattr(blocks[0], OWN, None)
+        return {index: tuple(sizes) for index, sizes in own[0].held_bytes.items()} if own else {}
+
+    def probe(self) -> Probe:
+        """Cut the ledger at the borders of the blocks."""
+        label = Labels(self.ledger, self.name)
+        last = {
+            phase: max(
+                i for i, s in enumerate(self.ledger.segments) if (s.step, s.phase) == ("steady", phase)
+            )
+            for phase in ("forward", "backward")
+        }
+        start_bytes, static = alive_bytes(self.ledger, label, last["forward"])
+        for kind in self.kinds:
+            start_bytes += static.get(self.traced.index(kind), 0)
+        for index in range(len(self.traced)):
+            start_bytes -= static.get(index, 0)
+        order = range(len(self.traced))
+        forward = pieces_of(self.ledger, label, last["forward"], order)
+        backward = pieces_of(self.ledger, label, last["backward"], order[::-1])
+        late = late_bytes(self.ledger, label, last["forward"])
+        work = work_by_block(self.ledger, label, self.gpu)
+        costs: dict[tuple[int, str], Cost] = {}
+        for index in self._telling():
+            costs[self.traced[index], self.chosen[index]] = Cost(
+                forward[index],
+                backward[index],
+                work.get((index, "forward"), Work()),
+                work.get((index, "backward"), Work()),
+                late.get(index, 0),
+                self.held.get(index, ()),
+            )
+        # What the outer blocks' forwards leave until the end is counted with each block, not with the head.
+        for index in order:
+            told = costs.get((self.traced[index], self.chosen[index]))
+            forward[AFTER].net_bytes += told.late_bytes if told else late.get(index, 0)
+        rest, update = work.get((None, ""), Work()), work.get((None, "optimizer"), Work())
+        rest.gpu_s += update.gpu_s * self.times_update
+        rest.num_ops += round(update.num_ops * self.times_update)
+        return Probe(
+            self.kinds,
+            costs,
+            start_bytes,
+            forward[BEFORE],
+            forward[AFTER],
+            backward[BEFORE],
+            backward[AFTER],
+            rest,
+        )
+
+
+def _num_trained(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,156 @@
+"""A memory budget becomes a plan: what each decoder block recomputes and offloads, as fast as the budget allows.
+
+``recompute: {budget_gib: x}`` -> ``recompute: {layers: [...]}``. The budget bounds the highest allocated bytes (what
+``torch.cuda.max_memory_allocated`` counts) at every point of the executed step. One short trace tells what a block costs
+in each way (``probe``), many assignments are evaluated from it (``candidates``, ``assignments``), and the fastest that
+fits is traced whole, as ``predict`` does: only a plan whose own prediction is within the budget is given out.
+
+A larger budget is never predicted slower: the candidates and their order do not depend on the budget.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.planning.assignments import Array, Option, evaluate, table
+from trainfit.planning.candidates import Assignments, assignments, options, runs_of
+from trainfit.planning.probe import probe
+from trainfit.prediction.estimate import predict
+from trainfit.prediction.trace import names_layers
+from trainfit.prediction.transfers import SUSTAINED, host_link
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import BudgetGib, Layers
+from trainfit.spec.result import Estimate
+from trainfit.spec.units import GIB
+from trainfit.virtual.trace.frozen_gc import set_aside
+
+LEVELS = ("none", "elementwise", "full")
+COMPILED_LEVELS = ("none", "full")
+COPY_SHARE = 0.9
+"""Of the rate that copies sustain alone: what a plan counts on."""
+MAX_WAITS = 0.003
+"""Share of a step that a plan may wait for copies."""
+BATCH = 4096
+"""Assignments evaluated at once."""
+MAX_TRIALS = 12
+"""Plans traced whole. Each one that is over the budget says by how much the others are; two are the most seen so far."""
+
+
+class Plan(NamedTuple):
+    """A budget resolved."""
+
+    recipe: Recipe
+    """With the plan in place of the budget."""
+    estimate: Estimate
+
+
+class Candidates(NamedTuple):
+    """Everything that may be chosen, fastest first."""
+
+    choices: list[Option]
+    rows: Assignments
+    peak_bytes: Array
+
+    def recipe(self, recipe: Recipe, index: int) -> Recipe:
+        """The recipe with this assignment."""
+        runs = runs_of(self.rows[index].tolist(), self.choices)
+        plain = len(runs) == 1 and runs[0].recompute == "none" and not runs[0].offload
+        return recipe.model_copy(update={"recompute": "none" if plain else Layers(layers=runs)})
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """The recipe with its GiB budget planned; any other recipe as it is.
+
+    Raises:
+        InputError: as ``plan``.
+    """
+    return plan(recipe).recipe if isinstance(recipe.recompute, BudgetGib) else recipe
+
+
+@set_aside()
+def plan(recipe: Recipe) -> Plan:
+    """The fastest plan found within the recipe's GiB budget.
+
+    Raises:
+        InputError: no plan is within it (the least reachable is named), or the model's blocks cannot be told apart.
+    """
+    assert isinstance(recipe.recompute, BudgetGib)
+    found = candidates(recipe)
+    budget_bytes = recipe.recompute.budget_gib * GIB
+    off = 0.0
+    """How much a traced peak was over its evaluation."""
+    for _ in range(MAX_TRIALS):
+        within = np.flatnonzero(found.peak_bytes + off <= budget_bytes)
+        if not len(within):
+            break
+        tried = _traced(recipe, found, int(within[0]))
+        if tried.estimate.peak_allocated_bytes <= budget_bytes:
+            return tried
+        off = max(off, tried.estimate.peak_allocated_bytes - float(found.peak_bytes[within[0]]))
+    least = _traced(recipe, found, int(np.argmin(found.peak_bytes)))
+    if least.estimate.peak_allocated_bytes <= budget_bytes:
+        return least
+    reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
+    raise InputError(
+        f"the least that any plan reaches is {reachable_gib} GiB",
+        f"set recompute.budget_gib to {reachable_gib} or more, batch.micro or batch.seq smaller, or loss: chunked",
+        field="recompute.budget_gib",
+        value=recipe.recompute.budget_gib,
+    )
+
+
+def _traced(recipe: Recipe, found: Candidates, index: int) -> Plan:
+    planned = found.recipe(recipe, index)
+    return Plan(planned, predict(planned))
+
+
+def candidates(recipe: Recipe) -> Candidates:
+    """All plans of the recipe's blocks, in one order whatever the budget: by time, what is offloaded, and peak."""
+    _check(recipe)
+    gpu = find_gpu(recipe.hardware.gpu)
+    levels = COMPILED_LEVELS if recipe.compile else LEVELS
+    found = probe(recipe, levels)
+    choices = options(found, levels, offload_levels=_offload_levels(recipe))
+    copy_bytes_per_s = 1.0 if gpu.vendor == "host" else host_link(gpu).bytes_per_s * SUSTAINED * COPY_SHARE
+    accumulate = recipe.batch.accumulate
+    rows = assignments(found, choices, copy_bytes_per_s, accumulate)
+    numbers = table(found, choices)
+    parts = [
+        evaluate(found, numbers, rows[start : start + BATCH], copy_bytes_per_s, accumulate)
+        for start in range(0, len(rows), BATCH)
+    ]
+    seconds, waits_s, gone_bytes, peak_bytes = (np.concatenate(part) for part in zip(*parts, strict=True))
+    kept = np.flatnonzero(waits_s <= MAX_WAITS * seconds)
+    seconds = np.round(seconds / seconds.min(), 9)  # Sums of the same numbers in another order are equal.
+    order = kept[np.lexsort((peak_bytes[kept], gone_bytes[kept], seconds[kept]))]
+    return Candidates(choices, rows[order], peak_bytes[order])
+
+
+def _offload_levels(recipe: Recipe) -> tuple[str, ...]:
+    if recipe.compile or find_gpu(recipe.hardware.gpu).vendor == "host":
+        return ()
+    # What autograd saves of weights under autocast are copies that autocast holds as well: they cannot be told from
+    # activations, and to take them away would free nothing.
+    return LEVELS[1:] if recipe.precision.startswith("amp") else LEVELS
+
+
+def _check(recipe: Recipe) -> None:
+    field = "recompute.budget_gib"
+    value = recipe.recompute.budget_gib if isinstance(recipe.recompute, BudgetGib) else None
+    if recipe.compile == "model":
+        raise InputError(
+            "the compiler decides what a whole compiled model recomputes",
+            "use recompute: {budget: share}, or compile: block or false",
+            field=field,
+            value=value,
+        )
+    if names_layers(recipe):
+        raise InputError(
+            "the adapter's targets name layers by number, so the blocks are not alike",
+            "name targets without numbers, or write out recompute: {layers: [...]}",
+            field=field,
+            value=value,
+        )

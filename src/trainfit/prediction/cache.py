@@ -1,0 +1,91 @@
+"""Ledgers on disk, found by what they depend on: the recipe, our code and the versions of what it runs. No torch here."""
+
+import hashlib
+import os
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from trainfit.ledger import file as ledger_file
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.versions import LIBRARIES
+from trainfit.spec.provenance import installed_version
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.value import canonical_json
+
+ROOMS = (
+    "catalog/models",
+    "catalog/gpus.toml",
+    "ledger",
+    "kernels",
+    "optim",
+    "virtual",
+    "offload",
+    "models",
+    "checkpointing",
+    "techniques",
+    "step.py",
+    "prediction/trace.py",
+    "prediction/versions.py",
+)
+"""What of our code decides a ledger."""
+MAX_LEDGERS = 500
+
+
+def folder() -> Path:
+    """Where ledgers are kept: $TRAINFIT_CACHE, else trainfit/ in the user's cache folder."""
+    own = os.environ.get("TRAINFIT_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(own) if own else Path(base) / "trainfit"
+
+
+def key(recipe: Recipe, *, deterministic: bool = False) -> str:
+    """Thirty-two hex digits: equal for recipes whose steps are equal, whatever their name, seed or price.
+
+    ``deterministic``: as ``trace`` takes it.
+    """
+    content = recipe.content()
+    del content["seed"], content["hardware"]["price_per_hour"], content["model"]["name"]
+    parts = [content, deterministic, code_version(), {name: installed_version(name) for name in LIBRARIES}]
+    return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
+
+
+def load(recipe: Recipe, *, deterministic: bool = False) -> Ledger | None:
+    """The ledger of an equal recipe, if one is kept and whole."""
+    path = folder() / f"{key(recipe, deterministic=deterministic)}.json.gz"
+    try:
+        return ledger_file.load(path)
+    except ValueError:
+        with suppress(
+            OSError
+        ):  # Damaged: trace again. Where it cannot be removed (a read-only folder) it is not read.
+            path.unlink(missing_ok=True)
+        return None
+
+
+def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False) -> None:
+    """Keep a ledger, the oldest make room. A cache that cannot be written (a read-only home) is done without."""
+    try:
+        ledger_file.save(ledger, folder() / f"{key(recipe, deterministic=deterministic)}.json.gz")
+        kept = sorted(folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-MAX_LEDGERS]:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return
+
+
+@cache
+def code_version() -> str:
+    """A hash of the source that decides a ledger."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for room in ROOMS:
+        place = root / room
+        files = (
+            [place]
+            if place.is_file()
+            else sorted(p for p in place.rglob("*") if p.suffix in {".py", ".json"})
+        )
+        for path in files:
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()

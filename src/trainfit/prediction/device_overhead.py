@@ -1,0 +1,33 @@
+"""What a GPU holds besides the allocator's memory: the CUDA context and the libraries' kernels. No torch here.
+
+Measured on an H200 (driver 580, CUDA 13.0, torch 2.11; results/h200-measured.jsonl): nvidia-smi's use less the allocator's
+reserved bytes was the same to the byte in every recipe. On other GPUs it is an assumption, said with the estimate.
+"""
+
+from trainfit.ledger.ledger import Ledger
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.units import MIB
+
+CONTEXT_BYTES = 12013 * MIB // 16
+"""CUDA context with PyTorch's and cuBLAS's kernels: 750.8125 MiB."""
+CUDNN_BYTES = 16 * MIB
+"""More, once cuDNN's attention has run."""
+
+
+def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
+    """Bytes on the device that no allocator statistic shows; 0 on a CPU."""
+    if gpu.vendor == "host":
+        return 0
+    uses_cudnn = any("cudnn" in op.name for op in ledger.ops)
+    return CONTEXT_BYTES + (CUDNN_BYTES if uses_cudnn else 0)
+
+
+MARGIN = 1 / 2048
+"""Share of the card that a recipe must leave free to be said to fit: 70 MiB of an H200's 139.8 GiB. Kernels that are
+loaded late took up to 18 MiB more than the above (results/h200-measured.jsonl, tag near-card)."""
+
+
+def capacities(gpu: Gpu, ledger: Ledger) -> tuple[int, ...]:
+    """What the allocator may reserve on this GPU with the margin, half of it, and none, smallest first."""
+    most = gpu.usable_bytes - overhead_bytes(gpu, ledger)
+    return tuple(most - int(gpu.usable_bytes * share) for share in (MARGIN, MARGIN / 2, 0))

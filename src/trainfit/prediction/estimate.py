@@ -1,0 +1,221 @@
+"""Recipe -> Estimate: trace its step on the virtual GPU (or read the kept ledger), replay it, sum it up.
+
+Imports torch only where no ledger is kept.
+"""
+
+import os
+
+from trainfit.catalog.load import cluster
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
+from trainfit.ledger.allocator_settings import allocator_settings
+from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.replay import Replay, Tally, replay
+from trainfit.prediction import attention_time, cache
+from trainfit.prediction.device_overhead import capacities, overhead_bytes
+from trainfit.prediction.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Cost, Estimate, Interval
+from trainfit.spec.units import format_bytes
+
+CONVENTION = (
+    "matrix products and attention, 2 FLOPs a multiply-add; masked attention scores not counted, in "
+    "hardware FLOPs those that a kernel skips; model FLOPs leave out what is recomputed; MFU and HFU are of the dense peak of the matrix products' dtype"
+)
+
+CALIBRATED_GPU = "h200"
+CALIBRATED_BOUNDS = (0.65, 1.9)
+"""Lowest and highest measured step over the expected one."""
+CALIBRATED_BASIS = (
+    "0.65 to 1.9 times the expectation (compiled: low without the host's part): of 261 steps on an H200 260 lay inside, one, "
+    "OLMoE with LoRA in fp16, at 2.4 times; a slower host or other clocks can take a run outside"
+)
+
+LEAST_HEADROOM = 0.01
+"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by 0.08 % (docs/accuracy.md),
+what else is on a card (a display, another process's context) takes some hundred MiB."""
+
+MORE_STEPS = 8
+"""Steady steps replayed at most beyond the traced one. Of 10 recipes within 3 % of an H200's memory that ran out of it, four
+did so in the third step or later; five of 62 compiled ones take new segments in their third step (four of them to the byte)."""
+
+
+def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Estimate:
+    """Return what one step of the recipe costs on its GPU.
+
+    Several threads may call it; those that trace wait for each other. Random states, default dtype and all settings of the
+    process are afterwards what they were, also when it raises. docs/predict.md lists what a thread that trains meanwhile
+    may expect, and what is loaded once and stays.
+
+    Args:
+        deterministic: with kernels that repeat bit by bit, which ``train`` asks for by default and ``measure`` does not.
+
+    Raises:
+        InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
+    """
+    gpu = find_gpu(recipe.hardware.gpu)
+    ledger = ledger_of(recipe, use_cache=use_cache, deterministic=deterministic)
+    return estimate(recipe, gpu, ledger)
+
+
+def ledger_of(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Ledger:
+    """The recipe's ledger, from the cache or traced."""
+    kept = cache.load(recipe, deterministic=deterministic) if use_cache else None
+    if kept is not None:
+        return kept
+    from trainfit.prediction.trace import trace
+
+    ledger = trace(recipe, deterministic=deterministic)
+    cache.save(recipe, ledger, deterministic=deterministic)
+    return ledger
+
+
+def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
+    """Sum a ledger up for a GPU."""
+    replayed, fits = replay_on(gpu, ledger)
+    ops = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
+    model_flops = float(sum(ledger.times(op) * op.model_flops for op in ops))
+    hardware_flops = float(sum(ledger.times(op) * op.causal_flops for op in ops))
+    time = roofline(ledger, gpu)
+    step_s = time.expected.total if time else None
+    peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
+    peak_device_bytes = replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger)
+    tokens_per_s = recipe.batch.tokens / step_s if step_s else None
+    return Estimate(
+        recipe_id=recipe.id,
+        phases=replayed.phases,
+        breakdown=replayed.breakdown,
+        peak_phase=replayed.peak_phase,
+        peak_allocated_bytes=replayed.peak_allocated_bytes,
+        peak_reserved_bytes=replayed.peak_reserved_bytes,
+        peak_device_bytes=peak_device_bytes,
+        device_bytes=gpu.usable_bytes,
+        host_bytes=ledger.host_bytes,
+        fits=fits,
+        params=ledger.params,
+        trainable_params=ledger.trainable_params,
+        model_flops=model_flops,
+        hardware_flops=hardware_flops,
+        flops_convention=CONVENTION,
+        step_s=step_s,
+        time=time.expected if time else None,
+        tokens_per_s=tokens_per_s,
+        mfu=model_flops / step_s / peak if step_s and peak else None,
+        hfu=hardware_flops / step_s / peak if step_s and peak else None,
+        cost=_cost(recipe, tokens_per_s),
+        assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
+        ops_without_flops=ledger.ops_without_flops,
+        bounds=_bounds(time, gpu, recipe),
+        warnings=(
+            *_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
+            *(_emulated(recipe, gpu) if time else ()),
+        ),
+        versions=ledger.versions,
+    )
+
+
+def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
+    """Replay without a limit, then, if that is too much, within the GPU's memory: the allocator may still fit it in.
+
+    The allocator is set as this environment's PYTORCH_ALLOC_CONF says.
+
+    Returns:
+        the replay within the limit if that succeeds, else the unlimited one; and whether it fits.
+    """
+    if gpu.vendor == "host":
+        tally = replay(ledger, Tally(), settled=True)
+        return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
+    expandable = allocator_settings(os.environ).expandable_segments
+    free = replay(
+        ledger, CachingAllocator(expandable_segments=expandable), settled=True, more_steps=MORE_STEPS
+    )
+    capacity, *larger = capacities(gpu, ledger)
+    most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
+    if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
+        return free, most_reserved <= capacity
+    try:
+        # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run may fail
+        # that succeeds with less. It fits only if it always does.
+        within, *_ = [
+            replay(ledger, CachingAllocator(size, expandable), settled=True, more_steps=MORE_STEPS)
+            for size in (capacity, *larger)
+        ]
+    except OutOfMemory:
+        return free, False
+    return within, True
+
+
+def matmul_dtype(ledger: Ledger) -> str:
+    """Dtype, as the catalog names it, in which most FLOPs of the steady step are done."""
+    totals: dict[str, float] = {}
+    for op in ledger.ops:
+        if ledger.segments[op.segment].step == "steady" and op.causal_flops:
+            dtype = PEAK_DTYPE.get(op.dtype, "fp32")
+            totals[dtype] = totals.get(dtype, 0.0) + ledger.times(op) * op.causal_flops
+    return max(totals, key=lambda name: totals[name]) if totals else "fp32"
+
+
+def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
+    rented = cluster(recipe.hardware)
+    price = rented.price_per_hour
+    if price is None or not tokens_per_s:
+        return None
+    return Cost(
+        price_per_gpu_hour=price,
+        num_gpus=rented.count,
+        per_hour=price * rented.count,
+        per_million_tokens=price / 3600 / tokens_per_s * 1e6,
+    )
+
+
+def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tuple[str, ...]:
+    told = " and ".join(str(times) for times in ledger.repeats)
+    repeated = (f"{told} equal groups of layers told by one",) if ledger.repeat > 1 else ()
+    if gpu.vendor != "host":
+        repeated += allocator_settings(os.environ).assumptions
+    if not timed:
+        return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
+    if recipe.empty_cache_every is not None:
+        repeated += ("the time that the driver takes to get memory back and give it again is not counted",)
+    rates = attention_time.assumptions(ledger, gpu)
+    return (
+        *repeated,
+        *_emulated(recipe, gpu),
+        *rates,
+        "step time is a roofline, not yet calibrated on your GPU",
+    )
+
+
+def _little_headroom(headroom_bytes: int, device_bytes: int, *, fits: bool) -> tuple[str, ...]:
+    if not fits or headroom_bytes >= LEAST_HEADROOM * device_bytes:
+        return ()
+    return (
+        f"less than {LEAST_HEADROOM:.0%} of the device is free, {format_bytes(headroom_bytes)}: "
+        "another process on it, or a longer batch, is enough to run out of memory",
+    )
+
+
+def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
+    """Says so where bf16 is asked of an NVIDIA GPU older than Ampere: torch runs it, without bf16 tensor cores."""
+    if gpu.vendor != "nvidia" or "bf16" in gpu.peak_flops_per_s or not recipe.precision.endswith("bf16"):
+        return ()
+    peak = peak_flops_per_s(gpu, "bf16") / 1e12
+    return (
+        f"{gpu.name} has no bf16 tensor cores: bf16 is emulated and slow, its products timed at the fp32 peak, "
+        f"{peak:,.3g} TFLOP/s; precision: amp-fp16 uses the tensor cores it has",
+    )
+
+
+def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
+    if time is None:
+        return {}
+    expected = time.expected.total
+    if gpu.name == CALIBRATED_GPU:
+        low, high = (factor * expected for factor in CALIBRATED_BOUNDS)
+        if recipe.compile:
+            # The host's rates are those of eager code; compiled code needs it less, how much less is not known.
+            low = CALIBRATED_BOUNDS[0] * (expected - time.expected.host_s)
+        return {"step_s": Interval(low=max(low, time.lowest_s), high=high, basis=CALIBRATED_BASIS)}
+    basis = "low: every operation at the data sheet's rate; high: 3 times the expectation, whose rates are an H200's and its host's"
+    return {"step_s": Interval(low=time.lowest_s, high=3 * expected, basis=basis)}

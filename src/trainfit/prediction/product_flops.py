@@ -1,0 +1,180 @@
+"""FLOPs of a step in closed form, term by term what the virtual GPU counts; no torch.
+
+A weight that is multiplied costs 6 FLOPs a token (4 where it is frozen); tables that are only looked up cost nothing. A query-key
+pair costs 6 H (Q + V) in each layer: H heads, Q and V the head sizes of keys and values (arXiv:2204.02311, appendix B). Of a
+sequence of s tokens a causal layer sees s(s+1)/2 pairs, one with a sliding window or chunks fewer.
+"""
+
+from typing import Any
+
+from trainfit.prediction.flops_accounting import AttentionCount, Recomputed, StepFlops, Trained
+from trainfit.prediction.shape import Shape, shape_of
+
+DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
+"""Tokens of a window where the config does not say, as in transformers' configuration classes."""
+ALTERNATING = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}
+"""Every so many layers one sees everything, unless the config names its layers."""
+SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
+"""Model types whose window counts only with ``use_sliding_window``."""
+PARALLEL = ("gpt_neox", "gptj", "phi", "falcon")
+"""Model types whose feed-forward network reads the same input as attention."""
+
+
+def product_step_flops(
+    config: dict[str, Any],
+    *,
+    batch: int,
+    seq: int,
+    attention: AttentionCount = "causal",
+    trained: Trained = "all",
+    recomputed: Recomputed = "none",
+    adapter_params: int = 0,
+) -> StepFlops:
+    """FLOPs of a step of ``batch`` sequences of ``seq`` tokens.
+
+    Args:
+        attention: ``causal`` counts the pairs that causal masks, windows and chunks leave, ``full`` all pairs.
+        trained: ``all`` weights, or an ``adapter`` beside frozen ones.
+        recomputed: ``full`` adds one more forward to the hardware's FLOPs.
+        adapter_params: weights of the adapter, each in a product.
+
+    Raises:
+        InputError: a model type whose layers are not known here, or a size that is missing.
+    """
+    shape = shape_of(config)
+    tokens, weights = batch * seq, multiplied_params(config)
+    scores = (
+        2
+        * batch
+        * shape.heads
+        * (shape.head_dim + shape.value_dim)
+        * _all_pairs(config, shape, seq, attention)
+    )
+    forward = 2 * (weights + adapter_params) * tokens + scores
+    beside = ""
+    if trained == "all":
+        model = 3 * forward
+        convention = "6N"
+    else:
+        # Nothing before the first block is trained, so its input needs no gradient.
+        unneeded = 2 * _first_inputs(config, shape) * tokens
+        model = (4 * weights + 6 * adapter_params) * tokens + 3 * scores - unneeded
+        convention = "4N"
+        if shape.experts:
+            beside = "; not the products in which PEFT writes out each expert's adapter"
+    return StepFlops(
+        model_flops=model,
+        hardware_flops=model + (forward if recomputed == "full" else 0),
+        convention=f"{convention} + {attention} attention a token, windows followed, N = {weights:,} multiplied weights{beside}",
+    )
+
+
+def multiplied_params(config: dict[str, Any]) -> int:
+    """Weights of matrices that one token is multiplied with: tables and norms left out, a tied head counted once."""
+    shape = shape_of(config)
+    blocks = shape.layers * sum(_attention_inputs(config, shape))
+    for layer in range(shape.layers):
+        blocks += _mixture(config, shape) if _is_mixture(config, shape, layer) else _dense(shape)
+    return blocks + _head(config, shape)
+
+
+def layer_windows(config: dict[str, Any]) -> list[tuple[str, int] | None]:
+    """For each layer ``("window", tokens)``, ``("chunk", tokens)``, or None where it sees all tokens before.
+
+    A window counts the token itself.
+    """
+    model_type, layers = str(config.get("model_type")), shape_of(config).layers
+    window = config.get("sliding_window", DEFAULT_WINDOWS.get(model_type))
+    if model_type in SWITCHED and not config.get("use_sliding_window"):
+        window = None
+    chunk = config.get("attention_chunk_size")
+    limits = {
+        "sliding_attention": ("window", window) if window else None,
+        "chunked_attention": ("chunk", chunk) if chunk else None,
+    }
+    return [limits.get(kind) for kind in _layer_kinds(config, model_type, layers)]
+
+
+def _layer_kinds(config: dict[str, Any], model_type: str, layers: int) -> list[str]:
+    """As transformers' configuration classes name them."""
+    if config.get("layer_types"):
+        return list(config["layer_types"])
+    if model_type in ALTERNATING:
+        period = (
+            config.get("sliding_window_pattern", ALTERNATING[model_type])
+            if model_type == "gemma3_text"
+            else 2
+        )
+        return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
+    if model_type in ("qwen2", "qwen3"):
+        first = config.get("max_window_layers", 28)
+        return ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
+    return ["sliding_attention"] * layers
+
+
+def visible_pairs(seq: int, limit: tuple[str, int] | None) -> int:
+    """Query-key pairs of one causal sequence under a window or chunks."""
+    if limit is None or limit[1] >= seq:
+        return seq * (seq + 1) // 2
+    kind, tokens = limit
+    if kind == "window":
+        return tokens * (tokens + 1) // 2 + (seq - tokens) * tokens
+    rest = seq % tokens
+    return seq // tokens * (tokens * (tokens + 1) // 2) + rest * (rest + 1) // 2
+
+
+def _all_pairs(config: dict[str, Any], shape: Shape, seq: int, attention: AttentionCount) -> int:
+    if attention == "none":
+        return 0
+    if attention == "full":
+        return shape.layers * seq * seq
+    return sum(visible_pairs(seq, limit) for limit in layer_windows(config))
+
+
+def _attention_inputs(config: dict[str, Any], shape: Shape) -> tuple[int, int]:
+    """One layer's weights that read the block's input, and attention's others."""
+    h = shape.hidden
+    if "kv_lora_rank" not in config:
+        return h * shape.head_dim * (shape.heads + 2 * shape.kv_heads), shape.heads * shape.head_dim * h
+    # Multi-head latent attention (arXiv:2405.04434, section 2.1).
+    latent, rope, nope = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+    queries, compressed = shape.heads * shape.head_dim, config.get("q_lora_rank")
+    first = h * (compressed or queries) + h * (latent + rope)
+    others = latent * shape.heads * (nope + shape.value_dim) + shape.heads * shape.value_dim * h
+    return first, others + (compressed * queries if compressed else 0)
+
+
+def _matrices(shape: Shape) -> int:
+    return 3 if shape.kind == "swiglu" else 2
+
+
+def _dense(shape: Shape) -> int:
+    return _matrices(shape) * shape.hidden * shape.feed_forward
+
+
+def _mixture(config: dict[str, Any], shape: Shape) -> int:
+    """The router, a token's experts and those that all tokens share."""
+    shared = config.get("n_shared_experts") or 0
+    experts = (shape.experts_per_token + shared) * _matrices(shape) * shape.hidden * shape.expert_feed_forward
+    return shape.hidden * shape.experts + experts
+
+
+def _is_mixture(config: dict[str, Any], shape: Shape, layer: int) -> bool:
+    if not shape.experts or layer < shape.dense_layers or layer in (config.get("mlp_only_layers") or ()):
+        return False
+    return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+
+
+def _head(config: dict[str, Any], shape: Shape) -> int:
+    """The output matrix. OPT-350M's tables are narrower than its blocks, with a matrix before and behind these."""
+    narrow = config.get("word_embed_proj_dim") or shape.hidden
+    between = 2 * narrow * shape.hidden if narrow != shape.hidden else 0
+    return shape.vocab * narrow + between
+
+
+def _first_inputs(config: dict[str, Any], shape: Shape) -> int:
+    """Weights of the first block that read its input."""
+    first, _ = _attention_inputs(config, shape)
+    if config.get("model_type") not in PARALLEL or config.get("parallel_attn") is False:
+        return first
+    return first + (_matrices(shape) - 1) * shape.hidden * shape.feed_forward

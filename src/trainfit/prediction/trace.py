@@ -1,0 +1,190 @@
+"""A recipe's step on the virtual GPU: Recipe -> Ledger."""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.this_cpu import CPU
+from trainfit.kernels.determinism import deterministic_kernels
+from trainfit.ledger.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
+from trainfit.models.layers import layer_lists, num_quantized
+from trainfit.prediction.config_failure import refuse_config
+from trainfit.prediction.versions import libraries_of, versions_of
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
+from trainfit.spec.recipe import Recipe
+from trainfit.step import Step, assemble
+from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
+from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.exclusive import exclusive
+from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
+from trainfit.virtual.host_random import own_generator
+from trainfit.virtual.process_state import restored_settings
+from trainfit.virtual.trace.repeated_layers import shorten
+from trainfit.virtual.trace.scope import NOWHERE, Groups
+
+DETERMINISTIC = (
+    "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
+    "operations sort for it (experts' sums, for one) is not"
+)
+
+LOSS_SET = (
+    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; without that transformers '
+    "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
+)
+
+
+def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -> Ledger:
+    """Run init, a first and a steady step of the recipe on its virtual GPU.
+
+    Args:
+        whole: trace every layer even where layers repeat.
+        deterministic: with the kernels that ``torch.use_deterministic_algorithms`` takes, which this is told by alone.
+    Raises:
+        InputError: the recipe asks for what is not there or cannot be combined.
+    """
+    with exclusive():
+        return _traced(recipe, whole=whole, deterministic=deterministic)
+
+
+def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
+    if recipe.adapter is not None:
+        # Tensors that are made when it is imported are no part of the step.
+        optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
+    with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
+        try:
+            ledger = _shortened(recipe) if not whole else _trace(recipe, whole=True)
+        except InputError:
+            raise
+        except Exception as error:
+            refuse_config(recipe, error)
+            raise
+    if deterministic:
+        ledger.assumptions = (*ledger.assumptions, DETERMINISTIC)
+    ledger.versions = versions_of(libraries_of(recipe, ledger))
+    return ledger
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without torch's log of an exception on fake tensors: it is raised as well, and told once."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _shortened(recipe: Recipe) -> Ledger:
+    """The ledger told by a few of the layers where that can be, else by all."""
+    # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
+    if recipe.compile != "model" and not names_layers(recipe) and not _moves(recipe):
+        try:
+            ledger = _trace(recipe, whole=False)
+            for _ in ledger.expand():
+                pass
+            return ledger
+        except RepeatError:
+            pass  # The layers share more than the pattern tells: trace them all.
+    return _trace(recipe, whole=True)
+
+
+def _moves(recipe: Recipe) -> bool:
+    """Whether what one layer needs is fetched while another one's compiled code runs, where places are not told."""
+    return bool(recipe.compile) and (recipe.offload.activations or recipe.offload.weights)
+
+
+def _least_period(recipe: Recipe) -> int:
+    """Layers of a group at least: which of them find their weights still on the device follows from their number."""
+    slots = offload_weights.num_slots(recipe) if recipe.offload.weights else 1
+    return max(slots, recompute_layers.least_period(recipe))
+
+
+def names_layers(recipe: Recipe) -> bool:
+    """Whether an adapter is asked for in some layers by their numbers, or is one tensor for all: not to be cut."""
+    if recipe.adapter is not None and recipe.adapter.kind == "prefix" and recipe.model.implementation == "hf":
+        return True
+    targets = recipe.adapter.targets if recipe.adapter is not None else ()
+    named = (targets,) if isinstance(targets, str) else targets
+    # A number of its own or a pattern of numbers, not one within a name such as fc1 or dense_4h_to_h.
+    return any(re.search(r"(?<![A-Za-z0-9_])\d|\\d|\[\^?\d", target) for target in named)
+
+
+def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+    gpu = find_gpu(recipe.hardware.gpu)
+    traits = None if gpu.name == CPU else GpuTraits.of(gpu)
+    if traits is None:
+        registry.check_device(recipe, "cpu")
+    with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
+        groups: list[Groups] = []
+        repeats: tuple[int, ...] = ()
+        quantized = 0
+
+        def on_model(model: nn.Module) -> None:
+            nonlocal quantized, repeats
+            quantized = num_quantized(model)
+            if whole:
+                return
+            for technique in (recompute_every, recompute_layers):
+                technique.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
+            # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
+            first_differs = recipe.compile == "block" and recipe.adapter is not None
+            found, repeats, removed = shorten(
+                layer_lists(model),
+                first_differs=first_differs,
+                least_period=_least_period(recipe),
+            )
+            groups.extend(found)
+            virtual.tracer.live.forget(
+                tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
+            )
+
+        step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler)
+        virtual.model_is_complete(step.model, groups)
+        if step.hosted is not None:
+            for index in range(len(step.hosted.blocks)):
+                place = virtual.place_of(step.hosted.parameters(index)[0])
+                virtual.tracer.own_host(step.hosted.ring.host(index), place)
+        for name in ("first", "steady"):
+            _run(step, virtual, name)
+        if not whole and virtual.compiler.captures_each_layer():
+            raise RepeatError("equal layers are compiled into graphs of their own")
+        ledger = virtual.finish()
+        ledger.assumptions = virtual.assumptions()
+        if recipe.compile == "model" and recipe.loss == "standard":
+            from trainfit.models.hf import sets_loss
+
+            ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
+        ledger.empty_cache_every = recipe.empty_cache_every
+        ledger.repeats = repeats
+        ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
+        ledger.params += quantized  # Codes are no parameters.
+    return ledger
+
+
+def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
+    virtual.begin(name, "data")
+    batches = step.random_batches()
+    step(batches, on_phase=lambda phase: virtual.begin(name, phase))
+    for optimizer in step.optimizers:
+        virtual.own_state(optimizer)
+    for memory in step.hosted.moments.slots() if step.hosted is not None else ():
+        virtual.tracer.live.own(memory, "optimizer", NOWHERE)
+
+
+def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:
+    total = trainable = 0
+    for parameter in model.parameters():
+        group = virtual.place_of(parameter).group
+        times = repeats[run_of(group)] if part_of(group) == MIDDLE else 1
+        total += times * parameter.numel()
+        trainable += times * parameter.numel() if parameter.requires_grad else 0
+    return total, trainable

@@ -1,0 +1,31 @@
+"""Time of copies between a GPU and pinned host memory, beside the computation. No torch here."""
+
+from trainfit.catalog.load import link
+from trainfit.ledger.ledger import Ledger, Op
+from trainfit.spec.hardware import Gpu, Link
+from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
+
+SUSTAINED = 0.87
+"""Share of the link's rate that pinned copies reach: 55 of 63 GB/s on one H200 (docs/log.md)."""
+
+
+def is_transfer(op: Op) -> bool:
+    """Whether the operation copies between GPU and host."""
+    return op.name in COPY_DIRECTIONS
+
+
+def host_link(gpu: Gpu) -> Link:
+    """PCI Express of the GPU's generation: NVIDIA's has 3.0 until Turing, 4.0 from Ampere, 5.0 from Hopper; others 4.0."""
+    major = 8 if gpu.compute_capability is None else gpu.compute_capability[0]
+    return link("pcie3-x16" if major < 8 else "pcie4-x16" if major < 9 else "pcie5-x16")
+
+
+def transfers_s(ledger: Ledger, ops: list[Op], gpu: Gpu) -> dict[int, dict[str, float]]:
+    """For each segment, seconds that its copies ``in`` and ``out`` need if nothing holds them up."""
+    rate = host_link(gpu).bytes_per_s * SUSTAINED
+    found: dict[int, dict[str, float]] = {}
+    for op in ops:
+        if op.name in COPY_DIRECTIONS:
+            both = found.setdefault(op.segment, {"in": 0.0, "out": 0.0})
+            both[COPY_DIRECTIONS[op.name]] += ledger.times(op) * op.num_bytes / rate
+    return found

@@ -1,0 +1,107 @@
+"""The book of a sweep: its records, one a line, each on the disk before the next trial's is. What resuming reads.
+
+``FOLDER/records.jsonl`` (Records), ``FOLDER/logs/`` (what failed trials printed), ``FOLDER/report.html``.
+One sweep at a time writes to a folder. A line that a killed sweep left half-written is moved to ``records.torn``; a damaged
+record is refused.
+"""
+
+import re
+from pathlib import Path
+from types import TracebackType
+
+from trainfit.spec import files
+from trainfit.spec.errors import InputError
+from trainfit.spec.provenance import new_record
+from trainfit.spec.record_line import from_line, lines_of, to_line
+from trainfit.spec.result import Record
+from trainfit.spec.storage import Appender, write_text
+from trainfit.sweeps.parts import PartRequest, PartResult
+
+RECORDS, LOGS, REPORT = "records.jsonl", "logs", "report.html"
+MAX_RECORDS_BYTES = 10**9
+SWEEP_TAG, VARIANT_TAG = "sweep:", "variant:"
+
+
+class Book:
+    """The open book of ``folder``, made if it is not there; held by one process at a time."""
+
+    def __init__(self, folder: Path, sweep: str):
+        self.folder = folder
+        self._sweep = sweep
+        self._file: Appender | None = None
+        self.notes: tuple[str, ...] = ()
+        """What a person should know of the records that were there."""
+        self._newest: dict[str, Record] = {}
+
+    def __enter__(self) -> "Book":
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError("is a file", "name a folder", field="out", value=str(self.folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / RECORDS).exists():
+            files.open_regular(self.folder / RECORDS, MAX_RECORDS_BYTES).close()
+        self._file = Appender(self.folder / RECORDS)
+        try:
+            self._file.lock(wait=False)
+            self._read(self._file)
+        except BlockingIOError:
+            self._file.close()
+            remedy = "wait for it, or use another folder"
+            raise InputError(
+                "another sweep writes in this folder", remedy, field="out", value=str(self.folder)
+            ) from None
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def found(self, request: PartRequest) -> Record | None:
+        """The newest record of what is asked, if there is one."""
+        return self._newest.get(request.id)
+
+    def append(self, request: PartRequest, result: PartResult) -> Record:
+        """Keep what came of a part; once this returns it is on the disk."""
+        assert self._file is not None, "the book is open"
+        record = new_record(
+            request.part, request.recipe,
+            estimate=result.estimate, measurement=result.measurement, train=result.train, outcome=result.outcome,
+            tags=(f"{SWEEP_TAG}{self._sweep}", f"{VARIANT_TAG}{request.variant}"),
+            planned=result.planned.content() if result.planned else None,
+        )  # fmt: skip
+        self._file.append(to_line(record).encode() + b"\n", sync=True)
+        self._newest[request.id] = record
+        if result.output:
+            self._log(request, result.output)
+        return record
+
+    def _read(self, file: Appender) -> None:
+        content = file.read()
+        whole, end, torn = content.rpartition(b"\n")
+        records = [from_line(line, where) for line, where in lines_of(file.path, whole + end)]
+        if torn:
+            self._set_aside(file, torn)
+        for record in records:
+            if record.outcome is not None:
+                self._newest[record.outcome.request_id] = record
+
+    def _set_aside(self, file: Appender, torn: bytes) -> None:
+        """Move the beginning of a record that a killed sweep left; that part was not done, and runs again."""
+        kept = file.path.with_suffix(".torn")
+        with Appender(kept) as other:
+            other.append(torn + b"\n", sync=True)
+        file.cut(len(file.read()) - len(torn))
+        self.notes = (
+            f"{file.path}: the last line was cut off, as by a killed sweep; it is moved to {kept.name}, "
+            "and its part runs again",
+        )
+
+    def _log(self, request: PartRequest, output: str) -> None:
+        logs = self.folder / LOGS
+        logs.mkdir(exist_ok=True)
+        safe = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", request.variant)
+        write_text(logs / f"{safe}-{request.recipe.id[:8]}-{request.part}.txt", output)

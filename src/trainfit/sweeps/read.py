@@ -1,0 +1,264 @@
+"""A sweep's file becomes variants, each a whole Recipe, before anything runs.
+
+Enters: a YAML file. Leaves: a Sweep. Paths in the file are relative to it. Whatever is wrong anywhere is one InputError
+that names the file, the variant, the field, the value and the remedy.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainfit.catalog import load as catalog
+from trainfit.catalog.config_checks import ignored
+from trainfit.spec.errors import InputError
+from trainfit.spec.names import find_model
+from trainfit.spec.plain_data import read_yaml
+from trainfit.spec.recipe_file import merge, read_data, recipe_from, set_field, with_model_config
+from trainfit.spec.sweep import SweepFile, TrainPart, Variant
+from trainfit.spec.value import parse
+from trainfit.training.options import TrainOptions, data_from, is_there
+
+MAX_VARIANTS = 1000
+MAX_NAME = 100
+RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
+
+Data = dict[str, Any]
+Start = tuple[str, Data, str]
+"""A variant's name, its recipe as plain data, and where it was said."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep to run. ``notes``: what a person should know, such as variants that are one and the same recipe."""
+
+    name: str
+    file: SweepFile
+    variants: tuple[Variant, ...]
+    notes: tuple[str, ...]
+
+
+def read_sweep(path: Path, settings: list[str] | None = None) -> Sweep:
+    """Read a sweep's file; ``settings`` (``a.b=c``) are laid on every variant.
+
+    Raises:
+        InputError: bad content, here or in a recipe it names.
+        OSError: the file cannot be read.
+    """
+    data = read_yaml(path)
+    if not isinstance(data, dict):
+        raise InputError("not a mapping", "write fields such as 'base:' and 'product:'", file=str(path))
+    for part in ("measure", "train"):
+        if part in data and data[part] is None:  # Else it would be taken for "do not".
+            remedy = f"write {part}: {{}} for the defaults, or leave it out"
+            raise InputError("nothing is written", remedy, field=part, file=str(path))
+    file = parse(SweepFile, data, file=str(path))
+    if file.train is not None:
+        file = file.model_copy(update={"train": _checked(file.train, path)})
+    starts = [*_from_base(file, path), *_from_recipes(file, path)]
+    starts = [varied for start in starts for varied in _product(start, file, path)]
+    if len(starts) > MAX_VARIANTS:
+        problem = f"{len(starts):,} variants"
+        raise InputError(problem, f"at most {MAX_VARIANTS:,} are run", field="product", file=str(path))
+    _refuse_same_names(starts, path)
+    notes: list[str] = []
+    variants = [_variant(start, settings or [], notes) for start in starts]
+    kept, equals = _without_equals(variants)
+    return Sweep(_sweep_name(file, path), file, kept, (*dict.fromkeys(notes), *equals))
+
+
+def train_options(part: TrainPart, **fields: Any) -> TrainOptions:
+    """The options of a training run that only its numbers are wanted of: no checkpoint, no event files."""
+    data = data_from(part.data).model_dump()
+    plain = {"save_last": False, "tensorboard": False}
+    return parse(TrainOptions, {**part.model_dump(mode="json"), **plain, **fields, "data": data})
+
+
+def _checked(part: TrainPart, path: Path) -> TrainPart:
+    """``part`` with its data's path made absolute, and refused where a run would be."""
+    if "\0" not in part.data and is_there(path.parent / part.data):
+        part = part.model_copy(update={"data": str((path.parent / part.data).resolve())})
+    try:
+        train_options(part, out="nowhere")
+    except InputError as error:
+        field = f"train.{error.field}" if error.field != "(whole file)" else "train"
+        raise InputError(
+            error.problem, error.remedy, field=field, value=error.value, file=str(path)
+        ) from None
+    return part
+
+
+def _sweep_name(file: SweepFile, path: Path) -> str:
+    if file.name is not None:
+        return file.name
+    try:
+        return parse(SweepFile, {"name": path.stem, "base": "any"}).name or ""
+    except InputError:
+        raise InputError(
+            "the file's name is no name for a folder", "write name: NAME in it", file=str(path)
+        ) from None
+
+
+def _from_base(file: SweepFile, path: Path) -> list[Start]:
+    if file.base is None:
+        return []
+    name, base = _base(file.base, path)
+    if not file.list:
+        return [(name, base, str(path))]
+    return [_changed(base, change, index, path) for index, change in enumerate(file.list)]
+
+
+def _base(said: str | Data, path: Path) -> tuple[str, Data]:
+    """The base's name and data: an inline mapping, a file, a shipped recipe, or a model of the catalog."""
+    if isinstance(said, dict):
+        inline = dict(said)
+        extended = inline.pop("extends", None)
+        below = {} if extended is None else _read(extended, path, "base.extends")
+        return "base", merge(below, _located(inline, path))
+    known = find_model(said)
+    if said.endswith(RECIPE_SUFFIXES) or ("/" in said and known is None):
+        return Path(said).stem, _read(said, path, "base")
+    shipped, folded = catalog.recipes(), said.lower().replace("_", "-")
+    if folded in shipped:
+        return folded, read_data(shipped[folded])
+    try:
+        catalog.model_config(said)
+    except InputError as error:
+        remedy = f"{error.remedy}; or name a recipe's file, relative to this one"
+        problem = "no file, shipped recipe or catalog model of that name"
+        raise InputError(problem, remedy, field="base", value=said, file=str(path)) from None
+    return known or said, {"model": {"config": said}}
+
+
+def _read(said: Any, path: Path, field: str) -> Data:
+    wrong = {"field": field, "value": said, "file": str(path)}
+    if not isinstance(said, str) or not said.strip() or "\0" in said:
+        raise InputError("not a path", "name one recipe file, relative to this one", **wrong)
+    file = path.parent / said
+    if not file.is_file():
+        raise InputError("no such file", "name a recipe file, relative to this one", **wrong)
+    return read_data(file)
+
+
+def _located(data: Data, path: Path) -> Data:
+    try:
+        return with_model_config(data, path.parent)
+    except InputError as error:
+        raise error.in_file(str(path)) from None
+
+
+def _changed(base: Data, change: Data, index: int, path: Path) -> Start:
+    """A variant of ``list``: ``name``, and fields either nested as in a recipe or dotted."""
+    change = dict(change)
+    name = change.pop("name", None)
+    if not isinstance(name, str):
+        raise InputError(
+            "missing" if name is None else "not text", "give each variant a name",
+            field=f"list[{index}].name", value=name, file=str(path),
+        )  # fmt: skip
+    where = f"{path}: {_name(name, f'list[{index}].name', path)}"
+    nested = {key: value for key, value in change.items() if "." not in key}
+    data = merge(base, _located(nested, path))
+    for key, value in change.items():
+        if "." in key:
+            data = _set(data, key, value, where)
+    return name, data, where
+
+
+def _set(data: Data, key: str, value: Any, where: str) -> Data:
+    try:
+        return set_field(data, key, value)
+    except InputError as error:
+        raise InputError(error.problem, error.remedy, field=key, value=value, file=where) from None
+
+
+def _name(name: str, field: str, path: Path) -> str:
+    if not name.strip() or len(name) > MAX_NAME or not name.isprintable():
+        remedy = f"write 1 to {MAX_NAME} printable characters"
+        raise InputError("not a name", remedy, field=field, value=name, file=str(path))
+    return name
+
+
+def _from_recipes(file: SweepFile, path: Path) -> list[Start]:
+    starts: list[Start] = []
+    for pattern in file.recipes:
+        wrong = {"field": "recipes", "value": pattern, "file": str(path)}
+        if not pattern or "\0" in pattern or Path(pattern).is_absolute():
+            raise InputError("not a relative path", "name recipe files, relative to this one", **wrong)
+        found = sorted(path.parent.glob(pattern)) if "*" in pattern else [path.parent / pattern]
+        if not found or not all(one.is_file() for one in found):
+            raise InputError("no such file", "name recipe files, relative to this one", **wrong)
+        starts += [(one.stem, read_data(one), str(one)) for one in found]
+    return starts
+
+
+def _product(start: Start, file: SweepFile, path: Path) -> list[Start]:
+    """``start`` with every combination of the product's values; alone, they name the variant by themselves."""
+    if not file.product:
+        return [start]
+    name, data, where = start
+    number = 1
+    for values in file.product.values():
+        number *= len(values)
+    if number > MAX_VARIANTS:
+        problem = f"{number:,} combinations"
+        raise InputError(problem, f"at most {MAX_VARIANTS:,} are run", field="product", file=str(path))
+    alone = not file.list and not file.recipes
+    short = _short_names(list(file.product))
+    varied = []
+    for values in itertools.product(*file.product.values()):
+        chosen = dict(zip(file.product, values, strict=True))
+        words = " ".join(f"{short[key]}={_text(value)}" for key, value in chosen.items())
+        full = words if alone else f"{name} {words}"
+        said = f"{where}: {words}"
+        changed = data
+        for key, value in chosen.items():
+            changed = _set(changed, key, value, said)
+        varied.append((_name(full, "product", path), _located(changed, path), said))
+    return varied
+
+
+def _short_names(fields: list[str]) -> dict[str, str]:
+    """``batch.micro`` is shown as ``micro``, unless another field ends in it too."""
+    last = [field.rpartition(".")[2] for field in fields]
+    return {field: name if last.count(name) == 1 else field for field, name in zip(fields, last, strict=True)}
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace('"', "").replace(" ", "")
+
+
+def _variant(start: Start, settings: list[str], notes: list[str]) -> Variant:
+    """The recipe of a start, checked; ``notes`` gets what its names were taken for and what of its config is ignored."""
+    name, data, where = start
+    recipe = recipe_from(data, settings, file=where, notes=notes)
+    notes += ignored(recipe.model.config)
+    try:
+        catalog.gpu(recipe.hardware.gpu)
+        catalog.model_config(recipe.model.config)
+    except InputError as error:
+        raise error.in_file(where) from None
+    return Variant(name=name, recipe=recipe)
+
+
+def _refuse_same_names(starts: list[Start], path: Path) -> None:
+    seen: set[str] = set()
+    for name, _, where in starts:
+        if name in seen:
+            raise InputError(
+                f"two variants are called {name!r}", "give each its own name", file=where or str(path)
+            )
+        seen.add(name)
+
+
+def _without_equals(variants: list[Variant]) -> tuple[tuple[Variant, ...], tuple[str, ...]]:
+    """Each recipe once, and a note of every other name it has."""
+    kept: dict[str, Variant] = {}
+    notes = []
+    for variant in variants:
+        first = kept.setdefault(variant.recipe.id, variant)
+        if first is not variant:
+            notes.append(f"{variant.name} is the same recipe as {first.name}: it is run once")
+    return tuple(kept.values()), tuple(notes)

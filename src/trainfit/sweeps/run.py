@@ -1,0 +1,163 @@
+"""A sweep run: every variant predicted, then measured, then trained, as far as its file asks, and as far as is not done.
+
+Enters: a Sweep, its open Book and an executor. Leaves: a Row a variant, and the book fuller. Stages follow one another,
+so that predictions on the CPU do not slow down what is being measured.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate, Record
+from trainfit.spec.storage import StorageError
+from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
+from trainfit.spec.value import parse
+from trainfit.sweeps.book import Book
+from trainfit.sweeps.parts import PartRequest, PartResult, ended, limit_bytes
+from trainfit.sweeps.read import Sweep
+from trainfit.sweeps.rows import refused_before_it_ran, row_of
+from trainfit.techniques import registry
+
+GO_ON = "the same command goes on once the disk takes it"
+NEEDED_BEFORE: dict[Part, Part] = {"train": "measure"}
+"""A variant is not trained whose measurement (if one was asked for) did not come to its end: it would end alike."""
+
+
+class Executor(Protocol):
+    """Where trials run: this machine (local.py), or a Ray cluster (ray_cluster.py)."""
+
+    def run(
+        self,
+        requests: Sequence[PartRequest],
+        *,
+        stop: Callable[[], bool],
+        on_start: Callable[[PartRequest], None],
+    ) -> Iterator[tuple[PartRequest, PartResult]]: ...
+
+
+class Run:
+    """The state of a sweep while it goes. ``rows`` is true at every moment; ``changed`` is told when it changes."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        book: Book,
+        *,
+        device: str | None = None,
+        peak_flops: float | None = None,
+        retry: bool = False,
+        again: bool = False,
+        changed: Callable[["Run", PartRequest, Record | None], None] = lambda run, request, record: None,
+    ):
+        self.sweep = sweep
+        self._book, self._retry, self._again, self._changed = book, retry, again, changed
+        self._device = device or sweep.file.device
+        self._peak_flops = peak_flops
+        self._records: dict[tuple[str, Part], Record] = {}
+        self._running: set[tuple[str, Part]] = set()
+        self._refused: set[str] = set()
+        self.num_kept = 0
+        """Parts that were done before."""
+        self.stopped = False
+
+    def go(self, executor: Executor, stop: Callable[[], bool]) -> None:
+        """Run what is not done yet; ``stop`` ends it early, with nothing noted of the trials that were running.
+
+        Raises:
+            StorageError: the disk did not take a record or a trial's file; what is noted already stays.
+        """
+        for variant in self.sweep.variants:
+            self._refuse(variant)
+        for part in self.sweep.file.parts():
+            asked = [
+                self._request(variant, part)
+                for variant in self.sweep.variants
+                if variant.name not in self._refused and not self._pointless(variant, part)
+            ]
+            requests = [request for request in asked if not self._kept(request)]
+            for request, result in executor.run(requests, stop=stop, on_start=self._start):
+                if result.storage_error:
+                    raise StorageError(OSError(result.storage_error), GO_ON)
+                self._note(request, result)
+            self._running.clear()
+            if stop():
+                self.stopped = any(row.status == WAITING for row in self.rows())
+                return
+
+    def rows(self) -> tuple[Row, ...]:
+        """One a variant, in the file's order."""
+        return tuple(self._row(variant) for variant in self.sweep.variants)
+
+    def _refuse(self, variant: Variant) -> None:
+        """Note a recipe that no step can be made of anywhere; no process is started for it."""
+        try:
+            registry.check(
+                variant.recipe.without_open_fields()
+            )  # What they can be is found when they are planned.
+        except InputError as error:
+            self._refused.add(variant.name)
+            request = self._request(variant, "predict")
+            if not self._kept(request):
+                self._note(request, ended(request, "refused", str(error)))
+
+    def _request(self, variant: Variant, part: Part) -> PartRequest:
+        file = self.sweep.file
+        predicted = self._records.get((variant.name, "predict"))
+        estimate = predicted.estimate if predicted else None
+        planned = predicted.planned if predicted and part != "predict" else None
+        return PartRequest(
+            part=part, variant=variant.name, recipe=variant.recipe, device=self._device,
+            timeout_s=file.limits.seconds, memory_limit_bytes=limit_bytes(file.limits.memory_gib),
+            measure=file.measure if part == "measure" else None, train=file.train if part == "train" else None,
+            model_flops=estimate and estimate.model_flops, hardware_flops=estimate and estimate.hardware_flops,
+            gpu_peak_flops_per_s=estimate and dense_peak(estimate), own_peak_flops_per_s=self._peak_flops,
+            planned=parse(Recipe, planned) if planned else None,
+        )  # fmt: skip
+
+    def _kept(self, request: PartRequest) -> bool:
+        """Whether the book has what is asked; then that is the row's."""
+        record = None if self._again else self._book.found(request)
+        if record is None or record.outcome is None:
+            return False
+        if self._retry and record.outcome.status not in RESULTS:
+            return False
+        if refused_before_it_ran(record.outcome) and request.variant not in self._refused:
+            return False  # What was missing then is there now.
+        self._records[request.variant, request.part] = record
+        self.num_kept += 1
+        return True
+
+    def _pointless(self, variant: Variant, part: Part) -> bool:
+        if part != "predict" and variant.recipe.has_open_fields:
+            predicted = self._records.get((variant.name, "predict"))
+            if predicted is None or predicted.planned is None:
+                return True
+        needed = NEEDED_BEFORE.get(part)
+        before = self._records.get((variant.name, needed)) if needed else None
+        return before is not None and before.outcome is not None and before.outcome.status != "done"
+
+    def _start(self, request: PartRequest) -> None:
+        self._running.add((request.variant, request.part))
+        self._changed(self, request, None)
+
+    def _note(self, request: PartRequest, result: PartResult) -> None:
+        key = (request.variant, request.part)
+        self._records[key] = record = self._book.append(request, result)
+        self._running.discard(key)
+        self._changed(self, request, record)
+
+    def _row(self, variant: Variant) -> Row:
+        parts = self.sweep.file.parts()
+        records: dict[Part, Record] = {
+            part: found for part in parts if (found := self._records.get((variant.name, part)))
+        }
+        running: Part | None = next((part for part in parts if (variant.name, part) in self._running), None)
+        return row_of(variant, self.sweep.file, records, running=running)
+
+
+def dense_peak(estimate: Estimate) -> float | None:
+    """The GPU's dense peak in the recipe's dtype, FLOP/s: what the estimate's MFU is a share of; None: not known."""
+    if not estimate.mfu or not estimate.step_s:
+        return None
+    return estimate.model_flops / (estimate.mfu * estimate.step_s)

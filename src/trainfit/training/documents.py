@@ -1,0 +1,186 @@
+"""Documents of a DataSpec, one after another, and which side of the train/eval split each is on.
+
+Streams: memory stays small whatever the files' size. No torch here.
+"""
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainfit.spec import files
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
+from trainfit.spec.plain_data import LONE_SURROGATE
+from trainfit.training.options import TEXT_SUFFIXES, DataSpec, HubData, StoriesData, TextData
+from trainfit.training.stories import story
+
+END_OF_TEXT = "<|endoftext|>"
+READ_CHARS = 1 << 20
+DOCUMENT_CHARS = 2_000
+"""A file without separators is cut at the first blank line after so many characters."""
+MAX_LINE_CHARS = 2**28
+"""Of a ``.jsonl`` file: a line is read whole."""
+MAX_DOCUMENT_CHARS = 1 << 20
+"""Longer documents are cut: a file without any boundary must not be read whole."""
+
+
+def documents(data: DataSpec) -> Iterator[str]:
+    """Every non-empty document, in an order that depends on ``data`` alone.
+
+    Raises:
+        InputError: nothing there, not UTF-8, or a dataset that cannot be read.
+    """
+    if isinstance(data, StoriesData):
+        return (story(data.seed, index).text for index in range(data.num_documents))
+    if isinstance(data, TextData):
+        return _from_path(data)
+    return _from_hub(data)
+
+
+def for_evaluation(document: str, fraction: float) -> bool:
+    """Whether a document is kept for evaluation: by a hash of its text, so equal texts are on one side."""
+    digest = hashlib.blake2b(document.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def fingerprint(data: DataSpec) -> dict[str, Any]:
+    """What tells two data sets apart without reading them: for files, their names and sizes (copies have other times)."""
+    content = data.model_dump(mode="json")
+    if isinstance(data, TextData):
+        root = Path(data.path)
+        content["files"] = [[_relative(path, root), path.stat().st_size] for path in text_files(root)]
+        del content["path"]  # The run's folder may move with its data.
+    return content
+
+
+def text_files(root: Path) -> list[Path]:
+    """The file itself, or the text files under a folder, sorted; hidden ones are left out."""
+    if root.is_file():
+        return [root]
+    if not root.exists():
+        raise InputError(
+            "no such file or folder", "name a text file or a folder", field="data.path", value=str(root)
+        )
+    found = sorted(
+        path
+        for path in root.rglob("*")
+        if path.suffix.lower() in TEXT_SUFFIXES
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    )
+    if not found:
+        raise InputError(
+            "no text files in this folder",
+            f"put {', '.join(TEXT_SUFFIXES)} there",
+            field="data.path",
+            value=str(root),
+        )
+    return found
+
+
+def _relative(path: Path, root: Path) -> str:
+    return path.name if path == root else path.relative_to(root).as_posix()
+
+
+def _from_path(data: TextData) -> Iterator[str]:
+    for path in text_files(Path(data.path)):
+        try:
+            with io.TextIOWrapper(files.open_regular(path), encoding="utf-8") as file:
+                pieces = (
+                    _json_lines(file, path)
+                    if path.suffix.lower() == ".jsonl"
+                    else _pieces(file, data.separator)
+                )
+                yield from (piece.strip() for piece in pieces if piece.strip())
+        except UnicodeDecodeError as error:
+            raise InputError(f"not UTF-8 text ({error.reason})", "save it as UTF-8", file=str(path)) from None
+
+
+def _pieces(file: TextIO, separator: str | None) -> Iterator[str]:
+    """The text cut at separators, read a megabyte at a time."""
+    text = file.read(READ_CHARS)
+    mark = separator or (END_OF_TEXT if END_OF_TEXT in text else None)
+    boundary = re.compile(re.escape(mark)) if mark else re.compile(r"\n[ \t]*\n\s*")
+    smallest = 0 if mark else DOCUMENT_CHARS
+    while text:
+        more = file.read(READ_CHARS)
+        start = 0
+        while found := boundary.search(text, start + smallest):
+            # A boundary that touches the end may go on in what is not read yet.
+            if more and found.end() == len(text):
+                break
+            yield from _at_most(text[start : found.start()])
+            start = found.end()
+        text = text[start:]
+        if not more:
+            yield from _at_most(text)
+            return
+        while len(text) > MAX_DOCUMENT_CHARS:
+            yield text[:MAX_DOCUMENT_CHARS]
+            text = text[MAX_DOCUMENT_CHARS:]
+        text += more
+
+
+def _at_most(text: str) -> Iterator[str]:
+    for start in range(0, len(text), MAX_DOCUMENT_CHARS):
+        yield text[start : start + MAX_DOCUMENT_CHARS]
+
+
+def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE_CHARS + 1):
+        number += 1
+        if len(line) > MAX_LINE_CHARS:
+            problem = f"line {number} is over {MAX_LINE_CHARS:,} characters"
+            raise InputError(problem, "write one document a line", file=str(path))
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # ValueError: also a number of over 4300 digits.
+            text = None
+        if not isinstance(text, str):
+            raise InputError(f"line {number} has no text", 'write {"text": "..."} a line', file=str(path))
+        if not text.isascii() and LONE_SURROGATE.search(text):
+            problem = f"line {number} is not Unicode text (a lone surrogate)"
+            raise InputError(problem, "write the character itself", file=str(path))
+        yield text
+
+
+def _from_hub(data: HubData) -> Iterator[str]:
+    datasets: Any = optional("datasets", "datasets", field="data", value=f"hub:{data.name}")
+    try:
+        rows = datasets.load_dataset(data.name, data.config, split=data.split, streaming=True)
+        for number, row in enumerate(rows):
+            if number == data.max_documents:
+                return
+            text = row.get(data.column)
+            if not isinstance(text, str):
+                columns = ", ".join(row)
+                raise InputError(
+                    "no text column of this name",
+                    f"use one of {columns}",
+                    field="data.column",
+                    value=data.column,
+                )
+            if text.strip():
+                yield text.strip()
+    except InputError:
+        raise
+    except Exception as error:  # The library raises its own, requests', httpx's and fsspec's errors.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"dataset cannot be read: {reason}",
+            "check its name and the network, or use text files or stories",
+            field="data",
+            value=f"hub:{data.name}",
+        ) from error

@@ -1,0 +1,246 @@
+"""The check that a person runs on their own card: a small suite, drawn by a seed, predicted and measured there.
+
+Enters: a Gpu of the catalog that this machine has (or its CPU). Leaves: a Verification: signed errors of each recipe,
+their median and worst. Recipes are drawn as for the truth suite (benchmarks/accuracy/truth_suite.py), smaller and quicker ones,
+one of each model family before a family comes twice.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+from trainfit.catalog.load import model_config
+from trainfit.measurement.run import measure
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.value import Value
+from trainfit.verification.draws import FAMILIES, draw
+from trainfit.verification.feasible import allowed
+
+LIMIT = 0.02
+"""The median error of the allocated peak that still passes."""
+LARGEST_SHARE = 0.9
+"""Of the card: recipes that are drawn are predicted to use at most so much of it."""
+LONGEST_STEP_S = 1.5
+MOST_DRAWS = 60
+"""Draws for one recipe, at most: on a small card many are too large."""
+QUANTITIES = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "device": "peak_device_bytes",
+}
+TINY = ("tiny-llama-demo", "gpt2", "pythia-70m", "opt-125m", "smollm-135m")
+"""What is verified on a CPU, with two layers and few words."""
+
+Say = Callable[[str], None]
+Pair = tuple[Recipe, Estimate]
+
+
+class Check(Value):
+    """One recipe, predicted and measured. Bytes by quantity: allocated, reserved, device; errors as shares, signed."""
+
+    recipe_id: str
+    recipe: dict[str, Any]
+    status: str
+    """How the measurement ended: done, out-of-memory, timeout, crashed; refused: this machine cannot run it."""
+    message: str = ""
+    predicted: dict[str, int]
+    measured: dict[str, int]
+    errors: dict[str, float]
+    """(predicted - measured) / measured, where both are known."""
+
+
+class Verification(Value):
+    """What a suite showed."""
+
+    gpu: str
+    device: str
+    seed: int
+    limit: float = LIMIT
+    checks: tuple[Check, ...]
+    medians: dict[str, float]
+    """Median size of the errors, by quantity."""
+    worst: dict[str, float]
+    """The largest error, signed, by quantity."""
+    passed: bool
+    """The median error of the allocated peak is within the limit, and nothing ran out of memory that was to fit."""
+
+
+def verify(
+    gpu: Gpu, device: str, *, count: int, seed: int, timeout_s: float = 300.0,
+    say: Say = lambda line: None, keep: Callable[[Recipe, Estimate, Measurement], None] = lambda *_: None,
+) -> Verification:  # fmt: skip
+    """Draw, predict and measure ``count`` recipes, one after another.
+
+    Args:
+        gpu: the row of the GPU that is here, or of the CPU.
+        device: what the device calls itself.
+        timeout_s: for one measurement.
+        say: hears a line of progress.
+        keep: is given each recipe with both results.
+    Raises:
+        InputError: the virtual GPU does not know this GPU, or too few recipes fit it.
+    """
+    on_cpu = gpu.vendor == "host"
+    if not on_cpu:
+        from trainfit.virtual.cuda.scratch import GpuTraits
+
+        GpuTraits.of(gpu)
+    checks = []
+    for recipe, estimate in suite(gpu, count, seed, say):
+        number = f"[{len(checks) + 1}/{count}]"
+        say(f"{number} measuring {recipe.model.display_name}, recipe {recipe.id}")
+        try:
+            measured = measure(
+                recipe, steps=0, warmup=2, device="cpu" if on_cpu else "cuda", timeout_s=timeout_s
+            )
+        except InputError as error:
+            checks.append(_check(recipe, estimate, None, str(error), on_cpu))
+        else:
+            keep(recipe, estimate, measured)
+            checks.append(_check(recipe, estimate, measured, measured.message, on_cpu))
+        say(f"{number} {outcome(checks[-1])}")
+    return conclude(gpu.name, device, seed, tuple(checks))
+
+
+def suite(gpu: Gpu, count: int, seed: int, say: Say = lambda line: None) -> Iterator[Pair]:
+    """``count`` different recipes with their predictions, the same for the same arguments, code and versions."""
+    chance = random.Random(seed)
+    found: set[str] = set()
+    families: list[str] = []
+    # A process of its own: torch, and whatever a model's code leaves behind, stay out of this one.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_without_gpu) as pool:
+        for _ in range(MOST_DRAWS * count):
+            if len(found) == count:
+                return
+            family, data = _draw_tiny(chance) if gpu.vendor == "host" else _draw(chance, gpu.name)
+            if family in families:
+                continue
+            pair = pool.submit(_fitting, data).result()
+            if pair is None or pair[0].id in found:
+                continue
+            found.add(pair[0].id)
+            families = [*families, family] if len(families) + 1 < _num_families(gpu) else []
+            say(f"[{len(found)}/{count}] predicted {pair[0].model.display_name}, recipe {pair[0].id}")
+            yield pair
+    if len(found) < count:
+        raise InputError(
+            f"only {len(found)} of {count} recipes that were drawn fit {gpu.title}",
+            f"use --count {max(1, len(found))}, or another --seed",
+            field="count",
+            value=count,
+        )
+
+
+def _without_gpu() -> None:
+    """Autograd's engine would make a context, half a GiB, on the card that is to be measured."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _draw(chance: random.Random, gpu: str) -> tuple[str, dict[str, Any]]:
+    data = draw(chance, gpu, 0.0)
+    native = data["model"]["implementation"] == "native"
+    config = data["model"]["config"]
+    family = next(
+        name for name, configs in FAMILIES.items() if config in configs and (name == "native") == native
+    )
+    return family, data
+
+
+def _draw_tiny(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """A recipe that a CPU does in a moment: two layers, few words, short sequences."""
+    name = chance.choice(TINY)
+    config = dict(model_config(name))
+    layers = next(key for key in ("num_hidden_layers", "n_layer") if key in config)
+    config |= {layers: 2, "vocab_size": 4096}
+    optimizer: dict[str, Any] = chance.choice(
+        (
+            {"name": "adamw", "implementation": "foreach"},
+            {"name": "adamw", "implementation": "forloop"},
+            {"name": "sgd", "implementation": "foreach", "momentum": 0.9},
+        )
+    )
+    return name, {
+        "model": {"config": config},
+        "batch": {
+            "micro": chance.choice((1, 2, 4)),
+            "seq": chance.choice((64, 128, 200)),
+            "accumulate": chance.choice((1, 1, 2)),
+        },
+        "precision": chance.choice(("fp32", "bf16")),
+        "recompute": chance.choice(("none", "none", "full")),
+        "optimizer": optimizer,
+        "hardware": {"gpu": "cpu"},
+    }
+
+
+def _num_families(gpu: Gpu) -> int:
+    return len(TINY) if gpu.vendor == "host" else len(FAMILIES)
+
+
+def _fitting(data: dict[str, Any]) -> Pair | None:
+    """The recipe and its prediction, if it is allowed, fits well within the card and takes no long time."""
+    if data["hardware"]["gpu"] == "cpu":
+        from trainfit.prediction.estimate import predict
+
+        recipe = recipe_from(data)
+        return recipe, predict(recipe)
+    kept = allowed(data)
+    if kept is None:
+        return None
+    _, estimate = kept
+    fits = estimate.peak_device_bytes <= LARGEST_SHARE * estimate.device_bytes
+    return kept if fits and (estimate.step_s or 0.0) <= LONGEST_STEP_S else None
+
+
+def _check(
+    recipe: Recipe, estimate: Estimate, measured: Measurement | None, message: str, on_cpu: bool
+) -> Check:
+    # A CPU has no caching allocator, and a process's memory there is mostly not the step's.
+    names = ["allocated"] if on_cpu else list(QUANTITIES)
+    known = {name: getattr(measured, QUANTITIES[name], None) for name in names}
+    bytes_measured = {name: size for name, size in known.items() if size}
+    predicted = {name: getattr(estimate, QUANTITIES[name]) for name in names}
+    status = "refused" if measured is None else measured.status
+    errors = {name: (predicted[name] - size) / size for name, size in bytes_measured.items()}
+    return Check(
+        recipe_id=recipe.id,
+        recipe=recipe.content(),
+        status=status,
+        message=message,
+        predicted=predicted,
+        measured=bytes_measured,
+        errors=errors if status == "done" else {},
+    )
+
+
+def conclude(gpu: str, device: str, seed: int, checks: tuple[Check, ...]) -> Verification:
+    """Medians, the worst, and the verdict. Nothing compared is not passed."""
+    errors = {name: [check.errors[name] for check in checks if name in check.errors] for name in QUANTITIES}
+    medians = {name: median(map(abs, values)) for name, values in errors.items() if values}
+    fits = all(check.status != "out-of-memory" for check in checks)
+    return Verification(
+        gpu=gpu,
+        device=device,
+        seed=seed,
+        checks=checks,
+        medians=medians,
+        worst={name: max(values, key=abs) for name, values in errors.items() if values},
+        passed=fits and medians.get("allocated", LIMIT + 1) <= LIMIT,
+    )
+
+
+def outcome(check: Check) -> str:
+    """One line: how it ended, or the errors."""
+    if not check.errors:
+        return (
+            f"{check.status}: {check.message.splitlines()[0] if check.message else 'no memory was measured'}"
+        )
+    return ", ".join(f"{name} {error:+.2%}" for name, error in check.errors.items())

@@ -1,0 +1,134 @@
+"""Inductor's program for one graph: AOTAutograd's graph in, Python source out.
+
+Torch's own ``codegen_and_compile`` runs up to the point where kernels would be compiled. Beside the source the caller
+gets what each scheduled kernel reads and writes and which module its operations come from (``Kernel``); the program
+calls ``_at(n)`` before kernel n.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.exclusive import replaced
+
+AT = "_at"
+"""Name under which the program tells how far it is."""
+SELF = "L['self']"
+"""Dynamo's name of the compiled module."""
+
+
+class Kernel(NamedTuple):
+    """One scheduled kernel (fused or an extern call)."""
+
+    num_bytes: int
+    """Read and written, each buffer once: Inductor's own count."""
+    modules: tuple[str, ...]
+    """Dotted names, within the compiled module, of the modules whose operations it does."""
+    recomputes: bool
+    """All its operations are the forward's, done again in the backward."""
+    node: str | None = None
+    """Of an extern call: the graph's node that it computes."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A program as Inductor wrote it."""
+
+    text: str
+    kernels: tuple[Kernel, ...]
+    constants: dict[str, torch.Tensor]
+    is_backward: bool
+    graph: fx.Graph | None = None
+    """What was lowered, with Inductor's own rewrites."""
+
+
+def generate(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    gpu: GpuTraits | None,
+    graph_kwargs: dict[str, Any],
+    runnable: Callable[[Source], Callable[[list[Any]], Any]],
+) -> Any:
+    """Torch's compiled graph, whose callable is ``runnable(source)``.
+
+    Args:
+        gm, example_inputs: on the CPU, as AOTAutograd gives them; for a GPU ``gm`` is moved to CUDA in place.
+        gpu: None for the CPU's own program.
+        graph_kwargs: what ``compile_fx`` gives its inner compiler.
+    """
+    from torch._inductor.compile_fx import _InProcessFxCompile
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
+    from torch._inductor.virtualized import V
+
+    settings: Any = {**graph_kwargs, "cudagraphs": BoxedBool(False)}
+    inputs = list(example_inputs)
+    with ExitStack() as stack:
+        if gpu is not None:
+            stack.enter_context(as_cuda(gpu))
+            with V.fake_mode:
+                inputs = [moved_tensor(value) for value in inputs]
+            move_graph(gm.graph)
+        stack.enter_context(V.set_debug_handler(DebugContext()))
+        stack.enter_context(_stopping_at_the_source(runnable))
+        compiled: Any = _InProcessFxCompile().codegen_and_compile(gm, inputs, [], settings)
+    set_tracing_context_output_strides(inputs, compiled)
+    return compiled
+
+
+@contextmanager
+def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], Any]]) -> Iterator[None]:
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+
+    kernels: list[Kernel] = []
+    enter_context = Scheduler.enter_context
+
+    def entered(self: Any, node: Any) -> None:
+        enter_context(self, node)
+        V.graph.wrapper_code.writeline(f"{AT}({len(kernels)})")
+        kernels.append(_kernel(node, V.graph.is_backward))
+
+    def source_only(graph: Any) -> Any:
+        text = graph.codegen()[0].value
+        source = Source(text, tuple(kernels), dict(graph.constants), graph.is_backward, graph.module.graph)
+        return SimpleNamespace(call=runnable(source), runner=None)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(Scheduler, "enter_context", entered))
+        stack.enter_context(replaced(GraphLowering, "compile_to_module", source_only))
+        yield
+
+
+def _kernel(node: Any, is_backward: bool) -> Kernel:
+    origins = [
+        origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
+    ]
+    # An extern call's first origin is the operation itself; the others made what it reads, maybe in another layer.
+    own = origins[:1] if node.is_extern() else origins
+    modules = tuple(dict.fromkeys(name for origin in own if (name := _module_of(origin)) is not None))
+    recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
+    extern = own[0].name if node.is_extern() and own else None
+    return Kernel(node.get_read_write_buffers_sizes(), modules, recomputes, extern)
+
+
+def _is_forwards(node: fx.Node) -> bool:
+    """Part of the forward by the partitioner's tag; a random operation run again has lost the tag."""
+    return node.meta.get("partitioner_tag") == "is_forward" or str(node.target) == "run_with_rng_state"
+
+
+def _module_of(node: fx.Node) -> str | None:
+    """Dotted name of the innermost module whose forward this node is part of, or the gradient of."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return None
+    path, _ = list(stack.values())[-1]
+    return path.removeprefix(SELF).removeprefix(".")

@@ -1,0 +1,185 @@
+"""Inductor's program, run on the virtual GPU.
+
+The source is a Python module that allocates buffers, launches Triton kernels, calls PyTorch's own operations and
+deletes what it needs no more. Here it runs as it is, its imports answered by what the virtual GPU has: a buffer is a
+fake tensor, a Triton kernel an entry in the ledger, and every other operation runs on fake tensors under the tracer.
+"""
+
+import builtins
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from trainfit.virtual.compile.generate import AT, Kernel, Source
+from trainfit.virtual.compile.masked_graph import GraphPairs
+from trainfit.virtual.compile.tuning import Tuning
+from trainfit.virtual.trace.scope import NOWHERE, Place, Places
+from trainfit.virtual.trace.tracer import Tracer
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+class Program:
+    """Call it with a list of inputs, which it empties; it returns the outputs."""
+
+    def __init__(self, source: Source, tracer: Tracer, places: Places, tuning: Tuning | None):
+        self._kernels = source.kernels
+        self._tracer, self._places, self._tuning = tracer, places, tuning
+        self._kernel = Kernel(0, (), False)
+        self._base = NOWHERE
+        self._pairs = GraphPairs(source.graph, tracer.pairs) if source.graph is not None else None
+        self._call = self._load(source)
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        self._base = self._places.override = self._places.current()
+        if self._pairs is not None:
+            self._pairs.enter(inputs)
+        try:
+            outputs = self._call(inputs)
+        finally:
+            self._places.override = None
+            self._tracer.share = None
+        if self._pairs is not None:
+            self._pairs.leave(outputs)
+        return outputs
+
+    def _load(self, source: Source) -> Callable[[list[Any]], Any]:
+        names: dict[str, Any] = {
+            "__name__": "inductor_program",
+            "__builtins__": {**vars(builtins), "__import__": self._import},
+        }
+        exec(compile(source.text, "<inductor program>", "exec"), names)
+        names.update(source.constants)
+        names.update(
+            {
+                "torch": _Overlaid(
+                    torch, cuda=_Anything(), device=_device, ops=_Overlaid(torch.ops, higher_order=_RandomOps)
+                ),
+                "device": _device,
+                "empty_strided_cuda": _empty_strided,
+                "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
+                "reinterpret_tensor": _reinterpret,
+                "assert_size_stride": _nothing,
+                "assert_alignment": _nothing,
+                "get_raw_stream": _nothing,
+                AT: self._at,
+            }
+        )
+        return names["call"]
+
+    def _import(
+        self,
+        name: str,
+        module_globals: Any = None,
+        module_locals: Any = None,
+        wanted: Any = (),
+        level: int = 0,
+    ) -> Any:
+        if name.partition(".")[0] == "triton":
+            return _Anything()
+        if name == "torch._inductor.async_compile":
+            return SimpleNamespace(AsyncCompile=lambda: _Kernels(self._launch))
+        found = builtins.__import__(name, module_globals, module_locals, wanted, level)
+        # A CPU build lacks CUDA's names; the program gets ours in their place afterwards.
+        return _Overlaid(found, **{key: _nothing for key in wanted or () if not hasattr(found, key)})
+
+    def _at(self, index: int) -> None:
+        self._kernel = self._kernels[index]
+        self._tracer.share = self._pairs.share(self._kernel.node) if self._pairs is not None else None
+        self._places.override = self._place(self._kernel)
+
+    def _place(self, kernel: Kernel) -> Place:
+        """In the layer that the whole program is in; of the modules that a fused kernel works for, the last one's."""
+        within = f".{kernel.modules[-1]}" if kernel.modules else ""
+        return self._base._replace(
+            module=(self._base.module + within).removeprefix("."),
+            slot=(self._base.slot + within).removeprefix("."),
+            recomputing=self._base.recomputing or kernel.recomputes,
+        )
+
+    def _launch(self, name: str, source: str, args: tuple[Any, ...]) -> None:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.int64)
+        self._tracer.launched(name, self._kernel.num_bytes, str(dtype).removeprefix("torch."))
+        if self._tuning is not None:
+            self._tracer.tuned(self._tuning.scratch(source, args, self._tracer.ledger))
+        # A second kernel of the same scheduled node reads and writes what is counted already.
+        self._kernel = self._kernel._replace(num_bytes=0)
+
+
+class _Kernels:
+    """Stands for Inductor's ``AsyncCompile``: nothing is compiled, a launch is told (Triton for CUDA, C++ for CPU)."""
+
+    def __init__(self, launch: Callable[[str, str, tuple[Any, ...]], None]):
+        self._launch = launch
+
+    def triton(self, name: str, source: str, **_: Any) -> Any:
+        return SimpleNamespace(run=lambda *args, **kwargs: self._launch(name, source, args))
+
+    def cpp_pybinding(self, arguments: list[str], source: str, **_: Any) -> Any:
+        return lambda *args: self._launch("cpp_fused", source, args)
+
+    def wait(self, names: dict[str, Any]) -> None:
+        """There is nothing to wait for."""
+
+
+class _RandomOps:
+    """Operations that put a generator back to a state kept from the forward; the state is on the host."""
+
+    @staticmethod
+    def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), op(*args, **kwargs)
+
+    @staticmethod
+    def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+
+class _Overlaid:
+    """A module with some names replaced."""
+
+    def __init__(self, module: Any, **names: Any):
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Anything:
+    """Has every attribute, takes every call, is a context manager, and does nothing: CUDA's devices and streams."""
+
+    def __getattr__(self, name: str) -> "_Anything":
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Anything":
+        return self
+
+    def __enter__(self) -> "_Anything":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    return CPU
+
+
+def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return aten.empty_strided.default(list(size), list(stride), dtype=dtype, device=CPU)
+
+
+def _empty_strided_on_host(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+
+def _reinterpret(t: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return aten.as_strided.default(t, list(size), list(stride), t.storage_offset() + offset)

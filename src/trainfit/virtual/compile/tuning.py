@@ -1,0 +1,143 @@
+"""What Inductor's kernels allocate when they are first launched and choose among their configurations.
+
+A kernel that has several configurations runs each of them some hundred times, before its first launch, between writes
+to a buffer as large as the L2 cache; what it changes is cloned for each run (``CachingAutotuner.bench`` and
+``copy_args_to_cpu_if_needed`` in ``torch/_inductor/runtime/triton_heuristics.py``, ``InductorBenchmarker`` in
+``benchmarking.py``). How many configurations there are is told by torch's own heuristics, asked as the program asks
+them. Caches on disk are taken to be empty: a machine that compiled the same kernel before does not tune it again.
+"""
+
+import ast
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.virtual.exclusive import replaced
+
+ROUND_BYTES = 512
+"""Smallest block of CUDA's caching allocator."""
+
+
+class Kernel(NamedTuple):
+    """What of a Triton kernel's source decides how it is tuned."""
+
+    num_configs: int
+    changed: tuple[int, ...]
+    """Positions of the arguments that a launch changes: they are cloned."""
+    spares_memory: bool
+    """Clones that would raise the peak go to the host's memory instead (programs of the backward)."""
+
+
+class Tuning:
+    """Tells once for each kernel what its tuning allocates. One for all programs of a process, as torch's modules."""
+
+    def __init__(self, l2_cache_bytes: int):
+        self._l2_cache_bytes = l2_cache_bytes
+        self._launched: set[str] = set()
+
+    def scratch(self, source: str, args: Sequence[Any], ledger: Ledger) -> list[tuple[int, ...]]:
+        """Bytes allocated, and freed, together, one after the other, before the kernel's first launch; later none.
+
+        Args:
+            source: as Inductor gives it to the compiler.
+            args: of the launch. Tensors are as large and as placed in their storage as on the GPU.
+            ledger: what the run has done so far; its last segment is the running phase.
+        """
+        if source in self._launched:
+            return []
+        self._launched.add(source)
+        kernel = read(source)
+        if kernel.num_configs < 2:
+            return []
+        changed = [args[index] for index in kernel.changed]
+        if kernel.spares_memory:
+            changed = _within(headroom(ledger), changed)
+        clones = tuple(_extent(t, int(t.storage_offset())) for t in changed)
+        # A first run warms up before the buffer is made.
+        return [clones, (self._l2_cache_bytes, *clones)]
+
+
+def headroom(ledger: Ledger) -> int:
+    """Bytes by which the running phase's highest point lies above what is allocated now."""
+    allocated = highest = 0
+    segment = len(ledger.segments) - 1
+    for event in ledger.events:
+        if event.segment == segment:
+            num_bytes = -(-ledger.storages[event.storage].num_bytes // ROUND_BYTES) * ROUND_BYTES
+            allocated += num_bytes if event.kind == ALLOCATE else -num_bytes
+            highest = max(highest, allocated)
+    return highest - allocated
+
+
+def read(source: str) -> Kernel:
+    """The kernel's own description in the source of its module, through ``triton_heuristics``'s decorators."""
+    from torch._inductor.runtime import hints, triton_heuristics
+
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    function = next(f for f in functions if any(_is_heuristic(d) for d in f.decorator_list))
+    decorator = next(d for d in function.decorator_list if _is_heuristic(d))
+
+    def kernel(
+        size_hints: Any, configs: list[Any], triton_meta: Any, heuristic_type: Any, filename: Any = None,
+        inductor_meta: Any = None, **_: Any,
+    ) -> Kernel:  # fmt: skip
+        names = [argument.arg for argument in function.args.args]
+        changed = inductor_meta.get("mutated_arg_names", ())
+        return Kernel(
+            num_configs=len(triton_heuristics.unique_configs(configs)),
+            changed=tuple(index for index, name in enumerate(names) if name in changed),
+            spares_memory=inductor_meta.get("optimize_mem", True),
+        )
+
+    # Without Triton hints are written as AttrsDescriptor(...), and there is no Config.
+    known = {
+        **vars(hints), "AttrsDescriptor": dict, "triton_heuristics": triton_heuristics, "torch": torch, "__file__": "",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        stack.enter_context(replaced(triton_heuristics, "cached_autotune", kernel))
+        stack.enter_context(replaced(triton_heuristics, "triton", SimpleNamespace(Config=_Config)))
+        for name in ("Config", "InductorConfig"):
+            stack.enter_context(replaced(triton_heuristics, name, _Config))
+        return eval(compile(ast.Expression(decorator), "<inductor kernel>", "eval"), known)
+
+
+class _Config:
+    """``triton.Config``, as far as heuristics make and compare them."""
+
+    def __init__(
+        self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **settings: Any
+    ) -> None:
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
+        vars(self).update(settings)
+
+
+def _is_heuristic(decorator: ast.expr) -> bool:
+    return (
+        isinstance(decorator, ast.Call)
+        and isinstance(decorator.func, ast.Attribute)
+        and isinstance(decorator.func.value, ast.Name)
+        and decorator.func.value.id == "triton_heuristics"
+    )
+
+
+def _within(budget: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that fit into the budget, each in its turn."""
+    fitting = []
+    for t in tensors:
+        num_bytes = _extent(t, 0)
+        if num_bytes <= budget:
+            budget -= num_bytes
+            fitting.append(t)
+    return fitting
+
+
+def _extent(t: torch.Tensor, offset: int) -> int:
+    """Bytes from ``offset`` elements before the first element to the last (``clone_preserve_strides``)."""
+    if t.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (offset + last + 1) * t.element_size()

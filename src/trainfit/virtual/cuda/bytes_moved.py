@@ -1,0 +1,118 @@
+"""Bytes that a kernel reads and writes in device memory: inputs once, outputs once, nothing for views.
+
+This is the least traffic a kernel can have; caches are assumed to hold what is read again. Indexing counts the
+places that the indices name, broadcast inputs what is stored of them, in-place ops their target twice.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from trainfit.virtual.cuda.op_kinds import (
+    BY_ONE,
+    ELSEWHERE,
+    FACTORIES,
+    FREE,
+    GATHERS,
+    HOST_COPIES,
+    LIKE,
+    MAY_COPY,
+    UNWRITTEN,
+    base_name,
+)
+from trainfit.virtual.trace.tensors import tensors_of
+
+WHOLE = frozenset({"max", "min"})
+"""Over the whole tensor (overload ``default``) they read a contiguous copy (ReduceAllOps.cpp)."""
+GRADIENTS = 1
+"""Position of the gradients in a fused optimizer: its schema calls them written, which only a loss scale does."""
+
+
+def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Bytes read and written by one call; tensors are fake, of the right shapes, dtypes and strides."""
+    kind, written = _kind(func)
+    if kind == "free":
+        return 0
+    if kind == "write":
+        return _sum(out)
+    if kind == "host copy":
+        return _stored(args[1])
+    if kind == "copy":
+        return _stored(args[0]) + _stored(args[1])
+    if kind == "like":
+        return _sum(args[1:]) + _sum(out)
+    if kind == "gather":
+        return _indexed(args, out)
+    if kind == "may copy":
+        is_view = out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+        return 0 if is_view else _stored(args[0]) + _stored(out)
+    if kind == "whole":
+        return _stored(args[0]) * (1 if args[0].is_contiguous() else 3) + _stored(out)
+    moved = _sum(args) + _sum(kwargs) if kwargs else _sum(args)
+    if not written:
+        return moved + _sum(out)
+    # What is written in place is read and written; its result is the same memory.
+    moved += sum(_sum(args[i]) for i in written if i < len(args))
+    return moved if kwargs.get("grad_scale") is None else moved + _sum(args[GRADIENTS])
+
+
+@lru_cache(maxsize=4096)
+def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
+    """How an op touches memory, and the positions of the arguments that it writes."""
+    name = base_name(func)
+    if name in MAY_COPY:
+        return "may copy", ()
+    if name in WHOLE and func._overloadname == "default":
+        return "whole", ()
+    if (
+        func.is_view
+        or name in FREE
+        or name in BY_ONE
+        or name in UNWRITTEN
+        or func._schema.name.startswith(ELSEWHERE)
+    ):
+        return "free", ()
+    if name in FACTORIES:
+        return "write", ()
+    if name in LIKE:
+        return "like", ()
+    if name in GATHERS:
+        return "gather", ()
+    if name in HOST_COPIES:
+        return "host copy", ()
+    arguments = func._schema.arguments
+    written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    if name.startswith("_fused_"):
+        written = tuple(i for i in written if i != GRADIENTS)
+    if name == "copy":
+        return "copy", ()
+    return "each", written
+
+
+def _indexed(args: tuple[Any, ...], out: Any) -> int:
+    """embedding, index, gather: indices, the places read, the output. scatter, index_put: indices, values, their
+    places; the untouched rest of the target is not counted unless the op makes a new tensor of it.
+    """
+    tensors = tensors_of(args)
+    target, others = tensors[0], tensors[1:]
+    if isinstance(out, Tensor) and out is target:
+        # Indices and values are read, the places in the target are read and written.
+        values = max((_stored(t) for t in others if t.dtype == target.dtype), default=0)
+        return sum(map(_stored, others)) + 2 * values
+    if others and isinstance(out, Tensor) and out.shape == target.shape and len(others) > 1:
+        return sum(map(_stored, tensors)) + _stored(out)
+    return sum(map(_stored, others)) + 2 * _sum(out)
+
+
+def _sum(value: Any) -> int:
+    return sum(map(_stored, tensors_of(value)))
+
+
+def _stored(t: Tensor) -> int:
+    """Bytes of the elements that differ in memory: a dimension of stride 0 is stored once."""
+    size = t.element_size()
+    for length, stride in zip(t.shape, t.stride(), strict=True):
+        if stride:
+            size *= length
+    return size if t.numel() else 0

@@ -1,0 +1,174 @@
+"""Which operations do no matrix work: elementwise, reductions, data movement, factories, list updates. No torch here.
+
+PyTorch tags pointwise ops and reductions and marks views; the rest is listed by name, without the trailing
+underscore of in-place ops. What is in no list is reported by name rather than counted as nothing.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+FACTORIES = frozenset(
+    """
+    arange bartlett_window bernoulli blackman_window cauchy _efficientzerotensor empty empty_like
+    empty_permuted empty_strided exponential eye fill full full_like geometric hamming_window
+    hann_window kaiser_window linspace log_normal logspace new_empty new_empty_strided new_full new_ones
+    new_zeros normal normal_functional ones ones_like rand rand_like randint randint_like randn
+    randn_like random randperm range scalar_tensor tril_indices triu_indices uniform zero zeros
+    zeros_like
+    """.split()
+)
+"""They write their output and read nothing."""
+
+UNWRITTEN = frozenset(
+    """
+    empty empty_like empty_permuted empty_strided new_empty new_empty_strided
+    """.split()
+)
+"""Memory without contents."""
+
+FREE = frozenset(
+    """
+    alias as_strided_ as_strided _assert_async _assert_tensor_metadata detach dim equal_size
+    _functional_assert_async _has_same_storage_numel is_pinned is_same_size item lift lift_fresh
+    _local_scalar_dense _nnz record_stream _reshape_alias resize resize_as _resize_output set set_
+    squeeze sym_numel sym_size sym_storage_offset sym_stride t transpose _unsafe_view unsqueeze _version
+    """.split()
+)
+"""They touch no element of any size."""
+
+BY_ONE = frozenset({"multiply_unless_one"})
+"""Ours: a step gives its loss the gradient that the loss expects, so the factor is 1 and nothing is touched."""
+
+MAY_COPY = frozenset({"contiguous", "reshape"})
+"""Views where the layout allows it, else copies. Only below autograd (in a wrapper tensor's own rules) are they seen whole."""
+
+GATHERS = frozenset(
+    """
+    embedding gather index index_add index_copy index_fill index_put _index_put_impl index_reduce
+    index_select masked_select put scatter scatter_add scatter_reduce take _unsafe_index
+    _unsafe_index_put _unsafe_masked_index
+    """.split()
+)
+"""They touch the places that indices name."""
+
+MOVES = frozenset(
+    """
+    alias_copy as_strided_copy as_strided_scatter block_diag cat channel_shuffle _chunk_cat clone col2im
+    _conj_copy constant_pad_nd copy detach_copy diag_embed diagonal_backward diagonal_copy
+    diagonal_scatter expand_copy flip _fw_primal_copy im2col lift_fresh_copy masked_scatter
+    masked_scatter_backward narrow_copy _neg_view_copy _pack_padded_sequence permute_copy _pin_memory
+    pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d reflection_pad3d repeat
+    repeat_interleave replication_pad1d replication_pad2d replication_pad3d _reshape_copy roll rot90
+    select_backward select_copy select_scatter slice_backward slice_copy slice_scatter split_copy
+    split_with_sizes_copy squeeze_copy _stack stack t_copy _to_copy _to_dense to_padded_tensor
+    transpose_copy tril triu unbind_copy unfold_backward unfold_copy unsafe_split
+    unsafe_split_with_sizes unsqueeze_copy values_copy view_as_complex_copy view_as_real_copy view_copy
+    """.split()
+)
+"""They copy elements and compute nothing."""
+
+VECTOR_WORK = frozenset(
+    """
+    abs adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
+    _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d
+    add affine_grid_generator all allclose aminmax _aminmax _amp_foreach_non_finite_check_and_unscale
+    _amp_update_scale any argmax argmin avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
+    batch_norm_backward _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits bincount
+    bitwise_and bitwise_or bitwise_xor bucketize celu complex _conj_physical copysign count_nonzero
+    cudnn_batch_norm cudnn_batch_norm_backward cummax _cummax_helper cummin _cummin_helper cumprod
+    cumsum dequantize_nf4 dequantize_rows diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
+    _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward embedding_renorm
+    eq equal floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge gelu gelu_backward
+    glu glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid hardswish
+    hardtanh hardtanh_backward heaviside histc histogram huber_loss huber_loss_backward _is_all_true
+    _is_any_true isin isinf isnan kthvalue le leaky_relu leaky_relu_backward log_sigmoid_backward
+    log_sigmoid_forward log_softmax _log_softmax _log_softmax_backward_data logcumsumexp _logcumsumexp
+    lt masked_fill _masked_scale _masked_softmax _masked_softmax_backward max max_pool2d_with_indices
+    max_pool2d_with_indices_backward median min mish mode mse_loss mse_loss_backward mul multinomial
+    nanmedian native_batch_norm native_batch_norm_backward _native_batch_norm_legit
+    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_dropout
+    native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm
+    native_layer_norm_backward ne nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+    nll_loss_forward nonzero nonzero_static norm poisson polar _prelu_kernel _prelu_kernel_backward prod
+    quantize_blocks reflection_pad1d_backward reflection_pad2d_backward relu remainder renorm replication_pad1d_backward
+    replication_pad2d_backward rrelu_with_noise rrelu_with_noise_backward rsub _safe_softmax
+    searchsorted segment_reduce smooth_l1_loss smooth_l1_loss_backward soft_margin_loss
+    soft_margin_loss_backward softmax _softmax _softmax_backward_data softplus softplus_backward sort
+    std_mean sub sum threshold threshold_backward topk trace _unique _unique2 unique_consecutive
+    unique_dim unique_dim_consecutive _unsafe_masked_index_put_accumulate upsample_bicubic2d
+    _upsample_bicubic2d_aa upsample_bicubic2d_backward upsample_bilinear2d _upsample_bilinear2d_aa
+    upsample_bilinear2d_backward upsample_linear1d upsample_nearest1d upsample_nearest1d_backward
+    upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d upsample_trilinear3d var_mean
+    _weight_norm_interface _weight_norm_interface_backward where xlogy
+    """.split()
+)
+"""Elementwise work, reductions, norms, losses, pooling, sorting: FLOPs that the matmul convention does not count."""
+
+HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
+"""Copies between the GPU and pinned host memory (offload/copies.py)."""
+
+COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
+"""Their names in a ledger -> which way they copy; the two ways do not share their bytes per second."""
+
+LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
+"""Ours (kernels/) whose first argument only says a dtype."""
+
+OWN_VECTOR_WORK = frozenset(
+    """
+    adafactor_apply adafactor_squares adafactor_update_squares adamw adamw_coded add_rounded cross_entropy
+    multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
+    """.split()
+)
+"""Kernels of ours that do no products."""
+
+LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
+ELSEWHERE = (
+    "prim::",
+    "profiler::",
+    "c10d::",
+    "_c10d_functional::",
+    "c10d_functional::",
+    "_c10d_functional_autograd::",
+    "fsdp::",
+)
+"""Namespaces of collectives (their time and bytes are modelled apart) and of questions about tensors."""
+TAGS = ("pointwise", "reduction", "view_copy")
+
+
+def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What the operation writes into, among the arguments of one call: tensors or lists of them."""
+    found = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if value is not None:
+                found.append(value)
+    return found
+
+
+def base_name(func: Any) -> str:
+    """``add`` of ``aten::add_.Tensor``: no namespace, no overload, no trailing underscore."""
+    name = func._schema.name.partition("::")[2]
+    return name if name.endswith("__") else name.rstrip("_") or name
+
+
+@lru_cache(maxsize=4096)
+def does_no_matrix_work(func: Any) -> bool:
+    """Whether the op is known to do no matrix products."""
+    name = base_name(func)
+    if (
+        func.is_view
+        or name in FACTORIES
+        or name in FREE
+        or name in GATHERS
+        or name in MOVES
+        or name in VECTOR_WORK
+        or name in HOST_COPIES
+        or name in OWN_VECTOR_WORK
+    ):
+        return True
+    if name.startswith(LISTS) or func._schema.name.startswith(ELSEWHERE):
+        return True
+    return any(tag.name in TAGS for tag in func.tags)

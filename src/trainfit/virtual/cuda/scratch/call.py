@@ -1,0 +1,73 @@
+"""One call of an operation, and the registry of rules about calls."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
+
+
+class Call:
+    """An operation's arguments and result: fake tensors with CUDA's shapes, dtypes and strides."""
+
+    __slots__ = ("args", "gpu", "kwargs", "name", "out")
+
+    def __init__(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, gpu: GpuTraits | None
+    ):
+        self.name, self.args, self.kwargs, self.out = name, args, kwargs, out
+        self.gpu: GpuTraits = gpu if gpu is not None else GpuTraits()
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument given by position or by name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+
+R = TypeVar("R")
+
+
+class Registry(dict[str, Callable[[Call], R]]):
+    """Rules by the op's schema name (``aten::mm``; all its overloads). One op has one rule.
+
+    Raises:
+        ValueError: a second rule for an op.
+    """
+
+    def rule(self, *names: str) -> Callable[[Callable[[Call], R]], Callable[[Call], R]]:
+        """Decorator: the function is the rule of these ops."""
+
+        def add(function: Callable[[Call], R]) -> Callable[[Call], R]:
+            for name in names:
+                if f"aten::{name}" in self:
+                    raise ValueError(f"aten::{name} has a rule already")
+                self[f"aten::{name}"] = function
+            return function
+
+        return add
+
+
+def num_bytes(t: Tensor, itemsize: int | None = None) -> int:
+    """Bytes of the tensor's elements, of ``itemsize`` bytes each if given."""
+    return t.numel() * (itemsize or t.element_size())
+
+
+def copy_if_strided(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Bytes of the copies that ``.contiguous()`` makes of these tensors."""
+    return tuple(num_bytes(t) for t in tensors if t is not None and not t.is_contiguous())
+
+
+def accumulate_size(dtype: torch.dtype) -> int:
+    """Bytes of an accumulator for this dtype on CUDA (``acc_type``): fp32 for 16-bit floats, int64 for integers."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return 4
+    return dtype.itemsize if dtype.is_floating_point or dtype.is_complex else 8
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    return -(-a // b) * b

@@ -1,0 +1,127 @@
+"""Scratch of embedding's and indexing's gradients: indices are sorted so that equal ones are added in order.
+
+Sources: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu. CUB's small counters are
+not counted (see sorting.py).
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.virtual.cuda.scratch.call import Call, Registry, ceil_div, copy_if_strided, num_bytes
+
+SCRATCH: Registry[tuple[int, ...]] = Registry()
+
+FEW_INDICES = 3072
+ROWS_PER_THREAD = 10
+SCALAR = 8
+MASKS = (torch.bool, torch.uint8)
+IN_PLACE = ("aten::index_put_", "aten::_index_put_impl_")
+
+
+@SCRATCH.rule("embedding_dense_backward")
+def embedding_backward(call: Call) -> tuple[int, ...]:
+    """Up to 3072 indices: copies only. More: sorted indices, segments, and partial sums in fp32.
+
+    The bound on partial sums, numel / 10 + min(numel, num_weights) rows, is PyTorch's own: it does not wait for
+    the GPU to count them.
+    """
+    grad, indices, num_weights, _, by_frequency = call.args
+    copies = copy_if_strided(indices, grad)
+    count = indices.numel()
+    if count <= FEW_INDICES and not by_frequency:
+        return copies
+    item, width = indices.element_size(), grad.shape[-1]
+    segments = min(count, int(num_weights))
+    partials = count // ROWS_PER_THREAD + segments
+    partial_item = 4 if grad.element_size() == 2 else grad.element_size()
+    counts = (count * item,) if by_frequency else ()
+    return (
+        *copies,
+        count * item, count * item, *counts,  # sorted_indices, orig_indices, count
+        count * item, SCALAR,  # segment_offsets, num_of_segments
+        segments * item, segments * item, SCALAR,  # partials_per_segment, its offsets, num_of_partial_segments
+        partials * item, partials * width * partial_item,  # partial_segment_offset, grad_weight_per_segment
+    )  # fmt: skip
+
+
+@SCRATCH.rule("embedding")
+def embedding(call: Call) -> tuple[int, ...]:
+    """``indices.reshape(-1)`` of strided indices (Embedding.cpp)."""
+    return copy_if_strided(call.args[1])
+
+
+@SCRATCH.rule("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put")
+def index_put(call: Call) -> tuple[int, ...]:
+    """Accumulating: linear indices, sorted with their origins (``index_put_with_sort_kernel``). Else nothing.
+
+    Alive at the sort: linearIndex, sorted_indices, orig_indices, range, and the radix sort's second copies.
+    """
+    target, indices, values = call.args[:3]
+    if not call.arg(3, "accumulate", False):
+        # One value under a mask is filled in without listing the places (canDispatchToMaskedFill).
+        return () if values.numel() == 1 and is_one_mask(indices) else masks_to_indices(indices)
+    reached = slice_elements(target, indices)
+    masked = any(t is not None and t.dtype in MASKS for t in indices)
+    # How many places a mask names is known only on the device; the values tell.
+    count = values.numel() // max(1, reached) if masked else prod(broadcast_shape(indices))
+    copies = copy_if_strided(target) if call.name in IN_PLACE else ()
+    if values.numel() < count * reached or not values.is_contiguous():
+        copies = (*copies, count * reached * values.element_size())
+    return (*masks_to_indices(indices), *copies, *(count * 8,) * 4, count * 16)
+
+
+@SCRATCH.rule("index", "_unsafe_index")
+def index(call: Call) -> tuple[int, ...]:
+    """Reading: masks become index tensors of as many places as the output shows; int32 indices become int64."""
+    source, indices = call.args[:2]
+    places = call.out.numel() // max(1, slice_elements(source, indices))
+    masks = sum(t.dim() for t in indices if t is not None and t.dtype in MASKS)
+    narrow = tuple(num_bytes(t, 8) for t in indices if t is not None and t.dtype == torch.int32)
+    return (*narrow, places * masks * 8) if masks else narrow
+
+
+@SCRATCH.rule("masked_select")
+def masked_select(call: Call) -> tuple[int, ...]:
+    """The places under the mask, one int64 index tensor a dimension."""
+    return (call.out.numel() * 8 * max(call.args[0].dim(), call.args[1].dim()),)
+
+
+@SCRATCH.rule("masked_scatter", "masked_scatter_")
+def masked_scatter(call: Call) -> tuple[int, ...]:
+    """How many places lie before each (``maskPrefixSum``), int64."""
+    return (call.args[0].numel() * 8,)
+
+
+def is_one_mask(indices: Any) -> bool:
+    named = [t for t in indices if t is not None]
+    return len(named) == 1 and named[0].dtype in MASKS
+
+
+def masks_to_indices(indices: Any) -> tuple[int, ...]:
+    """A boolean mask becomes one int64 index tensor a dimension; all its elements counted, the most there can be."""
+    return tuple(num_bytes(t, 8) * t.dim() for t in indices if t is not None and t.dtype in MASKS)
+
+
+def broadcast_shape(indices: Any) -> tuple[int, ...]:
+    """Shape that the index tensors have together."""
+    return tuple(torch.broadcast_shapes(*(t.shape for t in indices if t is not None)))
+
+
+def slice_elements(target: Tensor, indices: Any) -> int:
+    """Elements of the target that one index reaches: its dimensions that no index tensor names."""
+    left, d = 1, 0
+    for t in (*indices, *[None] * target.dim()):
+        width = t.dim() if t is not None and t.dtype in MASKS else 1
+        if t is None and d < target.dim():
+            left *= target.shape[d]
+        d += width
+    return left
+
+
+@SCRATCH.rule("nonzero")
+def nonzero(call: Call) -> tuple[int, ...]:
+    """The count on the device (Nonzero.cu); a copy of a strided input."""
+    return (*copy_if_strided(call.args[0]), 4 * ceil_div(call.args[0].numel(), 1 << 30))

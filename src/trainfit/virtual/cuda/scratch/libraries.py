@@ -1,0 +1,82 @@
+"""Memory that libraries keep for good: the workspaces of cuBLAS and cuBLASLt.
+
+PyTorch gives each cuBLAS handle a workspace per stream, from the caching allocator, at the handle's first use, and
+never takes it back (aten/src/ATen/cuda/CublasHandlePool.cpp). Handles belong to threads: the main thread's first
+matrix product (forward, optimizer) takes one, autograd's device thread (backward and what is recomputed there) takes
+a second one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.virtual.cuda.scratch.call import Call
+from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
+from trainfit.virtual.cuda.scratch.matmul import is_grouped_kernel
+
+MIB = 1 << 20
+_CUBLAS = {
+    f"aten::{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr", "_addmm_activation",
+                 "_scaled_mm", "_scaled_mm_v2", "_int_mm")
+}  # fmt: skip
+_LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def cublas_workspace_bytes(gpu: GpuTraits) -> int:
+    """cuBLAS workspace of one handle and stream: 32 MiB on Hopper (and from torch 2.12 on Blackwell), else ":4096:2:16:8".
+
+    Where kernels are to repeat bit by bit, ":4096:8", which cuBLAS needs for it: also 32 MiB.
+    Source: ``parseChosenWorkspaceSize`` in CublasHandlePool.cpp; Blackwell: PyTorch pull request 175344.
+    """
+    major = gpu.compute_capability[0]
+    large = gpu.compute_capability == (9, 0) or (gpu.torch_version >= (2, 12) and major in (9, 10, 12))
+    large = large or torch.are_deterministic_algorithms_enabled()
+    return 4096 * 8 * 1024 if large else 4096 * 1024 * 2 + 16 * 1024 * 8
+
+
+def cublaslt_workspace_bytes(gpu: GpuTraits) -> int:
+    """What the first use of cuBLASLt on a handle and stream allocates beside cuBLAS's workspace.
+
+    torch 2.11 keeps a workspace of its own, 1 MiB (``getCUDABlasLtWorkspace`` reads the environment variable's
+    default as off); from 2.12 it is cuBLAS's (PyTorch pull request 175879).
+    """
+    return MIB if gpu.torch_version < (2, 12) else 0
+
+
+def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
+    """Whether the op asks for the thread's cuBLAS handle, and so for its workspace.
+
+    ``_grouped_mm`` does only where it is not one CUTLASS kernel; an empty product launches nothing.
+    """
+    name = func._schema.name
+    if name == "aten::_grouped_mm":
+        return not is_grouped_kernel(args[0], args[1], gpu)
+    return name in _CUBLAS and not any(isinstance(a, Tensor) and a.numel() == 0 for a in args)
+
+
+def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
+    """Whether the op runs through cuBLASLt: a bias added in the epilogue, scaled or integer products.
+
+    Source: ``addmm_out_cuda_impl`` in aten/src/ATen/native/cuda/Blas.cpp.
+    """
+    name = func._schema.name
+    if name in ("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"):
+        return True
+    return name in ("aten::addmm", "aten::_addmm_activation") and bias_in_epilogue(
+        Call(name, args, kwargs or {}, None, None)
+    )
+
+
+def bias_in_epilogue(call: Call) -> bool:
+    """addmm(bias, a, b) with a one-dimensional contiguous bias, beta 1, a float dtype, no operand of one row or column."""
+    bias, first, second = call.args[:3]
+    return (
+        call.kwargs.get("beta", 1) == 1
+        and bias.dim() == 1
+        and bias.shape[0] == second.shape[1]
+        and bias.is_contiguous()
+        and bias.dtype in _LT_DTYPES
+        and min(*first.shape, *second.shape) > 1
+    )

@@ -1,0 +1,248 @@
+"""Scratch of reductions: when few outputs meet long inputs, several blocks share one output through global memory.
+
+Source: aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``gpu_reduce_kernel``, ``AccumulationBuffer``),
+ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceOps.cpp (conversions before the kernel),
+ReduceAllOps.cpp (copies before it).
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainfit.virtual.cuda.scratch.call import (
+    Call,
+    Registry,
+    accumulate_size,
+    ceil_div,
+    copy_if_strided,
+    num_bytes,
+)
+from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
+
+SCRATCH: Registry[tuple[int, ...]] = Registry()
+
+MAX_THREADS = 512
+WARP = 32
+MIN_VALUES_PER_THREAD = 16
+MAX_VALUES_PER_THREAD = 256
+INT32_MAX = 2**31 - 1
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Dim(NamedTuple):
+    """A dimension of the iterator: its size, the input's stride in elements, the output's (0: reduced)."""
+
+    size: int
+    stride: int
+    out_stride: int
+
+
+@SCRATCH.rule("sum", "mean", "prod", "nansum")
+def sums(call: Call) -> tuple[int, ...]:
+    """sum, mean: accumulated in ``acc_type``; 16-bit inputs are read 8 at a time.
+
+    An input of another dtype than the output is converted first, except 16-bit floats to fp32 (``make_reduction``).
+    """
+    x, out = call.args[0], call.out
+    fused = x.dtype == out.dtype or (x.dtype in HALVES and out.dtype == torch.float32)
+    converted = () if fused else (x.numel() * out.element_size(),)
+    dtype = x.dtype if fused else out.dtype
+    vector = 8 if dtype.itemsize == 2 and call.name in ("aten::sum", "aten::mean") else 4
+    return converted + reduction(x, out, dims_of(call), dtype, accumulate_size(dtype), vector, call.gpu)
+
+
+@SCRATCH.rule("amax", "amin", "max", "min")
+def extrema(call: Call) -> tuple[int, ...]:
+    """amax, amin and the whole-tensor max, min: accumulated in the input's dtype. max(dim) has a kernel of its own.
+
+    The whole-tensor max and min copy a tensor that is not contiguous first (ReduceAllOps.cpp).
+    """
+    if not isinstance(call.out, Tensor) or isinstance(call.arg(1, "other"), Tensor):
+        return ()
+    x = call.args[0]
+    copies = copy_if_strided(x) if call.name in ("aten::max", "aten::min") else ()
+    return copies + reduction(x, call.out, dims_of(call), x.dtype, x.element_size(), 4, call.gpu)
+
+
+@SCRATCH.rule("any", "all")
+def truth(call: Call) -> tuple[int, ...]:
+    """Accumulated in bool."""
+    x = call.args[0]
+    return reduction(x, call.out, dims_of(call), x.dtype, 1, 4, call.gpu)
+
+
+@SCRATCH.rule("argmax", "argmin")
+def positions(call: Call) -> tuple[int, ...]:
+    """Accumulated as pairs of value and int64 index."""
+    x = call.args[0]
+    return reduction(x, call.out, dims_of(call), x.dtype, 16, 4, call.gpu)
+
+
+@SCRATCH.rule("linalg_vector_norm")
+def vector_norm(call: Call) -> tuple[int, ...]:
+    """Accumulated in ``acc_type`` (NormTwoOps)."""
+    x = call.args[0]
+    return reduction(x, call.out, dims_of(call, 2), x.dtype, accumulate_size(x.dtype), 4, call.gpu)
+
+
+@SCRATCH.rule("norm")
+def norm(call: Call) -> tuple[int, ...]:
+    """As vector_norm; the dimensions follow the order of the norm."""
+    x = call.args[0]
+    dims = call.arg(2, "dim") if not isinstance(call.arg(2, "dim"), torch.dtype) else None
+    return reduction(x, call.out, dims, x.dtype, accumulate_size(x.dtype), 4, call.gpu)
+
+
+@SCRATCH.rule("var", "std", "var_mean", "std_mean")
+def moments(call: Call) -> tuple[int, ...]:
+    """Accumulated as Welford's mean, M2 and counts: 16 bytes in fp32, 32 in fp64."""
+    x = call.args[0]
+    out = call.out if isinstance(call.out, Tensor) else call.out[0]
+    return reduction(x, out, dims_of(call), x.dtype, 32 if x.dtype == torch.float64 else 16, 4, call.gpu)
+
+
+@SCRATCH.rule("logsumexp")
+def logsumexp(call: Call) -> tuple[int, ...]:
+    """The maxima, and the input minus them, exponentiated in place (ReduceOps.cpp ``logsumexp_out_impl``)."""
+    return (num_bytes(call.out), num_bytes(call.args[0]))
+
+
+def dims_of(call: Call, position: int = 1) -> list[int] | None:
+    """The dimensions to reduce; None is all. Overloads without a dimension have a flag or nothing there."""
+    dims = call.arg(position, "dim")
+    if isinstance(dims, int) and not isinstance(dims, bool):
+        return [dims]
+    return list(dims) if isinstance(dims, list | tuple) and dims else None
+
+
+def reduction(
+    x: Tensor,
+    out: Tensor,
+    dims: list[int] | None,
+    dtype: torch.dtype,
+    accumulator: int,
+    vector: int,
+    gpu: GpuTraits,
+) -> tuple[int, ...]:
+    """Buffers of one reduction: what blocks hand each other, and the semaphores that count them.
+
+    Args:
+        dims: dimensions of ``x`` that are reduced; None for all.
+        dtype: of the input as the kernel reads it.
+        accumulator: bytes of one accumulated value.
+        vector: elements one load takes along the reduced dimension (``input_vec_size``).
+    """
+    if x.numel() == 0:
+        return ()
+    shape = iterator_dims(x, dims)
+    extra: tuple[int, ...] = ()
+    item = dtype.itemsize
+    if not fits_32_bit(shape, item):
+        # Partial sums cannot be kept in a 16-bit output between the parts of a tensor over 2 GiB.
+        if dtype in HALVES and out.dtype == dtype:
+            extra = (out.numel() * accumulator,)
+        while not fits_32_bit(shape, item):
+            shape = first_half(shape)
+    return extra + global_buffers(shape, item, accumulator, vector, gpu)
+
+
+def iterator_dims(x: Tensor, dims: list[int] | None) -> list[Dim]:
+    """The iterator's dimensions, fastest first, reduced ones first, neighbours joined (``reorder``, ``coalesce``)."""
+    reduced = {d % max(1, x.dim()) for d in dims} if dims is not None else set(range(x.dim()))
+    out_stride, kept, gone = 1, [], []
+    for d in reversed(range(x.dim())):
+        size, stride = x.shape[d], x.stride(d)
+        if size == 1:
+            continue
+        if d in reduced:
+            gone.append(Dim(size, stride, 0))
+        else:
+            kept.append(Dim(size, stride, out_stride))
+            out_stride *= size
+    joined: list[Dim] = []
+    for dim in sorted(gone, key=lambda dim: dim.stride) + kept:
+        last = joined[-1] if joined else None
+        if last and last.size * last.stride == dim.stride and last.size * last.out_stride == dim.out_stride:
+            joined[-1] = last._replace(size=last.size * dim.size)
+        else:
+            joined.append(dim)
+    return joined or [Dim(1, 1, 0)]
+
+
+def fits_32_bit(dims: list[Dim], item: int) -> bool:
+    """``can_use_32bit_indexing``: elements and byte offsets below 2**31."""
+    extent = 1 + sum((dim.size - 1) * dim.stride * item for dim in dims)
+    return prod(dim.size for dim in dims) <= INT32_MAX and extent <= INT32_MAX
+
+
+def first_half(dims: list[Dim]) -> list[Dim]:
+    """The first part when the dimension of the largest extent is cut in two (``with_32bit_indexing``)."""
+    widest = max(range(len(dims)), key=lambda i: (dims[i].size - 1) * dims[i].stride)
+    return [dim._replace(size=dim.size // 2) if i == widest else dim for i, dim in enumerate(dims)]
+
+
+def global_buffers(
+    dims: list[Dim], item: int, accumulator: int, vector: int, gpu: GpuTraits
+) -> tuple[int, ...]:
+    """Bytes of the staging buffer and the semaphores, or nothing (``setReduceConfig``, ``global_memory_size``)."""
+    num_reduced = sum(dim.out_stride == 0 for dim in dims)
+    num_outputs = prod(dim.size for dim in dims[num_reduced:])
+    num_inputs = prod(dim.size for dim in dims[:num_reduced])
+    along = num_reduced == len(dims) or (num_reduced > 0 and dims[0].stride < dims[num_reduced].stride)
+    if num_reduced == 0:
+        along = True
+    dim0, dim1 = (num_inputs, num_outputs) if along else (num_outputs, num_inputs)
+    fastest = dims[0].stride if along else dims[num_reduced].stride
+    out_vector = 1
+    if fastest == 1:
+        if along and dim0 >= 128 and num_reduced == 1:
+            dim0 //= vector
+        elif not along:
+            out_vector = output_vector(dims, num_reduced)
+            dim0 //= out_vector
+    width, height = block_shape(dim0, dim1, MAX_THREADS // out_vector)
+    step_in, step_out = (width, 1) if along else (1, width)
+    across_warps = ceil_div(num_inputs, step_in) >= min(height * 16, MAX_VALUES_PER_THREAD)
+    if across_warps:
+        step_in *= height
+    else:
+        step_out *= height
+    values = ceil_div(num_inputs, step_in)
+    grid = ceil_div(num_outputs // out_vector, step_out)
+    target = gpu.num_sms * (gpu.threads_per_sm // (width * height))
+    if not across_warps or values < MAX_VALUES_PER_THREAD or grid > target:
+        return ()
+    blocks = max(
+        min(ceil_div(target, grid), ceil_div(values, MIN_VALUES_PER_THREAD)),
+        ceil_div(values, MAX_VALUES_PER_THREAD),
+    )
+    if blocks <= 1:
+        return ()
+    size = accumulator * num_outputs * blocks
+    if not along:
+        size *= width * out_vector
+    return size, 4 * grid
+
+
+def output_vector(dims: list[Dim], num_reduced: int) -> int:
+    """How many neighbouring outputs one thread takes (``get_output_vec_size``); the data starts at an aligned address."""
+    size = 4
+    for number in (dims[num_reduced].size, *(dim.stride for i, dim in enumerate(dims) if i != num_reduced)):
+        while number % size:
+            size //= 2
+    return size
+
+
+def block_shape(dim0: int, dim1: int, threads: int) -> tuple[int, int]:
+    """Width and height of a block (``set_block_dimension``), powers of two."""
+    wide = power_of_two_below(dim0) if dim0 < threads else threads
+    high = power_of_two_below(dim1) if dim1 < threads else threads
+    height = min(high, threads // min(wide, WARP))
+    return min(wide, threads // height), height
+
+
+def power_of_two_below(n: int) -> int:
+    """The largest power of two not above n, at least 1 (``last_pow2``)."""
+    return 1 << (max(1, n).bit_length() - 1)

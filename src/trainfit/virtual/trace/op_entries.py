@@ -1,0 +1,91 @@
+"""An operation as the ledger's entries: its FLOPs, its bytes, and the groups of layers that it belongs to."""
+
+from typing import Any
+
+from trainfit.ledger.ledger import Op
+from trainfit.virtual.cuda.attention_kernel import AttentionKernel
+from trainfit.virtual.cuda.bytes_moved import bytes_moved
+from trainfit.virtual.cuda.flops import OpFlops
+from trainfit.virtual.trace.scope import Place
+from trainfit.virtual.trace.tensors import tensors_of
+
+
+def op_entries(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    *,
+    counted: OpFlops | None,
+    place: Place,
+    owners: list[Place],
+    phase: str,
+    segment: int,
+    attention: AttentionKernel,
+) -> list[Op]:
+    """One entry an operation; a list operation over several groups' parameters gets one entry a group.
+
+    Args:
+        counted: what ``flops.count`` says of it.
+        owners: of a list operation, the place of each tensor's parameter; else one place, or none.
+    """
+    dtype = _dtype(args, out)
+    groups = {owner.group for owner in owners}
+    if len(groups) > 1:
+        shares = _shares(func, args, kwargs, out, owners)
+        return [
+            Op(str(func), "", segment, group, 0, 0, 0, 0, num_bytes, dtype, int(number == 0), place.updating)
+            for number, (group, num_bytes) in enumerate(shares)
+        ]
+    num_bytes = bytes_moved(func, args, kwargs, out)
+    full, causal = (counted.full, counted.causal) if counted else (0, 0)
+    # Neither recomputation nor an update (Muon makes products of its own) is what the model's mathematics needs.
+    extra = place.recomputing or place.updating
+    needed = phase in ("forward", "backward") and not extra
+    model, model_full = (counted.model_causal, counted.model_full) if counted and needed else (0, 0)
+    return [
+        Op(
+            str(func),
+            place.module,
+            segment,
+            place.group,
+            full,
+            causal,
+            model,
+            model_full,
+            num_bytes,
+            dtype,
+            1,
+            place.updating,
+            *attention,
+        )
+    ]
+
+
+def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Place]) -> list[tuple[int, int]]:
+    """Each group's bytes. Of what belongs to nobody (a loss scale) the first one has all."""
+    shared = bytes_moved(func, *(_of_group(part, owners, None) for part in (args, kwargs, out)))
+    shares: list[tuple[int, int]] = []
+    for number, group in enumerate(sorted({owner.group for owner in owners})):
+        share = bytes_moved(func, *(_of_group(part, owners, group) for part in (args, kwargs, out)))
+        shares.append((group, share - (shared if number else 0)))
+    return shares
+
+
+def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
+    """Arguments or results of an operation over lists: of each list, the entries whose owner is in the group."""
+    if isinstance(value, dict):
+        return {name: _of_group(item, owners, group) for name, item in value.items()}
+    if isinstance(value, list) and len(value) == len(owners):
+        return [item for item, owner in zip(value, owners, strict=True) if owner.group == group]
+    if isinstance(value, list | tuple):
+        return type(value)(_of_group(item, owners, group) for item in value)
+    return value
+
+
+def _dtype(args: Any, out: Any) -> str:
+    """Dtype of the first floating tensor among the inputs, else of the output."""
+    for t in tensors_of((args, out)):
+        if t.is_floating_point():
+            return str(t.dtype).removeprefix("torch.")
+    return "int64"

@@ -1,0 +1,193 @@
+"""Where an operation happens: module, group of layers, and whether it is the backward, recomputation or an update.
+
+In the forward the stack of running modules tells. In the backward autograd's current node tells: nodes are numbered
+in the order of the forward, and the numbers at which modules began and ended were written down.
+"""
+
+import bisect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainfit.ledger.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER
+from trainfit.virtual.exclusive import chosen_by_thread
+
+
+class Place(NamedTuple):
+    """Where an operation happens."""
+
+    module: str
+    """Dotted path."""
+    slot: str
+    """The path with the layer's number taken out: the same in every group."""
+    group: int
+    owned: bool = False
+    """In the optimizer: operations belong to the parameter they work on."""
+    recomputing: bool = False
+    in_autograd: bool = False
+    """On CUDA, autograd runs in a thread of its own, with library handles of its own."""
+    updating: bool = False
+    """A gradient has just arrived: what runs now is a hook's, such as an optimizer in the backward."""
+
+
+NOWHERE = Place("", "", NO_LAYER)
+
+
+class Groups(NamedTuple):
+    """Which layers of one ModuleList stand for which, in one run of equal ones."""
+
+    name: str
+    """The list's dotted name."""
+    num_first: int
+    num_middle: int
+    period: int
+    run: int = 0
+    start: int = 0
+    """Index of the run's first layer in the trimmed list."""
+    stop: int | None = None
+    """Index after its last one; None: the list's end."""
+
+    def has(self, layer: int) -> bool:
+        """Whether the layer at this index of the trimmed list is in the run."""
+        return self.start <= layer and (self.stop is None or layer < self.stop)
+
+    def locate(self, layer: int) -> tuple[int, str]:
+        """Group of the layer at this index of the (trimmed) list, and its name within any group of the run."""
+        part, name = self._part(layer - self.start)
+        return self.run * GROUPS_PER_RUN + part, f"R{self.run}.{name}" if self.run else name
+
+    def _part(self, layer: int) -> tuple[int, str]:
+        if layer < self.num_first:
+            from_end = layer - self.num_first
+            return FIRST, f"L{from_end % self.period}" if from_end >= -self.period else f"lead{layer}"
+        if layer < self.num_first + self.num_middle:
+            return MIDDLE, f"L{layer - self.num_first}"
+        offset = layer - self.num_first - self.num_middle
+        return LAST, f"L{offset}" if offset < self.period else f"tail{offset}"
+
+
+class Places:
+    """Follows the running step. Enter as a context manager around it; ``bind`` once the model is complete."""
+
+    def __init__(self) -> None:
+        self.phase = "init"
+        self._of_module: dict[int, Place] = {}
+        self._of_parameter: dict[int, Place] = {}
+        self._stack: list[Place] = []
+        self._after_layer: Place | None = None
+        self._numbers: list[int] = []
+        self._marks: list[Place] = []
+        self._handles: list[Any] = []
+        self.on_recomputed = lambda: None
+        self.override: Place | None = None
+        """Where compiled code says it is; None: hooks and autograd tell."""
+
+    def bind(self, model: nn.Module, groups: list[Groups]) -> None:
+        """Learn every module's and parameter's place."""
+        for name, module in model.named_modules():
+            self._of_module[id(module)] = self.locate(name, groups)
+        for name, parameter in model.named_parameters():
+            self._of_parameter[id(parameter)] = self.locate(name, groups)
+
+    def of_parameter(self, parameter: torch.Tensor) -> Place:
+        """The place of a parameter of the bound model."""
+        return self._of_parameter.get(id(parameter), NOWHERE)
+
+    @staticmethod
+    def locate(name: str, groups: list[Groups]) -> Place:
+        """Place of a dotted name (a wrapper such as PEFT's may stand before the list's own name)."""
+        for group in groups:
+            head, found, tail = name.partition(f"{group.name}.")
+            if found and (not head or head.endswith(".")):
+                index, _, rest = tail.partition(".")
+                if not group.has(int(index)):
+                    continue
+                number, within = group.locate(int(index))
+                return Place(name, f"{head}{group.name}.{within}.{rest}", number)
+        return Place(name, name, NO_LAYER)
+
+    def current(self) -> Place:
+        """The place of the operation that runs now."""
+        if self.override is not None:
+            return self.override
+        if self._stack:
+            place = self._stack[-1]
+            if place.group == NO_LAYER and self._after_layer is not None:
+                # Between two layers the loop over them still holds the last one's results.
+                place = self._after_layer
+            return place._replace(recomputing=True, in_autograd=True) if self.phase == "backward" else place
+        if self.phase == "backward":
+            return self._of_node(torch._C._current_autograd_node())
+        return NOWHERE._replace(owned=self.phase == "optimizer")
+
+    def owned_now(self) -> bool:
+        return self.phase == "optimizer" and not self._stack
+
+    def _of_node(self, node: Any) -> Place:
+        if node is None:
+            return NOWHERE
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self.of_parameter(variable)._replace(in_autograd=True, updating=True)
+        at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._marks[at] if at >= 0 else NOWHERE)._replace(in_autograd=True)
+
+    def __enter__(self) -> "Places":
+        module = torch.nn.modules.module
+        self._handles = [
+            # Every thread's modules call them.
+            module.register_module_forward_pre_hook(chosen_by_thread(self._begin, _ignore)),
+            module.register_module_forward_hook(chosen_by_thread(self._end, _ignore), always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def within_compiled(self, module: nn.Module | None) -> Iterator[None]:
+        """A compiled module (None: a function) runs: it begins and ends here; the compiler does not see the hooks."""
+        if module is not None:
+            self._begin(module, None)
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+            if module is not None:
+                self._end(module, None, None)
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        place = self._of_module.get(id(module), self._stack[-1] if self._stack else NOWHERE)
+        # The next layer, or what comes after the last one, begins.
+        self._after_layer = None
+        self._stack.append(place)
+        self._mark(place)
+
+    def _end(self, module: nn.Module, _: Any, __: Any) -> None:
+        if not self._stack:
+            return
+        place = self._stack.pop()
+        if place.group != NO_LAYER and self._stack and self._stack[-1].group == NO_LAYER:
+            self._after_layer = place
+        self._mark(self._after_layer or (self._stack[-1] if self._stack else NOWHERE))
+        if not self._stack:
+            self._after_layer = None
+            if self.phase == "backward":
+                self.on_recomputed()
+
+    def _mark(self, place: Place) -> None:
+        number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._numbers and self._numbers[-1] == number:
+            self._marks[-1] = place
+        else:
+            self._numbers.append(number)
+            self._marks.append(place)
+
+
+def _ignore(*_: Any) -> None:
+    """Another thread's module was called."""
