@@ -15,7 +15,7 @@ from trainfit.spec.sweep import SweepFile
 from trainfit.sweeps.read import read_sweep
 from trainfit.techniques.registry import check
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md", *DOCS.rglob("*.md")]

@@ -15,7 +15,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.record_line import append_line, digest_of, from_line, has_digest, to_line
 from trainfit.sweeps.book import RECORDS, Book
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_line_has_the_digest_of_its_content_whatever_its_order() -> None:

@@ -2,7 +2,7 @@
 
 Enters: a model that ``build_model`` made, or the same wrapped by PEFT. Leaves: the part that gives hidden states, the
 linear layer that makes logits of them, and what the family does to logits afterwards. Only families for which this was
-compared with the model's own logits (tests/test_chunked_loss.py) are known; a guess would train another model.
+compared with the model's own logits (tests/kernels/test_chunked_loss.py) are known; a guess would train another model.
 """
 
 from typing import Any, NamedTuple

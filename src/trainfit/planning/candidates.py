@@ -5,7 +5,7 @@ Legend as in ``assignments``: options; C assignments of L blocks as an integer a
 Why these: memory is freed from the last block to the first while gradients come, so where blocks differ, those that keep
 little do best in front. A level that frees less memory a second than another is only mixed in where a whole block is too
 much. Copies are free as long as the blocks compute longer than they take, so what offloads is spread over blocks evenly,
-from the first on; wholly recomputed blocks have only their input to offload, and all do or none. All of it is checked against every assignment of small models (tests/test_recompute_layers.py).
+from the first on; wholly recomputed blocks have only their input to offload, and all do or none. All of it is checked against every assignment of small models (tests/techniques/test_recompute_layers.py).
 """
 
 import itertools

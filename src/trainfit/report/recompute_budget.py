@@ -29,7 +29,7 @@ does what is planned from one short trace on the virtual GPU (`planning/recomput
 - A larger budget is never predicted slower: the candidates and their order do not depend on the budget.
 - A budget that no plan reaches is refused, and the least reachable one is named.
 - Gradients do not change: what is recomputed is computed alike.
-- Planning is meant to take under two seconds for 80 layers, imports aside: `tests/test_plan_speed.py` times it, docs/log.md has what it took."""
+- Planning is meant to take under two seconds for 80 layers, imports aside: `tests/prediction/test_plan_speed.py` times it, docs/log.md has what it took."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,7 +14,7 @@ What is there at the highest point, beside hidden states and weight:
 Softmax and loss are computed in fp32 (fp64 stays fp64). The weight's gradient is added up over the chunks in the
 weight's own dtype: products accumulate in fp32 inside a chunk, and bf16 rounds once a chunk. The gradient is off by
 0.31 % of its norm with one chunk (as the usual way is), 0.42 % with 8, 0.65 % with 32, the most there are
-(tests/test_chunked_loss.py); an fp32 sum would cost 4 e v bytes more at the step's peak. Under autocast the weight is
+(tests/kernels/test_chunked_loss.py); an fp32 sum would cost 4 e v bytes more at the step's peak. Under autocast the weight is
 fp32 and so is the sum.
 """
 

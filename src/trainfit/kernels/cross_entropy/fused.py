@@ -13,7 +13,7 @@ bytes. Under autocast also the weight in the products' dtype and one product of 
 Softmax and loss are computed in fp32 (fp64 stays fp64) from logits in the products' dtype, as the usual way does. The
 weight's gradient is added up over the chunks in the weight's own dtype: products accumulate in fp32 inside a chunk, bf16 rounds
 once a chunk. Errors of the gradient's norm against fp64: 0.27 % with one chunk (as the usual way), 0.32 % with 4
-(tests/test_fused_loss.py). An fp32 sum would cost 4 e v bytes more (2.1 GB of the size above).
+(tests/kernels/test_fused_loss.py). An fp32 sum would cost 4 e v bytes more (2.1 GB of the size above).
 
 Against ``chunked_cross_entropy``: a chunk's logits take 2 bytes where that takes 6, and are read twice and written once;
 label smoothing and z-loss (Chowdhery et al., PaLM, arXiv:2204.02311, section 5) are known, a bias is not.

@@ -3,7 +3,7 @@
 A multiplication and an addition are 2 FLOPs. Attention counts scores as if nothing were masked (``full``) and with
 the masked pairs left out (``causal``): of a sequence of s tokens s(s+1)/2 pairs are seen. What a fused backward
 recomputes (the scores; where it is two passes of ours, scores and their gradient once more) the device executes and the
-mathematics does not need. Ours agree with ``torch.utils.flop_counter`` where both know an op of PyTorch's (tests/test_flops.py).
+mathematics does not need. Ours agree with ``torch.utils.flop_counter`` where both know an op of PyTorch's (tests/virtual/test_flops.py).
 """
 
 from collections.abc import Callable

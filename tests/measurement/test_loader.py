@@ -1,0 +1,205 @@
+"""Reading data: the same batches with any number of workers, workers that end, and no byte more on the device."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tiny_recipe import tiny_recipe
+from tiny_training import Listener, asked, stop_at, tiny
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
+from trainfit.prediction.estimate import predict
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Batch, Hardware, Loader
+from trainfit.techniques import registry
+from trainfit.techniques.loader import Feed, RandomTokens
+from trainfit.training.corpus import Corpus
+from trainfit.training.loop import train
+from trainfit.training.order import StepSequences, sequence_numbers
+
+CPU = torch.device("cpu")
+
+
+def feed(loader: Loader, source: Callable[[int], torch.Tensor], steps: range) -> Feed:
+    recipe = tiny_recipe(loader=loader, batch=Batch(micro=2, seq=16, accumulate=3))
+    return Feed(recipe, source, CPU, steps)
+
+
+def corpus(folder: Path) -> Corpus:
+    np.arange(1000, dtype=np.uint16).tofile(folder / "train.bin")
+    return Corpus(np.memmap(folder / "train.bin", dtype=np.uint16, mode="r"), 16)
+
+
+@pytest.mark.parametrize("loader", [Loader(), Loader(workers=1), Loader(workers=2, prefetch=1)], ids=str)
+def test_each_step_gets_its_own_sequences_whoever_reads_them(loader: Loader, tmp_path: Path):
+    source = StepSequences(corpus(tmp_path), seed=7, per_step=6)
+    with feed(loader, source, range(4, 9)) as batches:
+        found = list(batches)
+    assert len(found) == 5
+    for step, micro_batches in zip(range(4, 9), found, strict=True):
+        numbers = sequence_numbers(7, step, 6, 62)
+        expected = torch.from_numpy(numbers[:, None] * 16 + np.arange(16))
+        assert [len(batch["input_ids"]) for batch in micro_batches] == [2, 2, 2]
+        assert torch.equal(torch.cat([batch["input_ids"] for batch in micro_batches]), expected)
+        assert torch.equal(torch.cat([batch["labels"] for batch in micro_batches]), expected)
+
+
+def test_torchs_own_generator_is_left_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    with feed(Loader(workers=1), RandomTokens(50, 6, 16, 0), range(2)) as batches:
+        next(batches)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_corpus_goes_to_another_process_by_name(tmp_path: Path):
+    known = corpus(tmp_path)
+    sent = pickle.dumps(known)
+    assert len(sent) < 500 + len(str(tmp_path))
+    assert np.array_equal(pickle.loads(sent).tokens, known.tokens)
+
+
+def test_random_tokens_depend_on_seed_and_step():
+    source = RandomTokens(50, 6, 16, seed=3)
+    assert torch.equal(source(5), source(5))
+    assert not torch.equal(source(5), source(6))
+    assert not torch.equal(source(5), RandomTokens(50, 6, 16, seed=4)(5))
+    assert source(5).min() >= 0
+    assert source(5).max() < 50
+    assert source(5).shape == (6, 16)
+
+
+# -- workers end
+
+
+@dataclass(frozen=True)
+class Fails:
+    at: int
+
+    def __call__(self, step: int) -> torch.Tensor:
+        if step == self.at:
+            raise OSError(f"cannot read step {step}")
+        return torch.zeros(6, 16, dtype=torch.int64)
+
+
+def test_a_readers_error_arrives_and_ends_the_workers():
+    with (
+        pytest.raises(OSError, match="cannot read step 2"),
+        feed(Loader(workers=2), Fails(2), range(9)) as batches,
+    ):
+        for _ in batches:
+            pass
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_elsewhere_ends_the_workers_too():
+    with pytest.raises(ZeroDivisionError), feed(Loader(workers=2), Fails(-1), range(9)):
+        raise ZeroDivisionError
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_outlive_the_first_signal_of_a_group():
+    with feed(Loader(workers=2, prefetch=1), Fails(-1), range(40)) as batches:
+        next(batches)
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, signal.SIGTERM)
+        assert len(list(batches)) == 39
+    assert multiprocessing.active_children() == []
+
+
+class Hangs:
+    def __call__(self, step: int) -> torch.Tensor:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(os.environ["HANGING"]).touch()
+        time.sleep(600)
+        raise AssertionError("not reached")
+
+
+def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setenv("HANGING", str(tmp_path / "hanging"))
+    with feed(Loader(workers=1), Hangs(), range(3)):
+        while not (tmp_path / "hanging").exists():
+            time.sleep(0.01)
+    assert multiprocessing.active_children() == []
+
+
+# -- training
+
+
+def test_training_is_the_same_to_the_last_bit_with_workers_and_after_a_signal(tmp_path: Path):
+    control = train(tiny(), asked(tmp_path / "control", 8))
+    recipe = tiny("loader={workers: 2, prefetch: 3, pin_memory: false}")
+    first = train(recipe, asked(tmp_path / "broken", 8), observers=[Listener(stop_at(3))])
+    assert (first.status, first.steps) == ("stopped", 3)
+    second = train(recipe, asked(tmp_path / "broken", 8, resume=True))
+    assert first.losses + second.losses == control.losses
+    assert multiprocessing.active_children() == []
+
+
+GROUP = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import tiny_training as t
+from trainfit.training.loop import train
+print(train(t.tiny("loader.workers=2"), t.asked(Path(sys.argv[2]), 100000, save_every=10)).status)
+"""
+
+
+def test_a_signal_to_the_whole_group_saves_and_stops(tmp_path: Path):
+    here, out = str(Path(__file__).parents[1] / "helpers"), tmp_path / "run"
+    run = subprocess.Popen(
+        [sys.executable, "-c", GROUP, here, str(out)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(out.glob("checkpoints/*")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGTERM)
+    output, _ = run.communicate(timeout=120)
+    assert (run.returncode, output.strip()) == (0, "stopped")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)
+
+
+# -- what is predicted and measured
+
+
+@pytest.mark.parametrize("loader", [Loader(workers=1), Loader(pin_memory=False)], ids=str)
+def test_no_byte_more_on_the_device(loader: Loader):
+    recipe = tiny_recipe(
+        loader=loader, batch=Batch(micro=2, seq=16, accumulate=2), hardware=Hardware(gpu="cpu")
+    )
+    predicted, measured = predict(recipe), measure(recipe, steps=1, device="cpu", start=forked)
+    assert measured.status == "done", measured.message
+    assert predicted.phases == measured.phases
+    assert predicted.phases == predict(recipe.model_copy(update={"loader": Loader()})).phases
+    assert len(set(measured.losses)) == len(measured.losses)  # each step has a batch of its own
+
+
+def test_prefetch_without_workers_is_refused():
+    with pytest.raises(InputError, match=r"loader.prefetch = 4.*loader.workers to 1 or more"):
+        registry.check(tiny_recipe(loader=Loader(prefetch=4)))
+    registry.check(tiny_recipe(loader=Loader(workers=64, prefetch=4)))
+
+
+def test_id_of_a_recipe_without_a_loader_is_what_it_was():
+    plain: Any = tiny_recipe()
+    assert "loader" not in plain.content()
+    assert plain.id != tiny_recipe(loader=Loader(workers=2)).id

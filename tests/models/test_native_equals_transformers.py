@@ -1,0 +1,143 @@
+"""The native decoder against transformers: equal logits, losses and gradients, weights through files both ways."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from native_and_hf import LLAMA3, TINY, YARN, batch, theirs_with_random_norms_and_biases
+from trainfit.models.native.build import build_native
+from trainfit.models.native.layout import slots, tensor_of
+from trainfit.models.native.safetensors_io import load_safetensors, save_safetensors
+from trainfit.spec.errors import InputError
+
+CONFIGS = {
+    "llama": {"model_type": "llama", **TINY, "rope_theta": 500.0},
+    "llama-mha-tied": {"model_type": "llama", **TINY, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "llama-biases-gelu": {
+        "model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"
+    },
+    "llama-relu-glu": {"model_type": "llama", **TINY, "hidden_act": "relu"},
+    "llama-wide-heads": {"model_type": "llama", **TINY, "head_dim": 16},
+    "llama-rope-llama3": {"model_type": "llama", **TINY, "rope_scaling": LLAMA3, "rope_theta": 100.0},
+    "llama-rope-linear": {"model_type": "llama", **TINY, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama-rope-yarn": {"model_type": "llama", **TINY, "rope_scaling": YARN, "rope_theta": 100.0},
+    "mistral": {"model_type": "mistral", **TINY, "sliding_window": None},
+    "mistral-window": {"model_type": "mistral", **TINY, "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2", **TINY},
+    "qwen2-tied": {"model_type": "qwen2", **TINY, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **TINY},
+    "qwen3-biases": {"model_type": "qwen3", **TINY, "attention_bias": True},
+}  # fmt: skip
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_logits_loss_and_gradients_equal(name: str, attention: str, tmp_path: Path) -> None:
+    theirs = theirs_with_random_norms_and_biases(CONFIGS[name], attention)
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    ours = build_native(config, dtype=torch.float32, device="cpu", attention=attention)
+    load_safetensors(ours, tmp_path)
+
+    ids, labels = batch()
+    expected, got = theirs(input_ids=ids, labels=labels), ours(ids, labels)
+    assert expected.logits.std() > 1
+    close(got.logits, expected.logits)
+    close(got.loss, expected.loss)
+
+    expected.loss.backward()
+    got.loss.backward()
+    gradients = {key: value.grad for key, value in theirs.named_parameters()}
+    ours_by_name = {slot.name: slot for slot in slots(ours.config)}
+    assert set(gradients) == set(ours_by_name)
+    for parameter in ours.parameters():
+        parameter.data = parameter.grad
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(tensor_of(ours, ours_by_name[key]), gradient, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+def test_transformers_reads_what_we_write(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CONFIGS[name]
+    ours = build_native(config, dtype=torch.float32, device="cpu")
+    save_safetensors(ours, tmp_path, config, max_shard_bytes=max_shard_bytes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes < 2**30)
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True, dtype=torch.float32
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ids, _ = batch()
+    close(ours(ids).logits, theirs(input_ids=ids).logits)
+
+    again = build_native(config, dtype=torch.float32, device="cpu")
+    load_safetensors(again, tmp_path)
+    assert torch.equal(again(ids).logits, ours(ids).logits)
+
+
+def test_a_smaller_save_leaves_no_old_shards(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    model = build_native(config, dtype=torch.float32, device="cpu")
+    save_safetensors(model, tmp_path, config, max_shard_bytes=20_000)
+    save_safetensors(model, tmp_path, config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_loss_in_bf16_is_fp32_and_equals_transformers() -> None:
+    config = CONFIGS["llama"]
+    ours = build_native(config, dtype=torch.bfloat16, device="cpu")
+    ids, labels = batch()
+    out = ours(ids, labels)
+    assert out.logits.dtype == torch.bfloat16
+    assert out.loss.dtype == torch.float32
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    assert torch.equal(out.loss, ForCausalLMLoss(out.logits, labels, vocab_size=97))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 4}, ["missing tensor model.layers.3", "more"]),
+        ({"num_hidden_layers": 2}, ["unexpected tensor model.layers.2", "more"]),
+        ({"intermediate_size": 56}, ["model.layers.0.mlp.gate_proj.weight", "[48, 32]", "[56, 32]"]),
+        ({"attention_bias": True}, ["missing tensor model.layers.0.self_attn.q_proj.bias"]),
+        ({"tie_word_embeddings": True}, ["lm_head.weight", "tie_word_embeddings: false"]),
+    ],
+)
+def test_weights_of_another_config_are_refused_by_name(
+    change: dict[str, object], words: list[str], tmp_path: Path
+) -> None:
+    config = CONFIGS["llama"]
+    save_safetensors(build_native(config, dtype=torch.float32, device="cpu"), tmp_path, config)
+    other = build_native({**config, **change}, dtype=torch.float32, device="cpu")
+    with pytest.raises(InputError) as caught:
+        load_safetensors(other, tmp_path)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    config = CONFIGS["llama"]
+    model = build_native(config, dtype=torch.float32, device="cpu")
+    with pytest.raises(FileNotFoundError):
+        load_safetensors(model, tmp_path)
+    save_safetensors(model, tmp_path, config)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(InputError, match="not a whole safetensors file"):
+        load_safetensors(model, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "../elsewhere.safetensors"}}'
+    )
+    with pytest.raises(InputError, match="leaves its folder"):
+        load_safetensors(model, tmp_path)

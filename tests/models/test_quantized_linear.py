@@ -1,0 +1,209 @@
+"""Quantised frozen bases: the layer against F.linear with the weight that its codes stand for, what learns over it, and
+the model's bytes against the closed form.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from quantized_layer import KINDS, quantized_layer
+from tiny_families import BASE, FAMILIES, aot_eager, trajectory
+from tiny_recipe import TINY_LLAMA, tiny_recipe
+from tiny_step import learned
+from trainfit.models.build import build_model
+from trainfit.models.layers import layer_lists, num_quantized
+from trainfit.models.quantized import QuantizedLinear
+from trainfit.prediction.trace import trace
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer
+from virtual_runs import recipe_of, sums, with_layers
+
+LORA = Adapter(kind="lora", rank=4)
+
+
+# -- the layer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_equals_linear_with_the_weight_of_its_codes(kind: str, bias: bool, dtype: torch.dtype):
+    made = quantized_layer(kind, 96, 40, bias, dtype)
+    x = torch.randn(2, 5, 96, dtype=dtype, requires_grad=True)
+    twin = x.detach().clone().requires_grad_()
+    expected = nn.functional.linear(twin, made.dequantize(dtype), made.bias)
+    out = made(x)
+    assert torch.equal(out, expected)
+    gradient = torch.randn_like(out)
+    out.backward(gradient)
+    expected.backward(gradient)
+    assert x.grad is not None
+    assert twin.grad is not None
+    assert torch.equal(x.grad, twin.grad)
+    assert made.dequantize(dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_the_weights_size_is_kept_for_backward(kind: str):
+    made, kept = quantized_layer(kind, 128, 256), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        made(torch.randn(2, 128, requires_grad=True))
+    assert {t.data_ptr() for t in kept} == {part.data_ptr() for part in made.buffers()}
+
+
+def test_autocast_decides_the_dtype():
+    made = quantized_layer("nf4", 64, 64, True)
+    x = torch.randn(2, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = made(x)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert made(x).dtype == torch.float32
+
+
+def test_another_shape_is_refused():
+    with pytest.raises(ValueError, match="the layer has 6 x 128"):
+        QuantizedLinear(128, 6, False, "int8", torch.float32, "cpu").load(torch.zeros(128, 6), None)
+
+
+# -- the model
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_starts_from_the_weights_that_the_seed_gives_unquantised(kind: str):
+    spec = ModelSpec(config=TINY_LLAMA, implementation="native")
+    models = []
+    for quantize in (None, kind, kind):
+        torch.manual_seed(3)
+        models.append(build_model(spec, dtype=torch.float32, device="cpu", quantize=quantize))
+    whole, made, again = models
+    assert len(quantized_layers(made)) == 8
+    for name, found in quantized_layers(made).items():
+        twin = QuantizedLinear(found.in_features, found.out_features, False, kind, torch.float32, "cpu")
+        twin.load(whole.get_parameter(f"{name}.weight"), None)
+        assert all(torch.equal(a, b) for a, b in zip(found.buffers(), twin.buffers(), strict=True))
+    for name, parameter in made.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name)), name
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(made.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+
+
+DENSE = {name: config for name, config in FAMILIES.items() if name != "mixtral"}
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_other_families_are_quantised_and_adapted(family: str):
+    """All but embeddings, head, norms and biases; GPT-2's transposed layers too."""
+    spec = ModelSpec(config=DENSE[family])
+    torch.manual_seed(0)
+    whole = build_model(spec, dtype=torch.float32, device="cpu")
+    matrices = [
+        parameter.numel()
+        for _, blocks in layer_lists(whole)
+        for parameter in blocks.parameters()
+        if parameter.dim() == 2
+    ]
+    recipe = tiny_recipe(
+        quantize="int8", adapter=LORA, batch=Batch(micro=2, seq=8), optimizer=Optimizer(lr=1e-2)
+    )
+    step, losses = learned(recipe.model_copy(update={"model": spec, "recompute": "full"}))
+    assert num_quantized(step.model) == sum(matrices)
+    assert not any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers()))
+    assert all("lora_" in name for name, p in step.model.named_parameters() if p.requires_grad)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (FAMILIES["mixtral"], "mlp"),
+        ({**BASE, "model_type": "mamba", "state_size": 4}, "mixer"),
+    ],
+    ids=["mixtral", "mamba"],
+)
+def test_experts_and_state_spaces_are_refused(config: dict[str, Any], named: str):
+    with pytest.raises(InputError, match=rf"quantize = 'nf4'.*{named}.*dense transformer"):
+        build_model(ModelSpec(config=config), dtype=torch.float32, device="cpu", quantize="nf4")
+
+
+@pytest.mark.parametrize("code", ["hf", "native"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
+def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision: Any):
+    """Recomputation changes nothing; adapters are fp32 unless they are to have the base's dtype."""
+    asked = {"quantize": kind, "precision": precision, "optimizer": Optimizer(lr=1e-2), "adapter": LORA}
+    _, losses = learned(tiny_recipe(code, **asked))
+    assert losses[-1] < losses[0] - 0.05
+    assert learned(tiny_recipe(code, recompute="full", **asked))[1] == losses
+    base = asked | {"adapter": LORA.model_copy(update={"dtype": "base", "dropout": 0.1})}
+    step, _ = learned(tiny_recipe(code, **base), 1)
+    expected = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert {p.dtype for p in step.model.parameters() if p.requires_grad} == {expected}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None, kind: Any):
+    """Ten equal blocks, two graphs (the first block's input needs no gradient); no kept tensor has a weight's size."""
+    # 3 x 16 tokens: no activation has a weight's shape.
+    recipe = tiny_recipe("native", 10, adapter=LORA, quantize=kind, batch=Batch(micro=3, seq=16))
+    expected = trajectory(recipe, 2)[1]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = trajectory(recipe.model_copy(update={"compile": "block"}), 2, compiler=aot_eager)[1]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    weights = {(64, 32), (32, 32), (128, 32), (32, 64)}
+    assert not [t for t in kept if tuple(t.shape) in weights and t.dtype == torch.float32]
+
+
+# -- predicted
+
+
+@pytest.mark.parametrize("code", ["hf", "native"])
+def test_predicted_bytes_of_an_8b_base(code: Any):
+    """nf4: 4.127 bits a weight (QLoRA, section 3); int8: 8 and 32 a row. What is not quantised: 16 bits."""
+    name, rank = "llama-3.1-8b", 16
+    quantized = 32 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
+    num_rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
+    whole = 2 * 128_256 * 4096 + 65 * 4096
+    for kind, num_bytes in (("nf4", quantized * 4.127 / 8), ("int8", quantized + 4 * num_rows)):
+        adapter = Adapter(kind="lora", rank=rank, dtype="base")
+        recipe = recipe_of(name, code, adapter=adapter, quantize=kind, precision="bf16")
+        ledger = trace(recipe)
+        assert ledger.params == quantized + whole + ledger.trainable_params
+        after_init = sums(ledger)["phases"]["after_init"]
+        expected = num_bytes + 2 * (whole + ledger.trainable_params)
+        assert after_init == pytest.approx(expected, rel=2e-3)
+        assert not ledger.ops_without_flops
+
+
+def test_a_step_with_few_layers_tells_the_whole_models():
+    """The middle layers stand for the others, codes included; and what init leaves behind is no more than a block."""
+    config = with_layers("llama-3.2-1b", 7)
+    recipe = recipe_of(config, "native", adapter=LORA, quantize="nf4", precision="bf16", recompute="full")
+    told, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))
+    assert told["params"] == whole["params"]
+    assert told["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
+    assert told["num_bytes"] == whole["num_bytes"]
+    assert whole["peak_reserved_bytes"] - whole["peak_allocated_bytes"] < 200 * 2**20
+
+
+def test_quantising_spares_what_the_formats_say():
+    """A 70B model's nf4 base fits one 80 GB card, with its adapters and a micro-batch of 2048 tokens."""
+    recipe = recipe_of(
+        "llama-3.1-70b", "native", adapter=Adapter(kind="lora"), quantize="nf4", precision="bf16",
+        recompute="full", batch=Batch(micro=1, seq=2048),
+    )  # fmt: skip
+    assert sums(trace(recipe))["peak_reserved_bytes"] < 60 * 2**30
