@@ -35,6 +35,10 @@ GEMMA3 = with_layers("gemma-3-270m", 8) | {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
     "vocab_size": 512, "sliding_window": 16,
 }  # fmt: skip
+GEMMA2 = with_layers("gemma-2-2b", 4) | {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 512, "sliding_window": 16,
+}  # fmt: skip
 ADAFACTOR = Optimizer(name="adafactor")
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "fp32": (LLAMA, "hf", {"precision": "fp32"}),
@@ -81,6 +85,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "gpt2-amp": (GPT2, "hf", {"precision": "amp-bf16"}),
     "experts": (MIXTRAL, "hf", {}),
     "sliding-window": (GEMMA3, "hf", {"attention": "eager"}),
+    "capped-scores": (GEMMA2, "hf", {"precision": "fp32"}),
+    "capped-scores-bf16": (GEMMA2, "hf", {}),
 }
 
 

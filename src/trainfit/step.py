@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 
 from trainfit.models.build import build_model, build_on_host
 from trainfit.models.host_blocks import HostBlocks
@@ -70,7 +71,7 @@ def assemble(
 ) -> Step:
     """The training step that ``recipe`` describes, its parameters on ``device``.
 
-    Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights.
+    Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights; on fake tensors the CPU's alone.
 
     Args:
         on_model: called with the bare model before any technique touches it.
@@ -80,7 +81,7 @@ def assemble(
         InputError: a value not there yet, techniques that exclude each other, or more positions than the model has.
     """
     registry.check(recipe)
-    torch.manual_seed(recipe.seed)
+    _seed(recipe.seed)
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
     draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
@@ -90,6 +91,14 @@ def assemble(
     if not draft.optimizers:
         draft.optimizers = draft.optimizers_for(draft.trainable())
     return Step(recipe, draft)
+
+
+def _seed(seed: int) -> None:
+    """Seed every device's generator, or where tensors are fake the CPU's, from which those on the host are drawn."""
+    if active_fake_mode() is None:
+        torch.manual_seed(seed)
+    else:
+        torch.random.default_generator.manual_seed(seed)
 
 
 def _build(

@@ -80,7 +80,7 @@ def run(
 def show(recipe: "Recipe", told: "Explanation", top: int) -> None:
     """The peak for people: where it stands, the step's memory as a chart, what is alive by category and by holder."""
     from trainfit.cli.show import console
-    from trainfit.cli.words import describe
+    from trainfit.cli.words import describe, holds_for
     from trainfit.spec.units import format_bytes
 
     out = console()
@@ -90,6 +90,8 @@ def show(recipe: "Recipe", told: "Explanation", top: int) -> None:
     out.print(
         f"Peak {format_bytes(told.peak_allocated_bytes)}: {at.step} step, {at.phase}, at {at.op}{where}"
     )
+    if line := holds_for(told.versions):
+        out.print(line)
     _chart(out, told)
     _categories(out, told)
     _holders(out, told, top)

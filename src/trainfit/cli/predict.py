@@ -111,7 +111,7 @@ def _answer(out: "Console", recipe: "Recipe", estimate: "Estimate") -> None:
     from rich.text import Text
 
     from trainfit.cli.show import rows
-    from trainfit.cli.words import describe
+    from trainfit.cli.words import describe, holds_for
     from trainfit.report.precision import meaning
     from trainfit.spec.units import format_count
 
@@ -125,6 +125,8 @@ def _answer(out: "Console", recipe: "Recipe", estimate: "Estimate") -> None:
         ["precision", meaning(recipe)],
         ["model", f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}"],
     ]
+    if estimate.versions:
+        lines.append(["versions", holds_for(estimate.versions)])
     lines += [[Text("warning", style="bold yellow"), line] for line in estimate.warnings]
     rows(out, lines, "left", "wrap")
 

@@ -215,12 +215,15 @@ def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
 
 def _print(state: "Run", folder: Path, page: Path) -> None:
     from trainfit.cli.show import console, heading, rows
+    from trainfit.cli.words import holds_for
     from trainfit.report.sweep_table import first_line, text_table
     from trainfit.sweep.book import RECORDS
 
     out, found = console(), state.rows()
     heading(out, f"Sweep {state.sweep.name}: {len(found)} variants")
     out.print(text_table(found, out.width))
+    if line := holds_for(*(row.estimate.versions for row in found if row.estimate)):
+        out.print(line)
     told = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in found if _is_told(row)]
     if told:
         rows(out, told, "left", "wrap")

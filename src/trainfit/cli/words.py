@@ -1,6 +1,7 @@
 """A recipe and its numbers in words: what every verb prints alike."""
 
 import json
+from collections.abc import Mapping
 
 from trainfit.report.compare import technique
 from trainfit.spec.recipe import Recipe
@@ -29,6 +30,17 @@ def recompute_written(recompute: Recompute) -> str:
         ]
         data = {"layers": runs}
     return json.dumps(data).replace('"', "")
+
+
+def holds_for(*versions: Mapping[str, str]) -> str:
+    """Return one line with the libraries and versions that predictions hold for; empty where none are known."""
+    found: dict[str, list[str]] = {}
+    for libraries in versions:
+        for name, version in libraries.items():
+            if version not in found.setdefault(name, []):
+                found[name].append(version)
+    named = ", ".join(f"{name} {' and '.join(numbers)}" for name, numbers in found.items())
+    return f"holds for {named}" if named else ""
 
 
 def quantity(name: str, value: float) -> str:

@@ -42,6 +42,7 @@ def explain(recipe: Recipe) -> Explanation:
         recipe_id=recipe.id,
         gpu=gpu.name,
         peak_allocated_bytes=replayed.peak_allocated_bytes,
+        versions=ledger.versions,
         phases=replayed.phases,
         moment=_moment(ledger, events, replayed.peak_event),
         breakdown=replayed.breakdown,

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.optional import optional
+from trainfit.virtual.exclusive import exclusive, replaced
 
 
 def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
@@ -35,8 +36,11 @@ def fake_parameters_convert() -> Iterator[None]:
     PEFT makes each adapter in fp32 and moves it to its base's dtype. torch (2.11 to 2.13) converts fake parameters
     with ``swap_tensors`` only, which refuses every one of them: FakeTensorMode's memo holds a weak reference.
     """
-    ordinary = nn.Module._apply
+    with exclusive(), replaced(nn.Module, "_apply", _converting(nn.Module._apply)):
+        yield
 
+
+def _converting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     def convert(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
         own = self._parameters
         if not any(isinstance(parameter, FakeTensor) for parameter in own.values()):
@@ -47,11 +51,7 @@ def fake_parameters_convert() -> Iterator[None]:
                     own[name] = nn.Parameter(fn(parameter), requires_grad=parameter.requires_grad)
         return self
 
-    nn.Module._apply = convert
-    try:
-        yield
-    finally:
-        nn.Module._apply = ordinary
+    return convert
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:

@@ -25,6 +25,8 @@ NOT_THE_ARCHITECTURE = (
 )
 """Keys of a config.json that name code, storage or versions. The recipe says precision and quantisation."""
 
+LOSS_SET = "_trainfit_set_loss_type"
+"""Attribute of a model whose ``loss_type`` was set here."""
 IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
 """The recipe's word -> transformers' name of an attention implementation; the others are backends of SDPA."""
 
@@ -80,7 +82,13 @@ def build_hf(
     if getattr(model, "loss_type", None) is None:
         # Classes whose name does not say it (GPT2LMHeadModel) fall back on this loss too, with a warning.
         model.loss_type = "ForCausalLM"
+        setattr(model, LOSS_SET, True)
     return model.train()
+
+
+def sets_loss(model: nn.Module) -> bool:
+    """Return whether ``build_hf`` set the loss of this model, or of the one within, because its class names none."""
+    return any(getattr(module, LOSS_SET, False) for module in model.modules())
 
 
 def _import_model(hf_config: Any) -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from trainfit.predict.versions import LIBRARIES
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
@@ -21,9 +22,9 @@ ROOMS = (
     "techniques",
     "step.py",
     "predict/trace.py",
+    "predict/versions.py",
 )
 """What of our code decides a ledger."""
-LIBRARIES = ("torch", "transformers", "peft")
 MAX_LEDGERS = 500
 
 

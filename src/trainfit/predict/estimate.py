@@ -42,7 +42,11 @@ did so in the third step or later; five of 62 compiled ones take new segments in
 
 
 def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Estimate:
-    """What one step of the recipe costs on its GPU.
+    """Return what one step of the recipe costs on its GPU.
+
+    Several threads may call it; those that trace wait for each other. Random states, default dtype and all settings of the
+    process are afterwards what they were, also when it raises. docs/predict.md lists what a thread that trains meanwhile
+    may expect, and what is loaded once and stays.
 
     Args:
         deterministic: with kernels that repeat bit by bit, which ``train`` asks for by default and ``measure`` does not.
@@ -107,6 +111,7 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
             *_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
             *(_emulated(recipe, gpu) if time else ()),
         ),
+        versions=ledger.versions,
     )
 
 

@@ -13,14 +13,18 @@ from trainfit.catalog.this_cpu import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.predict.config_failure import refuse_config
+from trainfit.predict.versions import libraries_of, versions_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
 from trainfit.virtual.attention_kernels import prefers_cudnn
+from trainfit.virtual.exclusive import exclusive
+from trainfit.virtual.host_random import own_generator
 from trainfit.virtual.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.virtual.places import NOWHERE, Groups
+from trainfit.virtual.process_state import restored_settings
 from trainfit.virtual.repeat import shorten
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
@@ -28,6 +32,11 @@ from trainfit.virtual.virtual_gpu import VirtualGpu, virtual_gpu
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
     "operations sort for it (experts' sums, for one) is not"
+)
+
+LOSS_SET = (
+    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; without that transformers '
+    "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
 )
 
 
@@ -40,10 +49,15 @@ def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
+    with exclusive():
+        return _traced(recipe, whole=whole, deterministic=deterministic)
+
+
+def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
     if recipe.adapter is not None:
         # Tensors that are made when it is imported are no part of the step.
         optional("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
-    with _unlogged(), deterministic_kernels(deterministic):
+    with restored_settings(), own_generator(), _unlogged(), deterministic_kernels(deterministic):
         try:
             ledger = _shortened(recipe) if not whole else _trace(recipe, whole=True)
         except InputError:
@@ -53,6 +67,7 @@ def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -
             raise
     if deterministic:
         ledger.assumptions = (*ledger.assumptions, DETERMINISTIC)
+    ledger.versions = versions_of(libraries_of(recipe, ledger))
     return ledger
 
 
@@ -144,6 +159,10 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
         ledger.assumptions = virtual.assumptions()
+        if recipe.compile == "model" and recipe.loss == "standard":
+            from trainfit.models.hf import sets_loss
+
+            ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         ledger.repeats = repeats
         ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)

@@ -6,6 +6,7 @@ run of it would take on a GPU. No recipe, no layers repeated: what the callable 
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainfit.predict import attention_time
 from trainfit.predict.device_overhead import overhead_bytes
 from trainfit.predict.estimate import CONVENTION
 from trainfit.predict.roofline import roofline
+from trainfit.predict.versions import LIBRARIES, versions_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown, Phases, StepTime
@@ -75,6 +77,8 @@ class Traced(Value):
     time: StepTime | None
     assumptions: tuple[str, ...] = ()
     ops_without_flops: tuple[str, ...] = ()
+    versions: dict[str, str] = {}  # noqa: RUF012 - pydantic copies a default
+    """Versions of the libraries that it holds for, by name: torch, and those that are imported beside it."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -88,6 +92,9 @@ class Traced(Value):
 def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Traced:
     """Run ``step`` on a virtual GPU and tell what it would take on a real one.
 
+    One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state, defaults and
+    switches, those that ``step`` itself sets included, are afterwards what they were.
+
     Args:
         step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run. It is
             called once without arguments; wrap one that takes some: ``trace(lambda: main(epochs=1))``. Values on the
@@ -96,7 +103,7 @@ def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Trac
         steps: the callable is ended where the forward after so many optimizer steps begins; fewer if it returns.
 
     Raises:
-        InputError: an unknown GPU, or code that trains nothing or needs values that only a run can know.
+        InputError: an unknown GPU, code that trains nothing or needs values that only a run can know, or several ranks.
         Exception: whatever the callable itself raises.
     """
     row = find_gpu(gpu)
@@ -158,6 +165,7 @@ def _traced(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, after_init: i
         time=time.expected if time else None,
         assumptions=(*ledger.assumptions, *(attention_time.assumptions(ledger, gpu) if time else ())),
         ops_without_flops=ledger.ops_without_flops,
+        versions=versions_of(name for name in LIBRARIES if name in sys.modules),
     )
 
 
@@ -255,7 +263,8 @@ def _lines(t: Traced) -> list[str]:
     lines += ["", "Largest holders", *(_holder_line(holder) for holder in t.holders)]
     seconds = f", about {format_seconds(t.step_s)} a step" if t.step_s else ""
     lines += ["", f"{format_flops(t.model_flops)} (executed: {format_flops(t.hardware_flops)}){seconds}"]
-    lines += ["", *(f"- {text}" for text in t.assumptions)]
+    held = ", ".join(f"{name} {version}" for name, version in t.versions.items())
+    lines += ["", *(f"- {text}" for text in (f"holds for {held}", *t.assumptions))]
     if t.ops_without_flops:
         lines.append(f"- without a FLOP rule, counted as 0: {', '.join(t.ops_without_flops)}")
     return lines

@@ -52,6 +52,8 @@ class Explanation(Value):
     recipe_id: str
     gpu: str
     peak_allocated_bytes: Bytes
+    versions: dict[str, str] = {}
+    """Versions of the libraries that it holds for, as an Estimate has them."""
     phases: Phases
     moment: Moment
     """What was being allocated when the peak was reached."""

@@ -137,6 +137,9 @@ class Estimate(Value):
     bounds: dict[str, Interval] = {}
     warnings: tuple[str, ...] = ()
     """What may turn out otherwise than the numbers say: next to no headroom, a dtype that the GPU emulates."""
+    versions: dict[str, str] = {}
+    """Versions of the libraries that it holds for, by name: torch, and those that the step uses (transformers, peft, triton,
+    torchao). Empty: made before estimates carried them."""
 
     @property
     def headroom_bytes(self) -> int:

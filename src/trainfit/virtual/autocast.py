@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainfit.virtual.thread_kernels import override, skip
+
 FP32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
     "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity "
@@ -37,14 +39,14 @@ def install(library: "torch.library.Library") -> None:
     ):
         for name in names:
             if (op := _find(name)) is not None and has_policy(f"aten::{name}", "AutocastCUDA"):
-                library.impl(name, policy(op), "AutocastCPU", allow_override=True)
+                override(library, name, policy(op), "AutocastCPU")
     for name in torch._C._dispatch_get_all_op_names():
         if (
             name.startswith("aten::")
             and has_policy(name, "AutocastCPU")
             and not has_policy(name, "AutocastCUDA")
         ):
-            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+            skip(library, name.removeprefix("aten::"), "AutocastCPU")
 
 
 def has_policy(name: str, key: str) -> bool:

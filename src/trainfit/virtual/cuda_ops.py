@@ -2,7 +2,8 @@
 
 PyTorch decides in C++, by device, into which kernels a composite op falls apart. Fake tensors are CPU tensors, so
 the CPU's way would be traced. These overrides are registered with the dispatcher while a virtual GPU is entered
-and removed afterwards: attention, dropout, RMS norm, half-precision softmax, autocast.
+and removed afterwards: attention, dropout, RMS norm, half-precision softmax, autocast. The dispatcher is the whole
+process's; a thread that does not trace gets PyTorch's own kernels (thread_kernels.py).
 """
 
 import warnings
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from trainfit.virtual import autocast
 from trainfit.virtual.attention import Query, attend, choose_backend
+from trainfit.virtual.exclusive import exclusive
+from trainfit.virtual.thread_kernels import override
 
 aten = torch.ops.aten
 
@@ -22,18 +25,19 @@ aten = torch.ops.aten
 @contextmanager
 def cuda_ops(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[None]:
     """Composite ops on CPU tensors decompose as on a CUDA GPU of this compute capability."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
-            warnings.simplefilter("ignore", UserWarning)
-            _install(library, capability, prefers_cudnn)
-        _forget_kernels(tuple(library._op_impls))
-        yield
-    finally:
-        replaced = tuple(library._op_impls)
-        library._destroy()
-        _forget_kernels(replaced)
+    with exclusive():
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with warnings.catch_warnings():
+                # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
+                warnings.simplefilter("ignore", UserWarning)
+                _install(library, capability, prefers_cudnn)
+            _forget_kernels(tuple(library._op_impls))
+            yield
+        finally:
+            replaced = tuple(library._op_impls)
+            library._destroy()
+            _forget_kernels(replaced)
 
 
 def _forget_kernels(replaced: tuple[str, ...]) -> None:
@@ -56,7 +60,7 @@ def _install(library: Any, capability: tuple[int, int], prefers_cudnn: bool) -> 
 
 def _override(library: Any, name: str, kernel: Callable[..., Any]) -> None:
     # These ops are composite: an autograd kernel that calls other differentiable ops takes the composite's place.
-    library.impl(name, kernel, "AutogradCPU", allow_override=True)
+    override(library, name, kernel, "AutogradCPU")
 
 
 def _attention(capability: tuple[int, int], prefers_cudnn: bool) -> Callable[..., Tensor]:

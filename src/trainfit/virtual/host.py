@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.host_random import draw
+
 FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -85,11 +88,8 @@ class HostTensors(TorchFunctionMode):
             with self:
                 return original(*args, **kwargs)
 
-        module._engine_run_backward = run
-        try:
+        with replaced(module, "_engine_run_backward", run):
             yield
-        finally:
-            module._engine_run_backward = original
 
 
 class Residence:
@@ -126,6 +126,8 @@ def is_host(value: Any) -> bool:
 def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an operation for real."""
     with _disable_current_modes():
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            return draw(func, args, kwargs)
         return func(*args, **kwargs)
 
 

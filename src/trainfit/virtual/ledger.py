@@ -120,6 +120,8 @@ class Ledger:
     """Pieces of pinned host memory (``kernels/host_copies.py``): bytes, and the group of layers that needs them."""
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of the libraries that it was traced with, by name: torch, and those that the step uses."""
     empty_cache_every: int | None = None
     """After every so many steps the allocator's cache is given back."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainfit.virtual.ledger import Event, Ledger, Op, Segment, Storage
 
-FORMAT = 7
+FORMAT = 8
 """Version of the file format; a ledger of another version is not read."""
 TEXTS = frozenset(at for at, field in enumerate(Op._fields) if Op.__annotations__[field] is str)
 """Which of an operation's fields are numbered names."""

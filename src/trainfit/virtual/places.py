@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from trainfit.virtual.exclusive import chosen_by_thread
 from trainfit.virtual.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER
 
 
@@ -137,8 +138,9 @@ class Places:
     def __enter__(self) -> "Places":
         module = torch.nn.modules.module
         self._handles = [
-            module.register_module_forward_pre_hook(self._begin),
-            module.register_module_forward_hook(self._end, always_call=True),
+            # Every thread's modules call them.
+            module.register_module_forward_pre_hook(chosen_by_thread(self._begin, _ignore)),
+            module.register_module_forward_hook(chosen_by_thread(self._end, _ignore), always_call=True),
         ]
         return self
 
@@ -185,3 +187,7 @@ class Places:
         else:
             self._numbers.append(number)
             self._marks.append(place)
+
+
+def _ignore(*_: Any) -> None:
+    """Another thread's module was called."""

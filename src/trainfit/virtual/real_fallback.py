@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.units import format_bytes
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
 
 LARGEST_BYTES = 64 << 20
 """Inputs of an operation that is let run for real."""

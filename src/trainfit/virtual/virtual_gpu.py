@@ -13,9 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.virtual.compiled import VirtualCompiler
 from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.exclusive import exclusive, replaced
 from trainfit.virtual.host import HostTensors, Residence
+from trainfit.virtual.host_random import own_generator
 from trainfit.virtual.ledger import Ledger
 from trainfit.virtual.places import Groups, Place, Places
+from trainfit.virtual.process_state import restored_settings
 from trainfit.virtual.real_fallback import fallbacks_told
 from trainfit.virtual.set_aside import set_aside
 from trainfit.virtual.temporaries import GpuTraits
@@ -76,6 +79,9 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
     places = Places()
     said: set[str] = set()
     with ExitStack() as stack:
+        stack.enter_context(exclusive())
+        stack.enter_context(restored_settings())
+        stack.enter_context(own_generator())
         stack.enter_context(set_aside())
         stack.enter_context(fallbacks_told(said))
         stack.enter_context(transformers_sees_real_tensors())
@@ -95,9 +101,5 @@ def transformers_sees_real_tensors() -> Iterator[None]:
     """transformers takes fake tensors for an export and then builds masks and repeats keys that a run does not."""
     import transformers.utils.import_utils as module
 
-    original = module.is_fake_tensor
-    module.is_fake_tensor = lambda tensor: False
-    try:
+    with replaced(module, "is_fake_tensor", lambda tensor: False):
         yield
-    finally:
-        module.is_fake_tensor = original

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from trainfit.virtual.exclusive import replaced
 from trainfit.virtual.temporaries import GpuTraits
 
 CUDA = torch.device("cuda", 0)
@@ -130,18 +131,3 @@ def moved_tensor(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=CUDA)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute is another one for a while."""
-    inherited = name not in vars(owner)
-    before = None if inherited else vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from trainfit.virtual.compiled.cuda_device import as_cuda, move_graph, moved_tensor, replaced
+from trainfit.virtual.compiled.cuda_device import as_cuda, move_graph, moved_tensor
+from trainfit.virtual.exclusive import replaced
 from trainfit.virtual.temporaries import GpuTraits
 
 AT = "_at"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.compiled.cuda_device import replaced
 from trainfit.virtual.compiled.padded_products import should_pad
+from trainfit.virtual.exclusive import replaced
 
 
 @contextmanager

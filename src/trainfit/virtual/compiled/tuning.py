@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
 from trainfit.virtual.ledger import ALLOCATE, Ledger
 
 ROUND_BYTES = 512

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
 
 
 @contextmanager

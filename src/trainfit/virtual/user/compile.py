@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from trainfit.spec.errors import InputError
 from trainfit.virtual.compiled import VirtualCompiler
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
 from trainfit.virtual.places import Places
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.side import CPU, CUDA, names_cuda

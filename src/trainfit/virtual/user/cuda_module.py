@@ -12,7 +12,7 @@ import torch
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.side import CPU, CUDA, names_cuda
 from trainfit.virtual.user.usage import Usage

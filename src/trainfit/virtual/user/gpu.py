@@ -11,15 +11,18 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.compiled.cuda_device import replaced
 from trainfit.virtual.cuda_ops import cuda_ops
+from trainfit.virtual.exclusive import exclusive, replaced
 from trainfit.virtual.host import is_host
+from trainfit.virtual.host_random import own_generator
+from trainfit.virtual.process_state import restored_random, restored_settings, restored_switches
 from trainfit.virtual.real_fallback import fallbacks_told
 from trainfit.virtual.temporaries import GpuTraits
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
+from trainfit.virtual.user.process_groups import one_rank
 from trainfit.virtual.user.side import CUDA, is_device, is_marked
 from trainfit.virtual.user.steps import StepFollower, UserPlaces
 from trainfit.virtual.user.tensors import SidedResidence, UserTensors, real_of
@@ -44,6 +47,12 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
         prefers_cudnn: whether SDPA tries cuDNN first.
         max_steps: optimizer steps after which the code is ended (``steps.Enough``).
     """
+    with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps) as virtual:
+        yield virtual
+
+
+@contextmanager
+def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
     traits = GpuTraits.of(gpu)
     places, residence = UserPlaces(), SidedResidence()
     # PyTorch's compiler is imported here, and must see torch.cuda as it is.
@@ -54,9 +63,13 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
     steps = StepFollower(tracer, places, max_steps)
     with ExitStack() as stack:
         enter = stack.enter_context
-        enter(_restored_defaults())
+        enter(restored_settings())
+        enter(restored_switches())
+        enter(restored_random())
+        enter(own_generator())
         enter(transformers_sees_real_tensors())
         enter(libraries(tracer.said))
+        enter(one_rank())
         enter(fallbacks_told(tracer.said))
         enter(cuda_module(gpu, traits, usage))
         enter(cuda_autocast())
@@ -161,21 +174,3 @@ def _says_cuda(tracer: UserTracer) -> Iterator[None]:
         finally:
             for known in types:
                 known.remove(FakeTensor)
-
-
-@contextmanager
-def _restored_defaults() -> Iterator[None]:
-    """Default device and dtype, and the host's random numbers, are afterwards what they were."""
-    context, dtype, state = _default_device(), torch.get_default_dtype(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-        torch.set_default_dtype(dtype)
-        if _default_device() is not context:
-            torch.set_default_device(None if context is None else context.device)
-
-
-def _default_device() -> Any:
-    """What ``torch.set_default_device`` entered, if it was called."""
-    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

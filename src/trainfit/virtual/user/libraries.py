@@ -1,15 +1,18 @@
 """What libraries above PyTorch remember about the machine, forgotten for a while: they ask anew, and hear of "cuda"."""
 
+import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import _utils
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from trainfit.virtual.compiled.cuda_device import replaced
+from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.host import on_host
 
 ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 """Parts of the names of transformers' and accelerate's questions that they keep the answers to."""
@@ -23,7 +26,12 @@ def libraries(said: set[str]) -> Iterator[None]:
         said: gets a sentence if the code saves something.
     """
 
-    def save(*_: Any, **__: Any) -> None:
+    write = torch.save
+
+    def save(obj: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # pickle's way with a host tensor
+            on_host(write, (obj, *args), kwargs)
+            return
         said.add("torch.save wrote nothing: there are no values to keep")
 
     _forget_answers()
@@ -33,7 +41,31 @@ def libraries(said: set[str]) -> Iterator[None]:
         stack.callback(_put_back, kept)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
+        stack.enter_context(replaced(torch, "load", _loading(torch.load)))
+        stack.enter_context(replaced(_utils, "_rebuild_tensor", _rebuilding(_utils._rebuild_tensor)))
         yield
+
+
+def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What is read from bytes in memory, as pickle does, is real; what is read from a file stays fake."""
+
+    def load(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(file, io.BytesIO):
+            return on_host(original, (file, *args), kwargs)
+        return original(file, *args, **kwargs)
+
+    return load
+
+
+def _rebuilding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``copy.copy`` and pickle put a new tensor around a storage: a real one where the storage is the host's."""
+
+    def rebuild(storage: Any, *args: Any) -> Any:
+        if storage.device.type == "cpu":
+            return on_host(original, (storage, *args), {})
+        return original(storage, *args)
+
+    return rebuild
 
 
 def _in_this_process(loader: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trainfit.virtual.exclusive import chosen_by_thread
 from trainfit.virtual.ledger import Segment
 from trainfit.virtual.places import NOWHERE, Places
 from trainfit.virtual.user.side import is_device
@@ -71,8 +72,8 @@ class StepFollower:
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
-            register_optimizer_step_pre_hook(self._update_begins),
-            register_optimizer_step_post_hook(self._update_ended),
+            register_optimizer_step_pre_hook(chosen_by_thread(self._update_begins, _ignore)),
+            register_optimizer_step_post_hook(chosen_by_thread(self._update_ended, _ignore)),
         ]
         return self
 
@@ -183,3 +184,7 @@ class StepFollower:
         if number >= whole:
             return "rest"
         return "first" if number == 0 else "steady" if number == whole - 1 else "later"
+
+
+def _ignore(*_: Any) -> None:
+    """Another thread's optimizer took a step."""

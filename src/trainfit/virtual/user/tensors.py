@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.host import FACTORIES, HostTensors, Residence, carried_values
+from trainfit.virtual.host import FACTORIES, HostTensors, Residence, carried_values, on_host
 from trainfit.virtual.user.side import (
     CPU,
     LARGEST_REAL_BYTES,
@@ -184,7 +184,8 @@ class UserTensors(HostTensors):
 
     def _deepcopy(self, t: Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(t, FakeTensor):
-            return torch.Tensor.__deepcopy__(t, memo) if type(t) is Tensor else type(t).__deepcopy__(t, memo)
+            # A real copy of a real storage: with the modes on, the new tensor that takes it would be fake.
+            return on_host(type(t).__deepcopy__, (t, memo), {})
         if id(t) not in memo:
             with torch.no_grad():
                 copied = t.detach().clone()

@@ -1,0 +1,33 @@
+"""The libraries that a recipe's step runs, with the versions that are installed. No torch here."""
+
+from collections.abc import Iterable
+
+from trainfit.spec.provenance import installed_version
+from trainfit.spec.recipe import Recipe
+from trainfit.virtual.ledger import Ledger
+
+LIBRARIES = ("torch", "transformers", "peft", "triton", "torchao")
+"""The libraries whose version can change a ledger."""
+TRITON_OPS = ("triton_", "trainfit")
+"""How the names of operations begin that Triton runs on a GPU: Inductor's kernels and ours."""
+
+
+def libraries_of(recipe: Recipe, ledger: Ledger) -> tuple[str, ...]:
+    """Return the names of the libraries that the recipe's step runs, torch first."""
+    uses = {
+        "torch": True,
+        "transformers": recipe.model.implementation == "hf" or recipe.optimizer.name == "adafactor",
+        "peft": recipe.adapter is not None,
+        "triton": any(op.name.startswith(TRITON_OPS) for op in ledger.ops),
+        "torchao": recipe.precision == "fp8",
+    }
+    return tuple(name for name in LIBRARIES if uses[name])
+
+
+def versions_of(libraries: Iterable[str]) -> dict[str, str]:
+    """Return the installed versions by library; one that is not installed is left out.
+
+    The build (``+cpu``, ``+cu130``) is left out too: a CPU build predicts for a CUDA build of the same version.
+    """
+    found = {name: installed_version(name) for name in libraries}
+    return {name: version.partition("+")[0] for name, version in found.items() if version is not None}

@@ -1,0 +1,92 @@
+"""A traced callable is one rank: several are refused at once in one line, one runs and leaves no process group behind."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trainfit
+from trainfit.spec.errors import InputError
+from user_training import mlp, steps
+
+
+def traced(setup: Callable[[], Any]) -> Any:
+    def train() -> None:
+        setup()
+        model = mlp().cuda()
+        steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+        if dist.is_initialized():
+            dist.all_reduce(torch.ones(2, device="cuda"))
+            dist.barrier()
+
+    return trainfit.trace(train)
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, num_ranks: int, rank: int = 0) -> None:
+    """As torchrun sets the environment."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    for name, value in values.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+
+
+def accelerated() -> None:
+    from accelerate import Accelerator
+
+    Accelerator()
+
+
+SEVERAL: dict[str, Callable[[], Any]] = {
+    "environment": lambda: dist.init_process_group("nccl"),
+    "gloo": lambda: dist.init_process_group(backend="gloo", init_method="env://"),
+    "argument": lambda: dist.init_process_group(
+        "nccl", init_method="tcp://127.0.0.1:1", rank=1, world_size=4
+    ),
+    "url": lambda: dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1?rank=1&world_size=4"),
+    "store": lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2),
+    "mesh": lambda: dist.init_device_mesh("cuda", (2,)),
+    "accelerate": accelerated,
+}
+
+
+@pytest.mark.parametrize("way", SEVERAL)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_ranks_are_refused(way: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, rank)
+    with pytest.raises(InputError, match="a process group of [24] ranks.*WORLD_SIZE=1") as refused:
+        traced(SEVERAL[way])
+    assert "\n" not in str(refused.value)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_one_rank_runs(backend: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    found = traced(lambda: dist.init_process_group(backend, init_method=url, rank=0, world_size=1))
+    assert found.peak_allocated_bytes >= traced(lambda: None).peak_allocated_bytes
+    assert not dist.is_initialized()
+
+
+def test_one_launched_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 1)
+    assert traced(dist.init_process_group).num_steps == 1
+    assert not dist.is_initialized()
+
+
+def test_processes_are_refused() -> None:
+    with pytest.raises(InputError, match="one process"):
+        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore[reportPrivateImportUsage]
+
+
+def test_data_parallel_is_refused(tmp_path: Path) -> None:
+    def setup() -> None:
+        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        torch.nn.parallel.DistributedDataParallel(mlp().cuda())
+
+    with pytest.raises(InputError, match="DistributedDataParallel"):
+        traced(setup)
+    assert not dist.is_initialized()

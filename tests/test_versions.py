@@ -1,0 +1,89 @@
+"""Estimates carry the versions they hold for; model families whose step differs between supported versions are known."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tiny_recipe import TINY_LLAMA, tiny_recipe
+from trainfit.cli.main import main
+from trainfit.cli.words import holds_for
+from trainfit.explain.peak import explain
+from trainfit.predict import versions
+from trainfit.predict.estimate import predict
+from trainfit.predict.trace import LOSS_SET
+from trainfit.records import read_jsonl
+from trainfit.spec.recipe import Adapter, Optimizer
+from virtual_runs import recipe_of, with_layers
+
+PREDICTED = Path(__file__).parent.parent / "results" / "h200-predicted.jsonl"
+
+
+def release(library: str) -> str:
+    return version(library).partition("+")[0]
+
+
+TORCH, TRANSFORMERS = release("torch"), release("transformers")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "ledgers"))
+
+
+def test_an_estimate_names_the_libraries_of_its_step() -> None:
+    both = {"torch": TORCH, "transformers": TRANSFORMERS}
+    assert predict(tiny_recipe("hf")).versions == both
+    assert predict(tiny_recipe("native")).versions == {"torch": TORCH}
+    assert predict(tiny_recipe("native", optimizer=Optimizer(name="adafactor"))).versions == both
+    adapted = predict(tiny_recipe("hf", adapter=Adapter(kind="lora", rank=2)))
+    assert adapted.versions == {**both, "peft": release("peft")}
+    with_triton = predict(tiny_recipe("native", precision="bf16", attention="triton"))
+    assert with_triton.versions == {"torch": TORCH, "triton": release("triton")}
+    assert explain(tiny_recipe("hf")).versions == both
+
+
+def test_a_kept_ledger_names_those_it_was_traced_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = predict(tiny_recipe("hf"))
+    monkeypatch.setattr(versions, "installed_version", lambda library: "9.9+cpu")
+    assert predict(tiny_recipe("hf")) == traced
+    assert predict(tiny_recipe("hf"), use_cache=False).versions == {"torch": "9.9", "transformers": "9.9"}
+
+
+def test_estimates_of_older_records_are_read_and_name_none() -> None:
+    estimate = read_jsonl(PREDICTED)[0].estimate
+    assert estimate is not None
+    assert estimate.versions == {}
+    assert holds_for(estimate.versions) == ""
+
+
+def test_the_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps({"model": {"config": TINY_LLAMA}, "batch": {"micro": 1, "seq": 16}}))
+    line = f"Holds for torch {TORCH}, transformers {TRANSFORMERS}"
+    for verb in ("predict", "explain"):
+        assert main([verb, str(file)]) == 0
+        assert capsys.readouterr().out.splitlines().count(line) == 1
+        assert main([verb, str(file), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["versions"] == {
+            "torch": TORCH,
+            "transformers": TRANSFORMERS,
+        }
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(f"base: {file}\nlist:\n  - {{name: a}}\n  - {{name: b, recompute: full}}\n")
+    assert main(["sweep", str(sweep), "--predict-only", "--out", str(tmp_path / "out")]) == 0
+    assert line in capsys.readouterr().out
+
+
+def test_predictions_of_several_versions_name_them_all() -> None:
+    rows = ({"torch": "2.11.0", "peft": "0.21.2"}, {"torch": "2.13.0"}, {"torch": "2.11.0"})
+    assert holds_for(*rows) == "Holds for torch 2.11.0 and 2.13.0, peft 0.21.2"
+
+
+def test_a_loss_that_is_set_for_the_compiler_is_told() -> None:
+    """GPT2LMHeadModel names no loss, so transformers' own cuts a compiled graph in two; LlamaForCausalLM names one."""
+    gpt2 = recipe_of(with_layers("gpt2", 2), compile="model")
+    assert LOSS_SET in predict(gpt2).assumptions
+    assert LOSS_SET not in predict(gpt2.model_copy(update={"compile": False})).assumptions
+    assert LOSS_SET not in predict(tiny_recipe("hf", compile="model")).assumptions
