@@ -118,9 +118,9 @@ def _forward(
     wide = torch.promote_types(torch.float32, dtype)
     ignored = targets == IGNORED_LABEL
     places = targets.clamp(0, weight.shape[0] - 1)
-    # torch's own loss stops the program there; a device assert would end the process's use of the GPU.
-    invalid = ((places != targets) & ~ignored).any()
-    count = ignored.logical_not().sum().to(wide).masked_fill_(invalid, torch.nan)
+    count = ignored.logical_not().sum().to(wide)
+    # A label that is no column. torch's own loss stops the program there; a device assert would end the use of the GPU.
+    count.masked_fill_(((places != targets) & ~ignored).any(), torch.nan)
     factors = torch.where(ignored, 0.0, settings.expected_gradient / count)
     gradients = Gradients.of(hidden, weight, bias, needed)
     matrix = weight.to(dtype)

@@ -28,11 +28,12 @@ PEAK_DTYPE = {
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
 }
-SUSTAINED = {"matmul": 0.69, "fp8": 0.62, "memory": 0.59}
-"""Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16, a plain copy 0.89
-(docs/log.md): in a step the power limit holds the clocks down, and most
-memory-bound kernels read strided, convert or reduce. fp8 products alone reach 0.66 of theirs (1315 TFLOP/s on an H200, docs/log.md);
-their share in a step is not measured yet and taken to be less by as much as bf16's is. Attention's are of its kernel, dtype, head size and length (attention_time.py)."""
+SUSTAINED = {"matmul": 0.69, "fp8": 0.645, "memory": 0.59}
+"""Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16 when rested, a plain copy 0.89
+(docs/log.md): in a step the power limit holds the clocks down, and most memory-bound kernels read strided, convert or reduce.
+Back to back for seconds under the power limit an H200 sustains 0.692 in bf16 and 0.645 in fp8 on the three products of an 8B
+model's layers (`trainfit bench gpu --only sustained=bf16,fp8`). Attention's are of its kernel, dtype, head size, length and
+mask (attention_time.py)."""
 KERNEL_S = 2.5e-6
 """Seconds that every kernel takes on top, to start and to drain the GPU."""
 HOST_S_PER_OP = 19e-6
