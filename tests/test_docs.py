@@ -68,7 +68,9 @@ def test_the_examples_cover_what_the_recipe_has_for_techniques() -> None:
 
 def test_every_field_of_a_recipe_is_in_its_table() -> None:
     table = [
-        line.split("|")[1] for line in (DOCS / "reference/recipe.md").read_text().splitlines() if line.startswith("|")
+        line.split("|")[1]
+        for line in (DOCS / "reference/recipe.md").read_text().splitlines()
+        if line.startswith("|")
     ]
     named: set[str] = set()
     for cell in table:
@@ -136,7 +138,10 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
 
 def test_the_readmes_accuracy_is_the_pages() -> None:
     old, new = DOCS / "accuracy.md", RESULTS / "accuracy.md"
-    page, readme = (new if new.exists() else old).read_text(), " ".join((ROOT / "README.md").read_text().split())
+    page, readme = (
+        (new if new.exists() else old).read_text(),
+        " ".join((ROOT / "README.md").read_text().split()),
+    )
     rows = [
         [cell.strip() for cell in line.split("|")[2:]]
         for line in page.splitlines()
