@@ -6,6 +6,7 @@ import json
 import pytest
 
 from trainfit.catalog import load
+from trainfit.catalog.config_checks import check_config
 from trainfit.spec.errors import InputError
 
 ROWS = load.models()
@@ -190,3 +191,19 @@ def test_a_file_that_is_no_strict_json_object_is_refused(tmp_path, text: str) ->
 def test_an_unknown_model_lists_near_names() -> None:
     with pytest.raises(InputError, match=r"model\.config = 'lama-3\.1-8b'.*did you mean llama-3\.1-8b"):
         load.model_config("lama-3.1-8b")
+
+
+def test_the_default_config_of_every_causal_model_of_transformers_passes() -> None:
+    """The limits and ranges that are checked by a key's name refuse none of some 190 model types."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    num_checked = 0
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = CONFIG_MAPPING[model_type]()
+        except Exception:  # Some have no default that their own checks take.
+            continue
+        check_config(json.loads(config.to_json_string(use_diff=False)))
+        num_checked += 1
+    assert num_checked > 150

@@ -203,3 +203,13 @@ def test_no_model_is_imported_while_the_device_is_in_force(monkeypatch: pytest.M
         ModelSpec(config=config, implementation="hf"), dtype=torch.float32, device="meta", attention="sdpa"
     )
     assert there == [True]
+
+
+@pytest.mark.parametrize("implementation", ["hf", "native"])
+def test_a_model_of_too_many_modules_is_refused_while_it_is_built(implementation, monkeypatch):
+    monkeypatch.setattr("trainfit.models.build.MAX_MODULES", 20)
+    spec = tiny("llama", num_hidden_layers=20).model_copy(update={"implementation": implementation})
+    with pytest.raises(InputError, match="describes over 20 modules"):
+        build_model(spec, dtype=torch.float32, device="meta")
+    monkeypatch.undo()
+    assert build_model(spec, dtype=torch.float32, device="meta") is not None

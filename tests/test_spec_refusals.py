@@ -253,5 +253,5 @@ def test_mutated_values_never_crash(tmp_path: Path) -> None:
 
 def test_reading_near_the_limits_takes_seconds_not_minutes(tmp_path: Path) -> None:
     path = tmp_path / "wide.yaml"
-    path.write_text("model: {config: {a: [" + ", ".join(["1"] * 30_000) + "]}}")
-    assert len(read_yaml(path)["model"]["config"]["a"]) == 30_000
+    path.write_text("model: {config: {a: [" + ", ".join(["1"] * 15_000) + "]}}")
+    assert len(read_yaml(path)["model"]["config"]["a"]) == 15_000

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
 from trainfit.spec.record_line import REPAIR, from_line, lines_of, to_line
@@ -28,6 +29,8 @@ APPLICATION_ID = 0x74726669
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 60.0
 COLUMNS = "kind, created_at, recipe_id, model, gpu, payload"
+MAX_LINES_BYTES = 10**9
+"""Of a JSON Lines file of records."""
 
 _SCHEMA = (
     """CREATE TABLE records (
@@ -155,6 +158,12 @@ def check_can_append(path: str | Path) -> None:
         OSError: no such folder, or not writable.
     """
     path = Path(path)
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass  # It is made.
+    except OSError as error:
+        raise files.circle(error, path) or error from None
     there = path if path.exists() else path.parent
     if not there.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(there))
@@ -174,7 +183,8 @@ def read_jsonl(path: str | Path) -> list[Record]:
     Raises:
         InputError: a line is not a record, or not the one that was written; it names the file and the line.
     """
-    return [from_line(line, where) for line, where in lines_of(path, Path(path).read_bytes())]
+    content = files.read_bytes(Path(path), MAX_LINES_BYTES)
+    return [from_line(line, where) for line, where in lines_of(path, content)]
 
 
 def recover(path: str | Path, out_jsonl: str | Path) -> tuple[int, list[str]]:
@@ -215,7 +225,7 @@ def load(path: str | Path) -> list[Record]:
 
 def is_sqlite(path: Path) -> bool:
     """Whether the file begins as every SQLite file does."""
-    with path.open("rb") as file:
+    with files.open_regular(path) as file:
         return file.read(16) == b"SQLite format 3\x00"
 
 

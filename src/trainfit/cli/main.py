@@ -7,6 +7,7 @@ needs when it runs.
 
 import io
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import trainfit
 from trainfit.cli import bench, catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
+from trainfit.spec.files import circle
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
 from trainfit.spec.storage import one_line, storage_failure, writing
 from trainfit.train.stop import Stopped, StopSignal
@@ -69,13 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     for name in NOISY_IMPORTS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    # transformers' notes on a config, such as a token id beyond the vocabulary, would stand before our one line.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
             stream, io.TextIOWrapper
         ):  # A terminal without a letter such as "·" gets a question mark.
             stream.reconfigure(errors="replace")
     with plain_messages():
-        return guarded(lambda: app()(words or ["--help"], standalone_mode=False, prog_name="trainfit"))
+        return guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> object:
+    for word in words:
+        try:
+            os.fsencode(word)
+        except UnicodeEncodeError:
+            raise InputError("not Unicode text (a lone surrogate)", "correct it", value=word) from None
+        if "\0" in word:
+            raise InputError("has a NUL character in it", "remove it", value=word)
+    return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit")
 
 
 def guarded(run: Callable[[], object]) -> int:
@@ -95,6 +110,9 @@ def guarded(run: Callable[[], object]) -> int:
     except Stopped as stopped:
         return _tell(str(stopped), EXIT_STOPPED, kind="")
     except OSError as error:
+        refused = circle(error)
+        if refused is not None:
+            return _tell(str(refused), EXIT_BAD_INPUT)
         return _tell_storage(error)
     except (KeyboardInterrupt, typer.Abort):
         return _tell("interrupted", EXIT_INTERRUPTED)

@@ -6,17 +6,23 @@ shifted inside, -100 ignored) and ``.logits`` ([batch, seq, vocabulary]). Works 
 (under FakeTensorMode) and on real devices; nothing is made on the CPU first and moved.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from trainfit.catalog.load import model_config
 from trainfit.models.host_blocks import HostBlocks
 from trainfit.models.layers import decoder_blocks, require_blocks
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
+
+MAX_MODULES = 20_000
+"""Of one model: over ten times what the deepest published ones have, where experts are one tensor a layer."""
 
 
 def build_model(
@@ -46,13 +52,37 @@ def build_model(
 def _build(
     spec: ModelSpec, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, attention: str
 ) -> nn.Module:
-    if spec.implementation == "native":
-        from trainfit.models.native.build import build_native
+    with _at_most(MAX_MODULES):
+        if spec.implementation == "native":
+            from trainfit.models.native.build import build_native
 
-        return build_native(config, dtype=dtype, device=device, attention=attention)
-    from trainfit.models.hf import build_hf
+            return build_native(config, dtype=dtype, device=device, attention=attention)
+        from trainfit.models.hf import build_hf
 
-    return build_hf(config, dtype=dtype, device=device, attention=attention)
+        return build_hf(config, dtype=dtype, device=device, attention=attention)
+
+
+@contextmanager
+def _at_most(limit: int) -> Iterator[None]:
+    """Refuse a model of more modules while it is built: a config can ask for them under many names.
+
+    Raises:
+        InputError: at the first module over the limit.
+    """
+    num_modules = 0
+
+    def count(*_: Any) -> None:
+        nonlocal num_modules
+        num_modules += 1
+        if num_modules > limit:
+            remedy = "write fewer layers, heads or experts"
+            raise InputError(f"describes over {limit:,} modules", remedy, field="model.config")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _build_quantized(

@@ -6,6 +6,7 @@ meta, fake and CUDA need; on meta it skips the initialisation by itself.
 
 import copy
 import difflib
+import inspect
 from typing import Any
 
 import torch
@@ -141,17 +142,31 @@ def hf_config_from(config: dict[str, Any]) -> Any:
         )
     keys = {key: value for key, value in config.items() if key not in (*NOT_THE_ARCHITECTURE, "model_type")}
     keys = copy.deepcopy(keys)  # The config classes complete nested mappings in place.
+    kind = CONFIG_MAPPING[model_type]
+    for key in keys:
+        _refuse_method(kind, key, keys[key])
     try:
-        hf_config = CONFIG_MAPPING[model_type](**keys)
+        hf_config = kind(**keys)
+        text_config = hf_config.get_text_config()
     except (*BAD_CONFIG, StrictDataclassError) as error:
         raise InputError(
             f"transformers refuses this {model_type} config: {_cause(error)}",
             "correct that key",
             field="model.config",
         ) from error
-    for part in (hf_config, hf_config.get_text_config()):
+    for part in (hf_config, text_config):
         part.use_cache = False
     return hf_config
+
+
+def _refuse_method(kind: type, key: str, value: Any) -> None:
+    """Refuse a key that would take the place of the config class's own code."""
+    own = inspect.getattr_static(kind, key, None)
+    fixed = isinstance(own, property) and own.fset is None
+    if key.startswith("__") or fixed or callable(own) or isinstance(own, classmethod):
+        raise InputError(
+            "is the config class's own", "remove the key", field=f"model.config.{key}", value=value
+        )
 
 
 def _cause(error: BaseException) -> str:

@@ -37,5 +37,8 @@ class InputError(ValueError):
 
 
 def _short(value: object, limit: int = 60) -> str:
-    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    try:
+        text = str(value).lower() if isinstance(value, bool) else repr(value)
+    except (ValueError, RecursionError):  # Python prints no whole number of more than 4300 digits.
+        text = f"({type(value).__name__})"
     return text if len(text) <= limit else text[: limit - 3] + "..."

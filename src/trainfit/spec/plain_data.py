@@ -1,20 +1,32 @@
 """YAML and JSON files read as plain data (dict, list, str, int, float, bool, None), safely.
 
-Enters: a path or a text. Leaves: plain data. Refused, each with one line: files over 1 MB, what is not UTF-8,
-duplicate keys, aliases that expand to more than a file could say plainly, merge keys, several documents,
-NaN and infinity, keys that are not text, values that JSON cannot hold.
+Enters: a path or a text. Leaves: plain data. Refused, each with one line: what is no regular file, files over 1 MB,
+what is not UTF-8, YAML of more values than are read in a second, duplicate keys, aliases that expand to more than a
+file could say plainly, merge keys, several documents, NaN and infinity, numbers beyond a double's range, keys that
+are not text, values that JSON cannot hold.
 """
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 
 MAX_FILE_BYTES = 1_000_000
 MAX_NODES = 100_000
 MAX_DEPTH = 64
+MAX_INT_BITS = 1024
+"""Whole numbers up to a double's range; longer ones cannot be computed with, nor, from 4300 digits on, printed."""
+MAX_YAML_MARKS = 20_000
+"""Marks that separate values in a YAML text, all together. The parser is written in Python: 20,000 take it a second."""
+MAX_BRACKETS = 1000
+"""Brackets that are open at once, also where they stand in quoted text."""
+YAML_MARKS = ("\n", ",", ":", "[", "{", "?", "&", "*", "!", "- ")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+BRACKET = re.compile(r"[\[\]{}]")
 MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
@@ -33,11 +45,13 @@ def parse_yaml(text: str, file: str = "") -> Any:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
+    _check_marks(text, file)
     yaml = YAML(typ="safe", pure=True)
     yaml.allow_duplicate_keys = False
     try:
-        _check_nodes(yaml.compose(text), file)
-        data = yaml.load(text)
+        node = yaml.compose(text)
+        _check_nodes(node, file)
+        data = None if node is None else yaml.constructor.construct_document(node)
     except InputError:
         raise
     except YAMLError as error:
@@ -55,14 +69,25 @@ def parse_yaml(text: str, file: str = "") -> Any:
     return plain(data, file)
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> Any:
     """One JSON document as plain data.
 
     Raises:
         InputError: refused content.
         OSError: the file cannot be read.
     """
-    file = str(path)
+    data = parse_json(files.read_text(path, limit_bytes), str(path))
+    if _num_values(data) > MAX_NODES:
+        raise InputError("too many values", f"write at most {MAX_NODES:,}", file=str(path))
+    return data
+
+
+def parse_json(text: str | bytes, file: str = "") -> Any:
+    """The one JSON document in ``text`` as plain data.
+
+    Raises:
+        InputError: refused content.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data: dict[str, Any] = {}
@@ -76,12 +101,14 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{text} is not JSON", "write a finite number or null", file=file)
 
     try:
-        data = json.loads(read_text(path), object_pairs_hook=unique, parse_constant=no_constant)
+        data = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except InputError:
         raise
     except json.JSONDecodeError as error:
         problem = f"not JSON: {error.msg[:1].lower()}{error.msg[1:]} at line {error.lineno}"
         raise InputError(problem, "correct it", file=file) from None
+    except UnicodeDecodeError:
+        raise InputError("not UTF-8 text", "save it as UTF-8", file=file) from None
     except RecursionError:
         raise _too_deep(file) from None
     except ValueError:  # An integer of more than 4300 digits.
@@ -90,21 +117,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """The file's text, if it is at most 1 MB of UTF-8 (a byte order mark is dropped)."""
-    if "\0" in str(path):
-        raise InputError("not a path", "name a file", value=str(path))
-    if path.is_dir():
-        raise InputError("is a folder", "name a file", file=str(path))
-    with path.open("rb") as stream:  # Bounded, so that a pipe or a device cannot fill memory.
-        data = stream.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise InputError(
-            "the file is over 1 MB", f"at most {MAX_FILE_BYTES:,} bytes are read", file=str(path)
-        )
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError("not UTF-8 text", "save it as UTF-8", file=str(path)) from None
+    """The file's text, if it is a regular file of at most 1 MB of UTF-8 (a byte order mark is dropped)."""
+    return files.read_text(path, MAX_FILE_BYTES)
 
 
 def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
@@ -121,9 +135,11 @@ def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
         }
     if isinstance(data, list):
         return [plain(value, file, f"{field}[{index}]", depth + 1) for index, value in enumerate(data)]
+    if isinstance(data, int) and data.bit_length() > MAX_INT_BITS:
+        raise InputError("a number is too long", "write a shorter number", field=field, file=file)
     if isinstance(data, float) and not math.isfinite(data):
         raise InputError("not a finite number", "write a finite number", field=field, value=data, file=file)
-    if isinstance(data, str) and any("\ud800" <= character <= "\udfff" for character in data):
+    if isinstance(data, str) and not data.isascii() and LONE_SURROGATE.search(data):
         raise InputError(
             "not Unicode text (a lone surrogate)", "write the character itself", field=field, file=file
         )
@@ -133,8 +149,33 @@ def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
     raise InputError(problem, "write text or a number", field=field, value=str(data), file=file)
 
 
+def _num_values(data: Any) -> int:
+    """Values in lists and mappings, these counted as one each."""
+    if isinstance(data, dict | list):
+        return 1 + sum(map(_num_values, data.values() if isinstance(data, dict) else data))
+    return 1
+
+
 def _too_deep(file: str) -> InputError:
     return InputError("nested too deeply", f"nest at most {MAX_DEPTH} levels", file=file)
+
+
+def _check_marks(text: str, file: str) -> None:
+    """Refuse, before it is parsed, a text that the parser would work on for long."""
+    if sum(text.count(mark) for mark in YAML_MARKS) > MAX_YAML_MARKS and not _is_comments(text):
+        remedy = f"write at most {MAX_YAML_MARKS:,} lines, commas and colons together, or name a JSON file"
+        raise InputError("too many values for a YAML file", remedy, file=file)
+    depth = 0
+    for found in BRACKET.finditer(text):  # The parser's time grows with the square of the depth.
+        depth += 1 if found[0] in "[{" else -1
+        if depth > MAX_BRACKETS:
+            raise _too_deep(file)
+
+
+def _is_comments(text: str) -> bool:
+    """Whether the marks are in comments, which take the parser little time."""
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    return sum(1 + sum(line.count(mark) for mark in YAML_MARKS) for line in lines) <= MAX_YAML_MARKS
 
 
 def _yaml_error(error: Any, file: str) -> InputError:

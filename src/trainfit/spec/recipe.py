@@ -58,6 +58,9 @@ class Batch(Value):
         if self.micro * self.seq > MAX_MICRO_BATCH_TOKENS:
             problem = f"a micro-batch of {self.micro} x {self.seq} tokens is over {MAX_MICRO_BATCH_TOKENS:,}"
             raise disagreement(problem, "write a smaller batch.micro or batch.seq", field="batch.micro")
+        if self.seq == 1:
+            problem = "a sequence of one token has no next token to learn"
+            raise disagreement(problem, "write 2 or more", field="batch.seq")
         return self
 
     @property

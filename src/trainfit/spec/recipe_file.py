@@ -4,13 +4,13 @@ Enters: a path and settings. Leaves: a Recipe. Assumes: a relative ``extends`` o
 that names it; one in a setting is relative to the working directory.
 """
 
-import json
+import os
 from pathlib import Path
 from typing import Any
 
-from trainfit.spec import names
+from trainfit.spec import files, names
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import parse_yaml, read_json, read_text, read_yaml
+from trainfit.spec.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_json, read_text, read_yaml
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.short_forms import main_key, with_exact_choices, written_out
 from trainfit.spec.value import parse
@@ -18,6 +18,8 @@ from trainfit.spec.value import parse
 __all__ = ["apply_settings", "load_recipe", "merge", "read_json", "read_text", "read_yaml", "recipe_from"]
 
 MAX_CHAIN = 32
+MAX_LINES_BYTES = 100 * 10**6
+"""Of a JSON Lines file of recipes."""
 SETTINGS = "--set"
 
 REPLACED_WHOLE = ("config", "recompute")
@@ -86,14 +88,11 @@ def read_recipes(path: Path) -> list[Recipe]:
         InputError: a line is not a recipe; it names the file and the line.
     """
     recipes = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(files.read_text(path, MAX_LINES_BYTES).splitlines(), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"not JSON: {error.msg}", "write one recipe a line", file=where) from None
+        data = parse_json(line, where)
         if not isinstance(data, dict):
             raise InputError("not a recipe", "write a mapping", value=data, file=where)
         recipes.append(recipe_from(data, file=where))
@@ -161,6 +160,11 @@ def _setting(setting: str) -> tuple[list[str], Any]:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise InputError("not a setting", "write --set field.name=value", value=setting, file=SETTINGS)
+    if len(parts) > MAX_DEPTH:
+        raise InputError(
+            "nested too deeply", f"nest at most {MAX_DEPTH} levels", value=setting, file=SETTINGS
+        )
+    plain(parts, SETTINGS)
     try:
         return parts, parse_yaml(text)
     except InputError as error:
@@ -194,20 +198,25 @@ def _chain(path: Path) -> list[Layer]:
     layers: list[Layer] = []
     seen: list[Path] = []
     while True:
-        seen.append(path.resolve())
         data, base = _layer(path)
+        seen.append(_real(path))
         layers.insert(0, (str(path), data))
         if base is None:
             return layers
         named, path = path, path.parent / base
         names = " -> ".join(p.name for p in (*seen, path))
         wrong = {"field": "extends", "value": base, "file": str(named)}
-        if path.resolve() in seen:
+        if _real(path) in seen:
             raise InputError("extends itself", f"break the cycle {names}", **wrong)
         if len(seen) >= MAX_CHAIN:
             raise InputError(f"the chain is over {MAX_CHAIN} files long", "shorten it", **wrong)
         if not path.is_file():
             raise InputError("no such file", "name a recipe file, relative to this one", **wrong)
+
+
+def _real(path: Path) -> Path:
+    """The path without links; unlike ``Path.resolve``, links that lead in a circle are left as they are."""
+    return Path(os.path.realpath(path))
 
 
 def _layer(path: Path) -> tuple[dict[str, Any], str | None]:
@@ -254,5 +263,5 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
         raise InputError(
             "not a mapping", "write a config.json's object", field="model.config", file=str(path)
         )
-    name = model.get("name") or (path.resolve().parent.name if path.name == "config.json" else path.stem)
+    name = model.get("name") or (_real(path).parent.name if path.name == "config.json" else path.stem)
     return {**data, "model": {**model, "config": config, "name": name}}

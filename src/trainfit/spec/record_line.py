@@ -99,6 +99,8 @@ def _checked(line: str, where: str) -> Any:
         data = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg}", REPAIR, file=where) from None
+    except (ValueError, RecursionError):  # An integer of thousands of digits, or thousands of nested lists.
+        raise InputError("a number or a nesting that no record has", REPAIR, file=where) from None
     if not isinstance(data, dict) or DIGEST not in data:
         return data
     try:

@@ -21,11 +21,15 @@ LATE_FROM_STEP = 10
 """Speed is told of the whole run, and without its first steps, in which code is compiled and kernels are chosen."""
 
 
+Steps = Annotated[int, Field(ge=0, le=2**24)]
+"""As many as ``PositiveInt``, or none."""
+
+
 class MeasurePart(Value):
     """What ``measure`` does with each variant: the options of the verb."""
 
-    steps: Count = 10
-    warmup: Count = 3
+    steps: Steps = 10
+    warmup: Steps = 3
 
 
 class TrainPart(Value):
@@ -46,8 +50,8 @@ class TrainPart(Value):
 class Limits(Value):
     """What ends a trial: ``seconds`` for each of its parts; ``memory_gib``: what its steps may allocate."""
 
-    seconds: Annotated[float, Field(gt=0)] = 600.0
-    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    seconds: Annotated[float, Field(gt=0, le=10**8)] = 600.0
+    memory_gib: Annotated[float, Field(gt=0, le=2**30)] | None = None
 
 
 class SweepFile(Value):

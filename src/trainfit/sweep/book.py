@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from types import TracebackType
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.record_line import from_line, lines_of, to_line
@@ -17,6 +18,7 @@ from trainfit.spec.storage import Appender, write_text
 from trainfit.sweep.parts import PartRequest, PartResult
 
 RECORDS, LOGS, REPORT = "records.jsonl", "logs", "report.html"
+MAX_RECORDS_BYTES = 10**9
 SWEEP_TAG, VARIANT_TAG = "sweep:", "variant:"
 
 
@@ -35,6 +37,8 @@ class Book:
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError("is a file", "name a folder", field="out", value=str(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (self.folder / RECORDS).exists():
+            files.open_regular(self.folder / RECORDS, MAX_RECORDS_BYTES).close()
         self._file = Appender(self.folder / RECORDS)
         try:
             self._file.lock(wait=False)

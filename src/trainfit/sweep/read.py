@@ -18,7 +18,7 @@ from trainfit.spec.plain_data import read_yaml
 from trainfit.spec.recipe_file import merge, read_data, recipe_from, set_field, with_model_config
 from trainfit.spec.sweep import SweepFile, TrainPart, Variant
 from trainfit.spec.value import parse
-from trainfit.train.options import TrainOptions, data_from
+from trainfit.train.options import TrainOptions, data_from, is_there
 
 MAX_VARIANTS = 1000
 MAX_NAME = 100
@@ -77,7 +77,7 @@ def train_options(part: TrainPart, **fields: Any) -> TrainOptions:
 
 def _checked(part: TrainPart, path: Path) -> TrainPart:
     """``part`` with its data's path made absolute, and refused where a run would be."""
-    if (path.parent / part.data).exists():
+    if "\0" not in part.data and is_there(path.parent / part.data):
         part = part.model_copy(update={"data": str((path.parent / part.data).resolve())})
     try:
         train_options(part, out="nowhere")

@@ -22,6 +22,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.target_pattern import check_pattern
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +85,8 @@ def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]
     """PEFT's target_modules: its own rule on transformers models; on native ones the blocks' linear layers."""
     if not isinstance(adapter.targets, str):
         return list(adapter.targets)
+    if adapter.targets != "all-linear":
+        check_pattern(adapter.targets, [name for name, _ in model.named_modules()])
     if is_hf or adapter.targets != "all-linear":
         return adapter.targets
     from torch import nn

@@ -40,6 +40,7 @@ NOT_TECHNIQUES = (
     "rematerialize",
     "saving_blocks",
     "triton_gpus",
+    "target_pattern",
 )
 
 PLAIN: dict[str, tuple[Any, ...]] = {

@@ -5,19 +5,23 @@ A checkpoint is ``checkpoints/step-00000020/``: ``model-*.safetensors``, ``optim
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trainfit.spec.errors import InputError
 from trainfit.spec.storage import writing
+from trainfit.spec.value import parse
 from trainfit.step import Step
 from trainfit.train import durable, state
 from trainfit.train.layout import RUN, existing
+from trainfit.train.saved_state import SavedState, check_scaler
 
 SHARD_BYTES = 4 * 2**30
 """A file's most bytes: safetensors copies one file's tensors to host memory to write them."""
@@ -69,32 +73,65 @@ def check(path: Path) -> dict[str, Any]:
         InputError: naming the damaged file.
     """
     durable.check_folder(path)
-    return durable.read_json(path / RUN)
+    run = durable.read_json(path / RUN)
+    if not isinstance(run, dict):
+        raise InputError("not what trainfit wrote", "restore it from a copy", file=str(path / RUN))
+    return run
 
 
 def load(path: Path, step: Step) -> Progress:
-    """Bring ``step`` and the random generators to where the checkpoint was saved. ``check`` it first."""
-    plain = durable.read_json(path / STATE)
-    state.load_model(step, _Lazy(path, "model", str(step.device)), plain["shared"])
-    state.load_optimizer(step, _Lazy(path, "optimizer", "cpu"), plain["optimizer"])
+    """Bring ``step`` and the random generators to where the checkpoint was saved. ``check`` it first.
+
+    Raises:
+        InputError: its values are not such a step's, whoever wrote them.
+    """
+    file = str(path / STATE)
+    plain = parse(SavedState, durable.read_json(path / STATE), file=file)
+    if path.name != f"step-{plain.step:08d}":
+        raise InputError(
+            "not the step of its folder", "restore it from a copy", field="step", value=plain.step, file=file
+        )
+    optimizer = _Lazy(path, "optimizer", "cpu")
+    state.check_optimizer(step, optimizer, plain.optimizer, file)
     if step.scaler is not None:
-        step.scaler.load_state_dict(plain["scaler"])
-    state.load_random_state(step.device, _Lazy(path, "random", "cpu"), plain["random"])
-    return Progress(plain["step"], plain["loss"])
+        check_scaler(step.scaler.state_dict(), plain.scaler, file)
+    state.load_model(step, _Lazy(path, "model", str(step.device)), plain.shared)
+    broken = state.first_not_finite(step)
+    if broken is not None:
+        raise InputError(
+            "not finite numbers", "resume from an older checkpoint", field=broken, file=str(path)
+        )
+    state.load_optimizer(step, optimizer, plain.optimizer)
+    if step.scaler is not None and plain.scaler is not None:
+        step.scaler.load_state_dict(plain.scaler)
+    state.load_random_state(step.device, _Lazy(path, "random", "cpu"), plain.random, file)
+    return Progress(plain.step, plain.loss)
 
 
 class _Lazy(Mapping[str, Tensor]):
     """The tensors of one kind's files, each read when it is asked for."""
 
     def __init__(self, path: Path, kind: str, device: str):
-        files = [
-            safe_open(file, framework="pt", device=device)
-            for file in sorted(path.glob(f"{kind}-*.safetensors"))
-        ]
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        self._kind = path / kind
+        self._file_of: dict[str, Any] = {}
+        for file in sorted(path.glob(f"{kind}-*.safetensors")):
+            with self._readable(file):
+                opened: Any = safe_open(file, framework="pt", device=device)
+                self._file_of |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+        file = self._file_of[name]
+        with self._readable(self._kind):
+            return file.get_tensor(name)
+
+    @staticmethod
+    @contextmanager
+    def _readable(file: Path) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, ValueError, TypeError) as error:
+            problem = f"not safetensors: {error}".partition("\n")[0]
+            raise InputError(problem, "restore it from a copy", file=str(file)) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)

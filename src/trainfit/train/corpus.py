@@ -18,13 +18,21 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.storage import writing
 from trainfit.train import documents, durable
 from trainfit.train.options import TrainOptions
-from trainfit.train.tokenizer import end_token, left_out, load_tokenizer, train_tokenizer, unknown_token
+from trainfit.train.tokenizer import (
+    end_token,
+    left_out,
+    library,
+    load_tokenizer,
+    train_tokenizer,
+    unknown_token,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SIDES = ("train", "eval")
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
+DTYPES = ("uint16", "uint32")
 DOCUMENTS_AT_ONCE = 512
 
 
@@ -80,6 +88,9 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
     if folder.exists():
         durable.check_folder(folder)
         _same_data(folder, identity)
+        corpora = _open(folder, seq)
+        _refuse_foreign_ids(corpora, folder, vocabulary)
+        return corpora
     else:
         with durable.new_folder(folder) as work:
             _make(work, options, identity, vocabulary)
@@ -88,9 +99,40 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
 
 
 def _open(folder: Path, seq: int) -> Corpora:
-    index = durable.read_json(folder / INDEX)
+    index = _checked_index(folder)
     train, held_out = (Corpus(_tokens(folder, side, index), seq) for side in SIDES)
     return Corpora(train, held_out, index)
+
+
+def _checked_index(folder: Path) -> dict[str, Any]:
+    """``index.json``, if it describes the files beside it.
+
+    Raises:
+        InputError: it does not.
+    """
+    index = durable.read_json(folder / INDEX)
+    try:
+        for side in SIDES:
+            size = (folder / f"{side}.bin").stat().st_size
+            good = (
+                index["dtype"] in DTYPES and size == index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
+            )
+            if not good or type(index[side]["documents"]) is not int:
+                raise ValueError(side)
+        if type(index["tokenizer_tokens"]) is not int or not isinstance(index["identity"], dict):
+            raise ValueError("tokenizer_tokens")
+    except (KeyError, TypeError, ValueError):
+        remedy = "restore it from a copy, or start a new run in another folder"
+        raise InputError("not what trainfit wrote", remedy, file=str(folder / INDEX)) from None
+    return index
+
+
+def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None:
+    for side, corpus in zip(SIDES, (corpora.train, corpora.eval), strict=True):
+        if len(corpus.tokens) and int(corpus.tokens.max()) >= vocabulary:
+            problem = f"holds token id {int(corpus.tokens.max())}, the model's vocabulary has {vocabulary}"
+            remedy = "restore it from a copy, or start a new run in another folder"
+            raise InputError(problem, remedy, file=str(folder / f"{side}.bin"))
 
 
 def _mapped(file: str, dtype: str, seq: int) -> Corpus:
@@ -181,15 +223,10 @@ def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) ->
     Raises:
         InputError: a text that the tokenizer has no tokens for.
     """
-    try:
+    problem = "the tokenizer cannot encode the data"
+    remedy = "add an unknown token to its model, or use a byte-level tokenizer"
+    with library(options.tokenizer, problem, remedy):
         return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    except Exception as error:  # The library raises bare Exception.
-        raise InputError(
-            f"the tokenizer cannot encode the data: {str(error).splitlines()[0]}",
-            "add an unknown token to its model, or use a byte-level tokenizer",
-            field="tokenizer",
-            value=options.tokenizer,
-        ) from None
 
 
 def _lost_text(num_unknown: int, num_tokens: int, lost: str) -> list[str]:
@@ -219,9 +256,9 @@ def _same_data(folder: Path, identity: dict[str, Any]) -> None:
             "start a new run in another folder",
             field="tokenizer",
         )
-    made_of = durable.read_json(folder / INDEX)["identity"]
+    made_of = _checked_index(folder)["identity"]
     for field, value in identity.items():
-        if made_of[field] != value:
+        if made_of.get(field) != value:
             raise InputError(
                 f"the run was started with other data ({field} differs)",
                 "give the data it was started with, or start a new run in another folder",

@@ -4,14 +4,17 @@ Streams: memory stays small whatever the files' size. No torch here.
 """
 
 import hashlib
+import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
+from trainfit.spec.plain_data import LONE_SURROGATE
 from trainfit.train.options import TEXT_SUFFIXES, DataSpec, HubData, StoriesData, TextData
 from trainfit.train.stories import story
 
@@ -19,6 +22,8 @@ END_OF_TEXT = "<|endoftext|>"
 READ_CHARS = 1 << 20
 DOCUMENT_CHARS = 2_000
 """A file without separators is cut at the first blank line after so many characters."""
+MAX_LINE_CHARS = 2**28
+"""Of a ``.jsonl`` file: a line is read whole."""
 MAX_DOCUMENT_CHARS = 1 << 20
 """Longer documents are cut: a file without any boundary must not be read whole."""
 
@@ -84,7 +89,7 @@ def _relative(path: Path, root: Path) -> str:
 def _from_path(data: TextData) -> Iterator[str]:
     for path in text_files(Path(data.path)):
         try:
-            with path.open(encoding="utf-8") as file:
+            with io.TextIOWrapper(files.open_regular(path), encoding="utf-8") as file:
                 pieces = (
                     _json_lines(file, path)
                     if path.suffix.lower() == ".jsonl"
@@ -126,15 +131,28 @@ def _at_most(text: str) -> Iterator[str]:
 
 
 def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
+    number = 0
+    while line := file.readline(MAX_LINE_CHARS + 1):
+        number += 1
+        if len(line) > MAX_LINE_CHARS:
+            problem = f"line {number} is over {MAX_LINE_CHARS:,} characters"
+            raise InputError(problem, "write one document a line", file=str(path))
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError, RecursionError):
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # ValueError: also a number of over 4300 digits.
             text = None
         if not isinstance(text, str):
             raise InputError(f"line {number} has no text", 'write {"text": "..."} a line', file=str(path))
+        if not text.isascii() and LONE_SURROGATE.search(text):
+            problem = f"line {number} is not Unicode text (a lone surrogate)"
+            raise InputError(problem, "write the character itself", file=str(path))
         yield text
 
 

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.plain_data import parse_json
 from trainfit.spec.storage import write_text, writing
 from trainfit.spec.value import canonical_json
 
+MAX_JSON_BYTES = 256 * 10**6
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
 """Begins the names of what a killed process left; the next run in the same place removes it."""
@@ -74,8 +77,12 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """JSON of a folder whose bytes have been checked."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """JSON of a folder whose bytes have been checked.
+
+    Raises:
+        InputError: not JSON, whoever wrote it.
+    """
+    return parse_json(files.read_text(path, MAX_JSON_BYTES), str(path))
 
 
 def remove_folder(path: Path) -> None:
@@ -115,11 +122,11 @@ def _by_final_name(error: OSError, work: Path, path: Path) -> OSError:
 
 
 def _seal(work: Path) -> None:
-    files = {
+    sealed = {
         file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(work.iterdir())
     }
-    write_json(work / MANIFEST, {"files": files, "sha256": _digest(files)})
-    for name in files:
+    write_json(work / MANIFEST, {"files": sealed, "sha256": _digest(sealed)})
+    for name in sealed:
         shutil.copymode(
             work / MANIFEST, work / name
         )  # Some libraries write files that only their owner may read.
@@ -130,18 +137,26 @@ def _seal(work: Path) -> None:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        data = json.loads(path.read_bytes())
-        if data["sha256"] == _digest(data["files"]):
+        data = json.loads(files.read_bytes(path, MAX_JSON_BYTES))
+        if data["sha256"] == _digest(data["files"]) and all(_is_entry(one) for one in data["files"].values()):
             return data["files"]
     except FileNotFoundError:
         raise _damaged(path, "missing") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except InputError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # Not the manifest that was written, whatever it says: refused below.
     raise _damaged(path, "its content is not what was saved")
 
 
-def _digest(files: Any) -> str:
-    return hashlib.sha256(canonical_json(files).encode()).hexdigest()
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+    )
+
+
+def _digest(sealed: Any) -> str:
+    return hashlib.sha256(canonical_json(sealed).encode()).hexdigest()
 
 
 def _damaged(file: Path, problem: str) -> InputError:

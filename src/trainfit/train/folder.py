@@ -73,7 +73,7 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
         )
     saved = existing(out / CHECKPOINTS)
     newest = saved[-1] if saved else None
-    run = checkpoint.check(newest) if newest else read_run(out)
+    run = checked_run(checkpoint.check(newest), newest / RUN) if newest else read_run(out)
     refuse_difference(run, describe(recipe, options))
     return Saved(newest, run)
 
@@ -99,12 +99,19 @@ def read_run(out: Path) -> dict[str, Any]:
         InputError: it is damaged.
         FileNotFoundError: there is none.
     """
-    path = out / RUN
-    try:
-        run = durable.read_json(path)
-        return {"recipe": run["recipe"], "options": run["options"], "environment": run["environment"]}
-    except (ValueError, KeyError, TypeError):
-        raise InputError("not what trainfit wrote", "restore it from a copy", file=str(path)) from None
+    return checked_run(durable.read_json(out / RUN), out / RUN)
+
+
+def checked_run(run: Any, path: Path) -> dict[str, Any]:
+    """What a ``run.json`` says, if it has the parts of one.
+
+    Raises:
+        InputError: it has not.
+    """
+    parts = ("recipe", "options", "environment")
+    if not isinstance(run, dict) or not all(isinstance(run.get(part), dict) for part in parts):
+        raise InputError("not what trainfit wrote", "restore it from a copy", file=str(path))
+    return {part: run[part] for part in parts}
 
 
 def refuse_difference(saved: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 No torch here. The recipe says what a step is; these say how many, and on what.
 """
 
+import errno
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from pydantic import Field, model_validator
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Count, PositiveInt, Value
 
+MAX_STORIES = 2**24
 TEXT_SUFFIXES = (".txt", ".md", ".text", ".jsonl")
 
 
@@ -100,6 +102,16 @@ MAY_CHANGE = (
 """Fields of TrainOptions that a resumed run may change."""
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file or folder has this name; a name that no file system takes is not there."""
+    try:
+        return path.exists()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return False
+
+
 def data_from(text: str) -> StoriesData | TextData | HubData:
     """What ``--data`` says: ``stories``, ``stories:5000``, ``hub:NAME`` or a path.
 
@@ -107,11 +119,12 @@ def data_from(text: str) -> StoriesData | TextData | HubData:
         InputError: no such file or folder, or not a count.
     """
     kind, colon, rest = text.partition(":")
-    if kind == "stories" and not Path(text).exists():
-        if colon and not (rest.isascii() and rest.isdigit() and int(rest) > 0):
-            raise InputError(
-                "not a number of stories", "write such as stories:5000", field="data", value=text
-            )
+    if "\0" in text:
+        raise InputError("not a path", "name a text file or a folder", field="data", value=text)
+    if kind == "stories" and not is_there(Path(text)):
+        if colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:20]) <= MAX_STORIES):
+            remedy = f"write such as stories:5000, at most stories:{MAX_STORIES}"
+            raise InputError("not a number of stories", remedy, field="data", value=text)
         return StoriesData(num_documents=int(rest)) if colon else StoriesData()
     if kind == "hub" and colon:
         if not rest:
@@ -119,7 +132,7 @@ def data_from(text: str) -> StoriesData | TextData | HubData:
                 "no dataset named", "write such as hub:roneneldan/TinyStories", field="data", value=text
             )
         return HubData(name=rest)
-    if not Path(text).exists():
+    if not is_there(Path(text)):
         raise InputError(
             "no such file or folder",
             "name a text file, a folder, 'stories' or 'hub:NAME'",

@@ -16,6 +16,7 @@ from torch import Tensor
 from trainfit.models.host_blocks import is_moment
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
+from trainfit.train.saved_state import OptimizerPlain, RandomPlain, check_group, check_parameter_state
 
 Tensors = Mapping[str, Tensor]
 
@@ -46,7 +47,10 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
         different = sorted(set(own) ^ (set(tensors) | set(shared)))
         raise _unlike(different[0], "in only one of checkpoint and model")
     for name, tensor in own.items():
-        saved = tensors[shared.get(name, name)]
+        source = shared.get(name, name)
+        if source not in tensors:
+            raise _unlike(name, f"shares {source}, which is not in the checkpoint")
+        saved = tensors[source]
         if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
             raise _unlike(
                 name,
@@ -74,16 +78,43 @@ def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, {"scalars": scalars, "groups": groups}
 
 
-def load_optimizer(step: Step, tensors: Tensors, plain: Mapping[str, Any]) -> None:
+def check_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain, file: str) -> None:
+    """Check that the saved state is one that the step's optimizers could have left; nothing is loaded.
+
+    Raises:
+        InputError: other groups, settings, parameters, keys, shapes, dtypes or values.
+    """
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    if [len(groups) for groups in plain.groups] != [len(one.param_groups) for one in step.optimizers]:
+        raise _unlike("optimizer groups", "other groups than the recipe's")
+    parameters: dict[str, Tensor] = {}
+    for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            check_group(group, saved, [names[id(parameter)] for parameter in group["params"]], file)
+            parameters |= {names[id(parameter)]: parameter for parameter in group["params"]}
+    keys: dict[str, list[str]] = {}
+    for place in (*tensors, *plain.scalars):
+        name, _, key = place.rpartition("/")
+        if name not in parameters:
+            raise _unlike(place, "state of a parameter that does not train here")
+        keys.setdefault(name, []).append(key)
+    for name, found in keys.items():
+        state = {key: _saved(tensors, plain.scalars, f"{name}/{key}") for key in found}
+        check_parameter_state(step.recipe.optimizer.name, name, parameters[name], state, file)
+
+
+def _saved(tensors: Tensors, scalars: Mapping[str, Any], place: str) -> Any:
+    return tensors[place] if place in tensors else scalars[place]
+
+
+def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
     """Give every optimizer the saved state, with the dtypes that were saved.
 
     ``Optimizer.load_state_dict`` would cast state to its parameter's dtype, which is not what was saved.
     """
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
-    for optimizer, groups in zip(step.optimizers, plain["groups"], strict=True):
+    for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            if saved["params"] != [names[id(parameter)] for parameter in group["params"]]:
-                raise _unlike("optimizer groups", "other parameters than the recipe's")
             for key, value in saved.items():
                 if key != "params":
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -94,10 +125,8 @@ def load_optimizer(step: Step, tensors: Tensors, plain: Mapping[str, Any]) -> No
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    for place, value in (*tensors.items(), *plain["scalars"].items()):
+    for place, value in (*tensors.items(), *plain.scalars.items()):
         name, _, key = place.rpartition("/")
-        if name not in owners:
-            raise _unlike(place, "state of a parameter that does not train here")
         optimizer, group, parameter = owners[name]
         # A moment of weights that wait on the host is fetched from there (techniques/host_moments.py).
         stays = id(parameter) in waiting and is_moment(value, parameter)
@@ -114,14 +143,23 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, plain
 
 
-def load_random_state(device: torch.device, tensors: Tensors, plain: Mapping[str, Any]) -> None:
-    """Set every generator; a run that moves between CPU and GPU starts the GPU's anew."""
-    torch.set_rng_state(tensors["host"])
-    if device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], device)
-    version, values, gauss = plain["python"]
-    random.setstate((version, tuple(values), gauss))
-    np.random.set_state(tuple(plain["numpy"]))
+def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain, file: str) -> None:
+    """Set every generator; a run that moves between CPU and GPU starts the GPU's anew.
+
+    Raises:
+        InputError: not a generator's state.
+    """
+    version, values, gauss = plain.python
+    try:
+        torch.set_rng_state(tensors["host"])
+        if device.type == "cuda" and "cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["cuda"], device)
+        random.setstate((version, tuple(values), gauss))
+        generator, keys, at, has_gauss, cached = plain.numpy
+        np.random.set_state((generator, np.array(keys, dtype=np.uint32), at, has_gauss, cached))
+    except (RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
+        problem = f"not a generator's state ({type(error).__name__})"
+        raise InputError(problem, "resume from an older checkpoint", field="random", file=file) from None
 
 
 def first_not_finite(step: Step) -> str | None:

@@ -4,11 +4,16 @@ Byte-level: every text has a tokenisation, so no token is unknown. A file of one
 the text is counted by corpus.py.
 """
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.train.documents import END_OF_TEXT
 
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTES = 256
+MAX_TOKENIZER_BYTES = 256 * 10**6
+"""The largest published ones are some 35 MB."""
 SAMPLE_CHARS = 50_000_000
 """Training reads at most so many characters: merges of common words do not change after that."""
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
@@ -69,16 +76,18 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     """
     from tokenizers import Tokenizer
 
-    if not path.is_file():
-        raise InputError("no such file", "name a tokenizer.json", field="tokenizer", value=str(path))
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # The library raises bare Exception, UnicodeDecodeError is ours.
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"not a tokenizer.json: {reason}", "save one with tokenizers", file=str(path)
-        ) from None
-    return LoadedTokenizer(tokenizer, _switch_off(tokenizer))
+        text = files.read_text(path, MAX_TOKENIZER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        problem, remedy = "no such file", "name a tokenizer.json"
+        raise InputError(problem, remedy, field="tokenizer", value=str(path)) from None
+    with library(str(path)):
+        tokenizer = Tokenizer.from_str(text)
+        switched_off = _switch_off(tokenizer)
+        for token in END_NAMES:
+            tokenizer.token_to_id(token)
+        tokenizer.encode_batch(["A text, 1 and ü.", ""], add_special_tokens=False)
+    return LoadedTokenizer(tokenizer, switched_off)
 
 
 def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
@@ -122,6 +131,55 @@ def left_out(tokenizer: "Tokenizer", characters: Iterable[str]) -> str:
         and (normalizer is None or normalizer.normalize_str(character).strip())
         and not tokenizer.encode(character, add_special_tokens=False).ids
     )
+
+
+@contextlib.contextmanager
+def library(
+    file: str | None, problem: str = "not a tokenizer.json", remedy: str = "save one with tokenizers"
+) -> Iterator[None]:
+    """Turn what the tokenizers library raises over a ``tokenizer.json`` into one line.
+
+    Its Rust code panics on some files: that is a BaseException, and its own report goes to the process's standard error,
+    which is held back while this is entered.
+
+    Raises:
+        InputError: the library failed.
+    """
+    with _held_back() as release:
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == "PanicException"
+            if not panicked and type(error) not in (Exception, ValueError, TypeError, OverflowError):
+                raise
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise InputError(f"{problem}: {lines[0][:200]}", remedy, file=file or "") from None
+        release()
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[Callable[[], None]]:
+    """Keep what is written to standard error's descriptor, and write it there at the end if the given function is called."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    wanted = False
+
+    def release() -> None:
+        nonlocal wanted
+        wanted = True
+
+    with tempfile.TemporaryFile() as buffer:
+        os.dup2(buffer.fileno(), 2)
+        try:
+            yield release
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            if wanted:
+                buffer.seek(0)
+                with contextlib.suppress(OSError):  # Nobody reads standard error any more.
+                    os.write(2, buffer.read())
 
 
 def end_token(tokenizer: "Tokenizer") -> int:

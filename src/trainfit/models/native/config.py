@@ -68,8 +68,15 @@ class Rope(Value):
     def _complete(self) -> "Rope":
         if self.rope_type in {"llama3", "yarn"} and self.original_max_position_embeddings is None:
             raise ValueError(f"{self.rope_type} needs original_max_position_embeddings: add it")
-        if self.rope_type == "llama3" and self.low_freq_factor > self.high_freq_factor:
-            raise ValueError(f"low_freq_factor {self.low_freq_factor:g} is over high_freq_factor: swap them")
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"llama3 interpolates from low_freq_factor {self.low_freq_factor:g} to high_freq_factor "
+                f"{self.high_freq_factor:g}: make the second larger"
+            )
+        if self.rope_type == "yarn" and self.rope_theta <= 1:
+            raise ValueError(
+                f"yarn divides by the logarithm of rope_theta {self.rope_theta:g}: write more than 1"
+            )
         return self
 
 

@@ -1,0 +1,67 @@
+"""Check a regular expression that names modules, before PEFT matches it against each of them.
+
+Python's matcher backtracks: a short pattern can take longer than a lifetime, and nothing can interrupt it. So a pattern
+that repeats anything is first tried in a process whose time is limited.
+"""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from trainfit.spec.errors import InputError
+
+MAX_PATTERN_CHARS = 10_000
+CPU_SECONDS = 1
+"""Matching a pattern such as ``.*_proj`` against a thousand names takes a millisecond."""
+WALL_SECONDS = 60
+CAN_BACKTRACK = re.compile(r"[*+?{|]")
+MATCH = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+compiled = re.compile(pattern)
+for name in names:
+    compiled.fullmatch(name)
+"""
+
+
+def check_pattern(pattern: str, names: Sequence[str]) -> None:
+    """Refuse a pattern that is no regular expression, or whose matching against ``names`` takes too long.
+
+    Raises:
+        InputError: naming ``adapter.targets``.
+    """
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise _refused(pattern, f"is over {MAX_PATTERN_CHARS:,} characters", "write a list of names")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise _refused(pattern, f"not a regular expression: {error}", "correct it, or write a list") from None
+    except (RecursionError, OverflowError):
+        problem = "not a regular expression that can be compiled"
+        raise _refused(pattern, problem, "write a simpler one, or a list of names") from None
+    if CAN_BACKTRACK.search(pattern) and not _matches_in_time(pattern, names):
+        problem = f"matching it against the model's modules takes over {CPU_SECONDS} s"
+        raise _refused(pattern, problem, "repeat nothing that repeats, or write a list of names")
+
+
+def _matches_in_time(pattern: str, names: Sequence[str]) -> bool:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", MATCH],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    try:
+        process.communicate(json.dumps([pattern, list(names)]).encode(), timeout=WALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+    return process.returncode == 0
+
+
+def _refused(pattern: str, problem: str, remedy: str) -> InputError:
+    return InputError(problem, remedy, field="adapter.targets", value=pattern)
