@@ -1,13 +1,17 @@
 """What the documentation says is so: its examples are accepted, its tables name every field, its links lead somewhere."""
 
+import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from pydantic import BaseModel
 
+from trainfit.cli.main import app
 from trainfit.spec.plain_data import parse_yaml
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -134,6 +138,36 @@ def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
         assert path.exists() or written_later(path), target
         if anchor and path.exists():
             assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_an_example_in_python_imports_is_there(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainfit"):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def options(command: Any) -> Iterator[str]:
+    """Yield every option of a command and of those below it, without ``--help``."""
+    for inner in getattr(command, "commands", {}).values():
+        yield from options(inner)
+    for parameter in command.params:
+        yield from (name for name in parameter.opts if name.startswith("--") and name != "--help")
+
+
+def test_the_command_line_reference_names_every_verb_and_option() -> None:
+    root: Any = typer.main.get_command(app())
+    verbs = root.commands
+    text = (DOCS / "reference/cli.md").read_text()
+    assert len(verbs) > 10
+    for verb, command in verbs.items():
+        assert re.search(rf"`{verb}\b", text), verb
+        for option in options(command):
+            assert re.search(rf"`[^`]*{option}\b[^`]*`", text), f"{verb} {option}"
 
 
 def test_the_readmes_accuracy_is_the_pages() -> None:
