@@ -1,4 +1,4 @@
-"""``make readme``: put the real output of the README's first command into the README."""
+"""Refresh the output of the README's first command, trimmed to its answer and its memory table (``make readme``)."""
 
 import os
 import re
@@ -7,9 +7,11 @@ from pathlib import Path
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"```console\n\$ (?P<command>[^\n]+)\n.*?```", re.DOTALL)
+PARAGRAPHS = 2  # The verdict, and memory at the peak.
 
 
 def main() -> None:
+    """Run the command of the README's console block and put what it prints into the block."""
     text = README.read_text(encoding="utf-8")
     found = BLOCK.search(text)
     assert found is not None, "README.md has no console block"
@@ -20,7 +22,8 @@ def main() -> None:
         check=True,
         env={**os.environ, "COLUMNS": "80"},
     ).stdout
-    block = f"```console\n$ {found['command']}\n{out.strip()}\n```"
+    shown = "\n\n".join(out.strip().split("\n\n")[:PARAGRAPHS])
+    block = f"```console\n$ {found['command']}\n{shown}\n...\n```"
     README.write_text(text[: found.start()] + block + text[found.end() :], encoding="utf-8")
 
 

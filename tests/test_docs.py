@@ -1,13 +1,17 @@
 """What the documentation says is so: its examples are accepted, its tables name every field, its links lead somewhere."""
 
+import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from pydantic import BaseModel
 
+from trainfit.cli.main import app
 from trainfit.spec.plain_data import parse_yaml
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -21,6 +25,11 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md", *DOCS.rglob("*.md")]
 )
 MODEL = {"config": "llama-3.2-1b"}
+RESULTS = DOCS / "results"
+NEW_RESULTS = {"accuracy", "peak-memory", "recompute-budget", "kernels", "techniques", "bench/flash"}
+"""Pages of results that may not be written yet, below ``docs/results``."""
+OLD_RESULTS = {"accuracy", "peak-memory", "optimizer-in-backward", "recompute-budget", "kernels"}
+"""Generated pages of results that stand in ``docs`` until those below ``docs/results`` replace them."""
 
 
 def blocks(page: str) -> list[str]:
@@ -40,13 +49,13 @@ def fields(kind: type[BaseModel], before: str = "") -> Iterator[str]:
 
 
 def test_the_first_recipe_shows_the_defaults() -> None:
-    data: dict[str, Any] = parse_yaml(blocks("recipe.md")[0])
+    data: dict[str, Any] = parse_yaml(blocks("reference/recipe.md")[0])
     del data["extends"], data["batch"]
     assert set(data) == set(Recipe.model_fields) - {"batch"}
     assert recipe_from(data) == recipe_from({"model": MODEL})
 
 
-@pytest.mark.parametrize("text", blocks("recipe.md")[1:])
+@pytest.mark.parametrize("text", blocks("reference/recipe.md")[1:])
 def test_every_example_of_a_technique_is_accepted_and_changes_the_recipe(text: str) -> None:
     recipe = recipe_from({"model": MODEL, **parse_yaml(text)})
     assert recipe != recipe_from({"model": MODEL})
@@ -54,7 +63,7 @@ def test_every_example_of_a_technique_is_accepted_and_changes_the_recipe(text: s
 
 
 def test_the_examples_cover_what_the_recipe_has_for_techniques() -> None:
-    written = "\n".join(blocks("recipe.md")[1:])
+    written = "\n".join(blocks("reference/recipe.md")[1:])
     for word in ("offload", "loader", "empty_cache_every", "in_backward: block", "stochastic_rounding", "clip_norm", "tokens",
                  "every", "selective", "budget", "budget_gib", "layers", "quantize", "fp8", "chunked", "loss: fused", "loss_terms",
                  "block_kernels"):  # fmt: skip
@@ -63,7 +72,9 @@ def test_the_examples_cover_what_the_recipe_has_for_techniques() -> None:
 
 def test_every_field_of_a_recipe_is_in_its_table() -> None:
     table = [
-        line.split("|")[1] for line in (DOCS / "recipe.md").read_text().splitlines() if line.startswith("|")
+        line.split("|")[1]
+        for line in (DOCS / "reference/recipe.md").read_text().splitlines()
+        if line.startswith("|")
     ]
     named: set[str] = set()
     for cell in table:
@@ -76,7 +87,7 @@ def test_every_field_of_a_recipe_is_in_its_table() -> None:
     assert "parallel" in named
 
 
-@pytest.mark.parametrize("text", blocks("sweep.md"))
+@pytest.mark.parametrize("text", blocks("guide/sweep.md"))
 def test_every_example_of_a_sweep_is_read(text: str, tmp_path: Path) -> None:
     for name, precision in (("first", "bf16"), ("second", "fp32")):
         (tmp_path / f"{name}.yaml").write_text(f"model: {{config: gpt2}}\nprecision: {precision}\n")
@@ -89,7 +100,7 @@ def test_every_example_of_a_sweep_is_read(text: str, tmp_path: Path) -> None:
 
 
 def test_every_field_and_status_of_a_sweep_is_in_its_tables() -> None:
-    text = (DOCS / "sweep.md").read_text()
+    text = (DOCS / "guide/sweep.md").read_text()
     named = set(re.findall(r"^\| `([\w.-]+)`", text, re.MULTILINE))
     assert {field for field in SweepFile.model_fields if field != "limits"} <= named
     from trainfit.spec.result import Outcome
@@ -98,15 +109,73 @@ def test_every_field_and_status_of_a_sweep_is_in_its_tables() -> None:
     assert set(statuses) <= named
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
+def written_later(path: Path) -> bool:
+    """Whether a page is one of the results that may still be missing."""
+    return path.is_relative_to(RESULTS) and str(path.relative_to(RESULTS).with_suffix("")) in NEW_RESULTS
+
+
+def replaced_later(path: Path) -> bool:
+    """Whether a page is one of the generated ones that the results replace."""
+    inside = path.is_relative_to(DOCS) and path.relative_to(DOCS).with_suffix("").parts
+    return bool(inside) and (inside[0] in {"bench", "techniques"} or inside[0] in OLD_RESULTS)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, spelled as GitHub spells them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not replaced_later(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists() or written_later(path), target
+        if anchor and path.exists():
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_an_example_in_python_imports_is_there(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trainfit"):
+                module = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def options(command: Any) -> Iterator[str]:
+    """Yield every option of a command and of those below it, without ``--help``."""
+    for inner in getattr(command, "commands", {}).values():
+        yield from options(inner)
+    for parameter in command.params:
+        yield from (name for name in parameter.opts if name.startswith("--") and name != "--help")
+
+
+def test_the_command_line_reference_names_every_verb_and_option() -> None:
+    root: Any = typer.main.get_command(app())
+    verbs = root.commands
+    text = (DOCS / "reference/cli.md").read_text()
+    assert len(verbs) > 10
+    for verb, command in verbs.items():
+        assert re.search(rf"`{verb}\b", text), verb
+        for option in options(command):
+            assert re.search(rf"`[^`]*{option}\b[^`]*`", text), f"{verb} {option}"
 
 
 def test_the_readmes_accuracy_is_the_pages() -> None:
-    page, readme = (DOCS / "accuracy.md").read_text(), " ".join((ROOT / "README.md").read_text().split())
+    old, new = DOCS / "accuracy.md", RESULTS / "accuracy.md"
+    page, readme = (
+        (new if new.exists() else old).read_text(),
+        " ".join((ROOT / "README.md").read_text().split()),
+    )
     rows = [
         [cell.strip() for cell in line.split("|")[2:]]
         for line in page.splitlines()

@@ -1,7 +1,7 @@
 """trainfit: does this training run fit, how fast does it go, what does it cost?
 
 Importing the package is fast and needs no torch; the rooms below are imported where they are used.
-``trainfit.trace(step)`` traces a training step of your own (docs/trace-your-own-step.md).
+``trainfit.trace(step)`` traces a training step of your own (docs/guide/trace.md).
 """
 
 import importlib

@@ -87,7 +87,7 @@ def test_best_fit_then_lowest_address() -> None:
 
 
 def test_of_equal_blocks_the_later_segment_is_taken_first() -> None:
-    """As with a driver that hands out descending addresses (docs/virtual-gpu-sources.md)."""
+    """As with a driver that hands out descending addresses (docs/internals/sources.md)."""
     allocator = CachingAllocator()
     earlier, later = allocator.malloc(32 * MIB), allocator.malloc(32 * MIB)
     allocator.free(earlier)

@@ -16,7 +16,7 @@ RECIPE = (
     "model: {config: llama-3.1-8b}\nbatch: {micro: 1, seq: 4096}\nprecision: bf16\nhardware: {gpu: h200}\n"
 )
 COLD_S, WARM_S = 25.0, 2.0
-"""Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5 (docs/predict.md)."""
+"""Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5 (docs/guide/predict.md)."""
 WAITED_S = 20.0
 """On the clock beyond the processor time: other tests run beside this one, but no network is waited for."""
 

@@ -81,7 +81,7 @@ def unchanged() -> Iterator[None]:
 
 
 def _import_what_traces_import() -> None:
-    """What is imported or registered once in a process is no change of a prediction's: docs/predict.md lists it."""
+    """What is imported or registered once in a process is no change of a prediction's: docs/reference/api.md lists it."""
     import accelerate  # noqa: F401
     import peft  # noqa: F401
 

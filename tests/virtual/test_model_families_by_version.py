@@ -58,7 +58,7 @@ FAMILIES = [
     Family("deepseek-v2-lite", 3, (13_840_644_608, 13_844_027_904), (14_391_799_296, 14_396_755_456)),
     Family("gpt-oss-20b", 4, (35_689_248_256, 35_687_937_536), (35_689_248_256, 35_687_937_536), biased=True),
 ]
-"""Gemma 2 differs because its attention is eager from 5.21 on, as SDPA cannot cap scores (docs/predict.md has the others)."""
+"""Gemma 2 differs because its attention is eager from 5.21 on, as SDPA cannot cap scores (docs/reference/models.md has the others)."""
 
 
 def installed(library: str) -> tuple[int, int]:

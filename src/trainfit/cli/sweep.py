@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 REFRESH_PER_S = 4
 GO_ON = "what has a result is kept: the same command goes on"
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep's YAML file (docs/sweep.md).")]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep's YAML file (docs/guide/sweep.md).")]
 Out = Annotated[
     Path | None,
     typer.Option(

@@ -45,7 +45,7 @@ def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = Fal
     """Return what one step of the recipe costs on its GPU.
 
     Several threads may call it; those that trace wait for each other. Random states, default dtype and all settings of the
-    process are afterwards what they were, also when it raises. docs/predict.md lists what a thread that trains meanwhile
+    process are afterwards what they were, also when it raises. docs/reference/api.md lists what a thread that trains meanwhile
     may expect, and what is loaded once and stays.
 
     Args:

@@ -1,4 +1,4 @@
-"""``python -m trainfit.report.examples results/examples/h200.jsonl [--into docs/trace-your-own-step.md]``
+"""``python -m trainfit.report.examples results/examples/h200.jsonl [--into docs/guide/trace.md]``
 
 Enters: a file of rows, one a line: the command of an example, what ``--predict`` said and what a GPU measured. Leaves: a
 Markdown table of both on standard output, or in the page's place for it, between the two comments that name this module.

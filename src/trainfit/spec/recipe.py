@@ -171,7 +171,7 @@ class Hardware(Value):
 
 
 class Recipe(Value):
-    """One training step, described whole. See docs/recipe.md for every field."""
+    """One training step, described whole. See docs/reference/recipe.md for every field."""
 
     model: ModelSpec
     batch: Batch = Batch()

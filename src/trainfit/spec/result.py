@@ -175,7 +175,7 @@ class Measurement(Value):
 
 
 class Outcome(Value):
-    """How one part of a sweep's trial ended (docs/sweep.md)."""
+    """How one part of a sweep's trial ended (docs/guide/sweep.md)."""
 
     status: Literal["done", "refused", "out-of-memory", "timeout", "killed", "crashed", "diverged", "lost"]
     """refused: the recipe asks for what cannot be; killed: a signal from outside; lost: its worker or node is gone."""

@@ -55,7 +55,7 @@ class Limits(Value):
 
 
 class SweepFile(Value):
-    """A sweep's file. See docs/sweep.md.
+    """A sweep's file. See docs/guide/sweep.md.
 
     ``base`` (or each of its ``list`` of changes) and ``recipes`` are the starting points; ``product`` varies each of them.
     """

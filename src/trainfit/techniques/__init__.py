@@ -1,1 +1,1 @@
-"""Techniques: one file each, plain functions on a plain model. See docs/techniques.md."""
+"""Techniques: one file each, plain functions on a plain model. See docs/reference/techniques.md."""

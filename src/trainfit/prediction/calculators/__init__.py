@@ -2,5 +2,5 @@
 
 ``ultrascale.memory(spec)`` is the Ultrascale Playbook's widget, ``rules`` holds the rules of thumb, and
 ``compare.compare(recipe, estimate)`` sets each beside ours. ``python -m trainfit.prediction.calculators`` prints the table
-of docs/calculators.md.
+of docs/reference/calculators.md.
 """

@@ -1,7 +1,7 @@
 """``python -m trainfit.prediction.calculators [RECIPE ...]``: each published calculator beside the virtual GPU.
 
 Without recipes: the shipped ones, and the Ultrascale widget's presets as the models that they are named after.
-``--into docs/calculators.md`` rewrites what stands between that file's two marks; else the Markdown is printed.
+``--into docs/reference/calculators.md`` rewrites what stands between that file's two marks; else the Markdown is printed.
 """
 
 import argparse

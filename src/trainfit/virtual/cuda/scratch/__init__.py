@@ -3,7 +3,7 @@
 Enters: an aten op as CUDA runs it, with fake tensors of the right shapes, dtypes and strides. Leaves: the bytes of
 each scratch tensor that the kernel takes from the caching allocator, alive together until it returns; and the bytes
 of outputs whose CUDA size is another than the fake's. The rules are PyTorch's own source, read file by file
-(docs/virtual-gpu-sources.md says which); an op without a rule takes no scratch.
+(docs/internals/sources.md says which); an op without a rule takes no scratch.
 """
 
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
