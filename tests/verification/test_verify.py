@@ -7,12 +7,12 @@ import pytest
 
 from trainfit.catalog.load import gpu, gpu_of_device, gpus
 from trainfit.cli.main import main
-from trainfit.verification import this_device, verify
 from trainfit.measurement.environment import host_environment
 from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
+from trainfit.verification import this_device, verify
 from trainfit.verification.draws import FAMILIES
 from trainfit.verification.verify import Check, conclude, suite
 
