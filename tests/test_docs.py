@@ -25,11 +25,6 @@ PAGES = sorted(
     [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md", *DOCS.rglob("*.md")]
 )
 MODEL = {"config": "llama-3.2-1b"}
-RESULTS = DOCS / "results"
-NEW_RESULTS = {"accuracy", "peak-memory", "recompute-budget", "kernels", "techniques", "bench/flash"}
-"""Pages of results that may not be written yet, below ``docs/results``."""
-OLD_RESULTS = {"accuracy", "peak-memory", "optimizer-in-backward", "recompute-budget", "kernels"}
-"""Generated pages of results that stand in ``docs`` until those below ``docs/results`` replace them."""
 
 
 def blocks(page: str) -> list[str]:
@@ -109,17 +104,6 @@ def test_every_field_and_status_of_a_sweep_is_in_its_tables() -> None:
     assert set(statuses) <= named
 
 
-def written_later(path: Path) -> bool:
-    """Whether a page is one of the results that may still be missing."""
-    return path.is_relative_to(RESULTS) and str(path.relative_to(RESULTS).with_suffix("")) in NEW_RESULTS
-
-
-def replaced_later(path: Path) -> bool:
-    """Whether a page is one of the generated ones that the results replace."""
-    inside = path.is_relative_to(DOCS) and path.relative_to(DOCS).with_suffix("").parts
-    return bool(inside) and (inside[0] in {"bench", "techniques"} or inside[0] in OLD_RESULTS)
-
-
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, spelled as GitHub spells them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -127,16 +111,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if not replaced_later(page)], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_page_and_a_heading(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" in target:
             continue
         path = (page.parent / target).resolve() if target else page
-        assert path.exists() or written_later(path), target
-        if anchor and path.exists():
+        assert path.exists(), target
+        if anchor:
             assert anchor in anchors(path), f"{target}#{anchor}"
 
 
@@ -171,11 +153,8 @@ def test_the_command_line_reference_names_every_verb_and_option() -> None:
 
 
 def test_the_readmes_accuracy_is_the_pages() -> None:
-    old, new = DOCS / "accuracy.md", RESULTS / "accuracy.md"
-    page, readme = (
-        (new if new.exists() else old).read_text(),
-        " ".join((ROOT / "README.md").read_text().split()),
-    )
+    page = (DOCS / "results/accuracy.md").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
     rows = [
         [cell.strip() for cell in line.split("|")[2:]]
         for line in page.splitlines()

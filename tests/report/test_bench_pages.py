@@ -1,4 +1,4 @@
-"""The pages of ``docs/bench`` are those that the records in ``results/`` make, whole and in order however the records came."""
+"""The pages of ``docs/results/bench`` are those that the records in ``results/`` make, whole and in order however the records came."""
 
 import re
 from pathlib import Path
@@ -40,12 +40,12 @@ def step(model: str, mode: str, seconds: float | None, warm_up: int = 5) -> Benc
 
 def test_the_pages_in_the_docs_are_made_from_the_records_in_results() -> None:
     made = pages(load(ROOT / "results/bench.jsonl"))
-    there = {file.stem: file.read_text() for file in (ROOT / "docs/bench").glob("*.md")}
+    there = {file.stem: file.read_text() for file in (ROOT / "docs/results/bench").glob("*.md")}
     assert {name: page.text for name, page in made.items()} == there, (
         "run the command that a page's top names"
     )
     # The plots' bytes depend on matplotlib's version, so only that they are there.
-    plots = {file.name for file in (ROOT / "docs/bench/plots").iterdir()}
+    plots = {file.name for file in (ROOT / "docs/results/bench/plots").iterdir()}
     assert {name for page in made.values() for name in page.plots} == plots
 
 
@@ -157,7 +157,7 @@ def test_no_two_lines_of_a_committed_plot_have_a_colour() -> None:
             names = list(dict.fromkeys(name for panel in panels for name in panel.drawn))
             colours = [colour for colour, _ in colours_of(names).values()]
             assert len(set(colours)) == len(names) > 0
-    kernels = (ROOT / "docs/bench/plots/kernels-h200.svg").read_text()
+    kernels = (ROOT / "docs/results/bench/plots/kernels-h200.svg").read_text()
     assert len(set(re.findall(r"fill: (#[0-9a-f]{6}); stroke: #ffffff", kernels))) >= 13
 
 

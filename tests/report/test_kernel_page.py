@@ -131,6 +131,6 @@ def test_every_case_of_the_benchmark_has_words() -> None:
 def test_the_page_in_the_docs_is_made_of_the_rows_in_results(tmp_path: Path) -> None:
     into = tmp_path / "kernels.md"
     assert main([str(ROOT / "results/kernels/h200.jsonl"), "--into", str(into)]) == 0
-    assert into.read_text() == (ROOT / "docs/kernels.md").read_text(), (
+    assert into.read_text() == (ROOT / "docs/results/kernels.md").read_text(), (
         "run the command that the page's top names"
     )

@@ -33,7 +33,7 @@ CALIBRATED_BASIS = (
 )
 
 LEAST_HEADROOM = 0.01
-"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by 0.08 % (docs/accuracy.md),
+"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by 0.08 % (docs/results/accuracy.md),
 what else is on a card (a display, another process's context) takes some hundred MiB."""
 
 MORE_STEPS = 8

@@ -6,7 +6,7 @@ bandwidth. The expectation divides both by the share of the data sheet that such
 while the GPU works; the step takes as long as the slower of the two.
 
 Attention's rates are of its kernels alone (attention_time.py). The other constants are rates, found from 78 measured steps of eager recipes on one H200 (torch 2.11, driver 580, Python
-3.12; the half of docs/accuracy.md that may be learned from): least squares of relative errors, the four of the GPU on
+3.12; the half of docs/results/accuracy.md that may be learned from): least squares of relative errors, the four of the GPU on
 the 59 steps that its work decides, the two of the host on the other 19, when attention had one rate, 0.33 of the peak. Measured over
 expected: 0.81 to 1.54, median 1.00. The 66 steps held out: 0.75 to 1.67, median 0.97, 90 % of them 0.88 to 1.30 (docs/log.md).
 """

@@ -1,6 +1,6 @@
 """The accuracy page: every prediction held against its measurement.
 
-``python -m trainfit.report.accuracy results/*.jsonl [--into docs/accuracy.md] [--causes results/causes.toml] [--json]``
+``python -m trainfit.report.accuracy results/*.jsonl [--into docs/results/accuracy.md] [--causes results/causes.toml] [--json]``
 
 Enters: files of Records. Leaves: a summary on standard output; with ``--into`` the Markdown page and its plots in
 ``plots/`` beside it. The same records give the same bytes: nothing on the page comes from the clock, the machine or

@@ -52,7 +52,7 @@ def page(accuracy: Accuracy) -> str:
     whole = accuracy.groups[0]
     parts = [
         "# How good the predictions are",
-        "Made from the records by `python -m trainfit.report.accuracy results/*.jsonl --into docs/accuracy.md`; do not "
+        "Made from the records by `python -m trainfit.report.accuracy results/*.jsonl --into docs/results/accuracy.md`; do not "
         "edit. An error is predicted minus measured, over measured. Median and 95th percentile are of the errors' "
         "sizes; the worst has its sign. *Exact*: equal to the byte.",
         f"{whole.num_recipes} recipes have a prediction, which needs no GPU, and a measurement ({_statuses(whole)}). A "

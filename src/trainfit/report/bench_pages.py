@@ -1,6 +1,6 @@
 """A page for each experiment of ``trainfit bench``, made from records.
 
-``python -m trainfit.report.bench_pages RECORDS... [--into docs/bench]``
+``python -m trainfit.report.bench_pages RECORDS... [--into docs/results/bench]``
 
 Enters: files of Records. Leaves: NAME.md for each experiment that has a record in full form, its plot in ``plots/``, and README.md, the
 list. Several records of one experiment, device and torch make one page together (bench_merge.py). The same records give the same bytes.
@@ -27,7 +27,7 @@ from trainfit.spec.printable import say
 from trainfit.spec.result import Record
 from trainfit.spec.units import format_seconds
 
-MADE_BY = "python -m trainfit.report.bench_pages RECORDS --into docs/bench"
+MADE_BY = "python -m trainfit.report.bench_pages RECORDS --into docs/results/bench"
 INDEX = "README"
 
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m trainfit.report.bench_pages", description="Write a page for each experiment."
     )
     parser.add_argument("files", type=Path, nargs="+", help="records: JSON Lines or SQLite")
-    parser.add_argument("--into", type=Path, default=Path("docs/bench"), help="folder to write")
+    parser.add_argument("--into", type=Path, default=Path("docs/results/bench"), help="folder to write")
     options = parser.parse_args(arguments)
     try:
         made = pages([record for file in options.files for record in load(file)])

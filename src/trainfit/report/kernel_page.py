@@ -1,6 +1,6 @@
 """The page of the loss, block and update kernels: errors and times beside eager PyTorch, its compiler and cuBLAS.
 
-``python -m trainfit.report.kernel_page results/kernels/h200.jsonl [--into docs/kernels.md]``
+``python -m trainfit.report.kernel_page results/kernels/h200.jsonl [--into docs/results/kernels.md]``
 
 Enters: the JSON Lines of ``python -m trainfit.bench.kernel_benchmark``, of one run. Leaves: the Markdown page. The same rows give the
 same bytes. A way that failed is told as failed.
@@ -17,7 +17,7 @@ from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.printable import say
 
-MADE_BY = "python -m trainfit.report.kernel_page results/kernels/h200.jsonl --into docs/kernels.md"
+MADE_BY = "python -m trainfit.report.kernel_page results/kernels/h200.jsonl --into docs/results/kernels.md"
 MEASURED_BY = "python -m trainfit.bench.kernel_benchmark results/kernels/h200.jsonl"
 GOAL_TFLOPS, GOAL_BYTES, GOAL_ERROR = 600.0, 1.5e9, 2.0
 OURS = {"loss": "ours fused", "norm": "ours", "gates": "ours", "rotation": "ours", "update": "ours"}
@@ -103,7 +103,7 @@ def page(rows: Sequence[Row]) -> str:
         f"{machine} bf16. Times are between events on the device, the caches emptied before each: median, and the spread from the "
         f"10th to the 90th percentile. {_watched(rows)} Extra: the allocator's peak over inputs and results. Eager and compiled: the same function in PyTorch, "
         "as it is and by `torch.compile`. How the kernels work stands in `src/trainfit/kernels/`; how a recipe asks for them in "
-        "[recipe.md](recipe.md).",
+        "[recipe.md](../reference/recipe.md).",
         "## What was asked",
         _goals(rows),
         "## Errors",

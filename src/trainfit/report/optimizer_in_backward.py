@@ -1,7 +1,7 @@
 """The page that answers why the optimizer in the backward, alone, saves nothing.
 
 ``python -m trainfit.report.optimizer_in_backward results/peak-memory/explained.jsonl [--recipes recipes/peak-memory]
-[--into docs/optimizer-in-backward.md]``
+[--into docs/results/optimizer-in-backward.md]``
 
 Enters: Explanations, one a line (``trainfit explain RECIPE --json``), and the experiment's folder. Leaves: the Markdown page,
 with a plot beside it. Every sentence of the answer is checked against the explanations first: a page that says what they
@@ -116,7 +116,7 @@ def page(rows: Rows, published: Published) -> str:
     parts = [
         "# Why the optimizer in the backward, alone, saves nothing",
         "Made by `python -m trainfit.report.optimizer_in_backward results/peak-memory/explained.jsonl --into "
-        "docs/optimizer-in-backward.md` from `trainfit explain` of the recipes in `recipes/peak-memory`; do not edit. All "
+        "docs/results/optimizer-in-backward.md` from `trainfit explain` of the recipes in `recipes/peak-memory`; do not edit. All "
         "figures are of the virtual GPU's ledgers, which needed no GPU; what was measured stands beside the same peaks in "
         "[peak-memory.md](peak-memory.md); the published column is "
         f"[the experiment's]({published.source}).",

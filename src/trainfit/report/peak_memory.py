@@ -1,6 +1,6 @@
 """The page of the peak-memory experiment: every row predicted and measured, beside the published figures.
 
-``python -m trainfit.report.peak_memory [--results results] [--recipes recipes] [--into docs/peak-memory.md]``
+``python -m trainfit.report.peak_memory [--results results] [--recipes recipes] [--into docs/results/peak-memory.md]``
 
 Reads ``RECIPES/peak-memory/sweep.yaml``, ``separate.yaml``, ``pareto.yaml`` and ``published.toml``, ``RECIPES/ladder/*.yaml``, and of each sweep
 ``RESULTS/NAME/records.jsonl``, which is what ``trainfit sweep FILE --out results/NAME`` leaves (with ``--predict-only`` the
@@ -66,7 +66,7 @@ def make_page(recipes: Path, results: Path) -> Page:
 def _intro(published: Published, results: list[SweepResult]) -> str:
     states = "\n".join(f"- `{result.name}`: {result.sentence()}" for result in results)
     return (
-        "Made from the records by `python -m trainfit.report.peak_memory --into docs/peak-memory.md`; do not edit. One model of "
+        "Made from the records by `python -m trainfit.report.peak_memory --into docs/results/peak-memory.md`; do not edit. One model of "
         "1.6 billion parameters, 4 x 768 tokens, Adafactor, trained in fp32 and then with less and less memory "
         "(`recipes/peak-memory/`, each a change of `control.yaml`). The published figures are "
         f"[its authors']({published.source}), of **another GPU** ({published.gpu}, PyTorch {published.torch}) and other text: peaks "
@@ -185,7 +185,7 @@ def _ladder(ladder: SweepResult, plots: dict[str, str]) -> list[str]:
 
 def _again(results: list[SweepResult]) -> list[str]:
     lines = [result.command for result in results]
-    lines.append("python -m trainfit.report.peak_memory --into docs/peak-memory.md")
+    lines.append("python -m trainfit.report.peak_memory --into docs/results/peak-memory.md")
     note = "With `--predict-only` a sweep needs no GPU; run again without it, the rest follows. Stopped, it goes on where it was."
     return ["## Make it again", "```\n" + "\n".join(lines) + "\n```", note]
 

@@ -1,6 +1,6 @@
 """The page of the recomputation budget: full checkpointing's memory without its cost.
 
-``python -m trainfit.report.recompute_budget [--results results] [--recipes recipes] [--into docs/recompute-budget.md]``
+``python -m trainfit.report.recompute_budget [--results results] [--recipes recipes] [--into docs/results/recompute-budget.md]``
 
 Reads ``RECIPES/recompute-budget/*.yaml`` and of each ``RESULTS/NAME/records.jsonl``, which is what
 ``trainfit sweep FILE --out results/NAME`` leaves. Leaves the Markdown page and its plots in ``plots/`` beside it.
@@ -50,13 +50,13 @@ def make_page(recipes: Path, results: Path) -> Page:
     plots: dict[str, str] = {}
     parts = [
         "# A memory budget in GiB",
-        "Made from the records by `python -m trainfit.report.recompute_budget --into docs/recompute-budget.md`; do not edit.",
+        "Made from the records by `python -m trainfit.report.recompute_budget --into docs/results/recompute-budget.md`; do not edit.",
         WHAT_IT_IS,
         *(part for result in found for part in _sweep(result, plots)),
         "Against the compiler's solver, which is given a share instead: [peak-memory.md](peak-memory.md).",
         "## Make it again",
         "```\n" + "\n".join(
-            [*(result.command for result in found), "python -m trainfit.report.recompute_budget --into docs/recompute-budget.md"]
+            [*(result.command for result in found), "python -m trainfit.report.recompute_budget --into docs/results/recompute-budget.md"]
         ) + "\n```",
     ]  # fmt: skip
     return Page("\n\n".join(parts) + "\n", plots)

@@ -1,6 +1,6 @@
 """A page for each technique: what it does, when it helps, memory and speed alone and with partners, quality, refusals.
 
-``python -m trainfit.report.technique_pages results [--into docs/techniques]``
+``python -m trainfit.report.technique_pages results [--into docs/results/techniques]``
 
 Enters: a folder of Records. Leaves: NAME.md for each technique and README.md, the table of all. What a technique does is its
 docstring's words; what it refuses is asked of the recipes' check; figures are the records', of which those predicted for the
@@ -32,7 +32,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.units import GIB
 from trainfit.techniques import registry
 
-MADE_BY = "python -m trainfit.report.technique_pages results --into docs/techniques"
+MADE_BY = "python -m trainfit.report.technique_pages results --into docs/results/techniques"
 NOT_MEASURED = "not measured yet"
 MOST_PAIRS = 12
 """Measured pairs of other recipes that a page shows; it says how many there are."""
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m trainfit.report.technique_pages", description="Write a page for each technique."
     )
     parser.add_argument("results", type=Path, help="folder of records (JSON Lines)")
-    parser.add_argument("--into", type=Path, default=Path("docs/techniques"), help="folder to write")
+    parser.add_argument("--into", type=Path, default=Path("docs/results/techniques"), help="folder to write")
     options = parser.parse_args(arguments)
     try:
         made = pages(Book(read_results(options.results)))
@@ -91,7 +91,7 @@ def index(told_of: dict[str, Prose], book: Book) -> str:
         rows.append([f"[{name}]({name}.md)", in_a_recipe(name), beside(name), words.summary, *cells])
     return _parts(
         "# The techniques, one by one",
-        f"Made by `{MADE_BY}`; do not edit. How they go together in a step: [techniques.md](../techniques.md).",
+        f"Made by `{MADE_BY}`; do not edit. How they go together in a step: [techniques](../../reference/techniques.md).",
         f"Peak memory and time of a step change so with the first way to ask for it on {MODEL_AND_BATCH}, against the same recipe "
         "without it. Where it needs others, or pays only with them, both sides have them: column *beside*.",
         markdown_grid(heads, rows, num_text=4),

@@ -2,7 +2,7 @@
 
 What the planner makes of a budget (``recompute: {budget_gib: x}``), and what can be written by hand: each block recomputes
 nothing, its elementwise work or everything, and a share of what it keeps can wait in pinned host memory. How a budget
-becomes a plan: docs/recompute-budget.md.
+becomes a plan: docs/results/recompute-budget.md.
 
 Helps where the card is known: a plan spends exactly the memory that is there, and recomputes no more than it must.
 

@@ -36,7 +36,7 @@ from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
 """Most of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. The weight's gradient is then read and written (4 e v bytes)
-once for 6 c e v FLOPs: 0.5 ms beside 9 ms of products on an H200. docs/kernels.md has the
+once for 6 c e v FLOPs: 0.5 ms beside 9 ms of products on an H200. docs/results/kernels.md has the
 times with twice as much (1 % less) and with half (3.5 % more)."""
 ALIGNMENT = 128
 """Chunks are multiples of it, a tile of the products."""
