@@ -66,7 +66,7 @@ def committed() -> dict[str, str]:
 
 
 def test_the_pages_in_the_docs_are_made_from_the_records_in_results(committed: dict[str, str]) -> None:
-    folder = ROOT / "docs" / "techniques"
+    folder = ROOT / "docs/results/techniques"
     there = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*.md")}
     assert sorted(there) == sorted(committed)
     changed = [name for name in there if there[name] != committed[name]]
