@@ -149,7 +149,7 @@ def test_every_kernel_of_a_recipe_can_be_compared_with() -> None:
 def test_a_step_is_only_built_of_a_chosen_kernel() -> None:
     from trainfit.techniques import registry
 
-    with pytest.raises(InputError, match=r"attention = 'best': .*trainfit\.plan\.attention\.choose"):
+    with pytest.raises(InputError, match=r"attention = 'best': .*trainfit\.planning\.attention\.choose"):
         registry.check(recipe())
     registry.check(recipe().without_open_fields())
 

@@ -12,7 +12,7 @@ import pytest
 from machine_code import loops
 
 TESTS = Path(__file__).parents[1]
-KERNELS = TESTS.parent / "src/trainfit/kernels"
+SOURCE = TESTS.parent / "src/trainfit"
 MOST_SHARED_BYTES = 227 * 1024
 """Of one block of threads (CUDA programming guide, technical specifications of compute capability 9.0)."""
 
@@ -37,7 +37,7 @@ def compiled() -> dict[str, dict]:
 
 def test_every_kernel_compiles(compiled: dict[str, dict]):
     """Sizes over 2^31, bf16 and fp32; nothing spills, and an H200 has the shared memory."""
-    files = [*KERNELS.glob("*_triton.py"), *KERNELS.glob("*_gluon.py")]
+    files = [path for room in ("kernels", "optim", "bench/kernels") for path in (SOURCE / room).rglob("*.py")]
     text = "".join(path.read_text() for path in files)
     written = set(re.findall(r"^def (\w+_kernel)\(", text, re.MULTILINE))
     assert {name for told in compiled.values() for name in told["kernels"]} == written

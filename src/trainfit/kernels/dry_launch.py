@@ -14,8 +14,19 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-KERNEL_FILES = ("_triton", "_gluon", "_schedule")
-"""How the names of files end that hold kernels, and what only their launches need: nothing there makes a tensor."""
+
+
+def holds_kernels(package: str, module: str) -> bool:
+    """Return whether a module holds kernels or what only their launches need: nothing there makes a tensor.
+
+    Kernels are in ``triton.py``, ``*_triton.py`` and ``triton_*.py`` of an operation's folder, and in ``hopper/``; the
+    launchers, ``triton_launch.py`` and ``hopper/launch.py``, make the tensors.
+    """
+    if module.endswith("launch"):
+        return False
+    if package.endswith(".hopper"):
+        return True
+    return package.startswith("trainfit.") and (module.endswith("triton") or module.startswith("triton_"))
 
 
 class StandIn:
@@ -61,6 +72,6 @@ def _import(
 ) -> Any:
     if name.partition(".")[0] == "triton":
         return StandIn()
-    if wanted and all(each.endswith(KERNEL_FILES) for each in wanted):
+    if wanted and all(holds_kernels(name, each) for each in wanted):
         return StandIn()
     return builtins.__import__(name, module_globals, module_locals, wanted, level)
