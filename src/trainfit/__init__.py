@@ -1,20 +1,57 @@
 """trainfit: does this training run fit, how fast does it go, what does it cost?
 
-Importing the package is fast and needs no torch; the rooms below are imported where they are used.
-``trainfit.trace(step)`` traces a training step of your own (docs/guide/trace.md).
+Importing the package is fast and needs no torch; what a function needs is imported when it is used.
+The functions are described in docs/reference/api.md.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainfit.prediction.user_step import trace as trace
+    from trainfit.api.calls import measure, predict, trace, train
+    from trainfit.api.mfu import mfu
+    from trainfit.api.recipes import load_recipe
+    from trainfit.spec.errors import InputError
+    from trainfit.spec.recipe import Recipe
+    from trainfit.spec.result import Estimate, Measurement
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "trace"]
+__all__ = [
+    "Estimate",
+    "InputError",
+    "Measurement",
+    "Recipe",
+    "__version__",
+    "load_recipe",
+    "measure",
+    "mfu",
+    "predict",
+    "trace",
+    "train",
+]
+
+_MODULES = {
+    "Estimate": "spec.result",
+    "InputError": "spec.errors",
+    "Measurement": "spec.result",
+    "Recipe": "spec.recipe",
+    "load_recipe": "api.recipes",
+    "measure": "api.calls",
+    "mfu": "api.mfu",
+    "predict": "api.calls",
+    "trace": "api.calls",
+    "train": "api.calls",
+}
+"""Name -> the module it is imported from when it is first used."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "trace":
-        return importlib.import_module("trainfit.prediction.user_step").trace
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

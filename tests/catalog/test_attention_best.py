@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainfit.api.planned import planned
 from trainfit.catalog.attention import (
     FILE,
     AttentionRate,
@@ -17,7 +18,7 @@ from trainfit.catalog.attention import (
 )
 from trainfit.catalog.load import gpus
 from trainfit.cli.main import main
-from trainfit.cli.options import planned, read_recipe
+from trainfit.cli.options import read_recipe
 from trainfit.kernels.flash_attention import dispatch as flash_attention_choice
 from trainfit.measurement.nvml import Nvml
 from trainfit.planning.attention import COMPARED_WITH, choose

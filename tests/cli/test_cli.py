@@ -179,7 +179,7 @@ def test_catalog_lists(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_text_is_only_text(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name, or torch's "[enforce fail at alloc_cpu.cpp:121]", is not read as a style."""
-    from trainfit.cli.show import console, notes
+    from trainfit.report.console import console, notes
 
     monkeypatch.setenv("COLUMNS", "80")
     out = console()

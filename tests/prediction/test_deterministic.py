@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tiny_recipe import TINY_LLAMA
+from trainfit.api.flops import counted_flops, step_flops
 from trainfit.catalog.load import gpu
-from trainfit.cli.flops import counted_flops, step_flops
 from trainfit.cli.main import main
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.prediction import cache

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from trainfit.cli.main import main
-from trainfit.cli.predict import EXIT_DOES_NOT_FIT, show
+from trainfit.cli.predict import EXIT_DOES_NOT_FIT
 from trainfit.prediction.estimate import predict
 from trainfit.report.precision import meaning, storage
+from trainfit.report.prediction_text import show
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
@@ -148,7 +149,7 @@ def test_progress_is_on_a_terminal_within_a_second_and_never_in_json(tmp_path: P
     recipe = tmp_path / "r.yaml"
     recipe.write_text(json.dumps({"model": {"config": LLAMA, "name": "tiny"}, "batch": {"seq": 32}}))
     code = (
-        "import sys; from trainfit.cli import show; inner = show.progress\n"
+        "import sys; from trainfit.report import console as show; inner = show.progress\n"
         "def watched(text):\n"
         "    print('torch' in sys.modules, file=open(sys.argv.pop(), 'w')); return inner(text)\n"
         "show.progress = watched\n"
@@ -183,7 +184,7 @@ def test_progress_is_on_a_terminal_within_a_second_and_never_in_json(tmp_path: P
 
 
 def test_without_a_terminal_nothing_is_drawn(capsys: Captured) -> None:
-    from trainfit.cli.show import progress
+    from trainfit.report.console import progress
 
     with progress("predicting"):
         pass

@@ -8,12 +8,12 @@ import pytest
 
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.cli.main import main
-from trainfit.cli.words import holds_for
 from trainfit.explanation.peak import explain
 from trainfit.prediction import versions
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import LOSS_SET
 from trainfit.records import read_jsonl
+from trainfit.report.words import holds_for
 from trainfit.spec.recipe import Adapter, Optimizer
 from virtual_runs import recipe_of, with_layers
 

@@ -8,12 +8,12 @@ import pytest
 
 from tiny_recipe import tiny_recipe
 from trainfit.cli.main import main
-from trainfit.cli.show import broken
 from trainfit.explanation import peak
 from trainfit.explanation.difference import difference
 from trainfit.explanation.peak import explain, merged_path
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
+from trainfit.report.console import broken
 from trainfit.spec.explanation import Explanation
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
 from trainfit.spec.result import CATEGORIES

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from trainfit.cli.main import guarded, main
 from trainfit.cli.options import print_json
-from trainfit.cli.show import heading, notes, rows
 from trainfit.cli.streams import plain_messages
+from trainfit.report.console import heading, notes, rows
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import JOINERS, printable, say
 from trainfit.spec.recipe_file import recipe_from

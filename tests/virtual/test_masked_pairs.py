@@ -240,7 +240,7 @@ def test_other_peoples_attention_written_out() -> None:
 
 
 def test_live_mfu_is_the_count_over_the_measured_time(tmp_path: Any) -> None:
-    from trainfit.cli.flops import step_flops
+    from trainfit.api.flops import step_flops
     from trainfit.training.loop import train
     from trainfit.training.observer import StepFlops
 

@@ -175,10 +175,10 @@ def _tell_file(path: Path) -> None:
 def show(result: "BenchResult") -> None:
     """The result for people: where, then a table for each question."""
     from trainfit.cli.fitted import fitted
-    from trainfit.cli.show import console, notes
     from trainfit.report.bench_prose import stories
     from trainfit.report.bench_table import aligned, grids, reasons
     from trainfit.report.bench_words import words
+    from trainfit.report.console import console, notes
 
     out = console()
     where = result.environment

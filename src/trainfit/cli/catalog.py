@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 def list_gpus(name: Name = None, json: Json = False) -> None:
     """List the catalog's accelerators, or show one."""
     from trainfit.catalog import load as catalog
-    from trainfit.cli.show import console, rows
+    from trainfit.report.console import console, rows
 
     found = [catalog.gpu(name)] if name else list(catalog.gpus().values())
     if json:
@@ -51,7 +51,7 @@ def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:
 
 
 def _details(gpu: "Gpu") -> None:
-    from trainfit.cli.show import console, heading, rows
+    from trainfit.report.console import console, heading, rows
     from trainfit.spec.units import format_bytes
 
     out = console()
@@ -95,7 +95,7 @@ def _price(gpu: "Gpu") -> str:
 def list_models(name: Name = None, json: Json = False) -> None:
     """List the catalog's models, or show one."""
     from trainfit.catalog import load as catalog
-    from trainfit.cli.show import console, heading, rows
+    from trainfit.report.console import console, heading, rows
 
     found = [catalog.model(name)] if name else list(catalog.models().values())
     if json:

@@ -13,7 +13,6 @@ from trainfit.cli.options import (
     Json,
     RecipeArgument,
     Settings,
-    planned,
     print_json,
     read_recipe,
     tell,
@@ -51,7 +50,8 @@ def run(
     settings = with_hardware(settings, gpu, None)
     names = [recipe] if other is None else [recipe, other]
     asked = [read_recipe(name, settings) for name in names]
-    from trainfit.cli.show import progress
+    from trainfit.api.planned import planned
+    from trainfit.report.console import progress
 
     built: list[Recipe] = []
     found: list[Explanation] = []
@@ -79,8 +79,8 @@ def run(
 
 def show(recipe: "Recipe", told: "Explanation", top: int) -> None:
     """The peak for people: where it stands, the step's memory as a chart, what is alive by category and by holder."""
-    from trainfit.cli.show import console
-    from trainfit.cli.words import describe, holds_for
+    from trainfit.report.console import console
+    from trainfit.report.words import describe, holds_for
     from trainfit.spec.units import format_bytes
 
     out = console()
@@ -100,7 +100,7 @@ def show(recipe: "Recipe", told: "Explanation", top: int) -> None:
 
 def _chart(out: "Console", told: "Explanation") -> None:
     """Allocated bytes through the peak's step: a column a stretch, one row an eighth of the peak."""
-    from trainfit.cli.show import can_draw, heading
+    from trainfit.report.console import can_draw, heading
     from trainfit.spec.units import format_bytes
 
     heading(out, f"Allocated through the {told.moment.step} step (not to scale of time)")
@@ -143,7 +143,7 @@ def _phase_line(phases: Sequence[str]) -> str:
 
 
 def _categories(out: "Console", told: "Explanation") -> None:
-    from trainfit.cli.show import bar, can_draw, heading, rows
+    from trainfit.report.console import bar, can_draw, heading, rows
     from trainfit.spec.result import CATEGORIES
     from trainfit.spec.units import format_bytes
 
@@ -159,7 +159,7 @@ def _categories(out: "Console", told: "Explanation") -> None:
 
 
 def _holders(out: "Console", told: "Explanation", top: int) -> None:
-    from trainfit.cli.show import heading
+    from trainfit.report.console import heading
     from trainfit.spec.units import format_bytes
 
     heading(out, "Who holds it (equal layers together)")
@@ -177,7 +177,7 @@ def _holders(out: "Console", told: "Explanation", top: int) -> None:
 
 def _named_rows(out: "Console", lines: list[list[str]], *numbers: str) -> None:
     """Rows of ``numbers``, a category, what is told of, and where it was made; long names break at their dots."""
-    from trainfit.cli.show import broken, rows
+    from trainfit.report.console import broken, rows
 
     what = len(numbers) + 1
     others = [index for index in range(len(lines[0])) if index != what]
@@ -198,8 +198,8 @@ def _what(path: str, op: str) -> str:
 
 def show_difference(first: "Explanation", second: "Explanation", top: int) -> None:
     """What the second recipe holds more and less of than the first, each at its own peak."""
-    from trainfit.cli.show import console, heading, rows
     from trainfit.explanation.difference import difference
+    from trainfit.report.console import console, heading, rows
     from trainfit.spec.result import CATEGORIES
 
     out = console()

@@ -26,8 +26,8 @@ def register(app: typer.Typer) -> None:
 
 def list_records(file: File, kind: Kind = None, json: Json = False) -> None:
     """List the records, oldest first."""
-    from trainfit.cli.show import console, rows
     from trainfit.records import read
+    from trainfit.report.console import console, rows
 
     found = read(file, kind=kind)
     if json:
@@ -38,7 +38,7 @@ def list_records(file: File, kind: Kind = None, json: Json = False) -> None:
 
 
 def _line(record: "Record") -> list[str]:
-    from trainfit.cli.words import quantity
+    from trainfit.report.words import quantity
     from trainfit.spec.recipe_file import recipe_from
 
     if record.bench is not None:

@@ -48,7 +48,7 @@ def _print(comparisons: "list[Comparison]", markdown: bool) -> None:
     if markdown:
         say(markdown_table(comparisons))
         return
-    from trainfit.cli.show import console
+    from trainfit.report.console import console
 
     console().print(text_table(comparisons))
 

@@ -214,9 +214,9 @@ def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
 
 
 def _print(state: "Run", folder: Path, page: Path) -> None:
-    from trainfit.cli.show import console, heading, rows
-    from trainfit.cli.words import holds_for
+    from trainfit.report.console import console, heading, rows
     from trainfit.report.sweep_table import first_line, text_table
+    from trainfit.report.words import holds_for
     from trainfit.sweeps.book import RECORDS
 
     out, found = console(), state.rows()

@@ -66,7 +66,7 @@ def _say(line: str) -> None:
 
 def show(result: "Verification") -> None:
     """The table of signed errors, their median and worst, and the verdict."""
-    from trainfit.cli.show import console, heading, rows
+    from trainfit.report.console import console, heading, rows
 
     out = console()
     names = list(result.medians) or ["allocated"]
@@ -90,7 +90,7 @@ def show(result: "Verification") -> None:
 
 
 def _line(check: "Check", names: list[str]) -> list[str]:
-    from trainfit.cli.words import describe
+    from trainfit.report.words import describe
     from trainfit.spec.recipe_file import recipe_from
     from trainfit.spec.units import format_bytes
 

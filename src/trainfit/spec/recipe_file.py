@@ -21,6 +21,8 @@ MAX_CHAIN = 32
 MAX_LINES_BYTES = 100 * 10**6
 """Of a JSON Lines file of recipes."""
 SETTINGS = "--set"
+CALL = ""
+"""In the place of a file, for fields that a Python call gives: an error names the field alone."""
 
 REPLACED_WHOLE = ("config", "recompute")
 """Mappings that are one value: an extending recipe replaces them, it does not mix keys into them."""
@@ -30,19 +32,23 @@ Layer = tuple[str, dict[str, Any]]
 
 
 def load_recipe(
-    path: str | Path, settings: list[str] | None = None, *, notes: list[str] | None = None
+    path: str | Path,
+    settings: list[str] | None = None,
+    *,
+    over: dict[str, Any] | None = None,
+    notes: list[str] | None = None,
 ) -> Recipe:
     """Read a recipe file and what it extends, apply ``settings`` (``a.b=c``) and check it.
 
     Args:
+        over: fields laid on it, as those of a recipe that extends it; ``settings`` are applied after them.
         notes: gets a line for each name that leaves something open, with what it was taken for.
 
     Raises:
         InputError: bad content, told in one line with file, field, value and remedy.
         OSError: the file cannot be read.
     """
-    layers = _chain(Path(path))
-    return _check(_together(layers), layers, settings or [], notes)
+    return _check([*_chain(Path(path)), (CALL, over or {})], settings or [], notes)
 
 
 def recipe_from(
@@ -50,10 +56,15 @@ def recipe_from(
     settings: list[str] | None = None,
     *,
     file: str = "",
+    over: dict[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> Recipe:
-    """A recipe from plain data, such as a record's; paths are relative to the working directory."""
-    return _check(data, [(file, written_out(data))], settings or [], notes)
+    """A recipe from plain data, such as a record's; paths are relative to the working directory.
+
+    Args:
+        over, notes: as ``load_recipe`` takes them.
+    """
+    return _check([(file, data), (CALL, over or {})], settings or [], notes)
 
 
 def read_data(path: Path) -> dict[str, Any]:
@@ -72,13 +83,21 @@ def set_field(data: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
 
 
 def recipe_of_model(
-    config_file: str, settings: list[str] | None = None, *, notes: list[str] | None = None
+    config_file: str,
+    settings: list[str] | None = None,
+    *,
+    over: dict[str, Any] | None = None,
+    notes: list[str] | None = None,
 ) -> Recipe:
-    """The recipe of a model's config.json (or the folder that holds it), every other field at its default."""
+    """The recipe of a model's config.json (or the folder that holds it), every other field at its default.
+
+    Args:
+        over, notes: as ``load_recipe`` takes them.
+    """
     path = Path(config_file)
     config = str(path / "config.json" if path.is_dir() else path.absolute())
     data = with_model_config({"model": {"config": config}}, Path.cwd())
-    return _check(data, [(config_file, data)], settings or [], notes)
+    return _check([(config_file, data), (CALL, over or {})], settings or [], notes)
 
 
 def read_recipes(path: Path) -> list[Recipe]:
@@ -127,11 +146,11 @@ def _together(layers: list[Layer]) -> dict[str, Any]:
     return data
 
 
-def _check(
-    data: dict[str, Any], layers: list[Layer], settings: list[str], notes: list[str] | None = None
-) -> Recipe:
+def _check(layers: list[Layer], settings: list[str], notes: list[str] | None = None) -> Recipe:
+    layers = [(file, written_out(said)) for file, said in layers]
+    data = _together(layers)
     said_last = [(SETTINGS, _set_whole({}, *_setting(setting), setting)) for setting in settings]
-    data = with_model_config(apply_settings(written_out(data), settings), Path.cwd())
+    data = with_model_config(apply_settings(data, settings), Path.cwd())
     data = with_exact_choices(Recipe, data)
     try:
         recipe = parse(Recipe, data)
@@ -151,7 +170,7 @@ def _file_saying(field: str, layers: list[Layer]) -> str:
             found = found.get(part, layers) if isinstance(found, dict) else layers
         if found is not layers:
             return file
-    files = [file for file, _ in layers if file != SETTINGS]
+    files = [file for file, _ in layers if file not in (SETTINGS, CALL)]
     return files[-1] if files else ""
 
 

@@ -26,7 +26,7 @@ def progress(text: str) -> Iterator[None]:
 
     Only on a terminal: elsewhere nothing is printed.
     """
-    errors = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    errors = Terminal(stderr=True)
     if not errors.is_terminal:
         yield
         return

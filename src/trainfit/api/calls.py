@@ -1,0 +1,217 @@
+"""``trainfit.predict``, ``measure``, ``train`` and ``trace``: what the commands of these names do, as Python functions.
+
+Torch is imported by the function that needs it: ``predict`` only where the recipe's ledger is not cached yet.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from trainfit.api.planned import planned
+from trainfit.api.recipes import RecipeFields, Source, errors_name, wanted
+from trainfit.api.results import Measured, Prediction, TrainingRun
+from trainfit.spec.optional import is_installed
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.value import parse
+
+if TYPE_CHECKING:
+    from trainfit.api.traced import Trace
+    from trainfit.training.observer import Observer
+    from trainfit.training.options import TrainOptions
+
+
+def predict(
+    recipe: Source, *, deterministic: bool = False, use_cache: bool = True, **fields: Unpack[RecipeFields]
+) -> Prediction:
+    """Return what one training step takes on its GPU: memory, FLOPs, time and cost. Needs no GPU.
+
+    Args:
+        recipe: a model's or a recipe's name, a path, a mapping or a Recipe, as ``load_recipe`` takes them.
+        deterministic: with kernels that repeat bit by bit, which ``train`` uses by default.
+        use_cache: False traces anew, even where a ledger is cached.
+        fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192, optimizer="adamw8bit"``; see RecipeFields.
+
+    Raises:
+        InputError: an unknown name, a wrong value, or techniques that exclude each other.
+    """
+    asked = wanted(recipe, fields, stacklevel=3)
+    with errors_name(recipe, fields):
+        return predict_recipe(asked, deterministic=deterministic, use_cache=use_cache)
+
+
+def predict_recipe(recipe: Recipe, *, deterministic: bool = False, use_cache: bool = True) -> Prediction:
+    """Return the prediction of a recipe, its open fields planned first."""
+    from trainfit.prediction.estimate import predict as estimated
+
+    built, notes = planned(recipe)
+    estimate = estimated(built, use_cache=use_cache, deterministic=deterministic)
+    estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *notes)})
+    return Prediction.of(built, estimate, notes)
+
+
+def measure(
+    recipe: Source,
+    *,
+    steps: int = 10,
+    warmup: int = 3,
+    device: str = "auto",
+    timeout_s: float | None = None,
+    peak_flops: float | None = None,
+    **fields: Unpack[RecipeFields],
+) -> Measured:
+    """Run the recipe's step on this machine, in a process of its own, and return its memory and time.
+
+    Running out of memory is a result: ``status`` tells it.
+
+    Args:
+        recipe, fields: as ``predict`` takes them.
+        steps: timed steps, after ``warmup`` untimed ones.
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
+        timeout_s: end the trial after so many seconds.
+        peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
+
+    Raises:
+        InputError: as ``predict``, or the recipe asks for what this machine does not have.
+    """
+    asked = wanted(recipe, fields, stacklevel=3)
+    with errors_name(recipe, fields):
+        built, notes = planned(asked, device)
+        return measure_built(
+            built,
+            notes,
+            steps=steps,
+            warmup=warmup,
+            device=device,
+            timeout_s=timeout_s,
+            peak_flops=peak_flops,
+        )
+
+
+def measure_built(
+    built: Recipe,
+    notes: tuple[str, ...],
+    *,
+    steps: int,
+    warmup: int,
+    device: str,
+    timeout_s: float | None,
+    peak_flops: float | None,
+) -> Measured:
+    """Return the measurement of a recipe without open fields; ``notes``: how they were planned."""
+    from trainfit.api.flops import step_flops
+    from trainfit.measurement.run import measure as run
+
+    model, hardware, peak = step_flops(built, device, peak_flops)
+    measured = run(
+        built, steps=steps, warmup=warmup, device=device, timeout_s=timeout_s,
+        model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak,
+    )  # fmt: skip
+    return Measured.of(built, measured, notes)
+
+
+def train(
+    recipe: Source,
+    *,
+    out: str | os.PathLike[str],
+    steps: int = 100,
+    resume: bool = False,
+    data: str = "stories",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    tokenizer: str | os.PathLike[str] | None = None,
+    eval_fraction: float = 0.05,
+    eval_every: int | None = None,
+    save_every: int | None = None,
+    keep: int = 2,
+    schedule: Literal["constant", "cosine"] = "constant",
+    warmup_steps: int = 0,
+    deterministic: bool = True,
+    tensorboard: bool | None = None,
+    peak_flops: float | None = None,
+    progress: bool = False,
+    observers: "Sequence[Observer]" = (),
+    **fields: Unpack[RecipeFields],
+) -> TrainingRun:
+    """Train a recipe on data in this process and return how the run went.
+
+    SIGTERM and Ctrl-C save a checkpoint and return with ``status`` "stopped"; ``resume=True`` goes on from it.
+
+    Args:
+        recipe, fields: as ``predict`` takes them.
+        out: the run's folder: checkpoints, logs, tokenizer.
+        steps: optimizer steps of the whole run.
+        data: ``stories``, ``stories:N``, ``hub:NAME``, a text file or a folder of them.
+        tokenizer: a tokenizer.json; None: one is trained.
+        eval_fraction: share of documents kept for evaluation, every ``eval_every`` steps and at the end.
+        keep: checkpoints kept, written every ``save_every`` steps and at the end.
+        tensorboard: write event files; None: where TensorBoard is installed.
+        peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
+        progress: draw a progress bar on standard error.
+        observers: called at every step, evaluation and checkpoint (``training.observer.Observer``).
+
+    Raises:
+        InputError: as ``predict``, or bad data, a damaged checkpoint, a folder that holds another run.
+        OSError: the disk does not take a file.
+    """
+    options = train_options(
+        data, out=os.fspath(out), steps=steps, resume=resume, device=device, eval_fraction=eval_fraction,
+        tokenizer=None if tokenizer is None else os.fspath(tokenizer), eval_every=eval_every, save_every=save_every,
+        keep=keep, schedule=schedule, warmup_steps=warmup_steps, deterministic=deterministic,
+        tensorboard=is_installed("tensorboard") if tensorboard is None else tensorboard,
+    )  # fmt: skip
+    asked = wanted(recipe, fields, stacklevel=3)
+    with errors_name(recipe, fields):
+        built, notes = planned(asked, device)
+        return train_built(built, notes, options, peak_flops, progress=progress, observers=observers)
+
+
+def train_options(data: str, **fields: Any) -> "TrainOptions":
+    """Return a run's options, checked; ``data`` as the command line writes it."""
+    from trainfit.training.options import TrainOptions, data_from
+
+    return parse(TrainOptions, {**fields, "data": data_from(data).model_dump()})
+
+
+def train_built(
+    built: Recipe,
+    notes: tuple[str, ...],
+    options: "TrainOptions",
+    peak_flops: float | None,
+    *,
+    progress: bool,
+    observers: "Sequence[Observer]" = (),
+) -> TrainingRun:
+    """Train a recipe without open fields; ``notes``: how they were planned."""
+    from trainfit.api.flops import step_flops
+    from trainfit.training.board import TensorBoard
+    from trainfit.training.log import JsonlLog
+    from trainfit.training.loop import train as run
+    from trainfit.training.observer import StepFlops
+    from trainfit.training.progress import ProgressBar
+
+    model, hardware, peak = step_flops(built, options.device, peak_flops, deterministic=options.deterministic)
+    flops = StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
+    bar = ProgressBar() if progress else None
+    log = JsonlLog() if bar is None else JsonlLog(bar.note)
+    boards = [TensorBoard()] if options.tensorboard else []
+    listening = [*([bar] if bar else []), log, *boards, *observers]
+    return TrainingRun.of(built, run(built, options, flops=flops, observers=listening), notes)
+
+
+def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> "Trace":
+    """Run ``step`` on a virtual GPU and return what it would take on a real one.
+
+    PyTorch's random state, defaults and switches, those that ``step`` itself sets included, are afterwards what they were.
+
+    Args:
+        step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run. It is called once
+            without arguments. Values on the device are not computed.
+        gpu: name of an NVIDIA GPU in the catalog.
+        steps: the callable is ended where the forward after so many optimizer steps begins; fewer if it returns.
+
+    Raises:
+        InputError: an unknown GPU, code that trains nothing or needs values that only a run can know, or several ranks.
+        Exception: whatever the callable itself raises.
+    """
+    from trainfit.api.traced import trace as traced
+
+    return traced(step, gpu=gpu, steps=steps)

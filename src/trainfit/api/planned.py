@@ -1,0 +1,64 @@
+"""A recipe's open fields planned, before a step is built from it. Torch is imported only where there are some."""
+
+from typing import Any
+
+from trainfit.catalog.config_checks import ignored
+from trainfit.catalog.load import gpu_of_device
+from trainfit.report.words import recompute_written
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+
+UNNAMED_GPU = "this GPU, whose name NVML does not tell,"
+"""In the place of a name: nothing is measured on it."""
+
+
+def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[str, ...]]:
+    """The recipe with its open fields planned (``recompute: {budget_gib: x}``, ``attention: best``), and what to say of it.
+
+    That is how they were planned, and what of the model's config is ignored.
+
+    Args:
+        device: where a real step is about to run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None: nowhere, it is predicted.
+
+    Raises:
+        InputError: no plan is within the budget.
+    """
+    said = ignored(recipe.model.config)
+    if not recipe.has_open_fields:
+        return recipe, said
+    if recipe.attention == "best":
+        from trainfit.planning.attention import choose
+
+        place = {} if device is None else _place(device)
+        recipe, note = choose(recipe, **place)
+        said += (note,)
+    from trainfit.planning.recompute import resolve
+
+    built = resolve(recipe)
+    if built.recompute != recipe.recompute:
+        words = [recompute_written(one.recompute) for one in (recipe, built)]
+        said += (f"recompute: {words[0]} is planned as {words[1]}",)
+    return built, said
+
+
+def _place(device: str) -> dict[str, Any]:
+    """The real device's type and the GPU's name: the catalog's, else the driver's, else words that no measurement goes by.
+
+    Raises:
+        InputError: no such device.
+    """
+    from trainfit.measurement.environment import runs_on_cuda
+    from trainfit.measurement.nvml import Nvml
+    from trainfit.measurement.run import DEVICE
+
+    if not DEVICE.fullmatch(device):
+        raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=device)
+    if not runs_on_cuda(device):
+        return {"device_type": "cpu"}
+    name = Nvml(int(device.partition(":")[2] or 0)).name()
+    if name is None:  # The recipe's GPU need not be this one.
+        return {"gpu": UNNAMED_GPU, "device_type": "cuda"}
+    try:
+        return {"gpu": gpu_of_device(name).name, "device_type": "cuda"}
+    except InputError:  # No GPU of the catalog: nothing is measured on it, which the note says by this name.
+        return {"gpu": name, "device_type": "cuda"}

@@ -1,0 +1,284 @@
+"""What a person means by a recipe -> the Recipe: a name, a file, a config.json, a mapping, and fields laid on it.
+
+Shared by the command line and the Python functions. No torch here.
+"""
+
+import contextlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from pydantic import BaseModel
+
+from trainfit.catalog import load as catalog
+from trainfit.spec.errors import InputError
+from trainfit.spec.names import find_model
+from trainfit.spec.plain_data import plain
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import load_recipe as load_file
+from trainfit.spec.recipe_file import merge, read_json, recipe_from, recipe_of_model
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A repository on the Hub: its owner and its name."""
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Recipe
+"""What a recipe is made from."""
+
+
+class RecipeFields(TypedDict, total=False):
+    """Keyword arguments that set fields of a recipe: short names of the most used ones, then the recipe's own fields.
+
+    ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or a list of the command line's ``batch.micro=8``.
+    A mapping is laid on the recipe's own (``batch={"micro": 8}`` keeps ``batch.seq``); docs/recipe.md lists all fields.
+    """
+
+    gpu: str
+    """hardware.gpu"""
+    count: int
+    """hardware.count"""
+    price: float
+    """hardware.price_per_hour, US dollars"""
+    seq: int
+    """batch.seq"""
+    set: Mapping[str, Any] | Sequence[str]
+    model: Mapping[str, Any]
+    batch: int | Mapping[str, int]
+    """A number is batch.micro."""
+    precision: str
+    attention: str
+    block_kernels: str
+    loss: str
+    loss_terms: Mapping[str, float]
+    recompute: str | Mapping[str, Any]
+    compile: bool | str
+    optimizer: str | Mapping[str, Any]
+    adapter: str | Mapping[str, Any] | None
+    quantize: str | None
+    offload: Mapping[str, bool]
+    loader: Mapping[str, Any]
+    empty_cache_every: int | None
+    parallel: Mapping[str, Any]
+    hardware: str | Mapping[str, Any]
+    seed: int
+
+
+SHORT = {
+    "gpu": "hardware.gpu",
+    "count": "hardware.count",
+    "price": "hardware.price_per_hour",
+    "seq": "batch.seq",
+}
+"""Keyword arguments that are no field of a recipe -> the field that they set."""
+
+
+def load_recipe(recipe: Source, **fields: Unpack[RecipeFields]) -> Recipe:
+    """Return the recipe that ``recipe`` names or holds, with ``fields`` set.
+
+    A name whose GPU leaves something open (``h100``) is taken for one row of the catalog, with a Python warning.
+
+    Args:
+        recipe: a catalog model or shipped recipe in any spelling, a model's name on the Hub, the path of a recipe file or of a
+            config.json (or its folder), a mapping with a recipe's or a config.json's content, or a Recipe.
+        fields: see RecipeFields.
+
+    Raises:
+        InputError: no such name, or wrong content; one line with the field, its value and what to write.
+        OSError: the file cannot be read.
+    """
+    return wanted(recipe, fields, stacklevel=3)
+
+
+def wanted(source: Source, fields: RecipeFields, *, stacklevel: int) -> Recipe:
+    """Return the recipe as ``load_recipe`` does; ``stacklevel``: of its warnings, 2 is this function's caller."""
+    over, settings = fields_of(fields)
+    recipe, notes = read(source, settings, over)
+    for note in notes:
+        warnings.warn(note, stacklevel=stacklevel)
+    return recipe
+
+
+def read(
+    source: Source, settings: Sequence[str] = (), over: dict[str, Any] | None = None
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe that ``source`` stands for, and a line for each name in it that leaves something open.
+
+    Text names a file, else a shipped recipe, else a catalog model with every default. A model's config.json (its folder, or its
+    content) is that model with every default.
+
+    Args:
+        settings: ``a.b=c``, as the command line has them.
+        over: fields laid on the recipe before the settings, as those of a recipe that extends it.
+
+    Raises:
+        InputError: no such name, or wrong content.
+        OSError: the file cannot be read.
+    """
+    notes: list[str] = []
+    if isinstance(source, Recipe):
+        recipe = _changed(source, list(settings), over, notes)
+    elif isinstance(source, Mapping):
+        data = as_plain(source)
+        data = {"model": {"config": data}} if _has_config_keys(data) else data
+        recipe = recipe_from(data, list(settings), over=over, notes=notes)
+    elif isinstance(source, str | os.PathLike):
+        recipe = _named_recipe(source, list(settings), over, notes)
+    else:
+        remedy = "give a name, a path, a mapping or a Recipe"
+        raise InputError("not a recipe", remedy, field="recipe", value=source)
+    with named(label(source), settings, over):  # Before anything slow is imported.
+        catalog.gpu(recipe.hardware.gpu)
+        catalog.model_config(recipe.model.config)
+    return recipe, notes
+
+
+def label(source: Source) -> str:
+    """Return what an error calls the recipe: its name or path; nothing where it is a value."""
+    return "" if isinstance(source, Recipe | Mapping) else os.fspath(source)
+
+
+def fields_of(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return keyword arguments as a recipe's data, and the settings among them.
+
+    Raises:
+        InputError: a value that no recipe can hold, or two that set the same field.
+    """
+    data = as_plain({name: value for name, value in fields.items() if name not in (*SHORT, "set")})
+    for name in SHORT.keys() & fields.keys():
+        field, _, key = SHORT[name].partition(".")
+        inner = data.get(field)
+        if isinstance(inner, dict) and key in inner:
+            raise InputError(
+                f"{SHORT[name]} is given twice", "keep one of them", field=name, value=fields[name]
+            )
+        data = merge(data, {field: {key: as_plain(fields[name], name)}})
+    return data, _settings(fields.get("set", ()))
+
+
+def _settings(given: Any) -> list[str]:
+    if isinstance(given, Mapping):
+        return [f"{field}={json.dumps(value)}" for field, value in as_plain(given, "set").items()]
+    if (
+        isinstance(given, Sequence)
+        and not isinstance(given, str)
+        and all(isinstance(one, str) for one in given)
+    ):
+        return list(given)
+    remedy = 'write {"batch.micro": 8} or ["batch.micro=8"]'
+    raise InputError("should be a mapping, or a list of text", remedy, field="set", value=given)
+
+
+def as_plain(data: Any, field: str = "") -> Any:
+    """Return ``data`` as what JSON can hold: mappings as dicts, tuples as lists, paths as text, the spec's values by their content.
+
+    Raises:
+        InputError: it holds something else, such as a tensor.
+    """
+    return plain(_unwrapped(data), field=field)
+
+
+def _unwrapped(data: Any) -> Any:
+    if isinstance(data, BaseModel):
+        return data.model_dump(mode="json", exclude_unset=True)
+    if isinstance(data, Mapping):
+        return {key: _unwrapped(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_unwrapped(value) for value in data]
+    return os.fspath(data) if isinstance(data, os.PathLike) else data
+
+
+def _changed(recipe: Recipe, settings: list[str], over: dict[str, Any] | None, notes: list[str]) -> Recipe:
+    """The recipe with fields set; those of its optimizer that follow from others (implementation) may follow anew."""
+    if not settings and not over:
+        return recipe
+    optimizer = recipe.optimizer.model_dump(mode="json", exclude_unset=True)
+    return recipe_from({**recipe.content(), "optimizer": optimizer}, settings, over=over, notes=notes)
+
+
+def _named_recipe(
+    source: str | os.PathLike[str], settings: list[str], over: dict[str, Any] | None, notes: list[str]
+) -> Recipe:
+    text = os.fspath(source)
+    if "\0" in text:
+        raise InputError("has a NUL character in it", "remove it", field="recipe", value=text)
+    if _is_model_config(Path(text)):
+        return recipe_of_model(text, settings, over=over, notes=notes)
+    path = Path(text) if _is_path(text) or not isinstance(source, str) else _shipped(text)
+    if path is None:
+        return recipe_from({"model": {"config": text}}, settings, over=over, notes=notes)
+    return load_file(path, settings, over=over, notes=notes)
+
+
+def _is_path(text: str) -> bool:
+    """Whether it names a file, there or not; what has the form of a name on the Hub (``owner/name``) only if it is there."""
+    if text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file():
+        return True
+    return "/" in text and not (HUB_NAME.fullmatch(text) and not Path(text).parent.is_dir())
+
+
+def _is_model_config(path: Path) -> bool:
+    """Whether the file, or ``config.json`` in the folder, is a model's config.json and no recipe."""
+    if path.is_dir():
+        return (path / "config.json").is_file()
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    return _has_config_keys(read_json(path))
+
+
+def _has_config_keys(data: Any) -> bool:
+    """Whether it is the mapping of a config.json and no recipe."""
+    return isinstance(data, Mapping) and "model_type" in data and "model" not in data
+
+
+@contextlib.contextmanager
+def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """An error about a field of the recipe names the recipe (``text``), or ``--set`` where a setting gave the value.
+
+    Nothing is named where a keyword argument (``over``) gave it.
+    """
+    try:
+        yield
+    except InputError as error:
+        if error.field.partition(".")[0] not in Recipe.model_fields:
+            raise
+        keys = [setting.partition("=")[0].strip() for setting in settings]
+        if any(f"{error.field}.".startswith(f"{key}.") for key in keys):
+            raise error.in_file("--set") from error.__cause__
+        if _gives(over or {}, error.field.split(".")):
+            raise
+        raise error.in_file(text) from error.__cause__
+
+
+@contextlib.contextmanager
+def errors_name(source: Source, fields: RecipeFields) -> Iterator[None]:
+    """As ``named``, for what a Python function was called with."""
+    over, settings = fields_of(fields)
+    with named(label(source), settings, over):
+        yield
+
+
+def _gives(data: Any, field: Sequence[str]) -> bool:
+    """Whether the mapping says the field, whole or with all that holds it."""
+    for part in field:
+        if not isinstance(data, Mapping):
+            return True  # A short form such as hardware="h100".
+        if part not in data:
+            return False
+        data = data[part]
+    return True
+
+
+def _shipped(name: str) -> Path | None:
+    """The shipped recipe's file, or None where ``name`` is a model of the catalog."""
+    recipes = catalog.recipes()
+    folded = name.lower().replace("_", "-")
+    if folded in recipes or find_model(name) is not None:
+        return recipes.get(folded)
+    near = catalog.names_like(name, [*recipes, *catalog.model_names()])
+    known = f"did you mean {', '.join(near)}?" if near else f"shipped recipes: {', '.join(recipes)}"
+    raise InputError(
+        "no file, shipped recipe or catalog model of that name", known, field="RECIPE", value=name
+    )

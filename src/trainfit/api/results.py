@@ -1,0 +1,159 @@
+"""Results that print like the commands do and show as a table in a notebook. No torch here.
+
+Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so the JSON is the
+command's.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+from rich.console import Console
+
+from trainfit.report import notebook
+from trainfit.report.measurement_text import show as show_measurement
+from trainfit.report.mfu_text import show as show_usage
+from trainfit.report.prediction_text import show as show_prediction
+from trainfit.report.training_text import show as show_training
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Estimate, Measurement
+from trainfit.spec.terminal import Terminal
+from trainfit.spec.value import Count, Flops, Seconds, Share, Value
+from trainfit.training.observer import TrainSummary
+
+
+def drawn(show: Callable[[Console], None], width: int | None = None) -> str:
+    """Return what ``show`` prints on a console without colours.
+
+    Args:
+        width: columns; None: the terminal's, or 80.
+    """
+    text = io.StringIO()
+    show(Terminal(file=text, width=width, color_system=None, force_terminal=False))
+    return text.getvalue().rstrip("\n")
+
+
+class Printed(Value):
+    """A value whose ``str`` is what its command prints, without colours."""
+
+    def text(self, *, width: int | None = None) -> str:
+        """Return the command's text.
+
+        Args:
+            width: columns; None: the terminal's, or 80.
+        """
+        return drawn(self._print, width)
+
+    def _print(self, out: Console) -> None:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+class _OfRecipe(Printed):
+    """A printed value that knows its recipe."""
+
+    _recipe: Recipe
+    _notes: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it is of, open fields planned."""
+        return self._recipe
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was chosen or ignored on the way."""
+        return self._notes
+
+    @classmethod
+    def of(cls, recipe: Recipe, value: Value, notes: tuple[str, ...] = ()) -> Self:
+        """Return ``value``, of the plain kind, as this kind.
+
+        Args:
+            recipe: what it is of; ``notes``: what was chosen or ignored on the way.
+        """
+        made = cls.model_construct(value.model_fields_set, **dict(value))
+        made._recipe, made._notes = recipe, notes
+        return made
+
+
+class Prediction(_OfRecipe, Estimate):
+    """An Estimate with the recipe it is of."""
+
+    def text(self, *, width: int | None = None, verbose: bool = False) -> str:
+        """Return the text of ``trainfit predict``.
+
+        Args:
+            width: columns; None: the terminal's, or 80.
+            verbose: with the conventions and assumptions that it rests on.
+        """
+        return drawn(lambda out: self._print(out, verbose=verbose), width)
+
+    def _print(self, out: Console, *, verbose: bool = False) -> None:
+        show_prediction(self.recipe, self, notes=self.notes, verbose=verbose, out=out)
+
+    def _repr_html_(self) -> str:
+        return notebook.prediction(self.recipe, self, self.notes)
+
+
+class Measured(_OfRecipe, Measurement):
+    """A Measurement with the recipe it is of."""
+
+    def _print(self, out: Console) -> None:
+        show_measurement(self.recipe, self, out=out)
+
+    def _repr_html_(self) -> str:
+        return notebook.measurement(self.recipe, self)
+
+
+class TrainingRun(_OfRecipe, TrainSummary):
+    """A TrainSummary with the recipe it is of."""
+
+    def _print(self, out: Console) -> None:
+        show_training(self.recipe, self, out=out)
+
+    def _repr_html_(self) -> str:
+        return notebook.training(self.recipe, self)
+
+
+class Usage(Printed):
+    """MFU and HFU of a step, and the time and cost of a run of such steps where its tokens are given."""
+
+    model: str
+    params: Count
+    trainable_params: Count
+    gpu: str
+    num_gpus: Count
+    peak_flops_per_s: float
+    """Dense, of one GPU."""
+    attention: Literal["causal", "full"]
+    step_s: Seconds
+    model_flops: Flops
+    """Of one step, over all GPUs: what the mathematics needs."""
+    hardware_flops: Flops
+    """What is executed, recomputation included."""
+    tokens_per_s: float
+    mfu: Share
+    hfu: Share
+    closed_form: Mapping[str, Any] | None
+    """model_flops, hardware_flops, mfu, hfu and the convention of the closed form; None: the model's shape has none."""
+    ops_without_flops: tuple[str, ...] = ()
+    tokens: float | None = None
+    """Of a whole run; this and what follows: None where none was asked for."""
+    step_tokens: Count | None = None
+    run_s: Seconds | None = None
+    gpu_hours: float | None = None
+    price_per_gpu_hour: float | None = None
+    dollars: float | None = None
+
+    def content(self) -> dict[str, Any]:
+        """Return the numbers by name, as the command's JSON has them."""
+        return self.model_dump(mode="json", exclude_unset=True)
+
+    def _print(self, out: Console) -> None:
+        show_usage(self.content(), out=out)
+
+    def _repr_html_(self) -> str:
+        return notebook.usage(self.content())

@@ -1,0 +1,179 @@
+"""A prediction as text for a terminal: what ``trainfit predict`` prints and ``print(estimate)`` shows."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from trainfit.report.console import bar, can_draw, console, heading, rows
+from trainfit.report.console import notes as bullets
+from trainfit.report.precision import meaning
+from trainfit.report.words import describe, holds_for, quantity
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate
+from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
+
+
+def show(
+    recipe: Recipe,
+    estimate: Estimate,
+    *,
+    notes: Sequence[str] = (),
+    verbose: bool = False,
+    out: Console | None = None,
+) -> None:
+    """Print a prediction: the answer, then where the memory and the time go; with ``verbose`` what it rests on.
+
+    Args:
+        notes: what was chosen or ignored on the way, always printed.
+        out: where to print; None: standard output.
+    """
+    out = out or console()
+    _answer(out, recipe, estimate)
+    bullets(out, "Notes", notes)
+    _memory(out, estimate)
+    _phases(out, estimate)
+    heading(out, "One step")
+    rows(out, _step_lines(estimate), "left", "right", "wrap")
+    bullets(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
+    shown = {*notes, *estimate.warnings}
+    assumptions = [line for line in estimate.assumptions if line not in shown]
+    if verbose:
+        bullets(out, "Bounds", [_bound(name, estimate) for name in estimate.bounds])
+        bullets(out, "Conventions and assumptions", [f"FLOPs: {estimate.flops_convention}", *assumptions])
+    else:
+        out.print("\n--verbose: the conventions and assumptions that this rests on", style="dim")
+
+
+def _answer(out: Console, recipe: Recipe, estimate: Estimate) -> None:
+    """Whether it fits, how fast it is, what it costs, what the precision means; then whatever may turn out otherwise."""
+    out.print(verdict(recipe, estimate), style="bold green" if estimate.fits else "bold red")
+    out.print(describe(recipe), style="bold")
+    frozen = estimate.trainable_params != estimate.params
+    trained = f", {format_count(estimate.trainable_params)} trained" if frozen else ""
+    lines: list[list[str | Text]] = [
+        ["speed", speed(recipe, estimate)],
+        *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
+        ["precision", meaning(recipe)],
+        ["model", f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}"],
+    ]
+    if estimate.versions:
+        lines.append(["versions", holds_for(estimate.versions)])
+    lines += [[Text("warning", style="bold yellow"), line] for line in estimate.warnings]
+    rows(out, lines, "left", "wrap")
+
+
+def verdict(recipe: Recipe, estimate: Estimate) -> str:
+    """Return whether it fits, and by how much."""
+    headroom, device = estimate.headroom_bytes, estimate.device_bytes
+    size = f"{format_bytes(estimate.peak_device_bytes)} of {format_bytes(device)}"
+    gpu = recipe.hardware.gpu
+    share = f"{format_bytes(abs(headroom))} ({abs(headroom) / device:.1%})"
+    if estimate.fits:
+        return f"FITS on {gpu}: {size}, {share} to spare"
+    if headroom >= 0:
+        spare = f"only {share} to spare, and free memory falls into pieces in later steps"
+        return f"DOES NOT FIT SAFELY on {gpu}: {size}, {spare}"
+    return f"DOES NOT FIT on {gpu}: {size}, {share} too much"
+
+
+def speed(recipe: Recipe, estimate: Estimate) -> str:
+    """Return tokens a second, a step's time with its bounds, MFU: as far as they are known."""
+    if estimate.step_s is None or estimate.tokens_per_s is None:
+        return f"not predicted: the speed of {recipe.hardware.gpu} is not known"
+    bound = estimate.bounds.get("step_s")
+    between = f" ({quantity('step_s', bound.low)} to {quantity('step_s', bound.high)})" if bound else ""
+    mfu = "" if estimate.mfu is None else f", {estimate.mfu:.1%} MFU"
+    return f"{estimate.tokens_per_s:,.0f} tokens/s{mfu}, a step {format_seconds(estimate.step_s)}{between}"
+
+
+def cost(recipe: Recipe, estimate: Estimate) -> str:
+    """Return dollars a million tokens and an hour, or that no price is known."""
+    money = estimate.cost
+    if money is None:
+        return f"no price of {recipe.hardware.gpu} is known: give yours, --price USD"
+    gpus = f"{money.num_gpus} GPU{'s' * (money.num_gpus > 1)} at {money.price_per_gpu_hour:.2f} $"
+    return f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
+
+
+def _memory(out: Console, estimate: Estimate) -> None:
+    label = len("pinned on the host" if estimate.host_bytes else "on the device")
+    blocks, width = can_draw(out), max(0, min(40, out.width - 27 - label))
+    whole = _full_bar(estimate)
+    peak = estimate.peak_allocated_bytes
+    heading(out, f"Memory at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
+
+    def line(name: str, size: int, share: str = "") -> list[str]:
+        return [name, format_bytes(size), share, bar(size / whole, width, blocks=blocks)]
+
+    lines = []
+    for name in CATEGORIES:
+        if size := getattr(estimate.breakdown, name):
+            lines.append(line(name, size, f"{size / peak:.1%}"))
+    lines.append(line("allocated", peak, "100.0%"))
+    lines.append(line("reserved", estimate.peak_reserved_bytes))
+    lines.append(line("on the device", estimate.peak_device_bytes))
+    if whole >= estimate.device_bytes:
+        lines.append(line("the device", estimate.device_bytes))
+    if estimate.host_bytes:
+        lines.append(["pinned on the host", format_bytes(estimate.host_bytes), "", ""])
+    rows(out, lines, "left", "right", "right", "left")
+
+
+def _full_bar(estimate: Estimate) -> int:
+    """Bytes that a full bar stands for: the device's, or the peak's where that is larger or would hardly be seen."""
+    peak, device = estimate.peak_device_bytes, estimate.device_bytes
+    return max(1, peak if peak > device or peak < device / 10 else device)
+
+
+def _phases(out: Console, estimate: Estimate) -> None:
+    phases = estimate.phases
+    blocks, width = can_draw(out), max(0, min(40, out.width - 44))
+    whole = _full_bar(estimate)
+    heading(out, "Highest allocated bytes by phase")
+    lines = [
+        [
+            "after init",
+            format_bytes(phases.after_init),
+            "",
+            bar(phases.after_init / whole, width, blocks=blocks),
+        ]
+    ]
+    for phase in PHASES:
+        first, steady = getattr(phases.first, phase), getattr(phases.steady, phase)
+        lines.append(
+            [phase, format_bytes(first), format_bytes(steady), bar(steady / whole, width, blocks=blocks)]
+        )
+    rows(out, [["", "first step", "steady step", ""], *lines], "left", "right", "right", "left")
+
+
+def _step_lines(estimate: Estimate) -> list[list[str]]:
+    lines = [
+        ["model FLOPs", format_flops(estimate.model_flops), "what the mathematics needs"],
+        [
+            "hardware FLOPs",
+            format_flops(estimate.hardware_flops),
+            "what the device executes, recomputation included",
+        ],
+    ]
+    if estimate.step_s is not None:
+        lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])
+    if estimate.mfu is not None:
+        lines.append(["MFU", f"{estimate.mfu:.1%}", "model FLOPs over the time and the dense peak"])
+    if estimate.hfu is not None:
+        lines.append(["HFU", f"{estimate.hfu:.1%}", "hardware FLOPs over the same"])
+    return lines
+
+
+def _parts(estimate: Estimate) -> str:
+    if estimate.time is None:
+        return ""
+    parts = [("matmul", estimate.time.matmul_s), ("memory", estimate.time.memory_s),
+             ("communication", estimate.time.communication_s), ("host", estimate.time.host_s)]  # fmt: skip
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds)
+
+
+def _bound(name: str, estimate: Estimate) -> str:
+    bound = estimate.bounds[name]
+    words = "time" if name == "step_s" else name.removesuffix("_bytes").replace("_", " ")
+    return f"{words} {quantity(name, bound.low)} to {quantity(name, bound.high)}. {bound.basis}"

@@ -1,0 +1,197 @@
+"""The Python functions: they compute and print what the commands do, refuse bad input in one line, and load nothing early."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trainfit
+from tiny_recipe import TINY_LLAMA
+from trainfit.api.recipes import SHORT, RecipeFields
+from trainfit.cli.main import main
+from trainfit.report import notebook
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
+
+Captured = pytest.CaptureFixture[str]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
+TINY: dict[str, Any] = {"model": {"config": TINY_LLAMA, "name": "tiny"}, "batch": {"micro": 2, "seq": 16}, "precision": "fp32"}  # fmt: skip
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def printed(capsys: Captured, *arguments: str) -> str:
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out.rstrip("\n")
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_a_prediction_prints_like_the_command(
+    capsys: Captured, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, width: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    estimate = trainfit.predict(recipe_file, gpu="h100-sxm", seq=32)
+    command = ["predict", str(recipe_file), "--gpu", "h100-sxm", "--set", "batch.seq=32"]
+    assert str(estimate) == printed(capsys, *command)
+    assert estimate.text(verbose=True) == printed(capsys, *command, "--verbose")
+    assert estimate.model_dump(mode="json") == json.loads(printed(capsys, *command, "--json"))
+    assert isinstance(estimate, trainfit.Estimate)
+    again = pickle.loads(pickle.dumps(estimate))
+    assert (again, str(again)) == (estimate, str(estimate))
+
+
+def test_the_text_names_how_an_open_field_was_planned(capsys: Captured, recipe_file: Path) -> None:
+    estimate = trainfit.predict(recipe_file, recompute={"budget_gib": 1})
+    assert estimate.notes
+    assert not estimate.recipe.has_open_fields
+    assert str(estimate) == printed(capsys, "predict", str(recipe_file), "--set", "recompute={budget_gib: 1}")
+
+
+def test_a_recipe_is_given_in_any_form(recipe_file: Path, tmp_path: Path) -> None:
+    wanted = recipe_from({**TINY, "batch": {"micro": 4, "seq": 16}})
+    for source in (str(recipe_file), recipe_file, TINY, recipe_from(TINY)):
+        for fields in (
+            {"batch": 4},
+            {"batch": {"micro": 4}},
+            {"set": {"batch.micro": 4}},
+            {"set": ["batch.micro=4"]},
+        ):
+            assert trainfit.load_recipe(source, **fields) == wanted, (source, fields)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
+    for source in (tmp_path, tmp_path / "config.json", TINY_LLAMA):
+        assert trainfit.load_recipe(source, seq=64).model.config == TINY_LLAMA
+    for name in ("qwen3-8b", "Qwen3-8B", "Qwen/Qwen3-8B"):
+        assert trainfit.load_recipe(name, seq=8192) == trainfit.load_recipe(
+            "qwen3-8b", set={"batch.seq": 8192}
+        )
+
+
+def test_a_changed_optimizer_gets_its_own_implementation() -> None:
+    changed = trainfit.load_recipe(recipe_from(TINY), optimizer="adafactor")
+    assert changed == trainfit.load_recipe(TINY, optimizer={"name": "adafactor"})
+    assert changed.optimizer.implementation == "forloop"
+
+
+def test_every_field_of_a_recipe_is_a_keyword() -> None:
+    assert set(RecipeFields.__annotations__) == {*Recipe.model_fields, *SHORT, "set"}
+
+
+BAD: list[tuple[Callable[[], object], str]] = [
+    (lambda: trainfit.predict("gpt2", gpu="h2000"), r"hardware\.gpu = 'h2000': no accelerator .*did you mean h200"),
+    (lambda: trainfit.predict("gpt2", micro=3), r"micro = 3: unknown key; here it is batch\.micro"),  # pyright: ignore
+    (lambda: trainfit.predict("gpt2", seq=1), r"batch\.micro|batch\.seq"),
+    (lambda: trainfit.predict("llama-3.1-8x"), "did you mean llama-3.1-8b"),
+    (lambda: trainfit.predict(3), "recipe = 3: not a recipe; give a name"),  # pyright: ignore
+    (lambda: trainfit.predict("gpt2", seq=8, batch={"seq": 9}), r"seq = 8: batch\.seq is given twice"),
+    (lambda: trainfit.predict("gpt2", set=3), "set = 3: should be a mapping, or a list of text"),  # pyright: ignore
+    (lambda: trainfit.predict("gpt2", batch=object()), "not a recipe's value"),  # pyright: ignore
+    (lambda: trainfit.mfu("gpt2", batch=1, seq=8), "give one of step_s and mfu"),
+    (lambda: trainfit.mfu("gpt2", batch=0, seq=8, mfu=0.4), "batch = 0: must be above 0"),
+    (lambda: trainfit.train("gpt2", out="x", steps=0), "steps = 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "line"), BAD)
+def test_bad_input_is_one_line(call: Callable[[], object], line: str) -> None:
+    with pytest.raises(trainfit.InputError, match=line) as refused:
+        call()
+    assert isinstance(refused.value, ValueError)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_keyword_is_named_without_the_file_and_a_file_with_it(recipe_file: Path) -> None:
+    with pytest.raises(trainfit.InputError, match=r"^hardware\.gpu = 'h2000'"):
+        trainfit.load_recipe(recipe_file, gpu="h2000")
+    recipe_file.write_text(json.dumps({**TINY, "hardware": {"gpu": "h2000"}}))
+    with pytest.raises(trainfit.InputError, match=rf"^{re.escape(str(recipe_file))}: hardware\.gpu"):
+        trainfit.load_recipe(recipe_file)
+
+
+def test_a_gpu_name_that_leaves_something_open_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="is taken as h100-sxm") as caught:
+        trainfit.load_recipe(TINY, gpu="h100")
+    assert caught[0].filename == __file__
+
+
+def test_mfu_prints_like_the_command(capsys: Captured) -> None:
+    usage = trainfit.mfu("gpt2", batch=8, seq=128, step_s=0.1, tokens=1e9)
+    command = ["mfu", "--model", "gpt2", "--batch", "8", "--seq", "128", "--step-s", "0.1", "--tokens", "1e9"]
+    assert str(usage) == printed(capsys, *command)
+    assert usage.content() == json.loads(printed(capsys, *command, "--json"))
+    assert f"{usage.mfu:.2%} MFU" in usage._repr_html_()
+    with pytest.raises(ValueError, match="frozen"):
+        usage.mfu = 1.0
+
+
+@pytest.mark.slow
+def test_measure_and_train_return_values_that_print(recipe_file: Path, tmp_path: Path) -> None:
+    measured = trainfit.measure(recipe_file, steps=2, warmup=1, device="cpu")
+    assert isinstance(measured, trainfit.Measurement)
+    assert measured.status == "done", measured.message
+    assert measured.recipe == trainfit.load_recipe(recipe_file)
+    assert "\nDONE\n" in str(measured)
+    assert "time a step" in measured._repr_html_()
+    model = {"config": {**TINY_LLAMA, "vocab_size": 512}, "name": "tiny"}
+    out = tmp_path / "run"
+    run = trainfit.train(
+        TINY, model=model, out=out, steps=3, device="cpu", data="stories:200", tensorboard=False
+    )
+    assert (run.status, run.steps, len(run.losses)) == ("done", 3, 3)
+    assert f"checkpoint  {out}" in str(run)
+    assert "3 of 3" in run._repr_html_()
+    assert (out / "run.json").is_file()
+
+
+def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: Path) -> None:
+    name = "<script>alert(1)</script>\x1b[31m"
+    estimate = trainfit.predict(recipe_file, model={"name": name}, gpu="h200")
+    html = estimate._repr_html_()
+    assert "FITS on h200" in html
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\\x1b[31m" in html
+    assert "<script" not in html
+    for row in ("speed", "cost", "weights", "optimizer", "allocated", "on the device"):
+        assert f">{row}</th>" in html
+    assert estimate.breakdown.gradients or ">gradients</th>" not in html
+    too_much = {"fits": False, "peak_device_bytes": estimate.device_bytes + 2**30}
+    refused = estimate.model_copy(update=too_much)._repr_html_()
+    assert f"color: {notebook.BAD}" in refused
+    assert "DOES NOT FIT on h200" in refused
+    assert "1.00 GiB" in refused
+
+
+def test_the_package_lists_its_functions_and_imports_nothing_for_it() -> None:
+    code = (
+        "import sys, trainfit; names = dir(trainfit); assert set(trainfit.__all__) <= set(names)\n"
+        "for name in ('predict', 'measure', 'train', 'trace', 'mfu', 'load_recipe'): assert name in names\n"
+        "early = {'torch', 'pydantic', 'rich', 'typer', 'numpy'} & set(sys.modules); assert not early, early\n"
+        "for name in trainfit.__all__: getattr(trainfit, name)\n"
+        "trainfit.load_recipe('gpt2', seq=64); assert 'torch' not in sys.modules\n"
+        "try: trainfit.plans\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "module 'trainfit' has no attribute 'plans'\n"
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that need a GPU or train for long, which are marked ``python no-run``."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 3
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
