@@ -3,6 +3,8 @@
 And how long a run of so many tokens takes, and what GPU-hours cost.
 """
 
+import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -124,10 +126,20 @@ def run(
         if price is None:
             raise InputError("no price known", "give --price", field="--gpu", value=gpu)
         found |= _money(gpu_hours, price)
+    _check_finite(found)
     if json:
         print_json(found)
     else:
         _show(found)
+
+
+def _check_finite(found: dict[str, object]) -> None:
+    """Refuse options each of which is a number while what follows from them is past the largest float."""
+    for name, value in found.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise typer.BadParameter(
+                f"{name} would be past {sys.float_info.max:.0e}: give more usual numbers"
+            )
 
 
 @dataclass(frozen=True)
@@ -290,16 +302,21 @@ def _show(found: dict[str, object]) -> None:
             [
                 "time",
                 format_seconds(number["run_s"]),
-                f"{number['tokens'] / number['step_tokens']:,.0f} steps",
+                f"{math.ceil(number['tokens'] / number['step_tokens']):,} steps",
             ],
-            ["GPU-hours", f"{number['gpu_hours']:,.0f}", ""],
+            ["GPU-hours", _amount(number["gpu_hours"]), ""],
         ]
         if "dollars" in found:
             price = f"{number['price_per_gpu_hour']:.2f} $ a GPU-hour"
-            lines.append(["cost", f"{number['dollars']:,.0f} $", price])
+            lines.append(["cost", f"{_amount(number['dollars'])} $", price])
         else:
             lines.append(["cost", "-", "no price known: give --price"])
         rows(out, lines, "left", "right", "wrap")
     elif "dollars" in found:
-        hours = f"{number['gpu_hours']:,.0f} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
-        out.print(f"{hours}: {number['dollars']:,.0f} $")
+        hours = f"{_amount(number['gpu_hours'])} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
+        out.print(f"{hours}: {_amount(number['dollars'])} $")
+
+
+def _amount(value: float) -> str:
+    """Return hours or dollars for people: whole ones, and three digits of fewer than a hundred."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
