@@ -15,6 +15,7 @@ import pytest
 
 from hostile_worker import Ending, Worker
 from tiny_sweep import BASE
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.techniques.target_pattern import check_pattern
 
@@ -230,6 +231,20 @@ def test_no_regular_file_is_read(name: str, worker: Worker, odd_files: Path, tmp
     path, out = str(odd_files / name), str(tmp_path / "out")
     for words in (("predict", path), ("sweep", path, "--out", out), ("report", path)):
         refused(worker.run(*words, seconds=20))
+
+
+KINDS = {
+    "pipe.yaml": "is a named pipe",
+    "socket.yaml": "is a socket",
+    "/dev/zero": "is a device",
+    "loop.yaml": "in a circle",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_regular_file_is_called_what_it_is(name: str, odd_files: Path) -> None:
+    with pytest.raises(InputError, match=KINDS[name]):
+        files.read_bytes(odd_files / name, 100)
 
 
 def test_no_regular_file_is_read_by_the_others(worker: Worker, odd_files: Path, tmp_path: Path) -> None:

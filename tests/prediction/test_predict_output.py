@@ -189,3 +189,18 @@ def test_without_a_terminal_nothing_is_drawn(capsys: Captured) -> None:
     with progress("predicting"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_who_leaves_is_not_taken_for_what_does_not_fit() -> None:
+    """Exit code 1 is that of ``--check``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", "import sys; from trainfit.cli.main import main; sys.exit(main())"]
+    try:
+        ended = subprocess.run(
+            [*command, "predict", "tiny-cpu", "--check"],
+            stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (74, "")

@@ -181,7 +181,9 @@ def test_the_page_in_the_docs_is_made_from_the_records_in_results(tmp_path: Path
         pytest.skip("no records in results/ yet")
     assert main([*map(str, files), "--into", str(tmp_path / "accuracy.md")]) == 0
     made = (tmp_path / "accuracy.md").read_text()
-    assert made == (ROOT / "docs/results/accuracy.md").read_text(), "run the command that the page's top names"
+    assert made == (ROOT / "docs/results/accuracy.md").read_text(), (
+        "run the command that the page's top names"
+    )
     # The plots' bytes depend on matplotlib's version, so only that they are there.
     assert sorted(file.name for file in (tmp_path / "plots").iterdir()) == sorted(
         file.name for file in (ROOT / "docs/results/plots").glob("accuracy-*.svg")

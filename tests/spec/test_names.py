@@ -1,5 +1,6 @@
 """Names as people type them, short forms, and the names of other tools: what each becomes, or what the answer to it is."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,13 @@ def test_units_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == (
         "note: hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has h100-pcie, h100-nvl\n"
     )
+    assert main([*step, "--mfu", "40%", "--tokens", "1K", "--price", "3"]) == 0
+    out, _ = capsys.readouterr()
+    assert " 2 steps" in out
+    assert not re.search(r"(GPU-hours|cost) +0 ", out)
+    for speed in (["--mfu", "1e-320%"], ["--mfu", "1e-200%", "--tokens", "1e200"]):
+        assert main([*step, *speed]) == 2
+        assert "more usual numbers" in capsys.readouterr().err
     assert main([*step, "--mfu", "40"]) == 2
     assert "did you mean 40%?" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """A traced callable is one rank: several are refused at once in one line, one runs and leaves no process group behind."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ SEVERAL: dict[str, Callable[[], Any]] = {
     ),
     "url": lambda: dist.init_process_group("gloo", init_method="tcp://127.0.0.1:1?rank=1&world_size=4"),
     "store": lambda: dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2),
+    "store that waits": lambda: dist.TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=1)),
     "mesh": lambda: dist.init_device_mesh("cuda", (2,)),
     "accelerate": accelerated,
 }

@@ -114,6 +114,11 @@ def guarded(run: Callable[[], object]) -> int:
         if refused is not None:
             return _tell(str(refused), EXIT_BAD_INPUT)
         return _tell_storage(error)
+    except SystemExit as error:
+        # rich and click end with 1, which is what --check means by "does not fit", where a reader has left.
+        if isinstance(error.__context__, BrokenPipeError):
+            return _tell_storage(error.__context__)
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return _tell("interrupted", EXIT_INTERRUPTED)
     except Exception as error:

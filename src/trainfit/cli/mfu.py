@@ -3,6 +3,8 @@
 And how long a run of so many tokens takes, and what GPU-hours cost.
 """
 
+import math
+import sys
 from typing import Annotated, Any, Literal
 
 import typer
@@ -119,7 +121,17 @@ def run(
         if price is None:
             raise InputError("no price known", "give --price", field="--gpu", value=gpu)
         found |= money(gpu_hours, price)
+    _check_finite(found)
     if json:
         print_json(found)
     else:
         show(found)
+
+
+def _check_finite(found: dict[str, Any]) -> None:
+    """Refuse options each of which is a number while what follows from them is past the largest float."""
+    for name, value in found.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise typer.BadParameter(
+                f"{name} would be past {sys.float_info.max:.0e}: give more usual numbers"
+            )

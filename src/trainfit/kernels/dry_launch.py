@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any
 
 
-
 def holds_kernels(package: str, module: str) -> bool:
     """Return whether a module holds kernels or what only their launches need: nothing there makes a tensor.
 

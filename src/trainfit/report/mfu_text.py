@@ -1,5 +1,6 @@
 """MFU, HFU, time and cost of a run as text for a terminal: what ``trainfit mfu`` prints and ``print(trainfit.mfu(...))`` shows."""
 
+import math
 from typing import Any
 
 from rich.console import Console
@@ -46,16 +47,21 @@ def show(found: dict[str, Any], *, out: Console | None = None) -> None:
             [
                 "time",
                 format_seconds(number["run_s"]),
-                f"{number['tokens'] / number['step_tokens']:,.0f} steps",
+                f"{math.ceil(number['tokens'] / number['step_tokens']):,} steps",
             ],
-            ["GPU-hours", f"{number['gpu_hours']:,.0f}", ""],
+            ["GPU-hours", _amount(number["gpu_hours"]), ""],
         ]
         if "dollars" in found:
             price = f"{number['price_per_gpu_hour']:.2f} $ a GPU-hour"
-            lines.append(["cost", f"{number['dollars']:,.0f} $", price])
+            lines.append(["cost", f"{_amount(number['dollars'])} $", price])
         else:
             lines.append(["cost", "-", "no price known: give --price"])
         rows(out, lines, "left", "right", "wrap")
     elif "dollars" in found:
-        hours = f"{number['gpu_hours']:,.0f} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
-        out.print(f"{hours}: {number['dollars']:,.0f} $")
+        hours = f"{_amount(number['gpu_hours'])} GPU-hours at {number['price_per_gpu_hour']:.2f} $"
+        out.print(f"{hours}: {_amount(number['dollars'])} $")
+
+
+def _amount(value: float) -> str:
+    """Return hours or dollars for people: whole ones, and three digits of fewer than a hundred."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -35,6 +35,8 @@ def open_regular(path: Path, limit_bytes: int | None = None) -> BinaryIO:
         _check_kind(path, os.stat(path))
         # Not waiting matters only if the path came to name a pipe since it was looked at.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except InputError:  # A ValueError too.
+        raise
     except ValueError:  # A NUL, or a character that no file name can hold.
         raise InputError("not a path", "name a file", value=str(path)) from None
     except OSError as error:

@@ -38,6 +38,8 @@ def one_rank() -> Iterator[None]:
         stack.enter_context(
             replaced(c10d, "_new_process_group_helper", _checked_group(c10d._new_process_group_helper))
         )
+        # Made by hand it waits for its clients, before any group is asked for.
+        stack.enter_context(replaced(dist.TCPStore, "__init__", _checked_store(dist.TCPStore.__init__)))
         stack.enter_context(replaced(spawn, "start_processes", _refuse_processes))
         stack.enter_context(
             replaced(torch.nn.parallel.DistributedDataParallel, "__init__", _refuse_data_parallel)
@@ -55,6 +57,16 @@ def _checked_rendezvous(original: Any) -> Any:
         return original(url, rank, world_size, **kwargs)
 
     return rendezvous
+
+
+def _checked_store(original: Any) -> Any:
+    def init(
+        self: Any, host_name: str, port: int, world_size: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        _refuse_ranks(world_size or 1)
+        original(self, host_name, port, world_size, *args, **kwargs)
+
+    return init
 
 
 def _world_size(url: str, given: int) -> int:
