@@ -27,8 +27,8 @@ def show(found: dict[str, Any], *, out: Console | None = None) -> None:
         rows(out, [
             ["GPUs", f"{found['num_gpus']} x {found['gpu']}", f"{number['peak_flops_per_s'] / 1e12:,.4g} TFLOP/s dense peak each"],
             ["step", format_seconds(number["step_s"]), f"{number['tokens_per_s']:,.0f} tokens a second"],
-            ["model FLOPs", format_flops(number["model_flops"]), f"what the mathematics needs, attention {found['attention']}"],
-            ["hardware FLOPs", format_flops(number["hardware_flops"]), "what is executed, recomputation included"],
+            ["model FLOPs", format_flops(number["model_flops"]), f"forward and backward, attention {found['attention']}"],
+            ["hardware FLOPs", format_flops(number["hardware_flops"]), "executed, recomputation included"],
             ["MFU", f"{number['mfu']:.2%}", f"closed form: {simple['mfu']:.2%}" if simple else ""],
             ["HFU", f"{number['hfu']:.2%}", f"closed form: {simple['hfu']:.2%}" if simple else ""],
         ], "left", "right", "wrap")  # fmt: skip

@@ -149,11 +149,11 @@ def _phases(out: Console, estimate: Estimate) -> None:
 
 def _step_lines(estimate: Estimate) -> list[list[str]]:
     lines = [
-        ["model FLOPs", format_flops(estimate.model_flops), "what the mathematics needs"],
+        ["model FLOPs", format_flops(estimate.model_flops), "forward and backward, nothing recomputed"],
         [
             "hardware FLOPs",
             format_flops(estimate.hardware_flops),
-            "what the device executes, recomputation included",
+            "executed, recomputation included",
         ],
     ]
     if estimate.step_s is not None:
