@@ -13,7 +13,7 @@ from trainfit.cli.main import main
 from trainfit.measurement.suite import read_done
 from trainfit.spec.errors import InputError
 from trainfit.spec.record_line import append_line, digest_of, from_line, has_digest, to_line
-from trainfit.sweeps.book import RECORDS, Book
+from trainfit.sweeps.journal import RECORDS, Journal
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,14 +137,14 @@ def test_a_sweep_moves_a_torn_line_away_and_says_so_but_refuses_a_changed_one(tm
     path.parent.mkdir()
     lines = [to_line(record(index)) for index in (1, 2)]
     path.write_text(f"{lines[0]}\n{lines[1][:99]}")
-    with Book(path.parent, sweep.name) as book:
-        assert "its part runs again" in book.notes[0]
+    with Journal(path.parent, sweep.name) as journal:
+        assert "its part runs again" in journal.notes[0]
     assert path.read_text() == f"{lines[0]}\n"
     assert (path.parent / "records.torn").read_text() == f"{lines[1][:99]}\n"
     path.write_text(lines[0].replace("h200", "h100") + "\n")
     with (
         pytest.raises(InputError, match=r"records\.jsonl:1: the content is not what was written"),
-        Book(path.parent, sweep.name),
+        Journal(path.parent, sweep.name),
     ):
         pass
 

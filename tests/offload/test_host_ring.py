@@ -1,4 +1,4 @@
-"""What a copy to a slot waits for: told by lanes that note events in place of streams, because a CPU copies at once."""
+"""What a copy to a slot waits for: told by copy_streams that note events in place of streams, because a CPU copies at once."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from trainfit.offload import ring as host_ring
-from trainfit.offload.copies import Lane, Lanes
+from trainfit.offload.copies import CopyStream, CopyStreams
 from trainfit.offload.ring import Ring
 
 
-class NotedLane(Lane):
+class NotedLane(CopyStream):
     """A stream of its own: ``waits`` has, for each copy, the events that it waited for."""
 
     def __init__(self, name: str):
@@ -23,7 +23,7 @@ class NotedLane(Lane):
         return f"{self.name} {len(self.waits)}"
 
 
-class NotedLanes(Lanes):
+class NotedLanes(CopyStreams):
     def __init__(self):
         super().__init__(torch.device("cpu"))
         self.to_device, self.to_host = NotedLane("in"), NotedLane("out")
@@ -44,33 +44,35 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_new_slots_memory_is_not_written_while_somebody_reads_it(waited: list[Any]):
     """A guest whose value is on the host from the start (a resumed run's moments): its first copy waits all the same."""
-    lanes = NotedLanes()
-    ring = Ring(lanes, 2)
+    copy_streams = NotedLanes()
+    ring = Ring(copy_streams, 2)
     ring.invite(0, 64).fill_(7)
     ring.arrive(0, None)
-    assert lanes.to_device.waits == [{"now 1"}]
+    assert copy_streams.to_device.waits == [{"now 1"}]
     assert waited == ["in 1"]
     assert ring.room(0).tolist() == [7] * 64
 
 
 def test_a_guest_comes_after_the_one_before_it_is_used_and_written(waited: list[Any]):
-    lanes = NotedLanes()
-    ring = Ring(lanes, 2)
+    copy_streams = NotedLanes()
+    ring = Ring(copy_streams, 2)
     for index in range(3):
         ring.invite(index, 8).fill_(index)
     ring.arrive(0, 1)
     ring.room(0).fill_(9)
     ring.leave(0, changed=True)
-    assert lanes.to_host.waits == [{"now 3"}]  # "now 1" and "now 2" are the slots'.
+    assert copy_streams.to_host.waits == [{"now 3"}]  # "now 1" and "now 2" are the slots'.
     ring.arrive(1, 2)
-    assert lanes.to_device.waits[-1] == {"out 1"}  # Guest 2 has guest 0's slot, which goes to the host first.
+    assert copy_streams.to_device.waits[-1] == {
+        "out 1"
+    }  # Guest 2 has guest 0's slot, which goes to the host first.
     assert ring.host(0).tolist() == [9] * 8
     ring.leave(1, changed=False)
     ring.arrive(2, 1)
     ring.leave(2, changed=True)
     ring.arrive(0, None)
-    assert lanes.to_device.waits[-1] == {
+    assert copy_streams.to_device.waits[-1] == {
         "out 2",
         "out 1",
     }  # Its slot's last guest has left, its own value is there.
-    assert waited[-1] == f"in {len(lanes.to_device.waits)}"
+    assert waited[-1] == f"in {len(copy_streams.to_device.waits)}"

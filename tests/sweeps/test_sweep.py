@@ -25,7 +25,7 @@ from trainfit.spec.result import Estimate, MemoryBreakdown, PhasePeaks, Phases
 from trainfit.spec.sweep import Row, front, frontier
 from trainfit.spec.units import GIB, MIB
 from trainfit.sweeps import parts
-from trainfit.sweeps.book import LOGS, RECORDS, Book
+from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
@@ -86,8 +86,8 @@ def shell(script: str, folder: Path) -> int:
 
 
 def swept(sweep: Any, folder: Path, executor: Any, **how: Any) -> Run:
-    with Book(folder, sweep.name) as book:
-        run = Run(sweep, book, **how)
+    with Journal(folder, sweep.name) as journal:
+        run = Run(sweep, journal, **how)
         run.go(executor, lambda: False)
     return run
 
@@ -191,18 +191,18 @@ def test_a_half_written_line_is_cut_off_and_done_again(tmp_path: Path, ended: An
     sweep, folder, _, _ = ended
     lines = (folder / RECORDS).read_bytes().splitlines(keepends=True)
     (tmp_path / RECORDS).write_bytes(b"".join(lines[:10]) + lines[10][:200])
-    with Book(tmp_path, sweep.name):
+    with Journal(tmp_path, sweep.name):
         assert (tmp_path / RECORDS).read_bytes() == b"".join(lines[:10])
     (tmp_path / RECORDS).write_bytes(b"".join(lines[:2]) + b"not json\n")
-    with pytest.raises(InputError, match=r"records\.jsonl:3: not JSON"), Book(tmp_path, sweep.name):
+    with pytest.raises(InputError, match=r"records\.jsonl:3: not JSON"), Journal(tmp_path, sweep.name):
         pass
 
 
 def test_one_sweep_at_a_time_writes_to_a_folder(tmp_path: Path):
     with (
-        Book(tmp_path, "one"),
+        Journal(tmp_path, "one"),
         pytest.raises(InputError, match="another sweep writes in this folder"),
-        Book(tmp_path, "two"),
+        Journal(tmp_path, "two"),
     ):
         pass
 
@@ -285,18 +285,18 @@ def test_what_is_planned_for_a_budget_is_what_is_measured(tmp_path: Path) -> Non
         + "list: [{name: ours, recompute: {budget_gib: 1}}, {name: least, recompute: {budget_gib: 0.001}}]\nmeasure: {}"
     )
     sweep, planner = sweep_of(tmp_path, text), Planner()
-    with Book(tmp_path / "out", "budgets") as book:
-        run = Run(sweep, book)
+    with Journal(tmp_path / "out", "budgets") as journal:
+        run = Run(sweep, journal)
         run.go(planner, lambda: False)
         rows = {row.variant: row for row in run.rows()}
     assert planner.built[-1] == ("measure", "ours", "full")
     assert [variant for part, variant, _ in planner.built if part == "measure"] == ["ours"]
     assert (rows["least"].status, rows["least"].message) == ("refused", "out of reach")
-    # Read again, the plan is in the book: nothing is predicted or measured again.
-    with Book(tmp_path / "out", "budgets") as book:
+    # Read again, the plan is in the journal: nothing is predicted or measured again.
+    with Journal(tmp_path / "out", "budgets") as journal:
         records = (tmp_path / "out" / RECORDS).read_text().splitlines()
         assert rows_of(sweep, [from_line(line, RECORDS) for line in records]) == tuple(rows.values())
-        again = Run(sweep, book)
+        again = Run(sweep, journal)
         again.go(planner, lambda: False)
         assert again.num_kept == 3
 

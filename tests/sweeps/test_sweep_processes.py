@@ -15,7 +15,7 @@ from tiny_sweep import BASE, sweep_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Outcome
 from trainfit.sweeps import local
-from trainfit.sweeps.book import RECORDS
+from trainfit.sweeps.journal import RECORDS
 from trainfit.sweeps.parts import PartRequest, PartResult
 from trainfit.sweeps.run import Run
 
@@ -70,7 +70,7 @@ def wait_for(condition: Any, seconds: float = 90.0) -> Any:
 
 
 def measuring(run: subprocess.Popen[bytes], out: Path) -> list[int]:
-    """The slot and its trial, once the prediction is in the book and the endless measurement goes on."""
+    """The slot and its trial, once the prediction is in the journal and the endless measurement goes on."""
     records = out / RECORDS
     wait_for(lambda: records.is_file() and b'"predict"' in records.read_bytes())
     return wait_for(lambda: len(found := descendants(run.pid)) == 2 and found)

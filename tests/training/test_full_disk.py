@@ -18,7 +18,7 @@ from trainfit import records
 from trainfit.cli.main import guarded
 from trainfit.spec.storage import Appender, StorageError, one_line, storage_failure, writing
 from trainfit.sweeps import parts
-from trainfit.sweeps.book import RECORDS, Book
+from trainfit.sweeps.journal import RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, PartResult, run_part
 from trainfit.sweeps.run import Run
 from trainfit.training import checkpoint
@@ -247,16 +247,16 @@ def test_a_trials_full_disk_is_not_its_recipes_failure(
         return forked(folder, module)
 
     with (
-        Book(tmp_path / "out", "s") as book,
+        Journal(tmp_path / "out", "s") as journal,
         pytest.raises(StorageError, match=f"disk/model: {FULL}") as ended,
         capsys.disabled(),
     ):  # A trial's output goes to a file by its descriptors.
-        Run(sweep, book).go(Doing(full), lambda: False)
+        Run(sweep, journal).go(Doing(full), lambda: False)
     assert "the same command goes on" in str(ended.value)
     lines = (tmp_path / "out" / RECORDS).read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["predict"]
-    with Book(tmp_path / "out", "s") as book:
-        state = Run(sweep, book)
+    with Journal(tmp_path / "out", "s") as journal:
+        state = Run(sweep, journal)
         state.go(Doing(forked), lambda: False)
         assert [row.status for row in state.rows()] == ["done"]
         assert state.num_kept == 1
@@ -273,14 +273,14 @@ def test_a_full_disk_of_the_sweep_itself_keeps_whole_lines(small_disk: Path, tmp
             for request in requests:
                 yield request, ended_part(request, "crashed", "x" * 5_000)
 
-    with Book(small_disk / "out", "s") as book, pytest.raises(OSError, match=FULL) as full:
-        Run(sweep, book).go(Told(), lambda: False)
+    with Journal(small_disk / "out", "s") as journal, pytest.raises(OSError, match=FULL) as full:
+        Run(sweep, journal).go(Told(), lambda: False)
     assert full.value.filename == str(small_disk / "out" / RECORDS)
     content = (small_disk / "out" / RECORDS).read_bytes()
     assert content.endswith(b"}\n")
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    with Book(small_disk / "out", "s") as book:
-        state = Run(sweep, book)
+    with Journal(small_disk / "out", "s") as journal:
+        state = Run(sweep, journal)
         state.go(Told(), lambda: False)
         assert state.num_kept == content.count(b"\n")
-        assert book.notes == ()
+        assert journal.notes == ()

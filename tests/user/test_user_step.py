@@ -105,7 +105,7 @@ def test_the_same_as_the_recipe() -> None:
 
 
 def test_our_attention_in_own_code() -> None:
-    """An operation that is rehearsed: what its launchers allocate is in the ledger, as in a recipe's."""
+    """An operation with a dry run: what its launchers allocate is in the ledger, as in a recipe's."""
     batch = Batch(micro=2, seq=512)
     recipe = recipe_of(with_layers("tiny-llama-demo", 2), "native", attention="triton", batch=batch)
 

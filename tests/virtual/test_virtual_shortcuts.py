@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainfit.virtual.cuda import fake_impls as fake_run
-from trainfit.virtual.trace.frozen_gc import set_aside
+from trainfit.virtual.trace.frozen_gc import frozen_gc
 
 aten = torch.ops.aten
 CASES: dict[str, Callable[[], tuple]] = {
@@ -91,7 +91,7 @@ class _Knot:
 
 def test_what_was_there_is_set_aside_and_new_cycles_are_still_found() -> None:
     num_before = len(gc.get_objects())
-    with set_aside(), set_aside():
+    with frozen_gc(), frozen_gc():
         assert gc.get_freeze_count() > 0.9 * num_before
         assert len(gc.get_objects()) < 0.1 * num_before
         knot = weakref.ref(_Knot())
@@ -104,7 +104,7 @@ def test_what_was_there_is_set_aside_and_new_cycles_are_still_found() -> None:
 def test_what_the_caller_froze_stays_frozen() -> None:
     gc.freeze()
     try:
-        with set_aside():
+        with frozen_gc():
             pass
         assert gc.get_freeze_count() > 0
     finally:

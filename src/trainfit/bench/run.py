@@ -23,7 +23,7 @@ from trainfit.measurement.run import DEVICE
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.trace.frozen_gc import set_aside
+from trainfit.virtual.trace.frozen_gc import frozen_gc
 
 Form = Literal["tiny", "full"]
 RULES: dict[Form, Rule] = {
@@ -116,7 +116,7 @@ def _rows(
     rows: list[BenchRow] = []
     try:
         # Between points garbage is collected, a quarter of a second where all of torch is looked at.
-        with set_aside():
+        with frozen_gc():
             for row in asked.run(bench):
                 if bench.wants(row.point):
                     rows.append(row)

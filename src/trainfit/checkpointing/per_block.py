@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from trainfit.checkpointing.expression import Expression
 from trainfit.checkpointing.rematerialize import SMALL, Saving, address
 from trainfit.models.layers import ORIGINAL
-from trainfit.offload.copies import Lane, host_empty, now, wait
+from trainfit.offload.copies import CopyStream, host_empty, now, wait
 
 OWN = "_trainfit_saving"
 """Attribute of a block that tells its number and its siblings."""
@@ -130,7 +130,7 @@ class Blocks:
         """Give the blocks their forwards. Those that do nothing of the kind stay as they are, if none offloads."""
         self._offloads = any(share for _, share in self._told)
         if self._offloads:
-            self._out, self._in = Lane(self._device), Lane(self._device)
+            self._out, self._in = CopyStream(self._device), CopyStream(self._device)
         for index, (block, (level, _)) in enumerate(zip(self._blocks, self._told, strict=True)):
             if level != "none" or self._offloads:
                 setattr(block, OWN, (self, index))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from trainfit.models.layers import ORIGINAL
 from trainfit.offload.blocks import HostBlocks
-from trainfit.offload.copies import Lanes, wait
+from trainfit.offload.copies import CopyStreams, wait
 from trainfit.offload.optimizer_state import HostMoments
 from trainfit.spec.errors import InputError
 
@@ -55,14 +55,19 @@ class BlockRuns:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        lanes: Lanes,
+        copy_streams: CopyStreams,
         *,
         weights: HostBlocks | None = None,
         moments: HostMoments | None = None,
         offload: bool,
     ):
-        self.blocks, self.device = blocks, lanes.device
-        self._lanes, self._weights, self._moments, self._offload = lanes, weights, moments, offload
+        self.blocks, self.device = blocks, copy_streams.device
+        self._copy_streams, self._weights, self._moments, self._offload = (
+            copy_streams,
+            weights,
+            moments,
+            offload,
+        )
         self.is_running = False
         self._last: _Kept | None = None
         """Of the block that ran last."""
@@ -145,7 +150,7 @@ class BlockRuns:
         # The last block's is needed at once.
         if self._offload and index < len(self.blocks) - 1 and x.is_contiguous():
             kept.host = self._host_memory(x)
-            kept.event = self._lanes.to_host.copy(kept.host, x, self._lanes.now())
+            kept.event = self._copy_streams.to_host.copy(kept.host, x, self._copy_streams.now())
         return kept
 
     def let_go(self, kept: _Kept) -> None:
@@ -173,11 +178,13 @@ class BlockRuns:
         if kept.device is None and kept.host is not None:
             # Allocated by the computation, which may still be reading what was there: hence `now`.
             kept.device = torch.empty_like(kept.host, device=self.device)
-            kept.event = self._lanes.to_device.copy(kept.device, kept.host, self._lanes.now(), kept.event)
+            kept.event = self._copy_streams.to_device.copy(
+                kept.device, kept.host, self._copy_streams.now(), kept.event
+            )
 
     def _host_memory(self, x: Tensor) -> Tensor:
         free = self._free.get((x.shape, x.dtype))
-        return free.pop() if free else self._lanes.host_empty(x.shape, x.dtype)
+        return free.pop() if free else self._copy_streams.host_empty(x.shape, x.dtype)
 
 
 class _Run(torch.autograd.Function):

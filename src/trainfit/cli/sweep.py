@@ -82,7 +82,7 @@ def run(
     """
     if ray_address is not None and executor != "ray":
         raise typer.BadParameter("--ray-address needs --executor ray")
-    from trainfit.sweeps.book import Book
+    from trainfit.sweeps.journal import Journal
     from trainfit.sweeps.read import read_sweep
     from trainfit.sweeps.run import Run
 
@@ -90,12 +90,18 @@ def run(
     if predict_only:
         sweep = replace(sweep, file=sweep.file.model_copy(update={"measure": None, "train": None}))
     folder = out or Path("runs") / sweep.name
-    with resumable(lambda: GO_ON), only_json(json), Book(folder, sweep.name) as book:
+    with resumable(lambda: GO_ON), only_json(json), Journal(folder, sweep.name) as journal:
         view = View(sweep)
         state = Run(
-            sweep, book, device=device, peak_flops=peak_flops, retry=retry, again=again, changed=view.changed
+            sweep,
+            journal,
+            device=device,
+            peak_flops=peak_flops,
+            retry=retry,
+            again=again,
+            changed=view.changed,
         )
-        for note in (*sweep.notes, *book.notes):
+        for note in (*sweep.notes, *journal.notes):
             view.say(f"note: {note}")
         with executing(executor, device or sweep.file.device, jobs, ray_address) as place:
             _go(state, place, view)
@@ -187,7 +193,7 @@ class View:
 
 def _report(state: "Run", folder: Path) -> Path:
     from trainfit.report.sweep_page import NO_PLOTS, has_plots, write_page
-    from trainfit.sweeps.book import REPORT
+    from trainfit.sweeps.journal import REPORT
 
     write_page(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
     if not has_plots():
@@ -198,7 +204,7 @@ def _report(state: "Run", folder: Path) -> Path:
 def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
     """One object: the rows with both sides as nouns, and the numbers that the table shows."""
     from trainfit.spec.sweep import front, frontier
-    from trainfit.sweeps.book import RECORDS
+    from trainfit.sweeps.journal import RECORDS
 
     rows = state.rows()
     return {
@@ -217,7 +223,7 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     from trainfit.report.console import console, heading, rows
     from trainfit.report.sweep_table import first_line, text_table
     from trainfit.report.words import holds_for
-    from trainfit.sweeps.book import RECORDS
+    from trainfit.sweeps.journal import RECORDS
 
     out, found = console(), state.rows()
     heading(out, f"Sweep {state.sweep.name}: {len(found)} variants")

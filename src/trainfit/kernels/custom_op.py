@@ -24,7 +24,7 @@ def declare(
     fake: Callable[..., Any],
     *,
     mutates: Collection[str] = (),
-    rehearse: Callable[..., Any] | None = None,
+    dry_run: Callable[..., Any] | None = None,
     kernel: Callable[..., str] | None = None,
 ) -> None:
     """Make ``torch.ops.trainfit.NAME``; once a name.
@@ -34,7 +34,7 @@ def declare(
         fake: gives results of the same shapes, dtypes and strides without values.
         mutates: the arguments that ``run`` writes into. Autograd hears of it, so a backward that still needs what was
             there says so.
-        rehearse: for an operation that allocates more than its results on a GPU: as ``run``, given fake tensors and
+        dry_run: for an operation that allocates more than its results on a GPU: as ``run``, given fake tensors and
             ``capability`` (that of the GPU), it makes and drops what ``run`` does there, in the same order. The virtual
             GPU finds it as the operation's attribute of that name (virtual/trace/dry_run.py).
         kernel: for attention: given the same, the name of the kernel that a GPU takes (virtual/cuda/attention_kernel.py).
@@ -51,8 +51,8 @@ def declare(
 
     torch.library.impl(operation, "default", run_and_tell if places else run)
     torch.library.register_fake(operation, fake)
-    if rehearse is not None:
-        getattr(torch.ops.trainfit, name).default.rehearse = rehearse
+    if dry_run is not None:
+        getattr(torch.ops.trainfit, name).default.dry_run = dry_run
     if kernel is not None:
         getattr(torch.ops.trainfit, name).default.kernel = kernel
 

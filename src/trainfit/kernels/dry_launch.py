@@ -1,6 +1,6 @@
 """Launchers run without a GPU and without Triton: what they allocate is real, their launches do nothing.
 
-A rehearsed launcher is the launcher's own code; only what it imports from Triton, and the kernels that it imports from
+A dry launcher is the launcher's own code; only what it imports from Triton, and the kernels that it imports from
 files of this package, are answered by a stand-in that takes every call. So given fake tensors it makes and drops the
 same tensors in the same order as on a GPU, and no second list of them can fall behind. The virtual GPU asks for it.
 """
@@ -49,7 +49,7 @@ class StandIn:
     __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __mul__
 
 
-def rehearsed(launcher: Callable[..., Any]) -> Callable[..., Any]:
+def dry_launcher(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """The launcher, a function of a module's top level, and the module's functions that it calls, without launches."""
     return _functions(launcher.__module__)[launcher.__name__]
 

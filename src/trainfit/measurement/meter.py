@@ -26,7 +26,7 @@ from trainfit.measurement.live import LiveBytes
 from trainfit.measurement.nvml import Nvml
 from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
-from trainfit.virtual.trace.first_hook import hear_first
+from trainfit.virtual.trace.prepend_grad_hook import prepend_grad_hook
 
 Peak = tuple[int, MemoryBreakdown | None]
 """Bytes, and what held them where that is known."""
@@ -257,7 +257,7 @@ def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
     handles = []
     for parameter in step.model.parameters():
         if parameter.requires_grad:
-            handles.append(hear_first(parameter, is_gradient))
+            handles.append(prepend_grad_hook(parameter, is_gradient))
     return handles
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainfit.offload.copies import Lanes
+from trainfit.offload.copies import CopyStreams
 from trainfit.offload.ring import Ring, padded, view
 
 
@@ -28,10 +28,10 @@ class HostBlocks:
     """
 
     def __init__(self, blocks: list[nn.Module], device: torch.device, num_slots: int):
-        self.blocks, self.lanes = blocks, Lanes(device)
+        self.blocks, self.copy_streams = blocks, CopyStreams(device)
         self._places = [_places(block) for block in blocks]
-        self.ring = Ring(self.lanes, num_slots, max(num_bytes for _, num_bytes in self._places))
-        self.moments = Ring(self.lanes, num_slots)
+        self.ring = Ring(self.copy_streams, num_slots, max(num_bytes for _, num_bytes in self._places))
+        self.moments = Ring(self.copy_streams, num_slots)
         """For what optimizers keep of the weights (offload/optimizer_state.py)."""
         for index, block in enumerate(blocks):
             self._bind(index, block)
@@ -42,7 +42,7 @@ class HostBlocks:
         for module in block.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = torch.empty_like(buffer, device=self.lanes.device)
+                    module._buffers[name] = torch.empty_like(buffer, device=self.copy_streams.device)
         for owner, name, tensor, start in places:
             value = view(self.ring.room(index), start, tensor)
             if isinstance(tensor, nn.Parameter):
@@ -58,7 +58,7 @@ class HostBlocks:
 
     def values(self, index: int) -> Iterator[tuple[str, Tensor]]:
         """Dotted names within the block, as they are now, and the host's views of its weights, to read or to write."""
-        self.lanes.settle()
+        self.copy_streams.settle()
         self.ring.overwritten(index)
         # Adapters may have put the modules deeper since.
         paths = {id(module): path for path, module in self.blocks[index].named_modules()}

@@ -1,6 +1,6 @@
 """Copies between the GPU and pinned host memory, beside the computation, and what they are on a virtual GPU.
 
-On CUDA a ``Lane`` is a stream of its own: it waits for the computation where it must, never the other way round unless
+On CUDA a ``CopyStream`` is a stream of its own: it waits for the computation where it must, never the other way round unless
 asked. On a CPU, real or virtual, copies run at once. On the virtual GPU the host's side is a fake tensor on ``meta``,
 which costs nothing and counts as no device memory, and a copy is the operation ``trainfit::copy_to_host_`` or
 ``trainfit::copy_to_device_``, so that the ledger knows its bytes and their direction.
@@ -74,7 +74,7 @@ def _virtual_copy(name: str) -> Any:
     return getattr(torch.ops.trainfit, name).default
 
 
-class Lane:
+class CopyStream:
     """One direction of copying."""
 
     def __init__(self, device: torch.device):
@@ -98,12 +98,12 @@ class Lane:
             self._stream.synchronize()
 
 
-class Lanes:
+class CopyStreams:
     """Both directions between one device and its host. All that moves shares them: what is asked for first comes first."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.to_device, self.to_host = Lane(device), Lane(device)
+        self.to_device, self.to_host = CopyStream(device), CopyStream(device)
         self._like = torch.empty(0, device=device)
 
     def host_empty(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -74,7 +74,7 @@ class HostMoments:
         for _, _, value in found:
             starts.append(end)
             end += padded(value.numel() * value.element_size())
-        self._hosted.lanes.settle()
+        self._hosted.copy_streams.settle()
         host = self._ring.invite(index, end)
         self._moments[index] = []
         for (parameter, key, value), start in zip(found, starts, strict=True):
@@ -91,10 +91,10 @@ class HostMoments:
         if value.device == host.device:
             host.copy_(value)
         else:
-            lanes = self._hosted.lanes
+            copy_streams = self._hosted.copy_streams
             # Once a moment and run: the computation waits, so the device's memory can be given up, and whoever reads
             # the host's comes after it.
-            event = lanes.to_host.copy(host, value, lanes.now())
+            event = copy_streams.to_host.copy(host, value, copy_streams.now())
             wait(event)
             self._ring.wrote(index, event)
 

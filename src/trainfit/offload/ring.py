@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainfit.offload.copies import Event, Lanes, wait
+from trainfit.offload.copies import CopyStreams, Event, wait
 
 ALIGN = 512
 """Bytes at whose multiples tensors begin, as the caching allocator's blocks do."""
@@ -38,8 +38,8 @@ class Ring:
         least_bytes: size of a slot at least; a guest that needs more gets its slot a larger one.
     """
 
-    def __init__(self, lanes: Lanes, num_slots: int, least_bytes: int = 0):
-        self._lanes, self._num_slots, self._least_bytes = lanes, num_slots, least_bytes
+    def __init__(self, copy_streams: CopyStreams, num_slots: int, least_bytes: int = 0):
+        self._copy_streams, self._num_slots, self._least_bytes = copy_streams, num_slots, least_bytes
         self._slots: dict[int, _Slot] = {}
         self._host: dict[int, Tensor] = {}
         self._written: dict[int, Event] = {}
@@ -53,15 +53,15 @@ class Ring:
                 wait(slot.arrived)
                 wait(slot.left)
             size = max(num_bytes, self._least_bytes)
-            flat = torch.empty(size, dtype=torch.uint8, device=self._lanes.device)
+            flat = torch.empty(size, dtype=torch.uint8, device=self._copy_streams.device)
             # The allocator gives memory that the computation may still be reading for something else.
-            self._slots[index % self._num_slots] = _Slot(flat, left=self._lanes.now())
-        self._host[index] = self._lanes.host_empty((num_bytes,), torch.uint8)
+            self._slots[index % self._num_slots] = _Slot(flat, left=self._copy_streams.now())
+        self._host[index] = self._copy_streams.host_empty((num_bytes,), torch.uint8)
         self.overwritten(index)
         return self._host[index]
 
     def host(self, index: int) -> Tensor:
-        """The guest's bytes on the host; its values once ``Lanes.settle`` has returned."""
+        """The guest's bytes on the host; its values once ``CopyStreams.settle`` has returned."""
         return self._host[index]
 
     def room(self, index: int) -> Tensor:
@@ -89,14 +89,14 @@ class Ring:
     def leave(self, index: int, *, changed: bool) -> None:
         """The guest is no longer used; with ``changed`` it goes back to the host."""
         slot = self._slot(index)
-        slot.left = self._lanes.now()
+        slot.left = self._copy_streams.now()
         if changed:
             self._write(index, slot)
 
     def keep(self, index: int) -> None:
         """What has been written into the guest's room is its value; the room may be written into again."""
         slot = self._slot(index)
-        slot.guest, slot.left = index, self._lanes.now()
+        slot.guest, slot.left = index, self._copy_streams.now()
         self._write(index, slot)
         wait(slot.left)
 
@@ -113,7 +113,7 @@ class Ring:
 
     def _write(self, index: int, slot: _Slot) -> None:
         host = self._host[index]
-        slot.left = self._lanes.to_host.copy(host, slot.flat[: host.numel()], slot.left)
+        slot.left = self._copy_streams.to_host.copy(host, slot.flat[: host.numel()], slot.left)
         self._written[index] = slot.left
 
     def _fetch(self, index: int) -> None:
@@ -124,7 +124,9 @@ class Ring:
         own, others = self._written.get(index), None
         if slot.guest is not None:
             others = self._written.get(slot.guest)  # It may be used again after it began to go back.
-        slot.arrived = self._lanes.to_device.copy(slot.flat[: host.numel()], host, slot.left, own, others)
+        slot.arrived = self._copy_streams.to_device.copy(
+            slot.flat[: host.numel()], host, slot.left, own, others
+        )
         slot.guest = index
 
     def _slot(self, index: int) -> _Slot:

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, arXiv:1711.05101) in one pass over a weight, for what torch's own does not do:
 
 - bf16 weights and moments rounded at random, so that small updates are not lost (``stochastic_rounding``);
-- moments in 8 or 4 bits (``moment_levels``). The states and the function are torchao's AdamW8bit and AdamW4bit, which a
+- moments in 8 or 4 bits (``codebook``). The states and the function are torchao's AdamW8bit and AdamW4bit, which a
   test compares step by step; torchao compiles its step anew for each shape, and the program holds two fp32 copies of the
   weight while it runs.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trainfit.kernels.quantize import codebook as moment_levels
+from trainfit.kernels.quantize import codebook
 from trainfit.kernels.stochastic_rounding.triton import rounded
 
-LEAST_SCALE = tl.constexpr(moment_levels.LEAST_SCALE)
+LEAST_SCALE = tl.constexpr(codebook.LEAST_SCALE)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
-from trainfit.virtual.trace.frozen_gc import set_aside
+from trainfit.virtual.trace.frozen_gc import frozen_gc
 
 LEVELS = ("none", "elementwise", "full")
 COMPILED_LEVELS = ("none", "full")
@@ -70,7 +70,7 @@ def resolve(recipe: Recipe) -> Recipe:
     return plan(recipe).recipe if isinstance(recipe.recompute, BudgetGib) else recipe
 
 
-@set_aside()
+@frozen_gc()
 def plan(recipe: Recipe) -> Plan:
     """The fastest plan found within the recipe's GiB budget.
 

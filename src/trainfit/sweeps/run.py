@@ -1,6 +1,6 @@
 """A sweep run: every variant predicted, then measured, then trained, as far as its file asks, and as far as is not done.
 
-Enters: a Sweep, its open Book and an executor. Leaves: a Row a variant, and the book fuller. Stages follow one another,
+Enters: a Sweep, its open Journal and an executor. Leaves: a Row a variant, and the journal fuller. Stages follow one another,
 so that predictions on the CPU do not slow down what is being measured.
 """
 
@@ -13,7 +13,7 @@ from trainfit.spec.result import Estimate, Record
 from trainfit.spec.storage import StorageError
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.value import parse
-from trainfit.sweeps.book import Book
+from trainfit.sweeps.journal import Journal
 from trainfit.sweeps.parts import PartRequest, PartResult, ended, limit_bytes
 from trainfit.sweeps.read import Sweep
 from trainfit.sweeps.rows import refused_before_it_ran, row_of
@@ -42,7 +42,7 @@ class Run:
     def __init__(
         self,
         sweep: Sweep,
-        book: Book,
+        journal: Journal,
         *,
         device: str | None = None,
         peak_flops: float | None = None,
@@ -51,7 +51,7 @@ class Run:
         changed: Callable[["Run", PartRequest, Record | None], None] = lambda run, request, record: None,
     ):
         self.sweep = sweep
-        self._book, self._retry, self._again, self._changed = book, retry, again, changed
+        self._journal, self._retry, self._again, self._changed = journal, retry, again, changed
         self._device = device or sweep.file.device
         self._peak_flops = peak_flops
         self._records: dict[tuple[str, Part], Record] = {}
@@ -116,8 +116,8 @@ class Run:
         )  # fmt: skip
 
     def _kept(self, request: PartRequest) -> bool:
-        """Whether the book has what is asked; then that is the row's."""
-        record = None if self._again else self._book.found(request)
+        """Whether the journal has what is asked; then that is the row's."""
+        record = None if self._again else self._journal.found(request)
         if record is None or record.outcome is None:
             return False
         if self._retry and record.outcome.status not in RESULTS:
@@ -143,7 +143,7 @@ class Run:
 
     def _note(self, request: PartRequest, result: PartResult) -> None:
         key = (request.variant, request.part)
-        self._records[key] = record = self._book.append(request, result)
+        self._records[key] = record = self._journal.append(request, result)
         self._running.discard(key)
         self._changed(self, request, record)
 

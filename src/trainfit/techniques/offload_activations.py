@@ -52,9 +52,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     """
     from trainfit.checkpointing.whole_block import BlockRuns
     from trainfit.models.layers import require_blocks
-    from trainfit.offload.copies import Lanes
+    from trainfit.offload.copies import CopyStreams
 
     if recipe.offload.weights:
         return  # offload_weights.py has the same runs move both.
     blocks = require_blocks(draft.model, "offload.activations", True, "set offload.activations: false")
-    BlockRuns(blocks, Lanes(draft.device), offload=True).install()
+    BlockRuns(blocks, CopyStreams(draft.device), offload=True).install()

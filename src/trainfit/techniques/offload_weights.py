@@ -66,6 +66,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     assert hosted is not None, "step.assemble builds the model on the host"
     moments = None if recipe.adapter else HostMoments(hosted, lambda: draft.optimizers)
     runs = BlockRuns(
-        hosted.blocks, hosted.lanes, weights=hosted, moments=moments, offload=recipe.offload.activations
+        hosted.blocks,
+        hosted.copy_streams,
+        weights=hosted,
+        moments=moments,
+        offload=recipe.offload.activations,
     )
     runs.install()

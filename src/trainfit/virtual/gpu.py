@@ -19,7 +19,7 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.exclusive import exclusive, replaced
 from trainfit.virtual.host_random import own_generator
 from trainfit.virtual.process_state import restored_settings
-from trainfit.virtual.trace.frozen_gc import set_aside
+from trainfit.virtual.trace.frozen_gc import frozen_gc
 from trainfit.virtual.trace.host_tensors import HostTensors, Residence
 from trainfit.virtual.trace.scope import Groups, Place, Places
 from trainfit.virtual.trace.tracer import Tracer
@@ -82,7 +82,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
         stack.enter_context(exclusive())
         stack.enter_context(restored_settings())
         stack.enter_context(own_generator())
-        stack.enter_context(set_aside())
+        stack.enter_context(frozen_gc())
         stack.enter_context(fallbacks_told(said))
         stack.enter_context(transformers_sees_real_tensors())
         if traits is not None:

@@ -147,11 +147,9 @@ def register() -> None:
     """Make ``torch.ops.trainfit.flash_attention`` and its backward; a second call does nothing."""
     from torch.utils.flop_counter import register_flop_formula
 
+    declare("flash_attention", _run_forward, _fake_forward, dry_run=_dry_run_forward, kernel=_forward_kernel)
     declare(
-        "flash_attention", _run_forward, _fake_forward, rehearse=_rehearse_forward, kernel=_forward_kernel
-    )
-    declare(
-        "flash_attention_backward", _run_backward, _fake_backward, rehearse=_rehearse_backward, kernel=_backward_kernel
+        "flash_attention_backward", _run_backward, _fake_backward, dry_run=_dry_run_backward, kernel=_backward_kernel
     )  # fmt: skip
     torch.library.register_autograd(
         "trainfit::flash_attention", _differentiate, setup_context=_keep_for_backward
@@ -212,25 +210,25 @@ def _has_kernels(q: Tensor) -> bool:
     return q.is_cuda and has_module("triton")
 
 
-def _rehearse_forward(
+def _dry_run_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *, capability: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    from trainfit.kernels.dry_launch import rehearsed
+    from trainfit.kernels.dry_launch import dry_launcher
     from trainfit.kernels.flash_attention.dispatch import Machine, forward_launch
 
     launch = forward_launch(q, k, v, scale, Machine(capability))
-    return launch(q, k, v, is_causal, scale, by=rehearsed)
+    return launch(q, k, v, is_causal, scale, by=dry_launcher)
 
 
-def _rehearse_backward(
+def _dry_run_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
     *, capability: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from trainfit.kernels.dry_launch import rehearsed
+    from trainfit.kernels.dry_launch import dry_launcher
     from trainfit.kernels.flash_attention.dispatch import Machine, backward_launch
 
     launch = backward_launch(gradient, q, k, v, out, scale, Machine(capability))
-    return launch(gradient, q, k, v, out, lse, is_causal, scale, by=rehearsed)
+    return launch(gradient, q, k, v, out, lse, is_causal, scale, by=dry_launcher)
 
 
 def _forward_kernel(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare
-from trainfit.kernels.quantize import codebook as moment_levels
+from trainfit.kernels.quantize import codebook
 
 BLOCK = 64
 """Weights that share a magnitude."""
@@ -49,7 +49,7 @@ class Nf4(NamedTuple):
 
 def make_levels(device: torch.device | str) -> Tensor:
     """Both code books, fp32 [272]."""
-    return torch.tensor([*LEVELS, *moment_levels.levels(8, signed=True)], dtype=torch.float32).to(device)
+    return torch.tensor([*LEVELS, *codebook.levels(8, signed=True)], dtype=torch.float32).to(device)
 
 
 def midpoints(levels: Tensor) -> Tensor:

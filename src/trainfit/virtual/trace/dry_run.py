@@ -1,6 +1,6 @@
 """What an operation of ours allocates inside itself on a GPU, found by rehearsing it.
 
-An operation with an attribute ``rehearse`` (kernels/custom_op.py) runs its own launcher on fake tensors, without
+An operation with an attribute ``dry_run`` (kernels/custom_op.py) runs its own launcher on fake tensors, without
 launches. Here each storage that it makes is noted, and each that it drops, in order.
 """
 
@@ -19,11 +19,11 @@ class Change(NamedTuple):
     """A storage is made, or freed."""
 
     storage: int
-    """Its number in the rehearsal."""
+    """Its number in the dry run."""
     is_free: bool
 
 
-class Rehearsal(TorchDispatchMode):
+class DryRun(TorchDispatchMode):
     """Notes the storages that operations make while it is entered, and their frees."""
 
     def __init__(self, inputs: Iterable[Tensor]):
@@ -64,11 +64,11 @@ class Rehearsal(TorchDispatchMode):
         self._refs[number] = weakref.ref(storage, freed)
 
 
-def rehearse(func: Any, args: Any, kwargs: Any, capability: tuple[int, int]) -> tuple[Any, Rehearsal] | None:
+def dry_run(func: Any, args: Any, kwargs: Any, capability: tuple[int, int]) -> tuple[Any, DryRun] | None:
     """The operation's results on a GPU of this capability, and what it did to memory; None for all but ours that say so."""
-    own = getattr(func, "rehearse", None)
+    own = getattr(func, "dry_run", None)
     if own is None:
         return None
-    with Rehearsal(tensors_of((args, kwargs))) as rehearsal:
+    with DryRun(tensors_of((args, kwargs))) as run:
         out = own(*args, **kwargs, capability=capability)
-    return out, rehearsal
+    return out, run

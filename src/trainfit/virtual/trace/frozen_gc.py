@@ -10,7 +10,7 @@ _within: ContextVar[bool] = ContextVar("within", default=False)
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """Within it, a full collection looks at what was made within it, not at every object of torch and transformers.
 
     One full collection of those takes a quarter of a second, and a plan for 80 layers met one or two. Cycles that the

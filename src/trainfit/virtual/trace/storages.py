@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
-from trainfit.virtual.trace.first_hook import hear_first
+from trainfit.virtual.trace.prepend_grad_hook import prepend_grad_hook
 from trainfit.virtual.trace.scope import NOWHERE, Place, Places
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -75,7 +75,7 @@ class LiveStorages:
             if owner.grad is not None:
                 self.own(owner.grad, "gradients", place)
 
-        hear_first(parameter, arrived)
+        prepend_grad_hook(parameter, arrived)
 
     def categorise(self, category: str, indices: Iterable[int]) -> None:
         """What has no category yet among these storages gets this one."""

@@ -21,7 +21,7 @@ from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 from trainfit.virtual.cuda.scratch import GpuTraits, as_allocated, output_bytes, temporaries
 from trainfit.virtual.cuda.workspaces import Workspaces
 from trainfit.virtual.masked_pairs import MaskedPairs
-from trainfit.virtual.trace.dry_run import Rehearsal, rehearse
+from trainfit.virtual.trace.dry_run import DryRun, dry_run
 from trainfit.virtual.trace.gradient_accumulation import as_the_engine_does, held_by_engine_alone
 from trainfit.virtual.trace.host_tensors import Residence, carry_values, is_host, on_host
 from trainfit.virtual.trace.op_entries import op_entries
@@ -123,10 +123,10 @@ class Tracer(TorchDispatchMode):
         if func in READS_VALUE:
             return read(args[0])
         func = as_the_engine_does(func, args, kwargs)
-        rehearsed = rehearse(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
-        if rehearsed is not None:
-            self._record(func, args, kwargs, *rehearsed)
-            return rehearsed[0]
+        launched = dry_run(func, args, kwargs, self.gpu.compute_capability) if self.gpu else None
+        if launched is not None:
+            self._record(func, args, kwargs, *launched)
+            return launched[0]
         out = run(func, args, kwargs)
         carry_values(func, args, kwargs, out)
         self._record(func, args, kwargs, out)
@@ -140,9 +140,7 @@ class Tracer(TorchDispatchMode):
             return self.residence.on_host
         return all(is_host(t) for t in tensors)
 
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, out: Any, rehearsal: Rehearsal | None = None
-    ) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:
@@ -153,8 +151,8 @@ class Tracer(TorchDispatchMode):
             place = owners[0]
         self.live.group_at_work = place.group
         op = self._add_ops(func, args, kwargs, out, place, owners)
-        if rehearsal is not None:
-            self._replay(rehearsal, fresh, op, place, str(func))
+        if dry_run is not None:
+            self._replay(dry_run, fresh, op, place, str(func))
             return
         sizes = output_bytes(func, args, kwargs, out) if self.gpu else {}
         is_listed = len(owners) > 1
@@ -179,20 +177,20 @@ class Tracer(TorchDispatchMode):
             self.live.add_scratch(scratch, op, place, str(func))
 
     def _replay(
-        self, rehearsal: Rehearsal, fresh: list[tuple[int, Tensor]], op: int, place: Place, name: str
+        self, dry_run: DryRun, fresh: list[tuple[int, Tensor]], op: int, place: Place, name: str
     ) -> None:
-        """Allocations and frees in the order of the rehearsal; what it did not give back is scratch."""
-        results = {rehearsal.number_of(t): (n, t) for n, t in fresh}
+        """Allocations and frees in the order of the dry run; what it did not give back is scratch."""
+        results = {dry_run.number_of(t): (n, t) for n, t in fresh}
         slot = f"{place.slot}/{name}/scratch"
         scratch: dict[int, int] = {}
-        for number, is_free in rehearsal.changes:
+        for number, is_free in dry_run.changes:
             if number in results:
                 n, t = results[number]
                 self.live.allocate(t, str(n), op, place)
             elif is_free and number in scratch:
                 self.live.free(scratch[number], place.group)
-            elif rehearsal.num_bytes[number]:
-                num_bytes = rehearsal.num_bytes[number]
+            elif dry_run.num_bytes[number]:
+                num_bytes = dry_run.num_bytes[number]
                 scratch[number] = self.live.add(num_bytes, op, slot, place.group, "temporary")
 
     def _is_fresh(self, t: Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.fake_impls import READS_VALUE
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.trace.dry_run import Rehearsal
+from trainfit.virtual.trace.dry_run import DryRun
 from trainfit.virtual.trace.host_tensors import carried_values, carry_values, is_host, on_host
 from trainfit.virtual.trace.scope import Places
 from trainfit.virtual.trace.tensors import tensors_of
@@ -130,10 +130,8 @@ class UserTracer(Tracer):
         self._record(func, args, kwargs, out)
         return out
 
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, out: Any, rehearsal: Rehearsal | None = None
-    ) -> None:
-        super()._record(func, args, kwargs, out, rehearsal)
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
+        super()._record(func, args, kwargs, out, dry_run)
         if func is not aten._to_copy.default or not self._residence.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():

@@ -72,7 +72,7 @@ def _first_byte(x: Tensor) -> int:
 
 
 def _whole(length: int, size: int) -> int:
-    """Tiles of ``size`` that hold so many rows. (``size`` may be a rehearsal's stand-in, which has no minus sign.)"""
+    """Tiles of ``size`` that hold so many rows. (``size`` may be a dry run's stand-in, which has no minus sign.)"""
     return (length + size - 1) // size
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 
-def hear_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+def prepend_grad_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """``parameter.register_post_accumulate_grad_hook``, before a technique's own hook, which may use the gradient up.
 
     The engine walks the hooks in the order in which they were put in (``PyDict_Next`` in torch/csrc/autograd/

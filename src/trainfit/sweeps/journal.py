@@ -1,4 +1,4 @@
-"""The book of a sweep: its records, one a line, each on the disk before the next trial's is. What resuming reads.
+"""The journal of a sweep: its records, one a line, each on the disk before the next trial's is. What resuming reads.
 
 ``FOLDER/records.jsonl`` (Records), ``FOLDER/logs/`` (what failed trials printed), ``FOLDER/report.html``.
 One sweep at a time writes to a folder. A line that a killed sweep left half-written is moved to ``records.torn``; a damaged
@@ -22,8 +22,8 @@ MAX_RECORDS_BYTES = 10**9
 SWEEP_TAG, VARIANT_TAG = "sweep:", "variant:"
 
 
-class Book:
-    """The open book of ``folder``, made if it is not there; held by one process at a time."""
+class Journal:
+    """The open journal of ``folder``, made if it is not there; held by one process at a time."""
 
     def __init__(self, folder: Path, sweep: str):
         self.folder = folder
@@ -33,7 +33,7 @@ class Book:
         """What a person should know of the records that were there."""
         self._newest: dict[str, Record] = {}
 
-    def __enter__(self) -> "Book":
+    def __enter__(self) -> "Journal":
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError("is a file", "name a folder", field="out", value=str(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ class Book:
 
     def append(self, request: PartRequest, result: PartResult) -> Record:
         """Keep what came of a part; once this returns it is on the disk."""
-        assert self._file is not None, "the book is open"
+        assert self._file is not None, "the journal is open"
         record = new_record(
             request.part, request.recipe,
             estimate=result.estimate, measurement=result.measurement, train=result.train, outcome=result.outcome,
