@@ -6,7 +6,7 @@ import torch
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.offload.blocks import is_moment
-from trainfit.offload.ring import ALIGN
+from trainfit.offload.slot_buffer import ALIGN
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.prediction.roofline import roofline
 from trainfit.spec.errors import InputError

@@ -30,8 +30,8 @@ def goes(num_bytes: int, gone_bytes: int, held_bytes: int, share: float) -> bool
     return gone_bytes + num_bytes <= share * held_bytes
 
 
-class Parcel:
-    """One storage on its way to the host and back: the expressions that show it."""
+class OffloadedStorage:
+    """One storage that is copied to the host and back, and the saved expressions that are views of it."""
 
     def __init__(self, t: Tensor):
         whole = t.detach()
@@ -58,7 +58,7 @@ class Run:
         self._gone_bytes = 0
         self.held_bytes: list[int] = []
         """Of each storage that it holds, in the order in which they were saved."""
-        self._parcels: dict[int, Parcel | None] = {}
+        self._offloaded: dict[int, OffloadedStorage | None] = {}
         """By storage; None: it stays."""
 
     def hold(self, expression: Expression, t: Tensor) -> None:
@@ -66,52 +66,52 @@ class Run:
         storage = address(t)
         if storage == self._stays or t.untyped_storage().nbytes() < self._small:
             return
-        if storage not in self._parcels:
-            self._parcels[storage] = self._leaves(t)
-        parcel = self._parcels[storage]
-        if parcel is not None and parcel.device is not None and t.dtype == parcel.device.dtype:
-            parcel.shown.append((expression, (t.shape, t.stride(), int(t.storage_offset()))))
+        if storage not in self._offloaded:
+            self._offloaded[storage] = self._leaves(t)
+        offloaded = self._offloaded[storage]
+        if offloaded is not None and offloaded.device is not None and t.dtype == offloaded.device.dtype:
+            offloaded.shown.append((expression, (t.shape, t.stride(), int(t.storage_offset()))))
 
-    def _leaves(self, t: Tensor) -> Parcel | None:
+    def _leaves(self, t: Tensor) -> OffloadedStorage | None:
         num_bytes = t.untyped_storage().nbytes()
         self.held_bytes.append(num_bytes)
         if not goes(num_bytes, self._gone_bytes, sum(self.held_bytes), self.share):
             return None
         self._gone_bytes += num_bytes
-        parcel = Parcel(t)
-        self._blocks.send(parcel)
-        return parcel
+        offloaded = OffloadedStorage(t)
+        self._blocks.send(offloaded)
+        return offloaded
 
     def let_go(self) -> None:
         """What has left is on the host; its device memory is given up."""
-        for parcel in self._gone():
-            wait(parcel.event)
-            parcel.device = parcel.event = None
-            for expression, _ in parcel.shown:
+        for offloaded in self._gone():
+            wait(offloaded.event)
+            offloaded.device = offloaded.event = None
+            for expression, _ in offloaded.shown:
                 expression.value, expression.is_held = None, False
                 expression.fetch = self._take_back
 
     def bring_back(self) -> None:
         """The copies back begin."""
-        for parcel in self._gone():
-            if parcel.device is None:
-                self._blocks.bring(parcel)
+        for offloaded in self._gone():
+            if offloaded.device is None:
+                self._blocks.bring(offloaded)
 
     def _take_back(self) -> None:
         """The backward asks: what has come back is its expressions' again, each until its last use."""
         self.bring_back()
-        for parcel in self._gone():
-            wait(parcel.event)
-            assert parcel.device is not None
-            self._blocks.give_up_host(parcel)
-            for expression, (shape, stride, offset) in parcel.shown:
+        for offloaded in self._gone():
+            wait(offloaded.event)
+            assert offloaded.device is not None
+            self._blocks.give_up_host(offloaded)
+            for expression, (shape, stride, offset) in offloaded.shown:
                 expression.fetch = None
                 if expression.uses:
-                    expression.value = parcel.device.as_strided(shape, stride, offset)
-        self._parcels.clear()
+                    expression.value = offloaded.device.as_strided(shape, stride, offset)
+        self._offloaded.clear()
 
-    def _gone(self) -> list[Parcel]:
-        return [parcel for parcel in self._parcels.values() if parcel is not None]
+    def _gone(self) -> list[OffloadedStorage]:
+        return [offloaded for offloaded in self._offloaded.values() if offloaded is not None]
 
 
 class Blocks:
@@ -171,25 +171,25 @@ class Blocks:
             self._leaving = run
         self._before = None if is_last else run
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, offloaded: OffloadedStorage) -> None:
         """The copy to the host begins, after what makes the tensor."""
-        assert parcel.device is not None
-        kind = (parcel.device.shape, parcel.device.dtype)
+        assert offloaded.device is not None
+        kind = (offloaded.device.shape, offloaded.device.dtype)
         free = self._free.get(kind)
-        parcel.host = free.pop() if free else host_empty(*kind, like=parcel.device)
-        parcel.event = self._out.copy(parcel.host, parcel.device, now(self._device))
+        offloaded.host = free.pop() if free else host_empty(*kind, like=offloaded.device)
+        offloaded.event = self._out.copy(offloaded.host, offloaded.device, now(self._device))
 
-    def bring(self, parcel: Parcel) -> None:
+    def bring(self, offloaded: OffloadedStorage) -> None:
         """The copy back begins. The computation allocates, so the memory may be what it still reads: hence ``now``."""
-        assert parcel.host is not None
-        parcel.device = torch.empty(parcel.host.shape, dtype=parcel.host.dtype, device=self._device)
-        parcel.event = self._in.copy(parcel.device, parcel.host, now(self._device))
+        assert offloaded.host is not None
+        offloaded.device = torch.empty(offloaded.host.shape, dtype=offloaded.host.dtype, device=self._device)
+        offloaded.event = self._in.copy(offloaded.device, offloaded.host, now(self._device))
 
-    def give_up_host(self, parcel: Parcel) -> None:
+    def give_up_host(self, offloaded: OffloadedStorage) -> None:
         """The host's memory is free for another; the computation has waited for the copy."""
-        if parcel.host is not None:
-            self._free.setdefault((parcel.host.shape, parcel.host.dtype), []).append(parcel.host)
-            parcel.host = None
+        if offloaded.host is not None:
+            self._free.setdefault((offloaded.host.shape, offloaded.host.dtype), []).append(offloaded.host)
+            offloaded.host = None
 
 
 def _ignore(expression: Expression, t: Tensor) -> None:

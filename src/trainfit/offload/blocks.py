@@ -4,7 +4,7 @@ Enters: a model built on ``meta``. Leaves: its parameters on the device, those o
 values of every block in one pinned buffer each. A model larger than the card's memory is built so, since no more than
 S blocks are ever on the device: each is initialised in its slot and copied out.
 
-The parameters never move: block i computes with its weights only between ``arrive(i)`` and the slot's next guest.
+The parameters never move: block i computes with its weights only between ``arrive(i)`` and another block takes the slot.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainfit.offload.copies import CopyStreams
-from trainfit.offload.ring import Ring, padded, view
+from trainfit.offload.slot_buffer import SlotBuffer, padded, view
 
 
 class HostBlocks:
     """The weights of ``blocks``, kept on the host.
 
     Args:
-        num_slots: as ``Ring``'s.
+        num_slots: as ``SlotBuffer``'s.
     """
 
     def __init__(self, blocks: list[nn.Module], device: torch.device, num_slots: int):
         self.blocks, self.copy_streams = blocks, CopyStreams(device)
         self._places = [_places(block) for block in blocks]
-        self.ring = Ring(self.copy_streams, num_slots, max(num_bytes for _, num_bytes in self._places))
-        self.moments = Ring(self.copy_streams, num_slots)
+        self.ring = SlotBuffer(self.copy_streams, num_slots, max(num_bytes for _, num_bytes in self._places))
+        self.moments = SlotBuffer(self.copy_streams, num_slots)
         """For what optimizers keep of the weights (offload/optimizer_state.py)."""
         for index, block in enumerate(blocks):
             self._bind(index, block)
@@ -81,7 +81,7 @@ class HostBlocks:
 
     def _loading(self, index: int) -> Any:
         def into_the_host(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-            # What loading writes into the parameters themselves is overwritten by the next guest.
+            # What loading writes into the parameters themselves is overwritten by the next block in the slot.
             for name, value in self.values(index):
                 if prefix + name in state:
                     value.copy_(state[prefix + name])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainfit.offload.blocks import HostBlocks, is_moment
 from trainfit.offload.copies import wait
-from trainfit.offload.ring import padded, view
+from trainfit.offload.slot_buffer import padded, view
 
 
 class _Moment(NamedTuple):

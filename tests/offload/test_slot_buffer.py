@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.offload import ring as host_ring
+from trainfit.offload import slot_buffer
 from trainfit.offload.copies import CopyStream, CopyStreams
-from trainfit.offload.ring import Ring
+from trainfit.offload.slot_buffer import SlotBuffer
 
 
 class NotedLane(CopyStream):
@@ -38,14 +38,14 @@ class NotedLanes(CopyStreams):
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The events that the computation waited for."""
     found: list[Any] = []
-    monkeypatch.setattr(host_ring, "wait", lambda event: found.append(event) if event else None)
+    monkeypatch.setattr(slot_buffer, "wait", lambda event: found.append(event) if event else None)
     return found
 
 
 def test_a_new_slots_memory_is_not_written_while_somebody_reads_it(waited: list[Any]):
     """A guest whose value is on the host from the start (a resumed run's moments): its first copy waits all the same."""
     copy_streams = NotedLanes()
-    ring = Ring(copy_streams, 2)
+    ring = SlotBuffer(copy_streams, 2)
     ring.invite(0, 64).fill_(7)
     ring.arrive(0, None)
     assert copy_streams.to_device.waits == [{"now 1"}]
@@ -55,7 +55,7 @@ def test_a_new_slots_memory_is_not_written_while_somebody_reads_it(waited: list[
 
 def test_a_guest_comes_after_the_one_before_it_is_used_and_written(waited: list[Any]):
     copy_streams = NotedLanes()
-    ring = Ring(copy_streams, 2)
+    ring = SlotBuffer(copy_streams, 2)
     for index in range(3):
         ring.invite(index, 8).fill_(index)
     ring.arrive(0, 1)

@@ -1,8 +1,8 @@
-"""Guests whose memory is on the host and who come to the device by turns: guest i stays in slot i % S.
+"""A ring of device buffers shared by entries whose values live in pinned host memory: entry i uses slot i % S.
 
-A guest is an index with a flat piece of bytes (a block's weights, or what its optimizer keeps). Its bytes on the host are
-its value; on the device they are a copy between ``arrive`` and the slot's next guest. Which slot holds whom follows from
-the order of the calls alone.
+An entry is an index with a flat piece of bytes: a block's weights, or its optimizer state. The bytes on the host are its
+value. On the device they are a copy, from ``arrive`` until another entry takes the slot. Which slot holds which entry
+follows from the order of the calls alone.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ ALIGN = 512
 
 @dataclass
 class _Slot:
-    """Device memory for one guest."""
+    """Device memory for one entry at a time."""
 
     flat: Tensor
-    guest: int | None = None
+    entry: int | None = None
     arrived: Event = None
-    """The guest is there; None once the computation waits for it."""
+    """The copy to the device has ended; None once the computation waits for it."""
     left: Event = None
-    """The last use of the slot, its copy back included, is over; at first, of what was in its memory before."""
+    """The last use of the slot has ended, its copy back included; at first, the last use of that memory before."""
 
 
-class Ring:
-    """Few slots on the device for many guests.
+class SlotBuffer:
+    """Few slots on the device for many entries.
 
     Args:
-        num_slots: 2: the next guest comes while one is used; 3: a changed one also goes back meanwhile.
-        least_bytes: size of a slot at least; a guest that needs more gets its slot a larger one.
+        num_slots: 2: the next entry is copied in while one is used; 3: a changed one is also copied back meanwhile.
+        least_bytes: smallest size of a slot; an entry that needs more makes its slot larger.
     """
 
     def __init__(self, copy_streams: CopyStreams, num_slots: int, least_bytes: int = 0):
@@ -43,10 +43,10 @@ class Ring:
         self._slots: dict[int, _Slot] = {}
         self._host: dict[int, Tensor] = {}
         self._written: dict[int, Event] = {}
-        """A guest's values on the host are its newest."""
+        """By entry: the copy after which its host memory holds its newest value."""
 
     def invite(self, index: int, num_bytes: int) -> Tensor:
-        """Host memory for a new guest, without values; its slot is made large enough."""
+        """Return uninitialised host memory for a new entry, and make its slot large enough."""
         slot = self._slots.get(index % self._num_slots)
         if slot is None or slot.flat.numel() < num_bytes:
             if slot is not None:
@@ -61,22 +61,22 @@ class Ring:
         return self._host[index]
 
     def host(self, index: int) -> Tensor:
-        """The guest's bytes on the host; its values once ``CopyStreams.settle`` has returned."""
+        """Return the entry's bytes on the host; they are its value once ``CopyStreams.settle`` has returned."""
         return self._host[index]
 
     def room(self, index: int) -> Tensor:
-        """The device memory in which the guest is while it is there."""
+        """Return the device memory of the entry's slot."""
         return self._slot(index).flat
 
     def slots(self) -> list[Tensor]:
-        """All device memory."""
+        """Return the device memory of every slot."""
         return [slot.flat for slot in self._slots.values()]
 
     def __contains__(self, index: int) -> bool:
         return index in self._host
 
     def arrive(self, index: int, then: int | None, *, to_change: bool = False) -> None:
-        """The guest may be used, or with ``to_change`` written into, from here on; guest ``then`` is on its way."""
+        """Wait until the entry can be used, with ``to_change`` also written; begin to copy entry ``then`` to the device."""
         self._fetch(index)
         slot = self._slot(index)
         wait(slot.arrived)
@@ -87,29 +87,29 @@ class Ring:
             self._fetch(then)
 
     def leave(self, index: int, *, changed: bool) -> None:
-        """The guest is no longer used; with ``changed`` it goes back to the host."""
+        """Release the entry; with ``changed`` copy it back to the host."""
         slot = self._slot(index)
         slot.left = self._copy_streams.now()
         if changed:
             self._write(index, slot)
 
     def keep(self, index: int) -> None:
-        """What has been written into the guest's room is its value; the room may be written into again."""
+        """Copy to the host what was written into the entry's slot, and wait until the slot may be written again."""
         slot = self._slot(index)
-        slot.guest, slot.left = index, self._copy_streams.now()
+        slot.entry, slot.left = index, self._copy_streams.now()
         self._write(index, slot)
         wait(slot.left)
 
     def wrote(self, index: int, event: Event) -> None:
-        """Somebody's copy into the guest's memory on the host ends with ``event``."""
+        """Note that another copy into the entry's host memory ends with ``event``."""
         self._written[index] = event
 
     def overwritten(self, index: int) -> None:
-        """The guest's bytes on the host may be written into from outside: what is on the device is not its value."""
+        """Invalidate the entry's copy on the device: its host memory is about to be written from outside."""
         slot = self._slot(index)
-        if slot.guest == index:
+        if slot.entry == index:
             wait(self._written.get(index))
-            slot.guest = None
+            slot.entry = None
 
     def _write(self, index: int, slot: _Slot) -> None:
         host = self._host[index]
@@ -118,27 +118,27 @@ class Ring:
 
     def _fetch(self, index: int) -> None:
         slot = self._slot(index)
-        if slot.guest == index:
+        if slot.entry == index:
             return
         host = self._host[index]
         own, others = self._written.get(index), None
-        if slot.guest is not None:
-            others = self._written.get(slot.guest)  # It may be used again after it began to go back.
+        if slot.entry is not None:
+            others = self._written.get(slot.entry)  # It may be used again after it began to go back.
         slot.arrived = self._copy_streams.to_device.copy(
             slot.flat[: host.numel()], host, slot.left, own, others
         )
-        slot.guest = index
+        slot.entry = index
 
     def _slot(self, index: int) -> _Slot:
         return self._slots[index % self._num_slots]
 
 
 def padded(num_bytes: int) -> int:
-    """Bytes that one tensor takes in a guest's memory: a multiple of what the caching allocator aligns to."""
+    """Return the bytes of one tensor within an entry, rounded up to the caching allocator's alignment."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def view(flat: Tensor, start: int, like: Tensor) -> Tensor:
-    """``like``'s shape and dtype at ``start`` bytes, with a version counter of its own: autograd must not mind the next guest."""
+    """``like``'s shape and dtype at ``start`` bytes, with a version counter of its own: autograd must not see the next entry as a write."""
     part = flat.data[start : start + like.numel() * like.element_size()]
     return part.view(like.dtype).view(like.shape)
