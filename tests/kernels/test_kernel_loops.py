@@ -8,9 +8,13 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import trainfit.kernels
+import trainfit
 
-SOURCES = sorted(Path(trainfit.kernels.__path__[0]).glob("*.py"))
+SOURCES = sorted(
+    path
+    for room in ("kernels", "optim", "bench/kernels")
+    for path in (Path(trainfit.__path__[0]) / room).rglob("*.py")
+)
 
 
 def assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr, int]]:

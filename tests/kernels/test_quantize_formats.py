@@ -135,7 +135,7 @@ FOR_HOPPER = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from trainfit.kernels import quantize_triton as kernels
+from trainfit.kernels.quantize import triton as kernels
 
 def widest(kernel, types, **constants):
     types = types | dict.fromkeys(constants, "constexpr")

@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (llama3(partial_rotary_factor=0.5), "turns whole heads"),
     (yarn(partial_rotary_factor=0.5), "turns whole heads"),
     ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
-    (llama3(low_freq_factor=8.0, high_freq_factor=2.0), "low_freq_factor 8 is over high_freq_factor"),
+    (llama3(low_freq_factor=8.0, high_freq_factor=2.0), "from low_freq_factor 8 to high_freq_factor 2"),
     ({"rope_theta": None}, "rope_theta"),
     ({"pad_token_id": 97}, "pad_token_id"),
     ({"pad_token_id": -98}, "pad_token_id"),

@@ -19,7 +19,7 @@ BF16 = {"precision": "bf16"}
 @pytest.mark.parametrize(
     ("fields", "field", "remedy"),
     [
-        ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "plan.recompute.resolve"),
+        ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "planning.recompute.resolve"),
         (
             {"parallel": Parallel(shard=2), "hardware": Hardware(count=2)},
             "parallel.shard = 2",

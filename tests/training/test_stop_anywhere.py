@@ -52,7 +52,7 @@ def words(recipe: str, *more: str) -> list[str]:
 def run(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=250,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL, env=os.environ | {"TRAINFIT_CACHE": str(cwd / "cache")},  # a cached ledger needs no torch
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.replay import replay
 from trainfit.models.build import build_model
 from trainfit.prediction.trace import trace as trace_recipe
-from trainfit.prediction.user_step import Traced
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Optimizer
 from user_training import MIB, SQUARE, N, inside, mlp, steps
@@ -323,7 +322,7 @@ def test_refusals() -> None:
     ):
         with pytest.raises(InputError, match=words):
             trainfit.trace(step)
-    for gpu, words in (("h20o", "h200"), ("mi300x", "compute capability")):
+    for gpu, words in (("h20o", "h20"), ("mi300x", "compute capability")):
         with pytest.raises(InputError, match=words):
             trainfit.trace(train_one_matrix, gpu=gpu)
     with pytest.raises(InputError, match="steps"):
@@ -338,4 +337,4 @@ def test_it_prints() -> None:
         "train_one_matrix: 16.78M parameters, 16.78M trained; 3 steps traced\nFITS on h200:"
     )
     assert "optimizer" in text
-    assert Traced.model_validate_json(traced.model_dump_json()) == traced
+    assert type(traced).model_validate_json(traced.model_dump_json()) == traced

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from trainfit.spec.errors import InputError
 
 MAX_PATTERN_CHARS = 10_000
+MAX_GROUPS = 100
+"""Deeper nesting than Python compiles, depending on the depth of the stack, is refused at any depth."""
 CPU_SECONDS = 1
 """Matching a pattern such as ``.*_proj`` against a thousand names takes a millisecond."""
 WALL_SECONDS = 60
@@ -35,6 +37,8 @@ def check_pattern(pattern: str, names: Sequence[str]) -> None:
     """
     if len(pattern) > MAX_PATTERN_CHARS:
         raise _refused(pattern, f"is over {MAX_PATTERN_CHARS:,} characters", "write a list of names")
+    if pattern.count("(") > MAX_GROUPS:
+        raise _refused(pattern, f"has over {MAX_GROUPS} groups", "write a simpler one, or a list of names")
     try:
         re.compile(pattern)
     except re.error as error:

@@ -19,6 +19,8 @@ from trainfit.spec.storage import writing
 from trainfit.training import documents, durable
 from trainfit.training.options import TrainOptions
 from trainfit.training.tokenizer import (
+    ADD_UNKNOWN,
+    CANNOT_ENCODE,
     end_token,
     left_out,
     library,
@@ -223,9 +225,7 @@ def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) ->
     Raises:
         InputError: a text that the tokenizer has no tokens for.
     """
-    problem = "the tokenizer cannot encode the data"
-    remedy = "add an unknown token to its model, or use a byte-level tokenizer"
-    with library(options.tokenizer, problem, remedy):
+    with library(options.tokenizer, CANNOT_ENCODE, ADD_UNKNOWN):
         return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 

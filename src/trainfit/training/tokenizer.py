@@ -28,6 +28,9 @@ SAMPLE_CHARS = 50_000_000
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 """How tokenizers call the token that ends a document, in the order in which it is looked for."""
 
+CANNOT_ENCODE = "the tokenizer cannot encode the text"
+ADD_UNKNOWN = "add an unknown token to its model, or use a byte-level tokenizer"
+
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     """A byte-level BPE of at most ``vocabulary`` tokens; fewer when the texts have no more pairs that repeat.
@@ -86,6 +89,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
         switched_off = _switch_off(tokenizer)
         for token in END_NAMES:
             tokenizer.token_to_id(token)
+    with library(str(path), CANNOT_ENCODE, ADD_UNKNOWN):
         tokenizer.encode_batch(["A text, 1 and ü.", ""], add_special_tokens=False)
     return LoadedTokenizer(tokenizer, switched_off)
 
