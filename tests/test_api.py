@@ -47,6 +47,10 @@ def test_a_prediction_prints_like_the_command(
     assert estimate.text(verbose=True) == printed(capsys, *command, "--verbose")
     assert estimate.model_dump(mode="json") == json.loads(printed(capsys, *command, "--json"))
     assert isinstance(estimate, trainfit.Estimate)
+    plain = trainfit.Estimate.model_validate_json(estimate.model_dump_json())
+    assert plain == estimate
+    assert estimate == plain
+    assert estimate != plain.model_copy(update={"fits": not plain.fits})
     again = pickle.loads(pickle.dumps(estimate))
     assert (again, str(again)) == (estimate, str(estimate))
 

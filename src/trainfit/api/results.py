@@ -33,7 +33,18 @@ def drawn(show: Callable[[Console], None], width: int | None = None) -> str:
     return text.getvalue().rstrip("\n")
 
 
-class Printed(Value):
+class Comparable(Value):
+    """A value that equals one of its plain kind with the same fields, such as one read back from JSON."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Value) or not (
+            isinstance(self, type(other)) or isinstance(other, type(self))
+        ):
+            return NotImplemented
+        return dict(self) == dict(other)
+
+
+class Printed(Comparable):
     """A value whose ``str`` is what its command prints, without colours."""
 
     def text(self, *, width: int | None = None) -> str:

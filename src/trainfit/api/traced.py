@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from trainfit.api.results import Comparable
 from trainfit.prediction import user_step
 from trainfit.report import notebook
 
 
-class Trace(user_step.Traced):
+class Trace(Comparable, user_step.Traced):
     """A Traced that shows as a table in a notebook."""
 
     def _repr_html_(self) -> str:
