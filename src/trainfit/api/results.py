@@ -5,6 +5,7 @@ command's.
 """
 
 import io
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
@@ -55,8 +56,9 @@ class Printed(Comparable):
         """
         return drawn(self._print, width)
 
+    @abstractmethod
     def _print(self, out: Console) -> None:
-        raise NotImplementedError
+        """Print the command's text to ``out``."""
 
     def __str__(self) -> str:
         return self.text()
