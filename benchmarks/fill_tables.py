@@ -1,0 +1,107 @@
+"""Fill the marked tables and figures of the documentation from the records in ``results/``.
+
+A page is written by hand. Where it shows figures from records, it holds a marker, and this program writes what
+stands between the marker and the next ``<!-- end -->``::
+
+    <!-- table: accuracy.peaks half=held-out -->
+    <!-- end -->
+
+    <!-- figure: accuracy.scatter plots/accuracy-scatter.svg "Predicted against measured peak" -->
+    <!-- end -->
+
+``accuracy.peaks`` is the function ``peaks`` of ``benchmarks/tables/accuracy.py``; options are passed as keyword
+arguments of type str. A table function returns Markdown, a figure function returns an SVG document, which is
+written to the path given (relative to the page).
+
+    python -m benchmarks.fill_tables                 fill every page below docs/ and README.md
+    python -m benchmarks.fill_tables PAGE ...        fill these pages
+    python -m benchmarks.fill_tables --check         write nothing; exit 1 and name the pages that would change
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+MARKED = re.compile(
+    r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w.]+)(?P<rest>[^\n]*?) -->\n)(?P<body>.*?)(?P<close><!-- end -->)",
+    re.DOTALL,
+)
+
+
+@dataclass
+class Filled:
+    """A page's new text and the images it shows, by path."""
+
+    text: str
+    images: dict[Path, str] = field(default_factory=dict)
+
+    def changes(self, page: Path) -> list[Path]:
+        """Return the files whose content differs from this."""
+        files = {page: self.text, **self.images}
+        return [path for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
+
+    def write(self, page: Path) -> None:
+        for path, text in {**self.images, page: self.text}.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8")
+
+
+def fill(page: Path) -> Filled:
+    """Return ``page`` with every marked table and figure computed anew.
+
+    Raises:
+        SystemExit: a marker names no function, or a marker is not closed.
+    """
+    text = page.read_text("utf-8")
+    if len(re.findall(r"^<!-- (?:table|figure): ", text, re.M)) != len(MARKED.findall(text)):
+        sys.exit(f"{page}: a marker without <!-- end -->")
+    filled = Filled("")
+
+    def content(match: re.Match[str]) -> str:
+        words = shlex.split(match["rest"])
+        options = dict(word.split("=", 1) for word in words if "=" in word)
+        made = _function(page, match["name"])(**options)
+        if match["kind"] == "figure":
+            target, caption = [word for word in words if "=" not in word]
+            filled.images[page.parent / target] = made
+            made = f"![{caption}]({target})"
+        return f"{match['open']}\n{made.strip()}\n\n{match['close']}"
+
+    filled.text = MARKED.sub(content, text)
+    return filled
+
+
+def _function(page: Path, name: str) -> Callable[..., str]:
+    module, _, function = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"benchmarks.tables.{module}"), function)
+    except (ImportError, AttributeError) as error:
+        sys.exit(f"{page}: {name}: {error}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page would change")
+    options = parser.parse_args(arguments)
+    stale = False
+    for page in options.pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        filled = fill(page)
+        for path in filled.changes(page):
+            stale = True
+            print(f"{'stale' if options.check else 'filled'}: {path}")
+        if not options.check:
+            filled.write(page)
+    return int(options.check and stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
