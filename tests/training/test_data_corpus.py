@@ -6,18 +6,17 @@ import pytest
 from trainfit.spec.errors import InputError
 from trainfit.training import documents, durable
 from trainfit.training.corpus import open_corpora
-from trainfit.training.options import StoriesData, TextData, TrainOptions
-from trainfit.training.order import permuted, sequence_numbers
-from trainfit.training.schedule import learning_rate
-from trainfit.training.stories import story
+from trainfit.training.options import SyntheticData, TextData, TrainOptions
+from trainfit.training.order import learning_rate, permuted, sequence_numbers
+from trainfit.training.synthetic import synthetic_text
 from trainfit.training.tokenizer import end_token, load_tokenizer, train_tokenizer
 
-TEXTS = [story(0, index).text for index in range(200)]
+TEXTS = [synthetic_text(0, index).text for index in range(200)]
 
 
 def options(tmp_path, **more) -> TrainOptions:
     return TrainOptions(
-        **({"out": str(tmp_path), "data": StoriesData(num_documents=200), "eval_fraction": 0.1} | more)
+        **({"out": str(tmp_path), "data": SyntheticData(num_documents=200), "eval_fraction": 0.1} | more)
     )
 
 

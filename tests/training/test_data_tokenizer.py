@@ -13,11 +13,11 @@ from trainfit.spec.errors import InputError
 from trainfit.training import corpus, durable
 from trainfit.training.corpus import open_corpora
 from trainfit.training.loop import train
-from trainfit.training.options import StoriesData, TextData, TrainOptions
-from trainfit.training.stories import story
+from trainfit.training.options import SyntheticData, TextData, TrainOptions
+from trainfit.training.synthetic import synthetic_text
 from trainfit.training.tokenizer import load_tokenizer, train_tokenizer
 
-TEXTS = [story(0, index).text for index in range(200)]
+TEXTS = [synthetic_text(0, index).text for index in range(200)]
 VOCABULARY, SEQ = 500, 32
 
 
@@ -27,7 +27,7 @@ def options(tmp_path: Path, tokenizer: Tokenizer, data: str | None = None) -> Tr
     text = tmp_path / "a.txt"
     if data is not None:
         text.write_text(data)
-    spec = StoriesData(num_documents=200) if data is None else TextData(path=str(text), separator="\n")
+    spec = SyntheticData(num_documents=200) if data is None else TextData(path=str(text), separator="\n")
     return TrainOptions(out=str(tmp_path), data=spec, eval_fraction=0.1, tokenizer=str(path))
 
 

@@ -1,4 +1,4 @@
-"""What the progress bar shows of the device: peak memory and how busy it is."""
+"""Device readings during training: peak memory and utilisation."""
 
 import os
 import sys
@@ -14,11 +14,11 @@ from trainfit.measurement.nvml import Nvml
 from trainfit.step import Batch, Step
 
 SAMPLE_EVERY_S = 0.25
-"""The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t); asking more often tells nothing new."""
+"""The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t)."""
 
 
 class _NvmlBusy(Nvml):
-    """The share of time in which any kernel ran, as nvidia-smi prints it."""
+    """Utilisation as nvidia-smi prints it: share of time in which a kernel ran."""
 
     def share(self) -> float | None:
         rates = self._ask("nvmlDeviceGetUtilizationRates")
@@ -26,7 +26,7 @@ class _NvmlBusy(Nvml):
 
 
 class Busy:
-    """How busy the device is, since the last sample: 0 to 1. None where nobody tells."""
+    """Utilisation of the device since the last sample, 0 to 1; None where it is unknown."""
 
     def __init__(self, device: torch.device):
         self._nvml = _NvmlBusy(device.index or 0) if device.type == "cuda" else None
@@ -49,10 +49,10 @@ class Busy:
 
 
 class PeakMemory:
-    """The highest allocated bytes: on CUDA of all steps, as its allocator counts; on a CPU live tensors of one step.
+    """Peak allocated bytes: of all steps by CUDA's allocator, or of one step's live tensors on a CPU.
 
-    Following live tensors costs time in every operation, so on a CPU one steady step is followed and told apart
-    (``follows``). Compiled code cannot be followed there: the peak stays None.
+    Counting live tensors slows every operation, so only one steady step is counted, outside the step times. It
+    does not see compiled code: there the peak stays None.
     """
 
     def __init__(self, step: Step, num_steps: int):
@@ -61,17 +61,17 @@ class PeakMemory:
         self.num_bytes: int | None = None
         self._cuda = step.device.type == "cuda"
         # The first step has no optimizer state yet; the second is like all others.
-        self._followed = None if self._cuda or step.recipe.compile else min(1, num_steps - 1)
+        self._counted = None if self._cuda or step.recipe.compile else min(1, num_steps - 1)
         if self._cuda:
             self.kind = "cuda-allocated"
             torch.cuda.reset_peak_memory_stats(step.device)
 
-    def follows(self, index: int) -> bool:
-        """Whether this process's ``index``-th step (from 0) runs inside ``following``."""
-        return index == self._followed
+    def counts(self, index: int) -> bool:
+        """Return whether step ``index`` of this process (from 0) runs inside ``counting``."""
+        return index == self._counted
 
-    def following(self, batches: Sequence[Batch]) -> LiveBytes:
-        """A context that follows live tensors; ``take`` it afterwards."""
+    def counting(self, batches: Sequence[Batch]) -> LiveBytes:
+        """Return a context that counts live tensors, for ``take``."""
         live = LiveBytes(self._step.device)
         live.assign([*self._step.model.parameters(), *self._step.model.buffers()], "weights")
         live.assign(optimizer_tensors(self._step), "optimizer")

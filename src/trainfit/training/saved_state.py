@@ -1,11 +1,11 @@
-"""Check what a checkpoint says before any of it is loaded.
+"""Validate a checkpoint's values before any of them is loaded.
 
-A manifest proves that no byte changed since it was written, not who wrote it. So every value is checked against the
-step that is to take it: names, types, shapes and ranges.
+A manifest proves that no byte has changed, not who wrote it. So names, types, shapes and ranges of all values are
+checked against the step that loads them.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import torch
@@ -17,25 +17,17 @@ from trainfit.spec.value import Value
 
 STEPS = Annotated[int, Field(ge=0, le=2**53)]
 AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance")
-"""What optimizers keep of a parameter's own shape."""
-NOT_NEGATIVE = (
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "variance",
-    "row_var",
-    "col_var",
-    "exp_avg_sq_row",
-    "exp_avg_sq_col",
-)
+"""Optimizer state with the parameter's own shape."""
+NOT_NEGATIVE = "exp_avg_sq max_exp_avg_sq variance row_var col_var exp_avg_sq_row exp_avg_sq_col".split()
 """Means of squares, whose roots are taken."""
 BLOCKS = (256, 128)
-"""Elements that share a scale in 8 and in 4 bits (kernels/quantize/codebook.py)."""
+"""Elements per scale in 8 and in 4 bits (kernels/quantize/codebook.py)."""
 CODED = frozenset(f"{name}_{part}" for name in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales"))
 ADAMW = frozenset({"step", "exp_avg", "exp_avg_sq"})
 MOMENTUM = (frozenset({"momentum_buffer"}), frozenset({"step", "momentum_buffer"}))
 FACTORED = (frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"}))
 WITH_MOMENTUM = frozenset({"step", "exp_avg", "RMS"})
-"""Of transformers' Adafactor."""
+"""State of transformers' Adafactor."""
 KEYS = {
     "adamw": (ADAMW,),
     "adamw8bit": (ADAMW, CODED | {"step"}),
@@ -48,25 +40,25 @@ KEYS = {
     "sgd": (*MOMENTUM, frozenset({"step"})),
     "muon": (*MOMENTUM, ADAMW),
 }
-"""The recipe's ``optimizer.name`` -> the sets of keys that it may keep of one parameter; none where it had no gradient."""
+"""``optimizer.name`` -> allowed sets of state keys of one parameter; a parameter without gradient has none."""
 
 
 class OptimizerPlain(Value):
-    """What of the optimizers is no tensor: values by ``PARAMETER/KEY``, and their groups' settings."""
+    """Plain data of the optimizers: scalars by ``PARAMETER/KEY``, and the settings of their groups."""
 
     scalars: dict[str, int | float | bool | None]
     groups: list[list[dict[str, Any]]]
 
 
 class RandomPlain(Value):
-    """States of Python's and numpy's generators, as they give them."""
+    """States of Python's and NumPy's random generators."""
 
     python: tuple[int, Annotated[list[int], Field(min_length=625, max_length=625)], float | None]
     numpy: tuple[str, Annotated[list[int], Field(min_length=624, max_length=624)], int, int, float]
 
 
 class SavedState(Value):
-    """``state.json`` of a checkpoint."""
+    """Content of ``state.json``."""
 
     step: STEPS
     loss: float | None
@@ -77,7 +69,7 @@ class SavedState(Value):
 
 
 def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[str], file: str) -> None:
-    """Refuse settings of a parameter group that the recipe's optimizer does not have.
+    """Refuse settings of a parameter group that differ from those of the recipe's optimizer.
 
     Raises:
         InputError: other parameters, an unknown setting, or another value than the recipe's.
@@ -91,7 +83,7 @@ def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[s
             raise _unlike(f"optimizer.groups.{key}", "no setting of this optimizer", file)
         is_rate = key == "lr" and _is_number(value) and 0 <= value < math.inf
         mine = list(own[key]) if isinstance(own[key], tuple) else own[key]
-        # Which of torch's implementations runs follows from the device, which may change.
+        # Switches such as fused follow from the device, which may change.
         is_switch = all(one is None or isinstance(one, bool) for one in (mine, value))
         if not (is_rate or is_switch) and (value != mine or isinstance(value, bool)):
             raise _unlike(f"optimizer.groups.{key}", f"{value!r}, the recipe's is {mine!r}", file)
@@ -100,7 +92,7 @@ def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[s
 def check_parameter_state(
     optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any], file: str
 ) -> None:
-    """Refuse what the optimizer could not have kept of this parameter.
+    """Refuse state that the optimizer cannot have for this parameter.
 
     Raises:
         InputError: other keys, shapes, dtypes or values.
@@ -114,7 +106,7 @@ def check_parameter_state(
 
 
 def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None, file: str) -> None:
-    """Refuse a loss scaler's state with other keys than it has, or with numbers that scale nothing.
+    """Refuse the state of a loss scaler with other keys, or with numbers that cannot scale.
 
     Raises:
         InputError: naming the scaler.
@@ -125,27 +117,21 @@ def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None, file: 
         raise _unlike("scaler", "numbers that scale nothing", file)
 
 
-def missing_names(own: Iterable[str], saved: Iterable[str]) -> str | None:
-    """Return the first name that only one of both has."""
-    different = sorted(set(own) ^ set(saved))
-    return different[0] if different else None
-
-
-def _check_tensor(place: str, key: str, parameter: Tensor, value: Any, file: str) -> None:
+def _check_tensor(path: str, key: str, parameter: Tensor, value: Any, file: str) -> None:
     if key in ("step", "RMS"):
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if isinstance(number, Tensor) or not _is_number(number) or not 0 <= number <= 2**53:
-            raise _unlike(place, "not a number from 0 on", file)
+            raise _unlike(path, "not a number from 0 on", file)
         return
     if not isinstance(value, Tensor):
-        raise _unlike(place, "not a tensor", file)
+        raise _unlike(path, "not a tensor", file)
     codes = key.endswith("_codes")
     if not _shape_fits(key, parameter, value) or (value.dtype == torch.uint8) != codes:
-        raise _unlike(place, f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}", file)
+        raise _unlike(path, f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}", file)
     if value.is_complex() or not (codes or (value.is_floating_point() and bool(torch.isfinite(value).all()))):
-        raise _unlike(place, "not finite numbers", file)
+        raise _unlike(path, "not finite numbers", file)
     if key in NOT_NEGATIVE and bool((value < 0).any()):
-        raise _unlike(place, "a negative mean of squares", file)
+        raise _unlike(path, "a negative mean of squares", file)
 
 
 def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:
