@@ -144,9 +144,10 @@ def test_order_is_a_function_of_the_step_alone_across_epochs():
     assert len(sequence_numbers(7, 10**12, 3, 10**9 + 7)) == 3, "a billion sequences cost no memory"
 
 
-def test_learning_rate():
+def test_learning_rate(tmp_path):
     def rate(step, schedule="constant", warmup_steps=0):
-        return learning_rate(1.0, step, steps=101, warmup_steps=warmup_steps, schedule=schedule)
+        asked = options(tmp_path, steps=101, warmup_steps=warmup_steps, schedule=schedule)
+        return learning_rate(1.0, step, asked)
 
     assert [rate(0), rate(100)] == [1.0, 1.0]
     assert [rate(step, warmup_steps=4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]

@@ -81,7 +81,7 @@ def load(path: Path, step: Step) -> Progress:
     state.check_optimizer(step, optimizer, plain.optimizer, file)
     if step.scaler is not None:
         check_scaler(step.scaler.state_dict(), plain.scaler, file)
-    state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared)
+    state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared, file)
     broken = state.first_not_finite(step)
     if broken is not None:
         remedy = "resume from an older checkpoint"

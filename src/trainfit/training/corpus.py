@@ -1,8 +1,8 @@
 """Tokenized documents on disk, memory-mapped and read as packed sequences of equal length.
 
-``data/`` in the run's folder holds ``tokenizer.json``, ``train.bin`` and ``eval.bin`` (token ids, an end token after
-each document) and ``index.json``. It is written once; a resumed run verifies every byte and reuses it.
-Shapes: n sequences, s tokens each; sequence i is tokens [i*s, (i+1)*s), so documents cross sequence boundaries.
+``data/`` holds ``tokenizer.json``, ``train.bin`` and ``eval.bin`` (token ids, an end token after each
+document) and ``index.json``. It is written once; a resumed run verifies every byte and reuses it.
+Sequence i is tokens [i*s, (i+1)*s), so documents cross sequence boundaries.
 """
 
 from collections.abc import Iterator
@@ -78,8 +78,7 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
     """Return the run's data, made by the first call and verified by later ones.
 
     Raises:
-        InputError: bad data, less than one sequence, a token id outside the model's vocabulary, or data that changed
-            since the run began.
+        InputError: bad or changed data, less than one sequence, or a token id outside the model's vocabulary.
     """
     identity = {
         "data": documents.fingerprint(options.data),
@@ -116,11 +115,7 @@ def _mapped(file: str, dtype: str, seq: int) -> Corpus:
 
 
 def _checked_index(folder: Path) -> dict[str, Any]:
-    """Return ``index.json`` if it describes the other files of the folder.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Return ``index.json``, if it describes the other files of the folder."""
     index = durable.read_json(folder / INDEX)
     try:
         for side in SIDES:
@@ -138,8 +133,8 @@ def _checked_index(folder: Path) -> dict[str, Any]:
 
 def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None:
     for side, corpus in zip(SIDES, (corpora.train, corpora.eval), strict=True):
-        if len(corpus.tokens) and int(corpus.tokens.max()) >= vocabulary:
-            problem = f"holds token id {int(corpus.tokens.max())}, the model's vocabulary has {vocabulary}"
+        if (largest := int(corpus.tokens.max(initial=0))) >= vocabulary:
+            problem = f"holds token id {largest}, the model's vocabulary has {vocabulary}"
             remedy = f"restore it from a copy, or {OTHER_FOLDER}"
             raise InputError(problem, remedy, file=str(folder / f"{side}.bin"))
 
@@ -165,11 +160,9 @@ def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
     for name, corpus in sides:
         if not len(corpus):
             more = ", raise eval_fraction, or set it to 0" if name == "evaluation" else ""
-            raise InputError(
-                f"{len(corpus.tokens):,} tokens of {name} text are fewer than one sequence of {corpus.seq:,}",
-                f"give more text, lower batch.seq{more}",
-                field="data",
-            )
+            found = f"{len(corpus.tokens):,} tokens of {name} text"
+            problem = f"{found} are fewer than one sequence of {corpus.seq:,}"
+            raise InputError(problem, f"give more text, lower batch.seq{more}", field="data")
 
 
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
@@ -185,9 +178,8 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
     with writing(work), train_file.open("wb") as train, eval_file.open("wb") as held_out:
         counts, notes = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
     if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
-        raise InputError(
-            "the data has no text", "give some", field="data", value=identity["data"].get("path")
-        )
+        path = identity["data"].get("path")
+        raise InputError("the data has no text", "give some", field="data", value=path)
     if switched_off:
         names = " and ".join(switched_off)
         effect = "every document is tokenized whole and as it is"
@@ -226,12 +218,9 @@ def _tokenize(
         for text, encoding in zip(texts, _encoded(tokenizer, texts, options), strict=True):
             ids = np.array([*encoding.ids, end], dtype=np.int64)
             if ids.max() >= vocabulary:
-                raise InputError(
-                    f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}",
-                    "use the model's own tokenizer, or a config with a larger vocab_size",
-                    field="tokenizer",
-                    value=options.tokenizer,
-                )
+                problem = f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}"
+                remedy = "use the model's own tokenizer, or a config with a larger vocab_size"
+                raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
             held_out = documents.for_evaluation(text, options.eval_fraction)
             files[held_out].write(ids.astype(dtype).tobytes())
             counts[SIDES[held_out]]["documents"] += 1
@@ -241,11 +230,7 @@ def _tokenize(
 
 
 def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) -> "list[Encoding]":
-    """Encode each text without the special tokens of the file's template.
-
-    Raises:
-        InputError: the tokenizer has no tokens for a text.
-    """
+    """Encode each text without the special tokens of the file's template."""
     with library(options.tokenizer, CANNOT_ENCODE, ADD_UNKNOWN):
         return tokenizer.encode_batch(texts, add_special_tokens=False)
 

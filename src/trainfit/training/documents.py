@@ -45,7 +45,7 @@ def for_evaluation(document: str, fraction: float) -> bool:
 
 
 def fingerprint(data: DataSpec) -> dict[str, Any]:
-    """Identify the data without reading it: for files, by their names and sizes (copies differ in their times)."""
+    """Identify the data without reading it: files by their names and sizes."""
     content = data.model_dump(mode="json")
     if isinstance(data, TextData):
         root = Path(data.path)
@@ -163,9 +163,7 @@ def _from_hub(data: HubData) -> Iterator[str]:
         raise
     except Exception as error:  # Its own errors, and those of requests, httpx and fsspec.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = "check its name and the network, or use text files or stories"
         raise InputError(
-            f"dataset cannot be read: {reason}",
-            "check its name and the network, or use text files or stories",
-            field="data",
-            value=f"hub:{data.name}",
+            f"dataset cannot be read: {reason}", remedy, field="data", value=f"hub:{data.name}"
         ) from error

@@ -77,11 +77,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read one JSON document.
-
-    Raises:
-        InputError: not JSON.
-    """
+    """Read one JSON document, or raise InputError."""
     return parse_json(files.read_text(path, MAX_JSON_BYTES), str(path))
 
 
@@ -130,7 +126,8 @@ def _seal(work: Path) -> None:
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
         data = json.loads(files.read_bytes(path, MAX_JSON_BYTES))
-        if data["sha256"] == _digest(data["files"]) and all(_is_entry(one) for one in data["files"].values()):
+        sound = [type(one["bytes"]) is int and type(one["sha256"]) is str for one in data["files"].values()]
+        if all(sound) and data["sha256"] == _digest(data["files"]):
             return data["files"]
     except FileNotFoundError:
         raise _damaged(path, "missing") from None
@@ -139,12 +136,6 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # Not the manifest that was written: refused below.
     raise _damaged(path, "its content is not what was saved")
-
-
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
-    )
 
 
 def _digest(sealed: Any) -> str:

@@ -22,12 +22,11 @@ def evaluate(
 ) -> EvalMetrics | None:
     """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
 
-    Label smoothing and z-loss are left out. The first token of a sequence has no context and is not predicted. No
-    random numbers are drawn, so evaluating does not change the training.
+    Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
+    predicted. No random numbers are drawn, so evaluating does not change the training.
 
     Args:
         at_step: number of training steps done.
-        max_sequences: sequences to evaluate at most.
         stopped: called before each micro-batch; True ends the evaluation.
 
     Returns:
@@ -52,10 +51,5 @@ def evaluate(
     loss = total / count
     if not math.isfinite(loss) or loss > math.log(1e300):
         return None
-    return EvalMetrics(
-        step=at_step,
-        loss=loss,
-        perplexity=math.exp(loss),
-        sequences=count,
-        eval_s=time.perf_counter() - start_s,
-    )
+    seconds = time.perf_counter() - start_s
+    return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=seconds)

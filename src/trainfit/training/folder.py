@@ -1,7 +1,7 @@
 """The run's folder: its layout, its lock, and the compatibility of a resumed run with what was saved.
 
-``OUT/``: ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/`` (checkpoint.py),
-``log.jsonl``, ``tensorboard/``. Free of torch, so that an interrupted command can name what is saved.
+``OUT/`` holds ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/``
+(checkpoint.py), ``log.jsonl`` and ``tensorboard/``. Free of torch, as interrupted commands need it.
 """
 
 import contextlib
@@ -116,21 +116,14 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None:
-    """Refuse a resumed run whose losses could differ from those of an uninterrupted run.
-
-    Raises:
-        InputError: naming the first field that differs.
-    """
+    """Refuse a resumed run whose losses could differ from those of an uninterrupted run."""
     for part, may_change in (("recipe", RECIPE_MAY_CHANGE), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
         before, now = _flat(saved[part]), _flat(requested[part])
         for field in sorted(set(before) | set(now)):
             if field not in may_change and before.get(field) != now.get(field):
-                raise InputError(
-                    f"the run was started with {before.get(field)!r}",
-                    "resume with the same, or start a new run in another folder",
-                    field=field,
-                    value=now.get(field, "(missing)"),
-                )
+                problem = f"the run was started with {before.get(field)!r}"
+                remedy = "resume with the same, or start a new run in another folder"
+                raise InputError(problem, remedy, field=field, value=now.get(field, "(missing)"))
 
 
 def _flat(data: Any, field: str = "") -> dict[str, Any]:

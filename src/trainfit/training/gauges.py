@@ -3,7 +3,8 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -51,8 +52,8 @@ class Busy:
 class PeakMemory:
     """Peak allocated bytes: of all steps by CUDA's allocator, or of one step's live tensors on a CPU.
 
-    Counting live tensors slows every operation, so only one steady step is counted, outside the step times. It
-    does not see compiled code: there the peak stays None.
+    Counting live tensors slows every operation, so only one steady step is counted, outside the step times.
+    It does not see compiled code: there the peak stays None.
     """
 
     def __init__(self, step: Step, num_steps: int):
@@ -66,19 +67,18 @@ class PeakMemory:
             self.kind = "cuda-allocated"
             torch.cuda.reset_peak_memory_stats(step.device)
 
-    def counts(self, index: int) -> bool:
-        """Return whether step ``index`` of this process (from 0) runs inside ``counting``."""
-        return index == self._counted
-
-    def counting(self, batches: Sequence[Batch]) -> LiveBytes:
-        """Return a context that counts live tensors, for ``take``."""
+    @contextmanager
+    def around(self, index: int, batches: Sequence[Batch]) -> Iterator[bool]:
+        """Run step ``index`` of this process (from 0); yield whether its live tensors are counted."""
+        if index != self._counted:
+            yield False
+            return
         live = LiveBytes(self._step.device)
         live.assign([*self._step.model.parameters(), *self._step.model.buffers()], "weights")
         live.assign(optimizer_tensors(self._step), "optimizer")
         live.assign([tensor for batch in batches for tensor in batch.values()], "activations")
-        return live
-
-    def take(self, live: LiveBytes) -> None:
+        with live:
+            yield True
         self.kind, self.num_bytes = "live-tensors", live.take_peak()[0]
 
     def read(self) -> int | None:

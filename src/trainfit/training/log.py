@@ -1,7 +1,7 @@
-"""Logs of a run in its folder: ``log.jsonl`` (JSON Lines) and TensorBoard event files (extra ``tensorboard``).
+"""Logs of a run: ``log.jsonl`` (JSON Lines) and TensorBoard event files (extra ``tensorboard``).
 
-``log.jsonl`` is append-only, with one JSON object per step and evaluation. A resumed run drops the lines after its
-checkpoint's step, because those steps run again; missing lines are reported and noted in a line of kind ``gap``.
+``log.jsonl`` has one JSON object per step and evaluation. A resumed run drops the lines after its
+checkpoint's step, because those steps run again; missing lines are reported in a line of kind ``gap``.
 """
 
 import json
@@ -22,18 +22,11 @@ from trainfit.spec.value import Value
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
 LOG = "log.jsonl"
-SCALARS = {
-    "train/loss": "loss",
-    "train/learning_rate": "learning_rate",
-    "train/gradient_norm": "gradient_norm",
-    "speed/step_s": "step_s",
-    "speed/tokens_per_s": "tokens_per_s",
-    "speed/mfu": "mfu",
-    "speed/hfu": "hfu",
-    "device/peak_memory_bytes": "peak_memory_bytes",
-    "device/busy": "busy",
-}
-"""TensorBoard tag -> field of StepMetrics."""
+SCALARS = (
+    "train/loss", "train/learning_rate", "train/gradient_norm", "speed/step_s", "speed/tokens_per_s",
+    "speed/mfu", "speed/hfu", "device/peak_memory_bytes", "device/busy",
+)  # fmt: skip
+"""TensorBoard tags: a group, and a field of StepMetrics."""
 FILE_VERSION = "brain.Event:2"
 """First event of every file (tensorboard/summary/writer/event_file_writer.py)."""
 
@@ -103,13 +96,9 @@ class TensorBoard(_FileLog):
     """
 
     def __init__(self) -> None:
+        modules = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
         self._proto, self._summary, self._records = (
-            optional(f"tensorboard.{module}", "tensorboard", field="tensorboard")
-            for module in (
-                "compat.proto.event_pb2",
-                "compat.proto.summary_pb2",
-                "summary.writer.record_writer",
-            )
+            optional(f"tensorboard.{module}", "tensorboard", field="tensorboard") for module in modules
         )
 
     def on_start(self, run: RunStart) -> None:
@@ -123,7 +112,7 @@ class TensorBoard(_FileLog):
             self._write(step=run.first_step + 1, session_log=start)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        values = {tag: getattr(metrics, field) for tag, field in SCALARS.items()}
+        values = {tag: getattr(metrics, tag.partition("/")[2]) for tag in SCALARS}
         self._scalars(metrics.step, {tag: value for tag, value in values.items() if value is not None})
 
     def on_eval(self, metrics: EvalMetrics) -> None:
@@ -144,13 +133,13 @@ class TensorBoard(_FileLog):
 
 @dataclass(frozen=True)
 class Kept:
-    """Lines of its log that a resumed run keeps: step numbers in order of the lines, and earlier gap messages."""
+    """Kept lines of a resumed log: step numbers in order of the lines, and earlier gap messages."""
 
     steps: Sequence[int]
     noted: Sequence[object]
 
     def gaps(self, done: int) -> str:
-        """Describe missing, repeated and unordered lines of steps 1 to ``done``; empty if there are none."""
+        """Describe missing, repeated and unordered lines of steps 1 to ``done``, if any."""
         found = set(self.steps)
         missing = [step for step in range(1, done + 1) if step not in found]
         twice = sorted(step for step, count in Counter(self.steps).items() if count > 1)
@@ -201,13 +190,12 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         int(entry["step"])
         return entry
     except (ValueError, KeyError, TypeError):
-        raise InputError(
-            "the line is not what trainfit wrote", "restore the file, or remove it to log anew", file=where
-        ) from None
+        remedy = "restore the file, or remove it to log anew"
+        raise InputError("the line is not what trainfit wrote", remedy, file=where) from None
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Such as ``step 3`` or ``steps 3 to 5, 9``."""
+    """Format step numbers such as ``step 3`` or ``steps 3 to 5, 9``."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][-1] + 1:

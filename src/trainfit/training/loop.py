@@ -18,7 +18,7 @@ from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import loss_terms, registry
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
-from trainfit.training.corpus import Corpora, open_corpora
+from trainfit.training.corpus import open_corpora
 from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.session import Session
@@ -34,15 +34,16 @@ def train(
 ) -> TrainSummary:
     """Train ``recipe`` for ``options.steps`` steps, from the start or from the newest checkpoint.
 
-    SIGTERM and SIGINT (in the main thread) save a checkpoint after the running step and end with status "stopped". A
-    loss that is not finite ends with "diverged", a lack of memory with "out-of-memory"; earlier checkpoints remain.
+    SIGTERM and SIGINT (in the main thread) save a checkpoint after the running step and end with status
+    "stopped". A loss that is not finite ends with "diverged", a lack of memory with "out-of-memory"; earlier
+    checkpoints remain.
 
     Args:
         flops: FLOPs of one step, for MFU and HFU; None leaves them out.
         observers: called at every step, evaluation and checkpoint, in this order, and closed at the end.
 
     Raises:
-        InputError: bad data, a damaged checkpoint, a resumed run that differs, a used folder, a missing device.
+        InputError: bad data, a damaged checkpoint, another run's folder, a missing device.
         StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
     device = _device(options)
@@ -80,20 +81,8 @@ def _session(
     described = folder.describe(recipe, options) | {"environment": _environment(device)}
     folder.write_run(options.folder, described)
     notes = (*_changes(saved, described), *corpora.notes, *_loss_notes(recipe))
-    run = _run_start(step, options, corpora, progress, newest and str(newest), notes)
-    return Session(step, corpora, options, run, described, flops, observers, progress, newest)
-
-
-def _run_start(
-    step: Step,
-    options: TrainOptions,
-    corpora: Corpora,
-    progress: Progress,
-    resumed: str | None,
-    notes: tuple[str, ...],
-) -> RunStart:
     parameters = list(step.model.parameters())
-    return RunStart(
+    run = RunStart(
         out=options.out,
         model=step.recipe.model.display_name,
         device=_device_name(step.device),
@@ -106,18 +95,17 @@ def _run_start(
         train_tokens=len(corpora.train.tokens),
         eval_tokens=len(corpora.eval.tokens),
         tokenizer_tokens=corpora.index["tokenizer_tokens"],
-        resumed_from=resumed,
+        resumed_from=newest and str(newest),
         notes=notes,
     )
+    return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 
 
 def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
     if not loss_terms.applies(recipe):
         return ()
-    terms = " and ".join(
-        f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value
-    )
-    return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",)
+    terms = [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
+    return (f"the training loss has {' and '.join(terms)} in it; evaluation's is the cross-entropy alone",)
 
 
 def _device(options: TrainOptions) -> torch.device:
@@ -139,12 +127,9 @@ def _assemble(recipe: Recipe, device: torch.device) -> Step:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(
-            "out of memory while the model was built",
-            "use a smaller model, or a device with more memory",
-            field="model.config",
-            value=recipe.model.display_name,
-        ) from error
+        problem = "out of memory while the model was built"
+        remedy, name = "use a smaller model, or a device with more memory", recipe.model.display_name
+        raise InputError(problem, remedy, field="model.config", value=name) from error
 
 
 @contextmanager
@@ -162,7 +147,7 @@ def _storage_errors(options: TrainOptions) -> Iterator[None]:
 
 @contextmanager
 def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None]:
-    """Select kernels with a fixed order of sums on CUDA; by default flash attention's backward adds atomically."""
+    """Use CUDA kernels with a fixed order of sums; flash attention's backward adds atomically by default."""
     if device.type != "cuda" or not options.deterministic:
         yield
         return
@@ -174,12 +159,9 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
     except RuntimeError as error:
         if "deterministic implementation" not in str(error):
             raise
-        raise InputError(
-            str(error).splitlines()[0].split(". ")[0],
-            "set deterministic to false: faster, and a resumed run's losses may differ in the last bits",
-            field="deterministic",
-            value=True,
-        ) from error
+        problem = str(error).splitlines()[0].split(". ")[0]
+        remedy = "set deterministic to false: faster, and a resumed run's losses may differ in the last bits"
+        raise InputError(problem, remedy, field="deterministic", value=True) from error
 
 
 def _environment(device: torch.device) -> dict[str, Any]:

@@ -27,8 +27,8 @@ class SyntheticData(Value):
 class TextData(Value):
     """A text file, a ``.jsonl`` file with a ``text`` field per line, or a folder of such files.
 
-    ``separator`` ends a document. None: ``<|endoftext|>`` if the file has it; otherwise the file is cut at blank
-    lines into documents of a few thousand characters.
+    ``separator`` ends a document. None: ``<|endoftext|>`` if the file has it; otherwise the file is cut at
+    blank lines into documents of a few thousand characters.
     """
 
     kind: Literal["text"] = "text"
@@ -53,8 +53,8 @@ DataSpec = Annotated[SyntheticData | TextData | HubData, Field(discriminator="ki
 class TrainOptions(Value):
     """Options of one training run.
 
-    A resumed run may change the fields in ``MAY_CHANGE``. Other changes are refused: the losses would differ from
-    those of an uninterrupted run.
+    A resumed run may change the fields in ``MAY_CHANGE``. Other changes are refused: the losses would differ
+    from those of an uninterrupted run.
     """
 
     out: str

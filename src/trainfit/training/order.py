@@ -1,8 +1,8 @@
 """Functions of the step number: which sequences a step trains on, and its learning rate.
 
-A resumed run therefore needs no state for either. Each epoch is a permutation of all sequences, computed index by
-index in constant memory: a Feistel network over the index's bits, repeated until the result is in range (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
+A resumed run therefore needs no state for either. Each epoch is a permutation of all sequences, computed
+index by index in constant memory: a Feistel network over the index's bits, repeated until the result is in
+range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainfit.training.corpus import Corpus
+from trainfit.training.options import TrainOptions
 
 if TYPE_CHECKING:
     import torch
@@ -19,17 +20,18 @@ if TYPE_CHECKING:
 ROUNDS = 6
 UINT = np.uint64
 FLOOR = 0.1
-"""Final share of the recipe's rate under the cosine schedule (Hoffmann et al., "Training Compute-Optimal Large
-Language Models", 2022, appendix A: decay by 10x over the run)."""
+"""Final share of the recipe's rate under the cosine schedule (Hoffmann et al., "Training Compute-Optimal
+Large Language Models", 2022, appendix A: decay by 10x over the run)."""
 
 
-def learning_rate(base: float, step: int, *, steps: int, warmup_steps: int, schedule: str) -> float:
+def learning_rate(base: float, step: int, options: TrainOptions) -> float:
     """Return the rate of ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
+    warmup_steps = options.warmup_steps
     if step < warmup_steps:
         return base * (step + 1) / warmup_steps
-    if schedule == "constant":
+    if options.schedule == "constant":
         return base
-    done = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)
+    done = (step - warmup_steps) / max(1, options.steps - 1 - warmup_steps)
     return base * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
@@ -50,7 +52,7 @@ class StepSequences:
 
 
 def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndarray:
-    """Return the indices of the sequences that ``step`` (from 0) trains on, int64 [per_step], out of ``count``.
+    """Return the sequences that ``step`` (from 0) trains on, out of ``count``, as int64 [per_step].
 
     A step that crosses the end of an epoch continues with the next epoch's permutation.
     """
@@ -84,7 +86,7 @@ def _feistel(numbers: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarra
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Apply SplitMix64's finaliser (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    """Apply SplitMix64's finaliser (Steele, Lea and Flood, 2014), so that every input bit counts."""
     with np.errstate(over="ignore"):
         values = values + UINT(0x9E3779B97F4A7C15)
         values = (values ^ (values >> UINT(30))) * UINT(0xBF58476D1CE4E5B9)

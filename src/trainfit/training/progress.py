@@ -31,21 +31,18 @@ class ProgressBar:
     def on_start(self, run: RunStart) -> None:
         self._device, self._steps = "GPU" if run.device_type == "cuda" else "CPU", run.steps
         self._print(
-            f"{run.model}: {format_count(run.params)} parameters ({format_count(run.trainable_params)} train) "
-            f"on {run.device}; {format_count(run.train_tokens)} training and {format_count(run.eval_tokens)} "
-            f"evaluation tokens, {run.tokenizer_tokens:,} in the tokenizer; {run.tokens_per_step:,} a step"
+            f"{run.model}: {format_count(run.params)} parameters ({format_count(run.trainable_params)} "
+            f"train) on {run.device}; {format_count(run.train_tokens)} training and "
+            f"{format_count(run.eval_tokens)} evaluation tokens, {run.tokenizer_tokens:,} in the tokenizer; "
+            f"{run.tokens_per_step:,} a step"
         )
         if run.resumed_from:
             self._print(f"resumed after step {run.first_step} from {run.resumed_from}")
         for note in run.notes:
             self._print(f"note: {note}")
         if self._console.is_terminal:
-            columns = (
-                BarColumn(20),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}", markup=False),
-                TimeRemainingColumn(),
-            )
+            text = TextColumn("{task.description}", markup=False)
+            columns = (BarColumn(20), MofNCompleteColumn(), text, TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console)
             self._bar.add_task("", total=run.steps, completed=run.first_step)
             with self._ignoring_lost_terminal():
@@ -98,10 +95,8 @@ class ProgressBar:
 def step_line(metrics: StepMetrics, device: str) -> str:
     """Return one step in one line, without unknown values."""
     parts = [f"loss {metrics.loss:.4f}", f"{format_count(metrics.tokens_per_s)} tokens/s"]
-    if metrics.mfu is not None:
-        parts.append(f"MFU {metrics.mfu:.1%}")
-    if metrics.hfu is not None:
-        parts.append(f"HFU {metrics.hfu:.1%}")
+    shares = {"MFU": metrics.mfu, "HFU": metrics.hfu}
+    parts += [f"{name} {value:.1%}" for name, value in shares.items() if value is not None]
     if metrics.peak_memory_bytes is not None:
         parts.append(f"peak {format_bytes(metrics.peak_memory_bytes)}")
     if metrics.busy is not None:

@@ -1,7 +1,7 @@
 """Validate a checkpoint's values before any of them is loaded.
 
-A manifest proves that no byte has changed, not who wrote it. So names, types, shapes and ranges of all values are
-checked against the step that loads them.
+A manifest proves that no byte has changed, not who wrote it. So names, types, shapes and ranges of all values
+are checked against the step that loads them; the ``check_*`` functions raise InputError.
 """
 
 import math
@@ -40,7 +40,7 @@ KEYS = {
     "sgd": (*MOMENTUM, frozenset({"step"})),
     "muon": (*MOMENTUM, ADAMW),
 }
-"""``optimizer.name`` -> allowed sets of state keys of one parameter; a parameter without gradient has none."""
+"""``optimizer.name`` -> allowed sets of state keys of one parameter that had a gradient."""
 
 
 class OptimizerPlain(Value):
@@ -69,69 +69,57 @@ class SavedState(Value):
 
 
 def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[str], file: str) -> None:
-    """Refuse settings of a parameter group that differ from those of the recipe's optimizer.
-
-    Raises:
-        InputError: other parameters, an unknown setting, or another value than the recipe's.
-    """
+    """Refuse settings of a parameter group that differ from those of the recipe's optimizer."""
     if saved.get("params") != params:
-        raise _unlike("optimizer groups", "other parameters than the recipe's", file)
+        raise unlike("optimizer groups", "other parameters than the recipe's", file)
     for key, value in saved.items():
         if key == "params":
             continue
         if key not in own:
-            raise _unlike(f"optimizer.groups.{key}", "no setting of this optimizer", file)
+            raise unlike(f"optimizer.groups.{key}", "no setting of this optimizer", file)
         is_rate = key == "lr" and _is_number(value) and 0 <= value < math.inf
         mine = list(own[key]) if isinstance(own[key], tuple) else own[key]
         # Switches such as fused follow from the device, which may change.
         is_switch = all(one is None or isinstance(one, bool) for one in (mine, value))
         if not (is_rate or is_switch) and (value != mine or isinstance(value, bool)):
-            raise _unlike(f"optimizer.groups.{key}", f"{value!r}, the recipe's is {mine!r}", file)
+            raise unlike(f"optimizer.groups.{key}", f"{value!r}, the recipe's is {mine!r}", file)
 
 
 def check_parameter_state(
     optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any], file: str
 ) -> None:
-    """Refuse state that the optimizer cannot have for this parameter.
-
-    Raises:
-        InputError: other keys, shapes, dtypes or values.
-    """
+    """Refuse state that the optimizer cannot have for this parameter."""
     keys = frozenset(key for key, value in state.items() if value is not None)
     if keys and keys not in KEYS[optimizer]:
-        raise _unlike(f"{name}/{', '.join(sorted(keys))}", f"not what {optimizer} keeps", file)
+        raise unlike(f"{name}/{', '.join(sorted(keys))}", f"not what {optimizer} keeps", file)
     for key, value in state.items():
         if value is not None:
             _check_tensor(f"{name}/{key}", key, parameter, value, file)
 
 
 def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None, file: str) -> None:
-    """Refuse the state of a loss scaler with other keys, or with numbers that cannot scale.
-
-    Raises:
-        InputError: naming the scaler.
-    """
+    """Refuse the state of a loss scaler with other keys, or with numbers that cannot scale."""
     if saved is None or set(saved) != set(own):
-        raise _unlike("scaler", "not the state of a loss scaler", file)
+        raise unlike("scaler", "not the state of a loss scaler", file)
     if not all(_is_number(value) and 0 <= value < math.inf for value in saved.values()) or not saved["scale"]:
-        raise _unlike("scaler", "numbers that scale nothing", file)
+        raise unlike("scaler", "numbers that scale nothing", file)
 
 
 def _check_tensor(path: str, key: str, parameter: Tensor, value: Any, file: str) -> None:
     if key in ("step", "RMS"):
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         if isinstance(number, Tensor) or not _is_number(number) or not 0 <= number <= 2**53:
-            raise _unlike(path, "not a number from 0 on", file)
+            raise unlike(path, "not a number from 0 on", file)
         return
     if not isinstance(value, Tensor):
-        raise _unlike(path, "not a tensor", file)
+        raise unlike(path, "not a tensor", file)
     codes = key.endswith("_codes")
     if not _shape_fits(key, parameter, value) or (value.dtype == torch.uint8) != codes:
-        raise _unlike(path, f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}", file)
+        raise unlike(path, f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}", file)
     if value.is_complex() or not (codes or (value.is_floating_point() and bool(torch.isfinite(value).all()))):
-        raise _unlike(path, "not finite numbers", file)
+        raise unlike(path, "not finite numbers", file)
     if key in NOT_NEGATIVE and bool((value < 0).any()):
-        raise _unlike(path, "a negative mean of squares", file)
+        raise unlike(path, "a negative mean of squares", file)
 
 
 def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:
@@ -151,6 +139,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _unlike(name: str, problem: str, file: str) -> InputError:
+def unlike(name: str, problem: str, file: str) -> InputError:
+    """Return the error of a value that does not fit the recipe."""
     remedy = "resume from an older checkpoint, or with the recipe it was saved with"
     return InputError(f"checkpoint and recipe do not fit: {problem}", remedy, field=name, file=file)

@@ -4,7 +4,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,10 +92,8 @@ class Session:
         if not self.evaluations and stop.name is None:
             self._evaluate(stop)  # A resumed run with no steps left still reports its perplexity.
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == self.progress.step
-        unfinished = self.progress.step < self.options.steps or (
-            self.options.eval_fraction > 0 and not evaluated
-        )
-        self._interrupted = stop.name is not None and unfinished
+        unevaluated = self.options.eval_fraction > 0 and not evaluated
+        self._interrupted = stop.name is not None and (self.progress.step < self.options.steps or unevaluated)
 
     @property
     def _sequences_per_step(self) -> int:
@@ -124,16 +121,13 @@ class Session:
         """Train on ``batches`` and return the next step's, read while the device works."""
         done, index = self.progress.step, len(self.losses)
         rate = self._set_learning_rate(done)
-        live = self._peak.counting(batches) if self._peak.counts(index) else None
         start_s = time.perf_counter()
-        with live or nullcontext():
+        with self._peak.around(index, batches) as counted:
             loss_tensor = self.step(batches)
         following = next(feed, None)
         loss = loss_tensor.item()
         step_s = time.perf_counter() - start_s
-        if live is not None:
-            self._peak.take(live)
-        elif index > 0:
+        if index > 0 and not counted:
             self.seconds.append(step_s)
         if not math.isfinite(loss):
             remedy = "lower optimizer.lr, warm it up, or use a wider precision"
@@ -147,10 +141,7 @@ class Session:
         return following
 
     def _set_learning_rate(self, done: int) -> float:
-        options, base = self.options, self.step.recipe.optimizer.lr
-        rate = learning_rate(
-            base, done, steps=options.steps, warmup_steps=options.warmup_steps, schedule=options.schedule
-        )
+        rate = learning_rate(self.step.recipe.optimizer.lr, done, self.options)
         for optimizer in self.step.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -158,28 +149,33 @@ class Session:
 
     def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
         norm = self.step.readings["gradient_norm"].item() if "gradient_norm" in self.step.readings else None
-        mfu, hfu = self._utilisation(step_s)
         return StepMetrics(
             step=self.progress.step,
             loss=loss,
             learning_rate=rate,
             epoch=self.progress.step * self._sequences_per_step / len(self.corpora.train),
-            step_s=step_s,
-            tokens_per_s=self.run.tokens_per_step / step_s,
-            mfu=mfu,
-            hfu=hfu,
+            **self._rates(step_s),
             peak_memory_bytes=self._peak.read(),
             busy=self._busy.share(),
             # A step that the loss scaler skips has gradients that are not finite.
             gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
         )
 
-    def _utilisation(self, step_s: float) -> tuple[float | None, float | None]:
-        """Return MFU and HFU; None if the device's peak is unknown."""
-        if self.flops is None or self.flops.peak_flops_per_s is None:
-            return None, None
-        possible = self.flops.peak_flops_per_s * step_s
-        return self.flops.model_flops / possible, self.flops.hardware_flops / possible
+    def _rates(self, step_s: float) -> dict[str, Any]:
+        """Return the fields that follow from a step's time; MFU and HFU if the device's peak is known."""
+        rates = {
+            "step_s": step_s,
+            "tokens_per_s": self.run.tokens_per_step / step_s,
+            "mfu": None,
+            "hfu": None,
+        }
+        if self.flops is not None and self.flops.peak_flops_per_s is not None:
+            possible = self.flops.peak_flops_per_s * step_s
+            rates["mfu"], rates["hfu"] = (
+                self.flops.model_flops / possible,
+                self.flops.hardware_flops / possible,
+            )
+        return rates
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -198,9 +194,7 @@ class Session:
         if found is None and stop.name is not None:
             return
         if found is None:
-            raise DivergedError(
-                f"evaluation loss is not finite after step {self.progress.step}: lower optimizer.lr"
-            )
+            raise self._not_finite("evaluation loss")
         self.evaluations.append(found)
         for observer in self.observers:
             observer.on_eval(found)
@@ -209,13 +203,15 @@ class Session:
         # A step with a finite loss can leave weights that are not: they must not replace a good checkpoint.
         broken = state.first_not_finite(self.step)
         if broken is not None:
-            raise DivergedError(f"{broken} is not finite after step {self.progress.step}: lower optimizer.lr")
-        folder = self.options.folder / CHECKPOINTS
-        self.checkpoint = checkpoint.save(
-            folder, self.step, self.progress, self.described, keep=self.options.keep
-        )
+            raise self._not_finite(broken)
+        options = self.options
+        folder = options.folder / CHECKPOINTS
+        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=options.keep)
         for observer in self.observers:
             observer.on_checkpoint(self.progress.step, self.checkpoint)
+
+    def _not_finite(self, name: str) -> DivergedError:
+        return DivergedError(f"{name} is not finite after step {self.progress.step}: lower optimizer.lr")
 
     def _last_good(self) -> str:
         if self.checkpoint is None:
@@ -223,8 +219,7 @@ class Session:
         return f"the last good checkpoint is {self.checkpoint}"
 
     def _summary(self, status: Any, message: str, wall_s: float) -> TrainSummary:
-        step_s = statistics.median(self.seconds) if self.seconds else None
-        mfu, hfu = (None, None) if step_s is None else self._utilisation(step_s)
+        unknown = dict.fromkeys(("step_s", "tokens_per_s", "mfu", "hfu"))
         return TrainSummary(
             status=status,
             message=message,
@@ -234,10 +229,7 @@ class Session:
             losses=tuple(self.losses),
             evaluations=tuple(self.evaluations),
             eval_perplexity=self.evaluations[-1].perplexity if self.evaluations else None,
-            step_s=step_s,
-            tokens_per_s=None if step_s is None else self.run.tokens_per_step / step_s,
-            mfu=mfu,
-            hfu=hfu,
+            **(self._rates(statistics.median(self.seconds)) if self.seconds else unknown),
             peak_memory_bytes=self._peak.read(),
             peak_memory_is=self._peak.kind,
             wall_s=wall_s,

@@ -1,8 +1,8 @@
 """Convert a step's state to named tensors and plain data, and back, bit for bit.
 
-Tensors are the model's by name and the optimizers' as ``PARAMETER/KEY``. The rest is JSON: tied weights, groups and
-scalars of the optimizers, the loss scaler, and the random generators of torch, Python and NumPy. Nothing is
-pickled, so loading a file runs no code.
+Tensors are the model's by name and the optimizers' as ``PARAMETER/KEY``. The rest is JSON: tied weights,
+groups and scalars of the optimizers, the loss scaler, and the random generators of torch, Python and NumPy.
+Nothing is pickled, so loading a file runs no code.
 """
 
 import random
@@ -16,7 +16,13 @@ from torch import Tensor
 from trainfit.offload.blocks import is_moment
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
-from trainfit.training.saved_state import OptimizerPlain, RandomPlain, check_group, check_parameter_state
+from trainfit.training.saved_state import (
+    OptimizerPlain,
+    RandomPlain,
+    check_group,
+    check_parameter_state,
+    unlike,
+)
 
 Tensors = Mapping[str, Tensor]
 
@@ -36,7 +42,7 @@ def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     return kept, shared
 
 
-def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
+def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str], file: str) -> None:
     """Copy ``tensors`` into the model.
 
     Raises:
@@ -45,15 +51,15 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
     own = step.model.state_dict()
     if set(own) != set(tensors) | set(shared):
         different = sorted(set(own) ^ (set(tensors) | set(shared)))
-        raise _unlike(different[0], "in only one of checkpoint and model")
+        raise unlike(different[0], "in only one of checkpoint and model", file)
     for name, tensor in own.items():
         source = shared.get(name, name)
         if source not in tensors:
-            raise _unlike(name, f"shares {source}, which is not in the checkpoint")
+            raise unlike(name, f"shares {source}, which is not in the checkpoint", file)
         saved = tensors[source]
         if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
             own_form = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise _unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {own_form}")
+            raise unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {own_form}", file)
         with torch.no_grad():
             tensor.copy_(saved)
 
@@ -74,35 +80,29 @@ def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain, file: str) -> None:
-    """Check that the saved state fits the step's optimizers; nothing is loaded.
-
-    Raises:
-        InputError: other groups, settings, parameters, keys, shapes, dtypes or values.
-    """
+    """Raise InputError unless the saved state fits the step's optimizers; nothing is loaded."""
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     if [len(groups) for groups in plain.groups] != [len(one.param_groups) for one in step.optimizers]:
-        raise _unlike("optimizer groups", "other groups than the recipe's")
+        raise unlike("optimizer groups", "other groups than the recipe's", file)
     parameters: dict[str, Tensor] = {}
     for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             check_group(group, saved, [names[id(parameter)] for parameter in group["params"]], file)
             parameters |= {names[id(parameter)]: parameter for parameter in group["params"]}
-    keys: dict[str, list[str]] = {}
+    paths: dict[str, dict[str, str]] = {}
     for path in (*tensors, *plain.scalars):
         name, _, key = path.rpartition("/")
         if name not in parameters:
-            raise _unlike(path, "state of a parameter that does not train here")
-        keys.setdefault(name, []).append(key)
-    for name, found in keys.items():
-        paths = {key: f"{name}/{key}" for key in found}
-        state = {
-            key: tensors[path] if path in tensors else plain.scalars[path] for key, path in paths.items()
-        }
+            raise unlike(path, "state of a parameter that does not train here", file)
+        paths.setdefault(name, {})[key] = path
+    scalars = plain.scalars
+    for name, found in paths.items():
+        state = {key: tensors[path] if path in tensors else scalars[path] for key, path in found.items()}
         check_parameter_state(step.recipe.optimizer.name, name, parameters[name], state, file)
 
 
 def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
-    """Load the saved state with its dtypes; ``Optimizer.load_state_dict`` would cast it to the parameters'."""
+    """Load the saved state with its dtypes, which ``Optimizer.load_state_dict`` would change."""
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -135,11 +135,7 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain, file: str) -> None:
-    """Set every generator; a run that moves from a CPU to a GPU starts the GPU's anew.
-
-    Raises:
-        InputError: not a generator's state.
-    """
+    """Set every generator; a run that moves from a CPU to a GPU starts the GPU's anew."""
     version, values, gauss = plain.python
     try:
         torch.set_rng_state(tensors["host"])
@@ -171,13 +167,8 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
 
 
 def _on_device(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor) -> Any:
-    """Move state to the parameter's device; a step count stays on the host unless a fused kernel reads it."""
+    """Move state to its parameter's device, but a step count only if a fused kernel reads it."""
     if not isinstance(value, Tensor):
         return value
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return value.to("cpu" if on_host else parameter.device)
-
-
-def _unlike(name: str, problem: str) -> InputError:
-    remedy = "resume with the recipe it was saved with"
-    return InputError(f"checkpoint and recipe do not fit: {problem}", remedy, field=name)

@@ -14,7 +14,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 1.0
-"""A second signal within this time counts as the first: ``timeout`` signals both the process and its group."""
+"""A second signal within this time is ignored: ``timeout`` signals the process and its group."""
 NOTHING_SAVED = "nothing had been saved: the same command starts again"
 
 
@@ -34,9 +34,9 @@ class Stopped(BaseException):
 class StopSignal:
     """Context manager: the first signal sets ``name`` and, if ``raises`` is set, raises ``Stopped``.
 
-    A second signal at least ``REPEATED_S`` later acts as it did before the context. Python allows handlers in the
-    main thread only; elsewhere nothing is installed. A signal that an enclosing StopSignal received counts here
-    too, in case a library lost its exception.
+    A second signal at least ``REPEATED_S`` later acts as it did before the context. Python allows handlers in
+    the main thread only; elsewhere nothing is installed. A signal that an enclosing StopSignal received
+    counts here too, in case a library lost its exception.
     """
 
     def __init__(self, *, raises: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:

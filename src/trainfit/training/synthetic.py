@@ -26,7 +26,8 @@ TRAITS = tuple("brave careful cheerful clever curious gentle kind proud quiet sh
 ANIMALS = tuple("badger cat crow dog duck fox frog goat hedgehog horse mouse owl rabbit squirrel".split())
 PLACES = (
     "a village by the sea", "a small town", "a house on a hill", "a farm near the forest",
-    "a cabin by the lake", "a tall tower", "a street of bakers", "an old mill", "a boat on the river", "a city of bridges",
+    "a cabin by the lake", "a tall tower", "a street of bakers", "an old mill", "a boat on the river",
+    "a city of bridges",
 )  # fmt: skip
 THINGS = tuple("ball basket bell book boot compass cup drum hat kite key lamp map ring scarf spoon".split())
 COLOURS = tuple("black blue brown golden green grey orange purple red silver white yellow".split())

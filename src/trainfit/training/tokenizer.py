@@ -1,6 +1,6 @@
 """The tokenizer of a run: a byte-level BPE trained on the run's documents, or a given ``tokenizer.json``.
 
-A byte-level tokenizer encodes every text without loss. A given file may not: ``RoundTrip`` counts what it loses.
+A byte-level tokenizer encodes every text without loss; ``RoundTrip`` counts what a given file loses.
 """
 
 import contextlib
@@ -42,12 +42,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocabulary <= BYTES:
-        raise InputError(
-            f"a byte-level tokenizer needs {BYTES + 1} tokens",
-            f"use a model whose vocab_size is at least {BYTES + 1}, or give a tokenizer.json",
-            field="model.config.vocab_size",
-            value=vocabulary,
-        )
+        problem = f"a byte-level tokenizer needs {BYTES + 1} tokens"
+        remedy = f"use a model whose vocab_size is at least {BYTES + 1}, or give a tokenizer.json"
+        raise InputError(problem, remedy, field="model.config.vocab_size", value=vocabulary)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,7 +69,7 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
 
 
 class LoadedTokenizer(NamedTuple):
-    """A tokenizer that encodes whole documents, and the settings of its file that were switched off for that."""
+    """A tokenizer of whole documents, and the settings of its file that were switched off for that."""
 
     tokenizer: "Tokenizer"
     switched_off: tuple[str, ...]
@@ -94,8 +91,8 @@ def open_tokenizer(path: Path) -> BinaryIO:
 def load_tokenizer(path: Path) -> LoadedTokenizer:
     """Load a ``tokenizer.json`` without truncation, padding and BPE dropout.
 
-    These prepare the input of a model. On training documents truncation drops text, padding adds tokens that count
-    as text, and dropout splits words at random, differently at each call.
+    These prepare the input of a model. On training documents truncation drops text, padding adds tokens that
+    count as text, and dropout splits words at random, differently at each call.
 
     Raises:
         InputError: no such file, or not a tokenizer.
@@ -130,11 +127,7 @@ def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
 
 
 def end_token(tokenizer: "Tokenizer") -> int:
-    """Return the id of the token written after each document.
-
-    Raises:
-        InputError: the tokenizer has none of END_NAMES.
-    """
+    """Return the id of the token written after each document; InputError if END_NAMES has none."""
     for name in END_NAMES:
         found = tokenizer.token_to_id(name)
         if found is not None:
@@ -178,7 +171,7 @@ class RoundTrip:
         if self._lost:
             some = ", ".join(f"{character!r} ({count:,})" for character, count in self._lost.most_common(3))
             lost = f"{self._lost.total():,} of the text's {self._num_characters:,} characters"
-            notes.append(f"the tokenizer leaves out {lost}: {len(self._lost):,} kinds, most often {some}")
+            notes.append(f"the tokenizer leaves out {lost}, most often {some}")
         return notes
 
 
@@ -213,8 +206,8 @@ def library(
 ) -> Iterator[None]:
     """Convert exceptions of the tokenizers library into one line.
 
-    Its Rust code panics on some files: that raises a BaseException and prints a report to standard error, which is
-    held back.
+    Its Rust code panics on some files: that raises a BaseException and prints a report to standard error,
+    which is held back.
 
     Raises:
         InputError: the library failed.
