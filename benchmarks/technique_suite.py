@@ -1,6 +1,6 @@
 """How each technique is asked for, and the recipes that its page shows: one model and batch, each technique alone and combined.
 
-``python -m trainfit.report.technique_suite recipes.jsonl`` writes these recipes, one a line. ``predict.suite`` predicts them
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line. ``predict.suite`` predicts them
 and ``measure.suite`` measures them; the pages are made from the records.
 """
 
@@ -258,7 +258,7 @@ def _flow(value: Any) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the suite; exit code 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainfit.report.technique_suite", description="Write the recipes of the techniques' pages."
+        prog="python -m benchmarks.technique_suite", description="Write the recipes of the techniques' pages."
     )  # fmt: skip
     parser.add_argument("into", type=Path, help="JSON Lines to write, one recipe each")
     into: Path = parser.parse_args(arguments).into

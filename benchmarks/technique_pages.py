@@ -1,6 +1,6 @@
 """A page for each technique: what it does, when it helps, memory and speed alone and with partners, quality, refusals.
 
-``python -m trainfit.report.technique_pages results [--into docs/results/techniques]``
+``python -m benchmarks.technique_pages results [--into docs/results/techniques]``
 
 Enters: a folder of Records. Leaves: NAME.md for each technique and README.md, the table of all. What a technique does is its
 docstring's words; what it refuses is asked of the recipes' check; figures are the records', of which those predicted for the
@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
-from trainfit.report.technique_pairs import Book, Pair, Result, best_of, groups, others, read_results
-from trainfit.report.technique_prose import Prose, prose
-from trainfit.report.technique_refusals import refused, refused_on_cpu
-from trainfit.report.technique_suite import (
+from benchmarks.technique_pairs import Book, Pair, Result, best_of, groups, others, read_results
+from benchmarks.technique_prose import Prose, prose
+from benchmarks.technique_refusals import refused, refused_on_cpu
+from benchmarks.technique_suite import (
     ASKINGS,
     MODEL_AND_BATCH,
     alone,
@@ -26,6 +25,7 @@ from trainfit.report.technique_suite import (
     told,
     written,
 )
+from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
@@ -46,7 +46,7 @@ INDEX = "README.md"
 def main(arguments: list[str] | None = None) -> int:
     """Write the pages; exit code 0, or 65 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainfit.report.technique_pages", description="Write a page for each technique."
+        prog="python -m benchmarks.technique_pages", description="Write a page for each technique."
     )
     parser.add_argument("results", type=Path, help="folder of records (JSON Lines)")
     parser.add_argument("--into", type=Path, default=Path("docs/results/techniques"), help="folder to write")
@@ -73,7 +73,7 @@ def pages(book: Book) -> dict[str, str]:
     if missing:
         raise InputError(
             f"{len(missing)} recipes of the pages are not predicted, such as {written(told(missing[0]))!r}",
-            "run python -m trainfit.report.technique_suite FILE, then python -m benchmarks.accuracy.suite FILE "
+            "run python -m benchmarks.technique_suite FILE, then python -m benchmarks.accuracy.suite FILE "
             "results/techniques/predicted.jsonl",
         )
     told_of = {name: prose(technique) for name, technique in sorted(registry.techniques().items())}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trainfit.report.technique_suite import ASKINGS, BLOCKS_OF_REFERENCE, REFERENCE, Data
+from benchmarks.technique_suite import ASKINGS, BLOCKS_OF_REFERENCE, REFERENCE, Data
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import require
 from trainfit.spec.recipe import Recipe

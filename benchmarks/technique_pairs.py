@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.technique_suite import ASKINGS, OPTIMIZER, asks, control, told
 from trainfit.records import load
 from trainfit.report.compare import Comparison
-from trainfit.report.technique_suite import ASKINGS, OPTIMIZER, asks, control, told
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 from trainfit.spec.value import canonical_json, parse
