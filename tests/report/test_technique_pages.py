@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from test_report import measured, predicted
 
-from trainfit.report import technique_suite
-from trainfit.report.technique_pages import INDEX, NOT_MEASURED, main, pages
-from trainfit.report.technique_pairs import Book, best_of, groups, read_results
-from trainfit.report.technique_prose import markdown, prose
-from trainfit.report.technique_refusals import SETTINGS, all_refusals, clash, refused
-from trainfit.report.technique_suite import (
+from benchmarks import technique_suite
+from benchmarks.technique_pages import INDEX, NOT_MEASURED, main, pages
+from benchmarks.technique_pairs import Book, best_of, groups, read_results
+from benchmarks.technique_prose import markdown, prose
+from benchmarks.technique_refusals import SETTINGS, all_refusals, clash, refused
+from benchmarks.technique_suite import (
     ASKINGS,
     COMBINED,
     REFERENCE,

@@ -15,7 +15,8 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.step import Step, assemble, vocabulary
-from trainfit.techniques import loss_terms, registry
+from trainfit.techniques import registry
+from trainfit.techniques.loss import terms as loss_terms
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import open_corpora
