@@ -1,4 +1,4 @@
-"""``trainfit sweep``: variants of a recipe predicted, measured and trained, each in a process of its own."""
+"""``trainfit sweep``: predict, measure and train variants of a recipe, each in a process of its own."""
 
 import time
 from collections.abc import Iterator
@@ -24,35 +24,20 @@ REFRESH_PER_S = 4
 GO_ON = "what has a result is kept: the same command goes on"
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep's YAML file (docs/guide/sweep.md).")]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="FOLDER", help="Records, logs and report (runs/NAME); run again, it goes on."
-    ),
-]
-ExecutorOption = Annotated[
-    Literal["local", "ray"], typer.Option("--executor", help="This machine, or a Ray cluster.")
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option("--ray-address", metavar="ADDRESS", help="Of a running cluster; else one is started here."),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", min=1, max=1024, metavar="N", help="Measured trials side by side (one a GPU; a CPU: 1)."
-    ),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Instead of the file's device.")
-]
-Retry = Annotated[
-    bool, typer.Option("--retry", help="Try again what crashed, was killed or lost, or ran out of time.")
-]
-PredictOnly = Annotated[
-    bool, typer.Option("--predict-only", help="Measure and train nothing; run without it, the rest follows.")
-]
-Again = Annotated[bool, typer.Option("--again", help="Run everything again, also what has a result.")]
+OUT_HELP = "Records, logs and report (runs/NAME); the same command again continues."
+Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help=OUT_HELP)]
+ExecutorOption = Annotated[Literal["local", "ray"], typer.Option("--executor", help="This machine or Ray.")]
+RAY_HELP = "Address of a running cluster; default: start one here."
+RayAddress = Annotated[str | None, typer.Option("--ray-address", metavar="ADDRESS", help=RAY_HELP)]
+JOBS_HELP = "Measured trials side by side (one a GPU; a CPU: 1)."
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, max=1024, metavar="N", help=JOBS_HELP)]
+DEVICES = Literal["auto", "cpu", "cuda"]
+Device = Annotated[DEVICES | None, typer.Option("--device", help="Instead of the file's device.")]
+RETRY_HELP = "Repeat trials that crashed, were killed or lost, or timed out."
+Retry = Annotated[bool, typer.Option("--retry", help=RETRY_HELP)]
+PREDICT_HELP = "Measure and train nothing; a later run without it does the rest."
+PredictOnly = Annotated[bool, typer.Option("--predict-only", help=PREDICT_HELP)]
+Again = Annotated[bool, typer.Option("--again", help="Repeat everything, also what has a result.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
 
@@ -77,8 +62,8 @@ def run(
 ) -> int:
     """Predict, measure and train variants of a recipe; compare them.
 
-    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others go on. Stopped (exit
-    75) or killed, the same command goes on where it stopped.
+    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others continue.
+    Stopped (exit 75) or killed, the same command continues.
     """
     if ray_address is not None and executor != "ray":
         raise typer.BadParameter("--ray-address needs --executor ray")
@@ -93,18 +78,13 @@ def run(
     with resumable(lambda: GO_ON), only_json(json), Journal(folder, sweep.name) as journal:
         view = View(sweep)
         state = Run(
-            sweep,
-            journal,
-            device=device,
-            peak_flops=peak_flops,
-            retry=retry,
-            again=again,
+            sweep, journal, device=device, peak_flops=peak_flops, retry=retry, again=again,
             changed=view.changed,
-        )
+        )  # fmt: skip
         for note in (*sweep.notes, *journal.notes):
             view.say(f"note: {note}")
-        with executing(executor, device or sweep.file.device, jobs, ray_address) as place:
-            _go(state, place, view)
+        with executing(executor, device or sweep.file.device, jobs, ray_address) as trials:
+            _run(state, trials, view)
         page = _report(state, folder)
     if json:
         print_json(_content(state, folder, page))
@@ -119,10 +99,8 @@ def run(
 
 
 @contextmanager
-def executing(
-    kind: str, device: Literal["auto", "cpu", "cuda"], jobs: int | None, address: str | None
-) -> "Iterator[Executor]":
-    """Where the trials run."""
+def executing(kind: str, device: DEVICES, jobs: int | None, address: str | None) -> "Iterator[Executor]":
+    """Yield the executor of the trials."""
     if kind == "ray":
         from trainfit.sweeps.ray_cluster import RayExecutor
 
@@ -134,11 +112,11 @@ def executing(
         yield LocalExecutor(device, jobs)
 
 
-def _go(state: "Run", place: "Executor", view: "View") -> None:
+def _run(state: "Run", trials: "Executor", view: "View") -> None:
     from trainfit.training.stop import StopSignal
 
     with view.showing(state), StopSignal() as stop:
-        state.go(place, lambda: stop.name is not None)
+        state.go(trials, lambda: stop.name is not None)
     if state.num_kept:
         view.say(f"{state.num_kept} results were there already")
     if state.stopped:
@@ -146,7 +124,7 @@ def _go(state: "Run", place: "Executor", view: "View") -> None:
 
 
 class View:
-    """What a person sees while it goes, on standard error: a live table on a terminal, elsewhere a line a result."""
+    """Progress on standard error: a live table on a terminal, otherwise one line per result."""
 
     def __init__(self, sweep: "Sweep"):
         from trainfit.spec.terminal import Terminal
@@ -156,11 +134,11 @@ class View:
         self._num_variants = len(sweep.variants)
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(text, soft_wrap=True)
 
     def changed(self, run: "Run", request: "PartRequest", record: "Record | None") -> None:
-        """A part began (no record yet) or ended."""
+        """Handle the start (no record yet) or the end of a part."""
         from trainfit.report.sweep import line
 
         self._since[request.variant] = time.monotonic()
@@ -171,15 +149,15 @@ class View:
 
     @contextmanager
     def showing(self, state: "Run") -> Iterator[None]:
-        """While entered, the table is live."""
+        """Keep the table live."""
         if not self._console.is_terminal:
             yield
             return
         from rich.live import Live
 
         with Live(
-            console=self._console, get_renderable=lambda: self._table(state), refresh_per_second=REFRESH_PER_S,
-            transient=True, redirect_stdout=False,
+            console=self._console, get_renderable=lambda: self._table(state),
+            refresh_per_second=REFRESH_PER_S, transient=True, redirect_stdout=False,
         ):  # fmt: skip
             yield
 
@@ -203,7 +181,7 @@ def _report(state: "Run", folder: Path) -> Path:
 
 
 def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
-    """One object: the rows with both sides as nouns, and the numbers that the table shows."""
+    """Return the rows with both sides, and the numbers that the table shows."""
     from trainfit.spec.sweep import front, frontier
     from trainfit.sweeps.journal import RECORDS
 
@@ -224,6 +202,7 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     from trainfit.report.console import console, heading, rows
     from trainfit.report.sweep import first_line, text_table
     from trainfit.report.words import holds_for
+    from trainfit.spec.sweep import RUNNING, WAITING
     from trainfit.sweeps.journal import RECORDS
 
     out, found = console(), state.rows()
@@ -231,14 +210,9 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     out.print(text_table(found, out.width))
     if line := holds_for(*(row.estimate.versions for row in found if row.estimate)):
         out.print(line)
-    told = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in found if _is_told(row)]
-    if told:
-        rows(out, told, "left", "wrap")
+    ended = [row for row in found if row.message and row.status not in (RUNNING, WAITING)]
+    if ended:
+        messages = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended]
+        rows(out, messages, "left", "wrap")
         out.print()
     say(f"records {printable(str(folder / RECORDS))}\nreport  {printable(str(page))}")
-
-
-def _is_told(row: Any) -> bool:
-    from trainfit.spec.sweep import RUNNING, WAITING
-
-    return bool(row.message) and row.status not in (RUNNING, WAITING)
