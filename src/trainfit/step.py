@@ -107,14 +107,14 @@ def _build(
     """The bare model in training mode, and where its blocks' weights are if not on the device."""
     dtype = precision.weight_dtype(recipe)
     if recipe.offload.weights:
-        slots = offload_weights.num_slots(recipe)
+        slots = offload_weights.num_buffers(recipe)
         model, hosted = build_on_host(
             recipe.model,
             dtype=dtype,
             device=device,
             attention=recipe.attention,
             quantize=recipe.quantize,
-            num_slots=slots,
+            num_buffers=slots,
             on_model=on_model,
         )
         return model.train(), hosted
@@ -242,7 +242,7 @@ class Step:
     def settle(self) -> None:
         """Wait until what is copied to the host in the background is there."""
         if self.hosted is not None:
-            self.hosted.copy_streams.settle()
+            self.hosted.copy_streams.synchronize()
 
     def parameters_on_host(self) -> set[int]:
         """``id`` of each parameter whose value is on the host, the device's a passing copy."""
