@@ -109,6 +109,43 @@ ASKINGS: dict[str, Asking] = {
 }  # fmt: skip
 """By the technique's file."""
 
+MORE: dict[str, tuple[Data, ...]] = {
+    "adafactor": tuple(
+        {"optimizer": {"name": "adafactor", "implementation": way, "momentum": momentum}}
+        for way in ("foreach", "fused")
+        for momentum in (0.0, 0.9)
+    ),
+    "adamw": tuple({"optimizer": {"name": "adamw", "implementation": way}} for way in ("fused", "forloop")),
+    "adamw_low_bit": ({"optimizer": {"name": "adamw4bit", "implementation": "forloop"}},),
+    "attention": tuple({"attention": name} for name in ("flash", "efficient", "math", "triton")),
+    "loader": ({"loader": {"prefetch": 4}},),
+    "muon": ({"optimizer": {"name": "muon", "momentum": 0.0}},),
+    "lora": ({"adapter": {"kind": "lora", "dtype": "base"}},),
+    "offload_weights": (
+        {"offload": {"weights": True}, "recompute": "full"},
+        {"offload": {"weights": True}, "recompute": "full", **LORA},
+    ),
+    "optimizer_in_backward": ({"optimizer": {"in_backward": "block"}},),
+    "precision": ({"precision": "amp-fp16"},),
+    "prefix_tuning": ({"adapter": {"kind": "prefix", "dtype": "base"}},),
+    "quantize": (
+        {"quantize": "int8"},
+        {"quantize": "fp8"},
+        {"quantize": "nf4", "adapter": {"kind": "lora", "dtype": "base"}},
+    ),
+    "recompute_layers": (
+        {"recompute": {"layers": [{"recompute": "none", "offload": 0.5, "count": BLOCKS_OF_REFERENCE}]}},
+        {"recompute": {"budget_gib": 20}},
+    ),
+    "recompute_selective": ({"recompute": {"selective": {"save": ["attention"]}}},),
+    "sgd": ({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
+    "soft_prompts": ({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
+}  # fmt: skip
+"""Further ways to ask for a technique, which are not measured."""
+
+VARIANTS = {name: (*asking.variants, *MORE.get(name, ())) for name, asking in ASKINGS.items()}
+"""Every way to ask for a technique that the table of refusals tries."""
+
 CHUNKED: Data = {"loss": "chunked"}
 COMBINED: tuple[Data, ...] = (
     {**CHUNKED, "compile": "block", "attention": "cudnn"},
