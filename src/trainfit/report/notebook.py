@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from trainfit.report.prediction_text import cost, speed, verdict
+from trainfit.report.prediction_text import cost, speed, subject, verdict
 from trainfit.report.words import describe, quantity
 from trainfit.spec.printable import printable
 from trainfit.spec.recipe import Recipe
@@ -31,7 +31,7 @@ def table(title: str, verdict: str, rows: Sequence[Row], *, good: bool) -> str:
     return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
-def prediction(recipe: Recipe, estimate: Estimate, notes: Sequence[str] = ()) -> str:
+def prediction(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
     """Return the table of a prediction: verdict, speed, cost, memory at the peak by category, warnings."""
     peak = estimate.peak_allocated_bytes
     parts = [(name, getattr(estimate.breakdown, name)) for name in CATEGORIES]
@@ -45,7 +45,7 @@ def prediction(recipe: Recipe, estimate: Estimate, notes: Sequence[str] = ()) ->
     host = [("pinned on the host", format_bytes(estimate.host_bytes))] if estimate.host_bytes else []
     said = [*(("warning", line) for line in estimate.warnings), *(("note", line) for line in notes)]
     rows = [("speed", speed(recipe, estimate)), *money, *memory, *totals, *host, *said]
-    return table(describe(recipe), verdict(recipe, estimate), rows, good=estimate.fits)
+    return table(subject(recipe, estimate), verdict(recipe, estimate), rows, good=estimate.fits)
 
 
 def measurement(recipe: Recipe, measured: Measurement) -> str:
@@ -90,19 +90,6 @@ def usage(found: Mapping[str, Any]) -> str:
         rows.append(("cost", f"{found['dollars']:,.0f} $"))
     title = f"{found['model']}, {format_count(found['params'])} parameters"
     return table(title, f"{found['mfu']:.2%} MFU", rows, good=found["mfu"] <= 1)
-
-
-def traced(value: Any) -> str:
-    """Return the table of a traced callable: verdict, time, memory at the peak by category."""
-    size = f"{format_bytes(value.peak_device_bytes)} of {format_bytes(value.device_bytes)}"
-    parts = [(name, getattr(value.breakdown, name)) for name in CATEGORIES]
-    rows = [("parameters", f"{format_count(value.params)}, {format_count(value.trainable_params)} trained")]
-    if value.step_s is not None:
-        rows.append(("time a step", format_seconds(value.step_s)))
-    rows += [(name, format_bytes(size)) for name, size in parts if size]
-    rows += [("allocated", format_bytes(value.peak_allocated_bytes))]
-    fits = "FITS" if value.fits else "DOES NOT FIT"
-    return table(value.name, f"{fits} on {value.gpu}: {size}", rows, good=value.fits)
 
 
 def _speeds(value: Any) -> list[Row]:
