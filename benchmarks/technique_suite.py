@@ -1,7 +1,7 @@
-"""How each technique is asked for, and the recipes that its page shows: one model and batch, each technique alone and combined.
+"""Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line. ``predict.suite`` predicts them
-and ``measure.suite`` measures them; the pages are made from the records.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for
+``benchmarks.accuracy.suite`` and ``trainfit.measurement.suite``.
 """
 
 import argparse
@@ -27,9 +27,6 @@ REFERENCE: Data = {
     "hardware": {"gpu": "h200"},
 }
 """With every other field at its default: bf16, fused AdamW."""
-
-MODEL_AND_BATCH = "llama-3.2-1b, 4 x 2048, bf16, AdamW (fused), one H200"
-"""The reference in words."""
 
 OPTIMIZER = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 LORA: Data = {"adapter": {"kind": "lora"}}
@@ -195,14 +192,6 @@ def suite() -> list[Recipe]:
     return list({recipe.id: recipe for recipe in recipes}.values())
 
 
-def asks(technique: str, recipe: Recipe) -> bool:
-    """Whether the recipe's fields ask for the technique, also where that is the default."""
-    found = registry.techniques()[technique]
-    if not found.COVERS:
-        return found.applies(recipe)
-    return all(registry.value_at(recipe, field) in values for field, values in found.COVERS.items())
-
-
 def control(technique: str, recipe: Recipe) -> Recipe | None:
     """The same recipe without the technique: its fields at their defaults. Of accumulation: one micro-batch of all tokens.
 
@@ -272,12 +261,6 @@ def in_a_recipe(technique: str) -> str:
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
     return ", ".join(f"`{way}`" for way in ways)
-
-
-def beside(technique: str) -> str:
-    """What both sides of its comparison have besides, as Markdown; empty: nothing."""
-    said = written(ASKINGS[technique].beside)
-    return f"`{said}`" if said else ""
 
 
 WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}
