@@ -1,9 +1,8 @@
-"""Short stories made by a grammar: deterministic, any number, with a known entropy.
+"""Synthetic documents from a grammar (``data: stories``): deterministic, any number, with a known entropy.
 
-Enters: a seed and an index. Leaves: a story of about 100 words, and how many bits of choice went into it. The bits are
-a floor that no model can beat on unseen stories: perplexity a token >= 2 ** (bits / tokens), on average.
-Facts of a story agree with each other (names, pronouns, the thing that is lost is the thing that is found), so there is
-something to learn beyond word order.
+The entropy of the choices behind a document bounds every model from below: on unseen documents, the mean
+perplexity per token is at least 2 ** (bits / tokens). Names, pronouns and objects agree within a document, so
+there is more to learn than word order.
 """
 
 import hashlib
@@ -23,72 +22,15 @@ PEOPLE = tuple(
     for name in names.split()
 )
 """Name, subject pronoun, possessive pronoun."""
-TRAITS = (
-    "brave",
-    "careful",
-    "cheerful",
-    "clever",
-    "curious",
-    "gentle",
-    "kind",
-    "proud",
-    "quiet",
-    "shy",
-    "stubborn",
-    "tired",
-)
-ANIMALS = (
-    "badger",
-    "cat",
-    "crow",
-    "dog",
-    "duck",
-    "fox",
-    "frog",
-    "goat",
-    "hedgehog",
-    "horse",
-    "mouse",
-    "owl",
-    "rabbit",
-    "squirrel",
-)
+TRAITS = tuple("brave careful cheerful clever curious gentle kind proud quiet shy stubborn tired".split())
+ANIMALS = tuple("badger cat crow dog duck fox frog goat hedgehog horse mouse owl rabbit squirrel".split())
 PLACES = (
-    "a village by the sea", "a small town", "a house on a hill", "a farm near the forest", "a cabin by the lake",
-    "a tall tower", "a street of bakers", "an old mill", "a boat on the river", "a city of bridges",
+    "a village by the sea", "a small town", "a house on a hill", "a farm near the forest",
+    "a cabin by the lake", "a tall tower", "a street of bakers", "an old mill", "a boat on the river",
+    "a city of bridges",
 )  # fmt: skip
-THINGS = (
-    "ball",
-    "basket",
-    "bell",
-    "book",
-    "boot",
-    "compass",
-    "cup",
-    "drum",
-    "hat",
-    "kite",
-    "key",
-    "lamp",
-    "map",
-    "ring",
-    "scarf",
-    "spoon",
-)
-COLOURS = (
-    "black",
-    "blue",
-    "brown",
-    "golden",
-    "green",
-    "grey",
-    "orange",
-    "purple",
-    "red",
-    "silver",
-    "white",
-    "yellow",
-)
+THINGS = tuple("ball basket bell book boot compass cup drum hat kite key lamp map ring scarf spoon".split())
+COLOURS = tuple("black blue brown golden green grey orange purple red silver white yellow".split())
 WEATHERS = ("sunny", "rainy", "windy", "cold", "foggy", "snowy", "hot", "cloudy")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 HIDDEN = (
@@ -105,15 +47,15 @@ MORALS = (
 
 
 @dataclass(frozen=True)
-class Story:
-    """``text`` without a final newline; ``bits``: entropy of the choices that made it."""
+class SyntheticText:
+    """``text`` without a final newline; ``bits``: the entropy of the choices behind it."""
 
     text: str
     bits: float
 
 
 class _Choices:
-    """Equally likely choices read off a hash, digit by digit: the same in every Python, platform and year."""
+    """Equally likely choices from the digits of a hash: independent of Python version and platform."""
 
     def __init__(self, seed: int, index: int):
         digest = hashlib.shake_256(f"trainfit story {seed} {index}".encode()).digest(64)
@@ -126,19 +68,20 @@ class _Choices:
         return options[pick]
 
 
-def story(seed: int, index: int) -> Story:
-    """The ``index``-th story of ``seed``."""
+def synthetic_text(seed: int, index: int) -> SyntheticText:
+    """Return document ``index`` of ``seed``."""
     choose = _Choices(seed, index)
     paragraphs = (_beginning(choose), *_middle(choose)) if choose.of((True, False)) else _errand(choose)
-    return Story("\n".join(paragraphs), choose.bits)
+    return SyntheticText("\n".join(paragraphs), choose.bits)
 
 
 def _beginning(choose: _Choices) -> str:
-    return f"{choose.of(('Once upon a time,', 'Long ago,', 'One year,', 'Not long ago,'))} this is what people told."
+    opening = choose.of(("Once upon a time,", "Long ago,", "One year,", "Not long ago,"))
+    return f"{opening} this is what people told."
 
 
 def _middle(choose: _Choices) -> tuple[str, ...]:
-    """Somebody loses a thing, an animal helps, the thing is found."""
+    """Return a text in which a child loses a thing and an animal finds it."""
     name, they, their = choose.of(PEOPLE)
     trait, place, animal = choose.of(TRAITS), choose.of(PLACES), choose.of(ANIMALS)
     colour, thing, spot = choose.of(COLOURS), choose.of(THINGS), choose.of(HIDDEN)
@@ -148,16 +91,16 @@ def _middle(choose: _Choices) -> tuple[str, ...]:
         f"and {choose.of(('loved it', 'took it everywhere', 'slept beside it', 'showed it to everyone'))}.",
         f"On a {weather} {day}, the {thing} was gone. {name} {choose.of(SEARCHES)} all morning, "
         f"but the {colour} {thing} was not there.",
-        f'Then a {animal} came. "Why are you so sad?" asked the {animal}. "I have lost my {thing}," said {name}. '
-        f'"Follow me," said the {animal}, "I saw something {colour} {spot}."',
-        f"They went together, and the {thing} was {spot}. {name} was happy and gave the {animal} {_some(food)}. "
-        f"From that {day} on, {name} and the {animal} were friends, and {they} never lost {their} {thing} again. "
-        f"{choose.of(MORALS)}",
+        f'Then a {animal} came. "Why are you so sad?" asked the {animal}. "I have lost my {thing}," said '
+        f'{name}. "Follow me," said the {animal}, "I saw something {colour} {spot}."',
+        f"They went together, and the {thing} was {spot}. {name} was happy and gave the {animal} some "
+        f"{food}. From that {day} on, {name} and the {animal} were friends, and {they} never lost {their} "
+        f"{thing} again. {choose.of(MORALS)}",
     )
 
 
 def _errand(choose: _Choices) -> tuple[str, ...]:
-    """Two people, an errand, a trouble of the weather, a meal."""
+    """Return a text in which a thing is sold to pay for a meal of two friends."""
     name, they, their = choose.of(PEOPLE)
     friend = choose.of([person for person in PEOPLE if person[0] != name])[0]
     food, place, thing = choose.of(FOODS), choose.of(PLACES), choose.of(THINGS)
@@ -165,16 +108,13 @@ def _errand(choose: _Choices) -> tuple[str, ...]:
     trait, colour = choose.of(TRAITS), choose.of(COLOURS)
     return (
         f"On {day} morning {name} wanted to cook for {friend}, who lived in {place}. "
-        f"{name} needed {_some(food)} and {count} coins, but {their} pocket was empty.",
+        f"{name} needed some {food} and {count} coins, but {their} pocket was empty.",
         f"So {they} took {their} {colour} {thing} to the market. It was a {weather} day. "
         f'"I will give you {count} coins for the {thing}," said a {trait} man. '
-        f"{name} {choose.of(('thought for a while', 'smiled', 'sighed', 'nodded at once'))} and sold the {thing}.",
-        f"With {count} coins in {their} hand, {name} bought {_some(food)} and walked to {place}. "
-        f"{friend} opened the door. The two friends ate {_some(food)} until it was dark.",
+        f"{name} {choose.of(('thought for a while', 'smiled', 'sighed', 'nodded at once'))} and sold the "
+        f"{thing}.",
+        f"With {count} coins in {their} hand, {name} bought some {food} and walked to {place}. "
+        f"{friend} opened the door. The two friends ate some {food} until it was dark.",
         f'"Where is your {colour} {thing}?" asked {friend}. "I sold it on {day} for our meal," said {name}. '
         f"{friend} laughed and gave {name} a new {thing}. {choose.of(MORALS)}",
     )
-
-
-def _some(food: str) -> str:
-    return f"some {food}"
