@@ -19,7 +19,10 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
-from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
+from trainfit.techniques import registry
+from trainfit.techniques.offload import weights as offload_weights
+from trainfit.techniques.recompute import every as recompute_every
+from trainfit.techniques.recompute import layers as recompute_layers
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.exclusive import exclusive
