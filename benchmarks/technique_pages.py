@@ -73,7 +73,7 @@ def pages(book: Book) -> dict[str, str]:
     if missing:
         raise InputError(
             f"{len(missing)} recipes of the pages are not predicted, such as {written(told(missing[0]))!r}",
-            "run python -m benchmarks.technique_suite FILE, then python -m benchmarks.accuracy.suite FILE "
+            "run python -m benchmarks.technique_suite FILE, then trainfit sweep FILE --out "
             "results/techniques/predicted.jsonl",
         )
     told_of = {name: prose(technique) for name, technique in sorted(registry.techniques().items())}

@@ -1,7 +1,7 @@
 """How each technique is asked for, and the recipes that its page shows: one model and batch, each technique alone and combined.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line. ``predict.suite`` predicts them
-and ``measure.suite`` measures them; the pages are made from the records.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line. ``trainfit sweep`` predicts and
+measures them; the pages are made from the records.
 """
 
 import argparse

@@ -199,7 +199,7 @@ def test_a_recipe_without_a_prediction_is_refused_in_one_line(
 ) -> None:
     (tmp_path / "some.jsonl").write_text(predicted(reference(), 30.0).model_dump_json() + "\n")
     assert main([str(tmp_path), "--into", str(tmp_path / "docs")]) == 65
-    assert "benchmarks.accuracy.suite" in capsys.readouterr().err
+    assert "trainfit sweep FILE" in capsys.readouterr().err
     assert not (tmp_path / "docs").exists()
 
 
