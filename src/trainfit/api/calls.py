@@ -181,8 +181,7 @@ def train_built(
 ) -> TrainingRun:
     """Train a recipe without open fields; ``notes``: how they were planned."""
     from trainfit.api.flops import step_flops
-    from trainfit.training.board import TensorBoard
-    from trainfit.training.log import JsonlLog
+    from trainfit.training.log import JsonlLog, TensorBoard
     from trainfit.training.loop import train as run
     from trainfit.training.observer import StepFlops
     from trainfit.training.progress import ProgressBar

@@ -1,12 +1,11 @@
-"""Results as one small HTML table, as a notebook shows them. All text is escaped; control characters are shown escaped."""
+"""Results as one small HTML table for Jupyter."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
+from trainfit.report.html import render
 from trainfit.report.prediction_text import cost, speed, subject, verdict
 from trainfit.report.words import describe, quantity
-from trainfit.spec.printable import printable
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, Estimate, Measurement
 from trainfit.spec.units import format_bytes, format_count, format_seconds
@@ -22,13 +21,7 @@ Row = tuple[str, str]
 
 def table(title: str, verdict: str, rows: Sequence[Row], *, good: bool) -> str:
     """Return an HTML table: a caption, the verdict in green or red, then one row a name and its value."""
-    body = "".join(
-        f'<tr><th style="text-align: left">{_text(name)}</th><td style="text-align: left">{_text(value)}</td></tr>'
-        for name, value in rows
-    )
-    head = f'<tr><th colspan="2" style="text-align: left; color: {GOOD if good else BAD}">{_text(verdict)}</th></tr>'
-    caption = f'<caption style="text-align: left">{_text(title)}</caption>'
-    return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+    return render("notebook", title=title, verdict=verdict, rows=rows, color=GOOD if good else BAD)
 
 
 def prediction(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
@@ -99,7 +92,3 @@ def _speeds(value: Any) -> list[Row]:
 
 def _ending(value: Any) -> str:
     return f"{value.status.upper()}{': ' + value.message if value.message else ''}"
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))
