@@ -162,8 +162,8 @@ def _exact_and_worst(pairs: Pairs, name: str = "allocated") -> tuple[str, str]:
 def origin(tags: Iterable[str]) -> str:
     """Return how a recipe came about, by the tags of its records.
 
-    The draws over all fields are tagged ``h200`` and ``truth``, those around one technique ``h200-techniques``, or
-    ``truth`` alone.
+    The draws over all fields are tagged ``h200`` and ``truth``, those around one technique ``h200-techniques``
+    or ``truth`` alone.
     """
     if "near-card" in tags:
         return "drawn by a seed, near the card's size"
