@@ -1,4 +1,11 @@
-"""What the backward of FlashAttention needs beforehand, in Triton: by pointers for the Triton kernels, by TMA for Gluon's."""
+"""Passes before and after FlashAttention's backward in Triton: row sums of dO * O, and the scaling of dQ.
+
+``prepare_kernel`` (pointers) precedes the Triton kernels; ``prepare_tma_kernel`` and
+``scale_by_thread_kernel`` surround the Gluon kernel.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (parameters annotated ``tl.constexpr`` are plain numbers to the caller)
 
 from __future__ import annotations
 
@@ -9,9 +16,12 @@ from trainfit.kernels.flash_attention.triton import LOG2_E, load_tile
 
 
 @triton.jit
-def _place(padded, BLOCK_M: tl.constexpr):
-    """This program's first row, and its head of all batches. One axis: the others of a grid end at 65,535, which is fewer than
-    a batch of short sequences has heads."""
+def _first_row_and_head(padded, BLOCK_M: tl.constexpr):
+    """Return the program's first row and its head, counted over all batches.
+
+    The grid has one axis, because the others end at 65,535, fewer than the heads of a batch of short
+    sequences.
+    """
     blocks = padded // BLOCK_M
     return tl.program_id(0) % blocks * BLOCK_M, tl.program_id(0) // blocks
 
@@ -22,11 +32,11 @@ def prepare_kernel(
     o_batch, o_head, o_row: tl.constexpr, o_column, do_batch, do_head, do_row: tl.constexpr, do_column,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
 ):  # fmt: skip
-    """delta = row sum of dO * O and ``lse`` in base 2, both padded to whole tiles.
+    """Compute delta, the row sum of dO * O, and ``lse`` in base 2, both padded to whole tiles.
 
-    Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
+    Rows past the end, and rows without keys, get an ``lse`` of infinity, which makes their probabilities 0.
     """
-    first, batch_head = _place(padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    first, batch_head = _first_row_and_head(padded, BLOCK_M)
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     o_base, do_base = OUT + batch * o_batch + head * o_head, DO + batch * do_batch + head * do_head
@@ -54,14 +64,12 @@ def prepare_tma_kernel(
     OUT, DO, DQ, LSE, LSE_2, DELTA, n, padded, heads,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """delta = row sum of dO * O and ``lse`` in base 2, both padded to whole tiles; zeros in dQ's sums.
+    """Compute the same through TMA, and set dQ to zeros.
 
-    OUT, DO and DQ are tensor descriptors [b, heads, rows, d] with blocks [1, 1, BLOCK_M, BLOCK_D]: the hardware gives zeros
-    outside and drops what is written there.
-
-    Rows that do not exist, or see no key, get an ``lse`` of infinity: their probabilities come out as 0.
+    OUT, DO and DQ are tensor descriptors [b, heads, rows, d] with blocks [1, 1, BLOCK_M, BLOCK_D]: the
+    hardware reads zeros outside and drops writes there.
     """
-    first, batch_head = _place(padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
+    first, batch_head = _first_row_and_head(padded, BLOCK_M)
     batch, head = batch_head // heads, batch_head % heads
     rows = first + tl.arange(0, BLOCK_M)
     out = _load(OUT, batch, head, first, BLOCK_M, BLOCK_D)
@@ -71,3 +79,29 @@ def prepare_tma_kernel(
     tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
     tl.store(DELTA + at, tl.sum(out.to(tl.float32) * do.to(tl.float32), 1))
     _store(DQ, batch, head, first, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def scale_by_thread_kernel(
+    SUMS, OUT, scale, batch_stride, head_stride, row_stride, heads, n, rows_padded, d,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write OUT [b, h, n, d] = SUMS * scale; each 64 x 64 half of a tile of SUMS is in thread order.
+
+    Thread order: column 8, warp of 16 rows, row, column 2, half of the 16 rows, column (PTX ISA, wgmma
+    accumulator m64n64).
+    """
+    halves = rows_padded * BLOCK_D // 4096
+    half, batch_head = tl.program_id(0) % halves, (tl.program_id(0) // halves).to(tl.int64)
+    order = tl.arange(0, 4096)
+    x = tl.load(SUMS + batch_head * rows_padded * BLOCK_D + half * 4096 + order) * scale
+    x = tl.permute(tl.reshape(x, (8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
+    x = tl.reshape(x, (64, 64))
+    rows, columns = half // 2 * BLOCK_M + tl.arange(0, 64), tl.arange(0, 64)
+    if BLOCK_M > 64:
+        rows += half % 2 * 64
+    else:
+        columns += half % 2 * 64
+    first = OUT + batch_head // heads * batch_stride + batch_head % heads * head_stride
+    at = first + rows[:, None].to(tl.int64) * row_stride + columns[None, :]
+    tl.store(at, x.to(OUT.dtype.element_ty), mask=(rows < n)[:, None] & (columns < d)[None, :])

@@ -1,10 +1,10 @@
-"""Cross-entropy of a matrix of logits in Triton: one program a row, which reads its row twice and writes it once.
+"""Cross-entropy of logits in Triton: one program per row, which is read twice and written once.
 
-The first pass keeps, in each lane, the highest logit it has seen and the sum of exponentials relative to it: one exponential a
-logit, no exchange between threads until the row's end. What is large is subtracted from what is large: the highest logit from the others
-before anything small is added, so the loss is kept whatever the logits' size. The second writes the gradient over the logits. A row of 131,072
-bf16 logits is 256 KiB: one for each of an H200's 132 multiprocessors would fit its L2 (50 MB), the four that run on each do not,
-so the second read may be from memory: 6 bytes a logit.
+The first pass is an online softmax: each thread keeps its highest logit and the sum of exponentials relative
+to it, with one exponential per logit and no exchange until the row's end. The highest logit is subtracted
+before anything small is added, so large logits do not lose the loss. The second pass overwrites the logits
+with their gradient. The rows in flight exceed an H200's L2 cache at large vocabularies, so memory traffic is
+up to 6 bytes per bf16 logit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _logits(at, inside, scale, softcap, SOFTCAP: tl.constexpr):
-    """The row's logits, -inf outside, and their tanh (1 - softcap's slope squared follows from it)."""
+    """Return logits, -inf outside the row, and with SOFTCAP their tanh, of which 1 - tanh^2 is the slope."""
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32) * scale
     t = x
     if SOFTCAP:
@@ -30,9 +30,9 @@ def cross_entropy_kernel(
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """LOSSES [c] fp32, and with GRADIENT the rows of LOGITS [c, v] become FACTOR times their loss's gradient.
+    """Write LOSSES [c] in fp32; with GRADIENT overwrite LOGITS [c, v] with FACTOR times their gradient.
 
-    A target that is neither ``ignore_index`` nor a column gives NaN, in the loss and the row's gradient.
+    A target that is neither ``ignore_index`` nor a column gives NaN in the loss and in the row's gradient.
     """
     row = tl.program_id(0).to(tl.int64)
     LOGITS += row * stride  # 64 bits: c * stride may pass 2^31
@@ -46,7 +46,7 @@ def cross_entropy_kernel(
                 tl.store(LOGITS + start + columns, zeros, mask=start + columns < v)
     else:
         valid = (target >= 0) & (target < v)
-        # Read before the reductions below, whose barriers keep it before any thread's writes.
+        # Read here: the barriers of the reductions below order this read before any thread's writes.
         right, _t = _logits(LOGITS + target, valid, scale, softcap, SOFTCAP)  # pyright: ignore[reportGeneralTypeIssues]
         right = tl.where(valid, right, float("nan"))
         highest = tl.full((BLOCK,), -3.4028234663852886e38, tl.float32)  # finite: -inf less -inf would be NaN
@@ -66,7 +66,7 @@ def cross_entropy_kernel(
         lse = top + tl.log(exponentials)
         loss = (top - right) + tl.log(exponentials)
         if SMOOTHING:
-            # An impossible target has an infinite loss, and is infinitely far below the mean.
+            # A target with logit -inf has an infinite loss; the smoothing term would be NaN.
             loss = tl.where(right == float("-inf"), loss, loss - smoothing * (tl.sum(total, 0) / v))
         if Z_LOSS:
             loss += z_loss * lse * lse
@@ -87,3 +87,18 @@ def cross_entropy_kernel(
                 if SOFTCAP:
                     g *= 1.0 - t * t
                 tl.store(LOGITS + start + columns, (g * factor).to(LOGITS.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def multiply_unless_one_kernel(X, RATIO, numel, BLOCK: tl.constexpr):
+    """Compute X *= RATIO in a grid-stride loop; every program returns at once if RATIO is 1."""
+    ratio = tl.load(RATIO).to(tl.float32)
+    if ratio != 1.0:
+        columns = tl.arange(0, BLOCK)
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        while start < numel:
+            at = start + columns
+            x = tl.load(X + at, mask=at < numel, other=0.0).to(tl.float32)
+            tl.store(X + at, (x * ratio).to(X.dtype.element_ty), mask=at < numel)
+            start += step
