@@ -1,7 +1,6 @@
-"""How each technique is asked for, and the recipes that its page shows: one model and batch, each technique alone and combined.
+"""Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line. ``predict.suite`` predicts them
-and ``measure.suite`` measures them; the pages are made from the records.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for ``trainfit sweep``.
 """
 
 import argparse
@@ -27,9 +26,6 @@ REFERENCE: Data = {
     "hardware": {"gpu": "h200"},
 }
 """With every other field at its default: bf16, fused AdamW."""
-
-MODEL_AND_BATCH = "llama-3.2-1b, 4 x 2048, bf16, AdamW (fused), one H200"
-"""The reference in words."""
 
 OPTIMIZER = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 LORA: Data = {"adapter": {"kind": "lora"}}
@@ -109,6 +105,43 @@ ASKINGS: dict[str, Asking] = {
 }  # fmt: skip
 """By the technique's file."""
 
+MORE: dict[str, tuple[Data, ...]] = {
+    "adafactor": tuple(
+        {"optimizer": {"name": "adafactor", "implementation": way, "momentum": momentum}}
+        for way in ("foreach", "fused")
+        for momentum in (0.0, 0.9)
+    ),
+    "adamw": tuple({"optimizer": {"name": "adamw", "implementation": way}} for way in ("fused", "forloop")),
+    "adamw_low_bit": ({"optimizer": {"name": "adamw4bit", "implementation": "forloop"}},),
+    "attention": tuple({"attention": name} for name in ("flash", "efficient", "math", "triton")),
+    "loader": ({"loader": {"prefetch": 4}},),
+    "muon": ({"optimizer": {"name": "muon", "momentum": 0.0}},),
+    "lora": ({"adapter": {"kind": "lora", "dtype": "base"}},),
+    "offload_weights": (
+        {"offload": {"weights": True}, "recompute": "full"},
+        {"offload": {"weights": True}, "recompute": "full", **LORA},
+    ),
+    "optimizer_in_backward": ({"optimizer": {"in_backward": "block"}},),
+    "precision": ({"precision": "amp-fp16"},),
+    "prefix_tuning": ({"adapter": {"kind": "prefix", "dtype": "base"}},),
+    "quantize": (
+        {"quantize": "int8"},
+        {"quantize": "fp8"},
+        {"quantize": "nf4", "adapter": {"kind": "lora", "dtype": "base"}},
+    ),
+    "recompute_layers": (
+        {"recompute": {"layers": [{"recompute": "none", "offload": 0.5, "count": BLOCKS_OF_REFERENCE}]}},
+        {"recompute": {"budget_gib": 20}},
+    ),
+    "recompute_selective": ({"recompute": {"selective": {"save": ["attention"]}}},),
+    "sgd": ({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
+    "soft_prompts": ({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
+}  # fmt: skip
+"""Further ways to ask for a technique, which are not measured."""
+
+VARIANTS = {name: (*asking.variants, *MORE.get(name, ())) for name, asking in ASKINGS.items()}
+"""Every way to ask for a technique that the table of refusals tries."""
+
 CHUNKED: Data = {"loss": "chunked"}
 COMBINED: tuple[Data, ...] = (
     {**CHUNKED, "compile": "block", "attention": "cudnn"},
@@ -158,18 +191,11 @@ def suite() -> list[Recipe]:
     return list({recipe.id: recipe for recipe in recipes}.values())
 
 
-def asks(technique: str, recipe: Recipe) -> bool:
-    """Whether the recipe's fields ask for the technique, also where that is the default."""
-    found = registry.techniques()[technique]
-    if not found.COVERS:
-        return found.applies(recipe)
-    return all(registry.value_at(recipe, field) in values for field, values in found.COVERS.items())
-
-
 def control(technique: str, recipe: Recipe) -> Recipe | None:
-    """The same recipe without the technique: its fields at their defaults. Of accumulation: one micro-batch of all tokens.
+    """Return the same recipe with the technique's fields at their defaults.
 
-    None where there is no such recipe (the technique is the default, or the rest needs it).
+    For accumulation: with one micro-batch of all tokens. None where there is no such recipe: the technique is
+    the default, or the rest needs it.
     """
     data = recipe.model_dump(mode="json")
     for field in ASKINGS[technique].fields:
@@ -235,12 +261,6 @@ def in_a_recipe(technique: str) -> str:
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
     return ", ".join(f"`{way}`" for way in ways)
-
-
-def beside(technique: str) -> str:
-    """What both sides of its comparison have besides, as Markdown; empty: nothing."""
-    said = written(ASKINGS[technique].beside)
-    return f"`{said}`" if said else ""
 
 
 WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}
