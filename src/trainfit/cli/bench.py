@@ -1,11 +1,13 @@
-"""``trainfit bench``: run an experiment on this machine's device."""
+"""``trainfit bench NAME``: run an experiment on this machine's device."""
 
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from textwrap import fill, indent
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from trainfit.cli.options import Device, Json, RecordFile, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
@@ -25,14 +27,25 @@ Limit = Annotated[
     float | None, typer.Option("--limit-s", metavar="SECONDS", min=0, callback=finite, help=LIMIT_HELP)
 ]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the result.")]
-FILES_HELP = "Also write traces (kernels) or, on CUDA, snapshots (memory) there."
+FILES_HELP = "Also write the experiment's traces or snapshots there."
 Files = Annotated[Path | None, typer.Option(metavar="DIR", help=FILES_HELP)]
+ListAll = Annotated[bool, typer.Option("--list", help="List the experiments and their questions.")]
 ONLY_HELP = "Only points whose KEY is one of these, such as compile=model."
 Only = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE,...", help=ONLY_HELP)]
 
 
+class BenchCommand(TyperCommand):
+    """Lists the experiments below the options of ``--help``."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from trainfit.bench.harness.discovery import experiment_names
+
+        with formatter.section("Experiments"):
+            formatter.write_text(", ".join(experiment_names()))
+
+
 def register(app: typer.Typer) -> None:
-    app.command("bench")(run)
+    app.command("bench", cls=BenchCommand)(run)
 
 
 def run(
@@ -43,19 +56,19 @@ def run(
     plot: Plot = None,
     files: Files = None,
     only: Only = None,
+    list_all: ListAll = False,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
     """Run an experiment: times with their spread, never a number from a failed or throttled run.
 
-    Stopped by SIGTERM or Ctrl-C (exit 75), it prints and records what was measured; the rest is not-run.
+    Stopped by SIGTERM or Ctrl-C (exit 75), it prints and records what was measured; other rows are not-run.
     """
-    from trainfit.bench.harness.runner import experiment_names
     from trainfit.bench.harness.runner import run as run_experiment
     from trainfit.bench.harness.signals import Signalled
 
-    if name is None:
-        _list(experiment_names(), json)
+    if name is None or list_all:
+        _list(json)
         return 0
     _check(record, plot)
     wanted = _wanted(only or [])
@@ -76,7 +89,7 @@ def run(
         rest = "--only runs what is not-run" if results else "nothing was measured"
         say(f"{signalled}: stopped; {rest}", err=True)
         code = EXIT_STOPPED
-    finally:  # Show what was measured, however the run ended.
+    finally:  # Whatever ended the run, what was measured is shown.
         for result in results:
             print_json(result) if json else show(result)
     if plot is not None and results:
@@ -84,20 +97,24 @@ def run(
     return code
 
 
-def _list(names: list[str], json: bool) -> None:
-    """Print the experiments, each with the title of its page."""
-    from trainfit.report.bench_prose import stories
+def _list(json: bool) -> None:
+    """Print the experiments, each with its title and question."""
+    from trainfit.bench.harness.discovery import experiment, experiment_names
 
-    titles = {name: stories()[name].title for name in names}
+    found = {name: experiment(name) for name in experiment_names()}
     if json:
-        print_json({"experiments": names, "titles": titles})
+        titles = {name: one.title for name, one in found.items()}
+        questions = {name: one.question for name, one in found.items()}
+        print_json({"experiments": list(found), "titles": titles, "questions": questions})
         return
-    width = max(map(len, names))
-    say("\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()))
+    width = max(map(len, found))
+    for name, one in found.items():
+        say(f"{name:<{width}}  {one.title}")
+        say(indent(fill(one.question, 78 - width), " " * (width + 2)))
 
 
 def _wanted(only: list[str]) -> dict[str, list[str]]:
-    """Return values by key; a repeated key has the values of both."""
+    """Return values by key; a key given twice has the values of both."""
     from trainfit.spec.errors import InputError
 
     wanted: dict[str, list[str]] = {}
@@ -111,7 +128,7 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
 
 
 def _check(record: Path | None, plot: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
+    """Refuse before the run files that could not be written after it."""
     from trainfit.spec.errors import InputError
 
     if plot is not None:
@@ -139,10 +156,11 @@ def _keep(record: Path | None, result: "BenchResult") -> None:
 
 
 def _draw(path: Path, result: "BenchResult") -> None:
+    from trainfit.bench.harness.discovery import experiment
     from trainfit.records import replace_text
     from trainfit.report.bench_plot import plot_of
 
-    drawn = plot_of(result)
+    drawn = plot_of(result, experiment(result.experiment).plots)
     if drawn is None:
         say(f"{result.experiment} has nothing to draw", err=True)
     else:
@@ -150,7 +168,7 @@ def _draw(path: Path, result: "BenchResult") -> None:
 
 
 def _print_row(row: "BenchRow") -> None:
-    """Print one line per row on standard error."""
+    """Print one line a row on stderr, to show progress."""
     point = ", ".join(f"{key} {value}" for key, value in row.point.items())
     say(f"{row.status:>13}  {point}", err=True)
 
@@ -160,26 +178,28 @@ def _print_file(path: Path) -> None:
 
 
 def show(result: "BenchResult") -> None:
-    """Print the device, then a table for each question."""
+    """Print the environment, then a table for each set of keys, then the meaning of the columns."""
+    from trainfit.bench.harness.discovery import experiment
     from trainfit.cli.fitted import fitted
-    from trainfit.report.bench_prose import stories
-    from trainfit.report.bench_table import aligned, grids, reasons
-    from trainfit.report.bench_words import words
+    from trainfit.report import bench_table
     from trainfit.report.console import console, notes
 
-    out = console()
+    out, columns = console(), experiment(result.experiment).columns
     where = result.environment
-    out.print(f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}", style="bold")
+    head = f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}"
+    out.print(head, style="bold")
     if result.gpu is None:
         out.print("No data sheet of this device is known: no time is checked against its peaks.")
-    first = stories()[result.experiment].first(result.rows)
-    for grid in [*grids(result.rows), *([first] if first else [])]:
+    for grid in bench_table.grids(result.rows, columns):
         for table in fitted(grid, out.width - len(MARGIN)):
             out.print(f"\n{table.same}" if table.same else "")
             # Not wrapped: a table wider than the terminal stays a table.
-            say("".join(f"{MARGIN}{line}\n" for line in aligned(table)), end="")
-    notes(out, "Rows without a result", reasons(result.rows))
-    notes(out, "Words", words(result))
+            say("".join(f"{MARGIN}{line}\n" for line in bench_table.aligned(table)), end="")
+    notes(out, "Rows without a result", bench_table.reasons(result.rows))
+    notes(out, "Columns", bench_table.notes(result.rows, columns))
     counts = Counter(row.status for row in result.rows)
-    statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
-    out.print(f"\n{result.elapsed_s:.1f} s; rows: {statuses}")
+    out.print()
+    out.print(
+        f"{result.elapsed_s:.1f} s; rows: "
+        + ", ".join(f"{count} {status}" for status, count in counts.items())
+    )

@@ -12,17 +12,17 @@ from dataclasses import replace
 from trainfit.report.bench_table import STATUS, Grid, aligned
 
 FEWEST_LINES = 4
-"""Mean number of rows, at least, of the tables per value of a key."""
+"""Least average number of lines of a table for each value of a key."""
 NARROWEST = 20
 """Narrowest column of broken names."""
 LINES_PER_TABLE = 8
-"""Cost of reading a further table, in lines."""
+"""Lines that a further table counts for."""
 PIECE = re.compile(r"[^ /_]*[ /_]|[^ /_]+")
-"""Pieces of a name, which may break after each."""
+"""Piece of a name after which it may break."""
 
 
 def fitted(grid: Grid, width: int) -> list[Grid]:
-    """Return tables of at most ``width`` columns; one is wider only if a key and a single number are."""
+    """Return the table as tables of at most ``width`` characters, unless a key and one number exceed it."""
     if width_of(grid) <= width:
         return [grid]
     choices = [way for tables in _in_headings(grid) for way in _ways(tables, width)]
@@ -31,25 +31,25 @@ def fitted(grid: Grid, width: int) -> list[Grid]:
 
 
 def _ways(tables: list[Grid], width: int) -> Iterator[list[Grid]]:
-    """Yield the tables unchanged, with broken names, and with split columns."""
+    """Yield the tables as they are, with names broken, and with their columns split."""
     yield tables
     yield [_with_broken_names(table, width) for table in tables]
-    yield [part for table in tables for part in _split_columns(table, width)]
+    yield [part for table in tables for part in _split(table, width)]
 
 
 def _length(tables: list[Grid]) -> int:
-    """Return the cost of reading the tables, in lines."""
+    """Return the lines of the tables, plus a cost for each."""
     return sum(len(aligned(table)) + LINES_PER_TABLE for table in tables)
 
 
 def width_of(grid: Grid) -> int:
-    """Return the width of a table in columns."""
+    """Return the width in characters."""
     return max(len(line) for line in aligned(grid))
 
 
 def _in_headings(grid: Grid) -> Iterator[list[Grid]]:
-    """Yield the table with none of its keys in headings, with the first, the first two, and so on."""
-    grid = _with_shared_above(grid, grid.lines)
+    """Yield the table with none, one, two ... of its keys in headings, while each keeps enough lines."""
+    grid = _with_heading(grid, grid.lines)
     yield [grid]
     for count in range(1, grid.num_keys):
         groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -57,11 +57,11 @@ def _in_headings(grid: Grid) -> Iterator[list[Grid]]:
             groups.setdefault(line[:count], []).append(line)
         if len(grid.lines) / len(groups) < FEWEST_LINES:
             return
-        yield [_with_shared_above(grid, lines) for lines in groups.values()]
+        yield [_with_heading(grid, lines) for lines in groups.values()]
 
 
-def _with_shared_above(grid: Grid, lines: Sequence[tuple[str, ...]]) -> Grid:
-    """Return a table of ``lines`` with shared values above it and without empty columns."""
+def _with_heading(grid: Grid, lines: Sequence[tuple[str, ...]]) -> Grid:
+    """Return some lines of a table: equal cells go into the heading, empty columns are left out."""
     same, stays = [grid.same] if grid.same else [], []
     for index, title in enumerate(grid.titles):
         cells = {line[index] for line in lines}
@@ -83,7 +83,7 @@ def _columns(grid: Grid, indices: Sequence[int], lines: Sequence[tuple[str, ...]
 
 
 def _with_broken_names(grid: Grid, width: int) -> Grid:
-    """Break the widest column of words over lines, as narrow as the table requires."""
+    """Return the table with its widest text column broken over lines."""
     widths = [max(map(len, cells)) for cells in zip(grid.titles, *grid.lines, strict=True)]
     words = [index for index, number in enumerate(grid.is_number) if not number]
     widest = max(words, key=lambda index: widths[index], default=-1)
@@ -94,7 +94,7 @@ def _with_broken_names(grid: Grid, width: int) -> Grid:
 
 
 def broken(text: str, width: int) -> str:
-    """Break text after spaces, slashes and underscores to ``width``; a longer piece stays whole."""
+    """Return the text on lines of at most ``width``, broken after spaces, slashes and underscores."""
     lines = [""]
     for piece in PIECE.findall(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -103,10 +103,10 @@ def broken(text: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _split_columns(grid: Grid, width: int) -> list[Grid]:
-    """Split the columns over tables that repeat the keys; rows without a value in a table are left out of it.
+def _split(grid: Grid, width: int) -> list[Grid]:
+    """Split the columns over several tables, keys in each; lines without a number are left out.
 
-    The status of a row (the last column, unless all are done) stays in the first table.
+    The status (the last column, where not all are done) is in the first table.
     """
     keys, rest = list(range(grid.num_keys)), list(range(grid.num_keys, len(grid.titles)))
     if rest and grid.titles[rest[-1]] == STATUS:
