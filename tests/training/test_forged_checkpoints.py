@@ -245,7 +245,8 @@ def test_scaler(scaler: Any, tmp_path: Path) -> None:
 
 
 INDICES = [
-    put(None, []), without("dtype"), put("dtype", "object"), put("dtype", "float64"), put("train", "tokens", 10**12),
+    put(None, []), without("dtype"), put("dtype", "object"), put("dtype", "float64"),
+    put("train", "tokens", 10**12),
     put("train", "tokens", -1), put("train", None), put("identity", []), put("tokenizer_tokens", "x"),
 ]  # fmt: skip
 

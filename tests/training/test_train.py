@@ -28,7 +28,8 @@ def test_it_learns_and_no_model_beats_the_entropy_of_unseen_stories(tmp_path):
     assert summary.losses[0] == pytest.approx(math.log(384), rel=0.05), "a random model knows nothing"
     assert summary.final_loss < 0.75 * summary.losses[0]
     assert summary.evaluations[1].perplexity < summary.evaluations[0].perplexity
-    # Tokens of the tokenizer cover about the same text in both sides, so bits a token of all stories is the floor.
+    # Tokens of the tokenizer cover about the same text in both sides, so bits a token of all stories is the
+    # floor.
     bits = sum(synthetic_text(0, index).bits for index in range(400))
     tokens = listener.run.train_tokens + listener.run.eval_tokens
     assert summary.eval_perplexity > 2 ** (bits / tokens)
@@ -186,5 +187,8 @@ def test_stopping_early_says_how_to_go_on(tmp_path):
 
 
 def test_options_and_observers_need_no_torch():
-    code = "import sys, trainfit.training.options, trainfit.training.observer, trainfit.training.log; sys.exit('torch' in sys.modules)"
+    modules = ", ".join(
+        f"trainfit.training.{name}" for name in ("options", "observer", "log", "folder", "stop")
+    )
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
