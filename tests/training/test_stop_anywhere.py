@@ -14,7 +14,7 @@ from command_worker import Worker
 from machine_speed import slowness
 from tiny_training import Listener, asked, losses_in_log, tiny
 from trainfit.cli.main import guarded
-from trainfit.training import evaluate as evaluation
+from trainfit.training import session
 from trainfit.training.log import JsonlLog
 from trainfit.training.loop import train
 from trainfit.training.stop import Stopped, StopSignal
@@ -152,7 +152,7 @@ def test_a_run_that_is_ended_while_a_checkpoint_is_written_is_whole(
 
 
 def stopped_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    plain = evaluation.evaluate
+    plain = session.evaluate
 
     def evaluate(*arguments: object, **options: object) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -186,7 +186,6 @@ def test_a_signal_in_the_first_step_ends_without_a_checkpoint(tmp_path: Path) ->
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     listener.on_start = at_start  # type: ignore[method-assign]
-    import trainfit.training.session as session
 
     class Slow(session.Feed):
         def __next__(self) -> object:  # type: ignore[override]
