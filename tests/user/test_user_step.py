@@ -262,9 +262,9 @@ def test_defaults_are_cudas() -> None:
             optimizer.zero_grad()
 
     traced = trainfit.trace(train)
-    temporaries = [h.num_bytes for h in traced.holders if h.category == "temporary"]
+    scratch_bytes = [h.num_bytes for h in traced.holders if h.category == "temporary"]
     assert traced.peak_phase.endswith("optimizer")
-    assert max(temporaries) >= 2 * SQUARE  # the square roots of both matrices' second moments at once
+    assert max(scratch_bytes) >= 2 * SQUARE  # the square roots of both matrices' second moments at once
 
 
 def test_a_data_loader_with_workers_and_pinned_memory() -> None:
@@ -294,9 +294,9 @@ def test_what_is_traced_otherwise_is_said() -> None:
         y[y > 0].sum().backward()
         torch.save(model.state_dict(), "never-written.pt")
 
-    said = " ".join(trainfit.trace(train).assumptions)
-    assert "select everything" in said
-    assert "torch.save" in said
+    notes = " ".join(trainfit.trace(train).assumptions)
+    assert "select everything" in notes
+    assert "torch.save" in notes
 
 
 # -- refusals and text --------------------------------------------------------------------------------------------

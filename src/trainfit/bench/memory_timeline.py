@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger
-from trainfit.ledger.replay import BLOCK
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.measurement.live import LiveBytes
 from trainfit.spec.bench import Curve
 from trainfit.spec.result import CATEGORIES, PHASES
@@ -182,4 +182,4 @@ def _where() -> str:
 
 def rounded(num_bytes: int) -> int:
     """As the allocator counts."""
-    return -(-num_bytes // BLOCK) * BLOCK
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from trainfit.checkpointing.expression import Expression
-from trainfit.checkpointing.rematerialize import SMALL, Saving, address
+from trainfit.checkpointing.rematerialize import SMALL, SavedTensorMode, address
 from trainfit.models.layers import ORIGINAL
 from trainfit.offload.copies import CopyStream, host_empty, now, wait
 
@@ -25,7 +25,7 @@ OWN = "_trainfit_saving"
 """Attribute of a block that tells its number and its siblings."""
 
 
-def goes(num_bytes: int, gone_bytes: int, held_bytes: int, share: float) -> bool:
+def fits_share(num_bytes: int, gone_bytes: int, held_bytes: int, share: float) -> bool:
     """Whether a storage leaves: if no more than the share of what is held so far, itself included, has left with it."""
     return gone_bytes + num_bytes <= share * held_bytes
 
@@ -51,7 +51,7 @@ class Run:
             what is small against it.
     """
 
-    def __init__(self, blocks: Blocks, share: float, x: Tensor, *, with_input: bool):
+    def __init__(self, blocks: PerBlockSaving, share: float, x: Tensor, *, with_input: bool):
         self._blocks, self.share = blocks, share
         self._stays = None if with_input else address(x)
         self._small = SMALL * x.untyped_storage().nbytes()
@@ -75,7 +75,7 @@ class Run:
     def _leaves(self, t: Tensor) -> OffloadedStorage | None:
         num_bytes = t.untyped_storage().nbytes()
         self.held_bytes.append(num_bytes)
-        if not goes(num_bytes, self._gone_bytes, sum(self.held_bytes), self.share):
+        if not fits_share(num_bytes, self._gone_bytes, sum(self.held_bytes), self.share):
             return None
         self._gone_bytes += num_bytes
         offloaded = OffloadedStorage(t)
@@ -114,7 +114,7 @@ class Run:
         return [offloaded for offloaded in self._offloaded.values() if offloaded is not None]
 
 
-class Blocks:
+class PerBlockSaving:
     """All decoder blocks of a model, each with its level of recomputation and its share to offload."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device, told: Sequence[tuple[str, float]]):
@@ -147,7 +147,7 @@ class Blocks:
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             shared = [*given, *block.parameters(), *block.buffers()]
             again = level == "elementwise"
-            with Saving(x, shared, again=again, on_hold=run.hold if share else _ignore):
+            with SavedTensorMode(x, shared, again=again, on_hold=run.hold if share else _ignore):
                 out = forward(block, x, *args, **kwargs)
         else:
             out = forward(block, x, *args, **kwargs)
@@ -198,7 +198,7 @@ def _ignore(expression: Expression, t: Tensor) -> None:
 
 @cache
 def _saving(block: type[nn.Module]) -> type[nn.Module]:
-    """The block's class with its forward run by ``Blocks``.
+    """The block's class with its forward run by ``PerBlockSaving``.
 
     One class for all, not a function set on each block: equal blocks stay equal.
     """

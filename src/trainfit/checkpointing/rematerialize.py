@@ -30,7 +30,7 @@ SMALL = 1 / 16
 """Of the block's input: what is smaller is saved as it is."""
 
 
-class Saving(TorchDispatchMode):
+class SavedTensorMode(TorchDispatchMode):
     """Around one run of a block's forward: decides what of it is saved, and how.
 
     Args:
@@ -63,7 +63,7 @@ class Saving(TorchDispatchMode):
         """Nothing is compiled in here; the guard that torch would put around each operation costs as much as it."""
         return False
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> SavedTensorMode:
         self._hooks.__enter__()
         return super().__enter__() if self._again else self
 

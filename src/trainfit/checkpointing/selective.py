@@ -28,7 +28,7 @@ from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.trace.tensors import tensors_of
 
-DEAR = ("mm", "attention")
+DEFAULT_SAVED = ("mm", "attention")
 """What ``selective`` keeps unless the recipe lists it."""
 PRODUCTS = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "addmm": 1, "baddbmm": 1,
@@ -41,10 +41,10 @@ PASSES_ON = frozenset({"add", "_unsafe_view", "_to_copy"})
 """Beside views: their backward asks for no value of their inputs."""
 
 
-class Choice(NamedTuple):
+class SavePolicy(NamedTuple):
     """Which results are kept: the groups ``mm`` and ``attention``, and ATen operations by name."""
 
-    save: tuple[str, ...] = DEAR
+    save: tuple[str, ...] = DEFAULT_SAVED
 
     def keeps(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether this call's results are kept."""
@@ -70,7 +70,7 @@ def check_names(save: Iterable[str]) -> None:
         InputError: an unknown operation, or one that gives its input's memory.
     """
     for name in save:
-        if name in DEAR:
+        if name in DEFAULT_SAVED:
             continue
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None and any(_can_be_kept(getattr(packet, each)) for each in packet.overloads()):
@@ -79,7 +79,7 @@ def check_names(save: Iterable[str]) -> None:
             "no operation of PyTorch (torch.ops.aten)"
             if packet is None
             else "its result is its input's own memory",
-            f"write {', '.join(DEAR)} or operations such as silu, native_layer_norm",
+            f"write {', '.join(DEFAULT_SAVED)} or operations such as silu, native_layer_norm",
             field="recompute.selective.save",
             value=name,
         )
@@ -89,7 +89,7 @@ def set_recompute(
     block: nn.Module,
     policy: Literal["full", "selective"],
     *,
-    save: tuple[str, ...] = DEAR,
+    save: tuple[str, ...] = DEFAULT_SAVED,
     compiled: bool = False,
 ) -> None:
     """Let one decoder block compute its forward again in backward: in place, its class changes.
@@ -100,7 +100,7 @@ def set_recompute(
         save: with ``selective``, what is kept: ``mm``, ``attention``, or ATen operations by name.
         compiled: the block will be compiled, by itself or with the model.
     """
-    contexts = None if policy == "full" else _contexts(Choice(tuple(save)), compiled)
+    contexts = None if policy == "full" else _contexts(SavePolicy(tuple(save)), compiled)
     block.__class__ = _recomputed(type(block), contexts)
 
 
@@ -123,7 +123,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @cache
-def _contexts(choice: Choice, compiled: bool) -> Callable[[], Contexts]:
+def _contexts(choice: SavePolicy, compiled: bool) -> Callable[[], Contexts]:
     """What ``checkpoint`` enters: around a forward, and around its recomputation."""
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -132,8 +132,8 @@ def _contexts(choice: Choice, compiled: bool) -> Callable[[], Contexts]:
     def contexts() -> Contexts:  # A plain function: Dynamo takes no other callable.
         if compiled:
             return create_selective_checkpoint_contexts(policy)
-        keeping = Keeping(choice)
-        return keeping, Giving(keeping)
+        keeping = CachingMode(choice)
+        return keeping, CachedMode(keeping)
 
     return contexts
 
@@ -145,10 +145,10 @@ class Result(NamedTuple):
     generator: Tensor | None
 
 
-class Keeping(TorchDispatchMode):
-    """Around a block's forward: keeps the chosen calls' results by their number, until ``Giving`` takes them."""
+class CachingMode(TorchDispatchMode):
+    """Around a block's forward: keeps the chosen calls' results by their number, until ``CachedMode`` takes them."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, choice: SavePolicy):
         super().__init__()
         self.choice = choice
         self.results: dict[int, Result] = {}
@@ -210,15 +210,15 @@ class Keeping(TorchDispatchMode):
                 del self.results[call]
 
 
-class Giving(TorchDispatchMode):
+class CachedMode(TorchDispatchMode):
     """Around a block's recomputation: what was kept is given, all else runs."""
 
-    def __init__(self, keeping: Keeping):
+    def __init__(self, keeping: CachingMode):
         super().__init__()
         self._keeping = keeping
         self._num_calls = 0
 
-    def __enter__(self) -> Giving:
+    def __enter__(self) -> CachedMode:
         self._num_calls = 0
         return super().__enter__()
 

@@ -43,7 +43,7 @@ class _Kept:
     event: Any = None
 
 
-class BlockRuns:
+class BlockRecompute:
     """All blocks of one model; ``install`` wraps their calls.
 
     Args:
@@ -192,7 +192,7 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runs: BlockRuns, index: int, first: Call, again: Call, trigger: Tensor, x: Tensor
+        ctx: Any, runs: BlockRecompute, index: int, first: Call, again: Call, trigger: Tensor, x: Tensor
     ) -> Any:
         ctx.runs, ctx.index, ctx.again = runs, index, again
         ctx.conditions = Conditions(runs.device)
@@ -212,7 +212,7 @@ class _Run(torch.autograd.Function):
                 "blocks run again in the backward have no second derivative, which create_graph=True asks for; "
                 "set offload.weights and offload.activations to false"
             )
-        runs: BlockRuns = ctx.runs
+        runs: BlockRecompute = ctx.runs
         runs.arrive_for_backward(ctx.index)
         x = runs.take(ctx.kept).detach().requires_grad_(ctx.needs_gradient)
         with ctx.conditions.restored(), runs.uncached(), runs.running(), torch.enable_grad():
@@ -260,7 +260,7 @@ class Conditions:
 
 @cache
 def _run_by_itself(block: type[nn.Module]) -> type[nn.Module]:
-    """The block's class with its forward run by ``BlockRuns``; one class for all, so equal blocks stay equal."""
+    """The block's class with its forward run by ``BlockRecompute``; one class for all, so equal blocks stay equal."""
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         runs, index = getattr(self, OWN)
@@ -275,7 +275,7 @@ def _run_by_itself(block: type[nn.Module]) -> type[nn.Module]:
 
 
 def _call_compiled(
-    runs: BlockRuns, index: int, compiled: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+    runs: BlockRecompute, index: int, compiled: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     _refuse_other_gradients(args, kwargs)
     call = _with(compiled, args, kwargs)

@@ -55,7 +55,7 @@ def load(path: Path) -> Ledger:
         data["segments"] = [Segment(*row) for row in data["segments"]]
         data["ops"] = [_op(row, names) for row in data["ops"]]
         data["storages"] = [
-            Storage(n, names[c], g, op, names[slot]) for n, c, g, op, slot in data["storages"]
+            Storage(n, names[c], g, op, names[path]) for n, c, g, op, path in data["storages"]
         ]
         data["events"] = [Event(*row) for row in data["events"]]
         data["ops_without_flops"] = tuple(data["ops_without_flops"])

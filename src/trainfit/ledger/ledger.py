@@ -47,7 +47,7 @@ class Storage(NamedTuple):
     """In which group of layers it was allocated (see ``part_of`` and ``run_of``), or NO_LAYER."""
     op: int
     """Index of the operation that allocated it; -1 for what no operation did (a library's workspace)."""
-    slot: str
+    path: str
     """Name that the same allocation has in every group of layers."""
 
 
@@ -167,12 +167,12 @@ class _Expansion:
     """Writes out the copies 1..R of each middle group; the first group of its run is copy 0, the last one R + 1.
 
     A free names an allocation relative to where it happens: what group g frees of its neighbour g - 1, each copy
-    frees of its own neighbour. ``slot`` finds the same allocation in another group.
+    frees of its own neighbour. ``path`` finds the same allocation in another group.
     """
 
     def __init__(self, ledger: Ledger):
         self.ledger, self.repeats = ledger, ledger.repeats
-        self.twins = {s.slot: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
+        self.twins = {s.path: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
         self.live: set[tuple[int, int]] = set()
 
     def events(self) -> Iterator[LiveEvent]:
@@ -217,7 +217,7 @@ class _Expansion:
             if key not in self.live:
                 if part_of(event.group) == MIDDLE and s.group == NO_LAYER:
                     continue  # What no layer owns is freed once.
-                raise RepeatError(f"{s.slot} is freed twice")
+                raise RepeatError(f"{s.path} is freed twice")
             self.live.remove(key)
             owner = self.ledger.storages[key[0]]
             yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
@@ -229,14 +229,14 @@ class _Expansion:
         if event.group == NO_LAYER:
             return [(index, copy) for copy in range(1, self.repeats[run_of(s.group)] + 1)]
         if run_of(event.group) != run_of(s.group):
-            raise RepeatError(f"{s.slot} is freed in another run of layers")
+            raise RepeatError(f"{s.path} is freed in another run of layers")
         if event.group == s.group:
             return [(index, copy)]
         target, last = copy + (s.group - event.group), self.repeats[run_of(s.group)] + 1
         if 1 <= target < last:
-            twin = index if made_in == MIDDLE else self.twins.get(s.slot)
+            twin = index if made_in == MIDDLE else self.twins.get(s.path)
             if twin is None:
-                raise RepeatError(f"{s.slot} has no twin in the middle group")
+                raise RepeatError(f"{s.path} has no twin in the middle group")
             return [(twin, target)]
         # Beyond an end the neighbour is the first or the last group itself.
         return [(index, target)] if target in (0, last) else []
@@ -250,22 +250,22 @@ class _Expansion:
                 s.group in sizes
                 and s.op >= 0
                 and self.ledger.ops[s.op].segment in forwards
-                and not _is_extra(s.slot)
+                and not _is_extra(s.path)
             ):
-                sizes[s.group][s.slot] = s.num_bytes
+                sizes[s.group][s.path] = s.num_bytes
         for other in sizes:
             middle = sizes[other - part_of(other) + MIDDLE]
             if sizes[other] != middle:
-                slot = min(slot for slot, _ in sizes[other].items() ^ middle.items())
-                raise RepeatError(f"{slot} is not the same in every group")
+                path = min(path for path, _ in sizes[other].items() ^ middle.items())
+                raise RepeatError(f"{path} is not the same in every group")
 
     def _check_frees(self) -> None:
         freed = {event.storage for event in self.ledger.events if event.kind == FREE}
         for index, copy in self.live:
             if index in freed:
-                raise RepeatError(f"{self.ledger.storages[index].slot} is never freed in copy {copy}")
+                raise RepeatError(f"{self.ledger.storages[index].path} is never freed in copy {copy}")
 
 
-def _is_extra(slot: str) -> bool:
+def _is_extra(path: str) -> bool:
     """Of a layer before or after those that repeat (``places.Groups`` names them)."""
-    return ".lead" in slot or ".tail" in slot
+    return ".lead" in path or ".tail" in path

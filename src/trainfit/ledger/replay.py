@@ -6,7 +6,7 @@ from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, Ledger, LiveEvent
 from trainfit.spec.result import CATEGORIES, MemoryBreakdown, PhasePeaks, Phases
 
-BLOCK = 512
+MIN_BLOCK = 512
 """Every allocation is rounded up to a multiple of it."""
 
 
@@ -20,7 +20,7 @@ class Replay:
     peak_phase: str
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    """Of the steps; with ``settled``, what only building took is not in it."""
+    """Of the steps; with ``empty_cache_after_init``, what only building took is not in it."""
     init_reserved_bytes: int
     """The most that was reserved while the model and optimizer were built."""
     num_events: int
@@ -30,7 +30,7 @@ class Replay:
     """Alive at the peak: (index of the storage, bytes), one entry an allocation."""
 
 
-class Tally:
+class UncachedAllocator:
     """Where nothing is cached (a CPU): live bytes, each allocation rounded to 512 as ``measure`` counts them."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Tally:
         self._sizes: list[int] = []
 
     def malloc(self, num_bytes: int) -> int:
-        self._sizes.append(-(-num_bytes // BLOCK) * BLOCK)
+        self._sizes.append(-(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
         self.allocated_bytes += self._sizes[-1]
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocated_bytes)
         return len(self._sizes) - 1
@@ -54,7 +54,11 @@ class Tally:
 
 
 def replay(
-    ledger: Ledger, allocator: CachingAllocator | Tally, *, settled: bool = False, more_steps: int = 0
+    ledger: Ledger,
+    allocator: CachingAllocator | UncachedAllocator,
+    *,
+    empty_cache_after_init: bool = False,
+    more_steps: int = 0,
 ) -> Replay:
     """Walk every allocation and free of the ledger through an allocator.
 
@@ -80,7 +84,7 @@ def replay(
                 gpu.empty_cache()
             if left == "init":
                 after_init, init_reserved = gpu.allocated_bytes, gpu.peak_reserved_bytes
-                if settled:
+                if empty_cache_after_init:
                     gpu.empty_cache()
                     gpu.reset_peaks()
             for passed in range(segment + 1, event.segment + 1):
@@ -115,7 +119,7 @@ def replay(
 def _go_on(
     ledger: Ledger,
     events: list[LiveEvent],
-    gpu: CachingAllocator | Tally,
+    gpu: CachingAllocator | UncachedAllocator,
     handles: dict[tuple[int, int], int],
     more_steps: int,
 ) -> None:
@@ -159,7 +163,7 @@ def _left_over(
     """
 
     def named(keys: set[tuple[int, int]]) -> dict[tuple[str, int], tuple[int, int]]:
-        return {(ledger.storages[key[0]].slot.partition("/")[2], key[1]): key for key in keys}
+        return {(ledger.storages[key[0]].path.partition("/")[2], key[1]): key for key in keys}
 
     allocated = {event.key for event in steady if event.kind == ALLOCATE}
     freed = {event.key for event in steady if event.kind != ALLOCATE}
@@ -196,6 +200,6 @@ def _breakdown(alive: list[tuple[int, int]], ledger: Ledger, peak: int) -> Memor
     """Bytes by category; what blocks that are not split add is counted as temporary."""
     totals = dict.fromkeys(CATEGORIES, 0)
     for index, num_bytes in alive:
-        totals[ledger.storages[index].category] += -(-num_bytes // BLOCK) * BLOCK
+        totals[ledger.storages[index].category] += -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
     totals["temporary"] += peak - sum(totals.values())
     return MemoryBreakdown(**totals)

@@ -16,7 +16,7 @@ from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.repeated_layers import signature
-from trainfit.virtual.trace.scope import Places
+from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
 
@@ -27,8 +27,8 @@ class VirtualCompiler:
     manager: what Dynamo remembers of modules on this virtual GPU is forgotten at the end.
     """
 
-    def __init__(self, gpu: GpuTraits | None, tracer: Tracer, places: Places):
-        self._gpu, self._tracer, self._places = gpu, tracer, places
+    def __init__(self, gpu: GpuTraits | None, tracer: Tracer, scopes: ScopeTracker):
+        self._gpu, self._tracer, self._scopes = gpu, tracer, scopes
         self._tuning = Tuning(gpu.l2_cache_bytes) if gpu else None
         self._used = False
         self.num_graphs = 0
@@ -73,7 +73,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._places.within_compiled(module), _no_function_modes():
+            with self._scopes.within_compiled(module), _no_function_modes():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)
@@ -106,7 +106,7 @@ class VirtualCompiler:
         return _runnable(compiled.current_callable)
 
     def _program(self, source: Source) -> Program:
-        return Program(source, self._tracer, self._places, self._tuning)
+        return Program(source, self._tracer, self._scopes, self._tuning)
 
 
 def _refusal(error: BaseException) -> InputError | None:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 CUDA = torch.device("cuda", 0)
 CUDA_TYPE, META_TYPE = 1, 14

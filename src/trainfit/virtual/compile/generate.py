@@ -16,7 +16,7 @@ from torch import fx
 
 from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 AT = "_at"
 """Name under which the program tells how far it is."""

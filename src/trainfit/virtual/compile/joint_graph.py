@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.compile.padded_products import should_pad
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.compile.pad_matmul import should_pad
+from trainfit.virtual.trace.exclusive import replaced
 
 
 @contextmanager

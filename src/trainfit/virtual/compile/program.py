@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from trainfit.virtual.compile.generate import AT, Kernel, Source
-from trainfit.virtual.compile.masked_graph import GraphPairs
+from trainfit.virtual.compile.graph_masks import GraphPairs
 from trainfit.virtual.compile.tuning import Tuning
-from trainfit.virtual.trace.scope import NOWHERE, Place, Places
+from trainfit.virtual.trace.scope import NO_SCOPE, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
 aten = torch.ops.aten
@@ -25,22 +25,22 @@ CPU = torch.device("cpu")
 class Program:
     """Call it with a list of inputs, which it empties; it returns the outputs."""
 
-    def __init__(self, source: Source, tracer: Tracer, places: Places, tuning: Tuning | None):
+    def __init__(self, source: Source, tracer: Tracer, scopes: ScopeTracker, tuning: Tuning | None):
         self._kernels = source.kernels
-        self._tracer, self._places, self._tuning = tracer, places, tuning
+        self._tracer, self._scopes, self._tuning = tracer, scopes, tuning
         self._kernel = Kernel(0, (), False)
-        self._base = NOWHERE
+        self._base = NO_SCOPE
         self._pairs = GraphPairs(source.graph, tracer.pairs) if source.graph is not None else None
         self._call = self._load(source)
 
     def __call__(self, inputs: list[Any]) -> Any:
-        self._base = self._places.override = self._places.current()
+        self._base = self._scopes.override = self._scopes.current()
         if self._pairs is not None:
             self._pairs.enter(inputs)
         try:
             outputs = self._call(inputs)
         finally:
-            self._places.override = None
+            self._scopes.override = None
             self._tracer.share = None
         if self._pairs is not None:
             self._pairs.leave(outputs)
@@ -89,14 +89,14 @@ class Program:
     def _at(self, index: int) -> None:
         self._kernel = self._kernels[index]
         self._tracer.share = self._pairs.share(self._kernel.node) if self._pairs is not None else None
-        self._places.override = self._place(self._kernel)
+        self._scopes.override = self._scope(self._kernel)
 
-    def _place(self, kernel: Kernel) -> Place:
+    def _scope(self, kernel: Kernel) -> Scope:
         """In the layer that the whole program is in; of the modules that a fused kernel works for, the last one's."""
         within = f".{kernel.modules[-1]}" if kernel.modules else ""
         return self._base._replace(
             module=(self._base.module + within).removeprefix("."),
-            slot=(self._base.slot + within).removeprefix("."),
+            path=(self._base.path + within).removeprefix("."),
             recomputing=self._base.recomputing or kernel.recomputes,
         )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 ROUND_BYTES = 512
 """Smallest block of CUDA's caching allocator."""

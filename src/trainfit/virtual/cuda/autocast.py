@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.thread_kernels import override, skip
+from trainfit.virtual.cuda.thread_kernels import override, skip
 
 FP32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "

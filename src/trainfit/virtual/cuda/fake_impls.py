@@ -3,16 +3,21 @@
 A value that only a run can know is taken to be zero; what a GPU would refuse (a row that a table lacks) is refused.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_map_only
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.units import format_bytes
+from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import known_highest, known_value
 
 aten = torch.ops.aten
@@ -48,6 +53,8 @@ PROFILING = frozenset(
     }
 )
 """Every step of an optimizer says so to the profiler."""
+LARGEST_FALLBACK_BYTES = 64 << 20
+"""Inputs of an operation that may run for real."""
 READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
@@ -136,3 +143,30 @@ def read(t: Tensor) -> Any:
     if known is not None:
         return known
     return False if t.dtype == torch.bool else 0.0 if t.is_floating_point() else 0
+
+
+@contextmanager
+def report_fallbacks(notes: set[str]) -> Iterator[None]:
+    """Report operations without a fake kernel, which PyTorch runs for real on zeros.
+
+    Args:
+        notes: gets a sentence for each such operation.
+    Raises:
+        InputError: inside, where the inputs exceed ``LARGEST_FALLBACK_BYTES``.
+    """
+    original = fake_tensor.run_fallback_kernel
+
+    def run_fallback(mode: Any, func: Any, flat_args: Any, *rest: Any) -> Any:
+        size = sum(t.numel() * t.element_size() for t in flat_args if isinstance(t, FakeTensor))
+        if size > LARGEST_FALLBACK_BYTES:
+            raise InputError(
+                f"{func} on {format_bytes(size)}: PyTorch {torch.__version__} has no fake kernel for it",
+                "leave it out, or replace it with operations that have a fake kernel",
+                field="step",
+                value=str(func),
+            )
+        notes.add(f"{func}: PyTorch has no fake kernel for it; it was run on zeros")
+        return original(mode, func, flat_args, *rest)
+
+    with replaced(fake_tensor, "run_fallback_kernel", run_fallback):
+        yield

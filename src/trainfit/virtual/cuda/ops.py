@@ -16,8 +16,8 @@ from torch import Tensor
 
 from trainfit.virtual.cuda import autocast
 from trainfit.virtual.cuda.attention_backend import Query, attend, choose_backend
-from trainfit.virtual.exclusive import exclusive
-from trainfit.virtual.thread_kernels import override
+from trainfit.virtual.cuda.thread_kernels import override
+from trainfit.virtual.trace.exclusive import exclusive
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.host_random import draw
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.host_random import draw
 
 FACTORIES = frozenset(
     getattr(torch, name)
@@ -47,27 +47,27 @@ OVERWRITTEN = "_trainfit_overwritten"
 """Set on the storage of values that something unknown was written into."""
 
 
-class HostTensors(TorchFunctionMode):
+class HostTensorMode(TorchFunctionMode):
     """Says when a factory call makes a host tensor and when a host tensor moves to the device.
 
     Entered before ``with torch.device(...)`` blocks, so those have already filled in the device they name.
     """
 
-    def __init__(self, says: "Residence"):
+    def __init__(self, placement: "PlacementState"):
         super().__init__()
-        self._says = says
+        self._placement = placement
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in FACTORIES and kwargs.get("device") in (None, "cpu"):
-            with self._says.host():
+            with self._placement.host():
                 return func(*args, **kwargs)
         if (
             func in MOVES
             and is_host(args[0])
             and (func is torch.Tensor.cuda or _names_device(args[1:], kwargs))
         ):
-            with self._says.moving():
+            with self._placement.moving():
                 return (
                     args[0].clone()
                     if func is torch.Tensor.cuda
@@ -92,7 +92,7 @@ class HostTensors(TorchFunctionMode):
             yield
 
 
-class Residence:
+class PlacementState:
     """Whether new tensors are the host's, and whether a host tensor is on its way to the device."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Residence:
 
 
 class _Flag:
-    def __init__(self, owner: Residence, name: str):
+    def __init__(self, owner: PlacementState, name: str):
         self._owner, self._name = owner, name
 
     def __enter__(self) -> None:

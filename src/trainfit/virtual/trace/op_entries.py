@@ -6,7 +6,7 @@ from trainfit.ledger.ledger import Op
 from trainfit.virtual.cuda.attention_kernel import AttentionKernel
 from trainfit.virtual.cuda.bytes_moved import bytes_moved
 from trainfit.virtual.cuda.flops import OpFlops
-from trainfit.virtual.trace.scope import Place
+from trainfit.virtual.trace.scope import Scope
 from trainfit.virtual.trace.tensors import tensors_of
 
 
@@ -17,8 +17,8 @@ def op_entries(
     out: Any,
     *,
     counted: OpFlops | None,
-    place: Place,
-    owners: list[Place],
+    scope: Scope,
+    owners: list[Scope],
     phase: str,
     segment: int,
     attention: AttentionKernel,
@@ -34,21 +34,21 @@ def op_entries(
     if len(groups) > 1:
         shares = _shares(func, args, kwargs, out, owners)
         return [
-            Op(str(func), "", segment, group, 0, 0, 0, 0, num_bytes, dtype, int(number == 0), place.updating)
+            Op(str(func), "", segment, group, 0, 0, 0, 0, num_bytes, dtype, int(number == 0), scope.updating)
             for number, (group, num_bytes) in enumerate(shares)
         ]
     num_bytes = bytes_moved(func, args, kwargs, out)
     full, causal = (counted.full, counted.causal) if counted else (0, 0)
     # Neither recomputation nor an update (Muon makes products of its own) is what the model's mathematics needs.
-    extra = place.recomputing or place.updating
+    extra = scope.recomputing or scope.updating
     needed = phase in ("forward", "backward") and not extra
     model, model_full = (counted.model_causal, counted.model_full) if counted and needed else (0, 0)
     return [
         Op(
             str(func),
-            place.module,
+            scope.module,
             segment,
-            place.group,
+            scope.group,
             full,
             causal,
             model,
@@ -56,13 +56,13 @@ def op_entries(
             num_bytes,
             dtype,
             1,
-            place.updating,
+            scope.updating,
             *attention,
         )
     ]
 
 
-def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Place]) -> list[tuple[int, int]]:
+def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Scope]) -> list[tuple[int, int]]:
     """Each group's bytes. Of what belongs to nobody (a loss scale) the first one has all."""
     shared = bytes_moved(func, *(_of_group(part, owners, None) for part in (args, kwargs, out)))
     shares: list[tuple[int, int]] = []
@@ -72,7 +72,7 @@ def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Place]) ->
     return shares
 
 
-def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
+def _of_group(value: Any, owners: list[Scope], group: int | None) -> Any:
     """Arguments or results of an operation over lists: of each list, the entries whose owner is in the group."""
     if isinstance(value, dict):
         return {name: _of_group(item, owners, group) for name, item in value.items()}

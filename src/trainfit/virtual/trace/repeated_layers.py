@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from trainfit.virtual.trace.scope import Groups
+from trainfit.virtual.trace.scope import LayerGroups
 
 MAX_PERIOD = 8
 MAX_LEAD = 4
 POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "layer_number"})
 """Settings that number a layer and change nothing else."""
-TOLD = "trainfit_told"
+BLOCK_CONFIG = "trainfit_block_config"
 """Setting that a technique writes on a layer: what this one is to do, of several things that equal layers can."""
 
 
-def shorten(
+def trim_layers(
     lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False, least_period: int = 1
-) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
+) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
     """Cut the middle out of the one list of layers, where layers repeat.
 
     Args:
@@ -48,16 +48,16 @@ def shorten(
     removed = list(layers)[lead + 2 * period : keep_from]
     kept = [*list(layers)[: lead + 2 * period], *list(layers)[keep_from:]]
     _replace(layers, kept)
-    return [Groups(name, lead + period, period, period)], (num_groups,), removed
+    return [LayerGroups(name, lead + period, period, period)], (num_groups,), removed
 
 
 def _shorten_runs(
     name: str, layers: nn.ModuleList, signatures: list[Any], least_period: int
-) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
+) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
     """Each run of equal groups of layers by itself, where the layers differ in what they were told (TOLD) alone."""
     if len({signature(layer, told=False) for layer in layers}) != 1:
         return [], (), []  # The model may ask for its layers by number, and cutting would change the numbers.
-    groups: list[Groups] = []
+    groups: list[LayerGroups] = []
     repeats: list[int] = []
     kept: list[nn.Module] = []
     removed: list[nn.Module] = []
@@ -67,7 +67,7 @@ def _shorten_runs(
         run = list(layers)[start : start + length]
         if length > 3 * period:
             groups.append(
-                Groups(name, period, period, period, len(groups), len(kept), len(kept) + 3 * period)
+                LayerGroups(name, period, period, period, len(groups), len(kept), len(kept) + 3 * period)
             )
             repeats.append(length // period - 2)
             removed += run[2 * period : -period]
@@ -110,7 +110,7 @@ def find_period(signatures: list[Any], least: int = 1) -> tuple[int, int] | None
 
 def signature(layer: nn.Module, *, told: bool = True) -> tuple[Any, ...]:
     """What two layers must share to cost the same; without ``told``, to be the same layer told to do something else."""
-    ignored = POSITION_NAMES if told else POSITION_NAMES | {TOLD}
+    ignored = POSITION_NAMES if told else POSITION_NAMES | {BLOCK_CONFIG}
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = tuple(

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from trainfit.ledger.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER
-from trainfit.virtual.exclusive import chosen_by_thread
+from trainfit.virtual.trace.exclusive import chosen_by_thread
 
 
-class Place(NamedTuple):
+class Scope(NamedTuple):
     """Where an operation happens."""
 
     module: str
     """Dotted path."""
-    slot: str
+    path: str
     """The path with the layer's number taken out: the same in every group."""
     group: int
     owned: bool = False
@@ -33,10 +33,10 @@ class Place(NamedTuple):
     """A gradient has just arrived: what runs now is a hook's, such as an optimizer in the backward."""
 
 
-NOWHERE = Place("", "", NO_LAYER)
+NO_SCOPE = Scope("", "", NO_LAYER)
 
 
-class Groups(NamedTuple):
+class LayerGroups(NamedTuple):
     """Which layers of one ModuleList stand for which, in one run of equal ones."""
 
     name: str
@@ -69,35 +69,35 @@ class Groups(NamedTuple):
         return LAST, f"L{offset}" if offset < self.period else f"tail{offset}"
 
 
-class Places:
+class ScopeTracker:
     """Follows the running step. Enter as a context manager around it; ``bind`` once the model is complete."""
 
     def __init__(self) -> None:
         self.phase = "init"
-        self._of_module: dict[int, Place] = {}
-        self._of_parameter: dict[int, Place] = {}
-        self._stack: list[Place] = []
-        self._after_layer: Place | None = None
+        self._of_module: dict[int, Scope] = {}
+        self._of_parameter: dict[int, Scope] = {}
+        self._stack: list[Scope] = []
+        self._after_layer: Scope | None = None
         self._numbers: list[int] = []
-        self._marks: list[Place] = []
+        self._marks: list[Scope] = []
         self._handles: list[Any] = []
         self.on_recomputed = lambda: None
-        self.override: Place | None = None
+        self.override: Scope | None = None
         """Where compiled code says it is; None: hooks and autograd tell."""
 
-    def bind(self, model: nn.Module, groups: list[Groups]) -> None:
+    def bind(self, model: nn.Module, groups: list[LayerGroups]) -> None:
         """Learn every module's and parameter's place."""
         for name, module in model.named_modules():
             self._of_module[id(module)] = self.locate(name, groups)
         for name, parameter in model.named_parameters():
             self._of_parameter[id(parameter)] = self.locate(name, groups)
 
-    def of_parameter(self, parameter: torch.Tensor) -> Place:
+    def of_parameter(self, parameter: torch.Tensor) -> Scope:
         """The place of a parameter of the bound model."""
-        return self._of_parameter.get(id(parameter), NOWHERE)
+        return self._of_parameter.get(id(parameter), NO_SCOPE)
 
     @staticmethod
-    def locate(name: str, groups: list[Groups]) -> Place:
+    def locate(name: str, groups: list[LayerGroups]) -> Scope:
         """Place of a dotted name (a wrapper such as PEFT's may stand before the list's own name)."""
         for group in groups:
             head, found, tail = name.partition(f"{group.name}.")
@@ -106,36 +106,36 @@ class Places:
                 if not group.has(int(index)):
                     continue
                 number, within = group.locate(int(index))
-                return Place(name, f"{head}{group.name}.{within}.{rest}", number)
-        return Place(name, name, NO_LAYER)
+                return Scope(name, f"{head}{group.name}.{within}.{rest}", number)
+        return Scope(name, name, NO_LAYER)
 
-    def current(self) -> Place:
+    def current(self) -> Scope:
         """The place of the operation that runs now."""
         if self.override is not None:
             return self.override
         if self._stack:
-            place = self._stack[-1]
-            if place.group == NO_LAYER and self._after_layer is not None:
+            scope = self._stack[-1]
+            if scope.group == NO_LAYER and self._after_layer is not None:
                 # Between two layers the loop over them still holds the last one's results.
-                place = self._after_layer
-            return place._replace(recomputing=True, in_autograd=True) if self.phase == "backward" else place
+                scope = self._after_layer
+            return scope._replace(recomputing=True, in_autograd=True) if self.phase == "backward" else scope
         if self.phase == "backward":
             return self._of_node(torch._C._current_autograd_node())
-        return NOWHERE._replace(owned=self.phase == "optimizer")
+        return NO_SCOPE._replace(owned=self.phase == "optimizer")
 
     def owned_now(self) -> bool:
         return self.phase == "optimizer" and not self._stack
 
-    def _of_node(self, node: Any) -> Place:
+    def _of_node(self, node: Any) -> Scope:
         if node is None:
-            return NOWHERE
+            return NO_SCOPE
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.of_parameter(variable)._replace(in_autograd=True, updating=True)
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
-        return (self._marks[at] if at >= 0 else NOWHERE)._replace(in_autograd=True)
+        return (self._marks[at] if at >= 0 else NO_SCOPE)._replace(in_autograd=True)
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "ScopeTracker":
         module = torch.nn.modules.module
         self._handles = [
             # Every thread's modules call them.
@@ -162,31 +162,31 @@ class Places:
                 self._end(module, None, None)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        place = self._of_module.get(id(module), self._stack[-1] if self._stack else NOWHERE)
+        scope = self._of_module.get(id(module), self._stack[-1] if self._stack else NO_SCOPE)
         # The next layer, or what comes after the last one, begins.
         self._after_layer = None
-        self._stack.append(place)
-        self._mark(place)
+        self._stack.append(scope)
+        self._mark(scope)
 
     def _end(self, module: nn.Module, _: Any, __: Any) -> None:
         if not self._stack:
             return
-        place = self._stack.pop()
-        if place.group != NO_LAYER and self._stack and self._stack[-1].group == NO_LAYER:
-            self._after_layer = place
-        self._mark(self._after_layer or (self._stack[-1] if self._stack else NOWHERE))
+        scope = self._stack.pop()
+        if scope.group != NO_LAYER and self._stack and self._stack[-1].group == NO_LAYER:
+            self._after_layer = scope
+        self._mark(self._after_layer or (self._stack[-1] if self._stack else NO_SCOPE))
         if not self._stack:
             self._after_layer = None
             if self.phase == "backward":
                 self.on_recomputed()
 
-    def _mark(self, place: Place) -> None:
+    def _mark(self, scope: Scope) -> None:
         number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
         if self._numbers and self._numbers[-1] == number:
-            self._marks[-1] = place
+            self._marks[-1] = scope
         else:
             self._numbers.append(number)
-            self._marks.append(place)
+            self._marks.append(scope)
 
 
 def _ignore(*_: Any) -> None:

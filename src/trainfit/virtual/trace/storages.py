@@ -5,14 +5,14 @@ weak reference per storage tells when it is freed, so autograd's own order of fr
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
-from trainfit.virtual.trace.prepend_grad_hook import prepend_grad_hook
-from trainfit.virtual.trace.scope import NOWHERE, Place, Places
+from trainfit.virtual.trace.scope import NO_SCOPE, Scope, ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 
 UNKNOWN = -1
@@ -22,20 +22,20 @@ UNKNOWN = -1
 class LiveStorages:
     """Follows storages from their allocation to their free, in the ledger's present segment."""
 
-    def __init__(self, places: Places):
+    def __init__(self, scopes: ScopeTracker):
         self.ledger = Ledger()
         self.segment = UNKNOWN
         """Index of the ledger's present segment."""
         self.group_at_work = NO_LAYER
         """Group of layers that something last ran in or was allocated for: what is freed now is freed there."""
-        self._places = places
-        places.on_recomputed = self._keep_recomputed
+        self._scopes = scopes
+        scopes.on_recomputed = self._keep_recomputed
         self._live: dict[int, int] = {}
         """Address of a live storage -> its index in the ledger."""
         self._refs: dict[int, Any] = {}
-        self._owners: dict[int, Place] = {}
+        self._owners: dict[int, Scope] = {}
         """Index of a storage -> place of the parameter it belongs to."""
-        self._last_owner = NOWHERE
+        self._last_owner = NO_SCOPE
         self._made_from: dict[int, int] = {}
         """Index of a storage -> that of what it was converted from while the model was built."""
         self._listed: set[int] = set()
@@ -54,26 +54,26 @@ class LiveStorages:
             self.categorise("activations", self.born_in(len(self.ledger.segments) - 1))
         self.ledger.segments.append(Segment(step, phase))
         self.segment = len(self.ledger.segments) - 1
-        self.group_at_work, self._last_owner = NO_LAYER, NOWHERE
+        self.group_at_work, self._last_owner = NO_LAYER, NO_SCOPE
 
-    def own(self, tensor: Tensor, category: str, place: Place) -> None:
+    def own(self, tensor: Tensor, category: str, scope: Scope) -> None:
         """The tensor's storage is of this category and belongs to the parameter at this place.
 
         What parameters of several groups of layers share belongs to none.
         """
         index = self.index_of(tensor)
         if index != UNKNOWN:
-            if category == "weights" and self._owners.get(index, place).group != place.group:
-                place = NOWHERE
+            if category == "weights" and self._owners.get(index, scope).group != scope.group:
+                scope = NO_SCOPE
             self._categories[index] = category
-            self._owners[index] = place
+            self._owners[index] = scope
 
-    def watch_gradient(self, parameter: Tensor, place: Place) -> None:
+    def watch_gradient(self, parameter: Tensor, scope: Scope) -> None:
         """Each gradient that arrives is the parameter's at this place."""
 
         def arrived(owner: Tensor) -> None:
             if owner.grad is not None:
-                self.own(owner.grad, "gradients", place)
+                self.own(owner.grad, "gradients", scope)
 
         prepend_grad_hook(parameter, arrived)
 
@@ -91,12 +91,12 @@ class LiveStorages:
         """The model is complete: give what was allocated for it, and what that was made from, its owners' groups."""
         storages = self.ledger.storages
         owned = dict(self._owners)
-        for index, place in owned.items():
-            while index != UNKNOWN and owned.get(index, place) == place:
-                self._owners[index] = place
-                slot = f"weights/{place.slot}"
+        for index, scope in owned.items():
+            while index != UNKNOWN and owned.get(index, scope) == scope:
+                self._owners[index] = scope
+                path = f"weights/{scope.path}"
                 storages[index] = storages[index]._replace(
-                    group=place.group, slot=f"{slot}/{self._count(place.group, slot)}"
+                    group=scope.group, path=f"{path}/{self._count(scope.group, path)}"
                 )
                 index = self._made_from.pop(index, UNKNOWN)
         self.ledger.events = [
@@ -138,7 +138,7 @@ class LiveStorages:
         """Storages alive that were allocated in a segment."""
         return [index for index in self._live.values() if self._born[index] == segment]
 
-    def owners_of(self, args: Any) -> list[Place]:
+    def owners_of(self, args: Any) -> list[Scope]:
         """Parameters that the first tensor argument belongs to; of a list of tensors, each one's.
 
         What belongs to none (a state tensor being made) is taken for the parameter last worked on.
@@ -160,7 +160,7 @@ class LiveStorages:
         t: Tensor,
         label: str,
         op: int,
-        place: Place,
+        scope: Scope,
         *,
         num_bytes: int | None = None,
         is_owned: bool = False,
@@ -178,27 +178,27 @@ class LiveStorages:
             source: what it was converted from.
         """
         storage = t.untyped_storage()
-        slot = f"{place.slot}/{self.ledger.ops[op].name}/{label}"
+        path = f"{scope.path}/{self.ledger.ops[op].name}/{label}"
         if num_bytes is None:
             num_bytes = storage.nbytes()
-        self.group_at_work = place.group
-        category = {"init": "weights", "data": "activations"}.get(self._places.phase, "temporary")
-        index = self.add(num_bytes, op, slot, place.group, category)
-        if place.recomputing:
+        self.group_at_work = scope.group
+        category = {"init": "weights", "data": "activations"}.get(self._scopes.phase, "temporary")
+        index = self.add(num_bytes, op, path, scope.group, category)
+        if scope.recomputing:
             self._recomputed.append(index)
         self._follow(storage, index)
         if is_owned:
-            self._owners[index] = place
+            self._owners[index] = scope
         if is_listed:
             self._listed.add(index)
         if source is not None:
             self._made_from[index] = self.index_of(source)
 
-    def add(self, num_bytes: int, op: int, slot: str, group: int, category: str) -> int:
+    def add(self, num_bytes: int, op: int, path: str, group: int, category: str) -> int:
         """An allocation that is no tensor's: its index. Nothing but ``free`` frees it."""
         index = len(self.ledger.storages)
-        slot = f"{self.segment}/{slot}/{self._count(group, slot)}"
-        self.ledger.storages.append(Storage(num_bytes, category, group, op, slot))
+        path = f"{self.segment}/{path}/{self._count(group, path)}"
+        self.ledger.storages.append(Storage(num_bytes, category, group, op, path))
         self.ledger.events.append(Event(ALLOCATE, index, group, self.segment))
         self._born.append(self.segment)
         return index
@@ -207,15 +207,15 @@ class LiveStorages:
         """It is freed, where this group of layers is at work."""
         self.ledger.events.append(Event(FREE, index, group, self.segment))
 
-    def add_scratch(self, sizes: tuple[int, ...], op: int, place: Place, name: str) -> None:
+    def add_scratch(self, sizes: tuple[int, ...], op: int, scope: Scope, name: str) -> None:
         """Scratch of one kernel: allocated together, freed when it returns."""
-        slot = f"{place.slot}/{name}/scratch"
-        indices = [self.add(size, op, slot, place.group, "temporary") for size in sizes if size]
+        path = f"{scope.path}/{name}/scratch"
+        indices = [self.add(size, op, path, scope.group, "temporary") for size in sizes if size]
         for index in reversed(indices):
-            self.free(index, place.group)
+            self.free(index, scope.group)
 
-    def _count(self, group: int, slot: str) -> int:
-        key = (self.segment, group, slot)
+    def _count(self, group: int, path: str) -> int:
+        key = (self.segment, group, path)
         self._seen[key] = self._seen.get(key, -1) + 1
         return self._seen[key]
 
@@ -233,8 +233,22 @@ class LiveStorages:
 
     def _group_of_free(self, index: int) -> int:
         """Where it is freed, but for an optimizer that works on lists: there each tensor is its own parameter's group's."""
-        in_list = self._places.owned_now() and (index in self._listed or self._born[index] != self.segment)
+        in_list = self._scopes.owned_now() and (index in self._listed or self._born[index] != self.segment)
         if not in_list:
             return self.group_at_work
         owner = self._owners.get(index)
         return self.ledger.storages[index].group if owner is None else owner.group
+
+
+def prepend_grad_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a post-accumulate-grad hook that runs before those already there, which may free the gradient.
+
+    The engine walks the hooks in insertion order (``PyDict_Next`` in torch/csrc/autograd/python_hook.cpp) and
+    ignores the order that ``OrderedDict.move_to_end`` sets.
+    """
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    inserted = list(hooks.items())
+    hooks.clear()
+    hooks.update([inserted[-1], *inserted[:-1]])
+    return handle

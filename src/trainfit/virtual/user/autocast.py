@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 from trainfit.spec.errors import InputError
 from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.trace.scope import Places
-from trainfit.virtual.user.side import CPU, CUDA, names_cuda
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.scope import ScopeTracker
+from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
 from trainfit.virtual.user.tracer import UserTracer
 
 EAGER_BACKEND = "torch.compile with a backend other than inductor: traced as eager code"
@@ -40,9 +40,9 @@ def learn_torch_cuda() -> None:
 
 
 @contextmanager
-def compiling(traits: GpuTraits, tracer: UserTracer, places: Places) -> Iterator[None]:
+def compiling(traits: GpuTraits, tracer: UserTracer, scopes: ScopeTracker) -> Iterator[None]:
     """``torch.compile(...)`` and ``module.compile()`` compile for the virtual GPU."""
-    with UserCompiler(traits, tracer, places) as compiler, ExitStack() as stack:
+    with UserCompiler(traits, tracer, scopes) as compiler, ExitStack() as stack:
         stack.enter_context(replaced(torch, "compile", compiler.compiled))
         stack.enter_context(
             replaced(nn.Module, "compile", lambda *args, **how: compiler.in_place(*args, **how))
@@ -52,15 +52,15 @@ def compiling(traits: GpuTraits, tracer: UserTracer, places: Places) -> Iterator
         # The virtual GPU's own hooks; they are taken out while compiled code runs.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         yield
-        tracer.said.update(compiler.assumptions())
+        tracer.notes.update(compiler.assumptions())
 
 
 class UserCompiler(VirtualCompiler):
     """Compiles what a person's code asks to have compiled."""
 
-    def __init__(self, gpu: GpuTraits, tracer: UserTracer, places: Places):
-        super().__init__(gpu, tracer, places)
-        self._user_tracer, self._said = tracer, tracer.said
+    def __init__(self, gpu: GpuTraits, tracer: UserTracer, scopes: ScopeTracker):
+        super().__init__(gpu, tracer, scopes)
+        self._user_tracer, self._notes = tracer, tracer.notes
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
     def compiled(self, model: Any = None, **how: Any) -> Any:
@@ -97,7 +97,7 @@ class UserCompiler(VirtualCompiler):
         def callback(given: Any) -> Any:
             if given in (None, False) or self._is_ours(eval_frame.innermost_backend(given)):
                 return original(given)
-            self._said.add(EAGER_EARLIER)
+            self._notes.add(EAGER_EARLIER)
             return None
 
         with replaced(eval_frame, "_callback_from_stance", callback):
@@ -111,10 +111,10 @@ class UserCompiler(VirtualCompiler):
         if how.get("disable"):
             return None
         if how.get("backend", "inductor") != "inductor":
-            self._said.add(EAGER_BACKEND)
+            self._notes.add(EAGER_BACKEND)
             return None
         if how.get("mode") not in PLAIN_MODES or how.get("options"):
-            self._said.add(OPTIONS)
+            self._notes.add(OPTIONS)
         if not self._used:
             torch._dynamo.reset()
             self._used = True
@@ -123,9 +123,9 @@ class UserCompiler(VirtualCompiler):
     def _function(self, function: Callable[..., Any], optimized: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._places.phase in ("forward", "optimizer"):
+            if self._scopes.phase in ("forward", "optimizer"):
                 return self._run(None, optimized, *args, **kwargs)
-            self._said.add(EAGER_FUNCTION)
+            self._notes.add(EAGER_FUNCTION)
             return function(*args, **kwargs)
 
         return call

@@ -13,23 +13,23 @@ import torch
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.user.side import CPU, CUDA, names_cuda
-from trainfit.virtual.user.usage import Usage
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.user.memory_stats import MemoryStats
+from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
 
 Answers = dict[str, Any]
 
 
 @contextmanager
-def cuda_module(gpu: Gpu, traits: GpuTraits, usage: Usage) -> Iterator[None]:
+def cuda_module(gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats) -> Iterator[None]:
     """``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` answer for the virtual GPU."""
-    cuda = _properties(gpu, traits) | _memory(usage) | _streams() | _random()
+    cuda = _properties(gpu, traits) | _memory(memory_stats) | _streams() | _random()
     rooms = (
         (torch.cuda, cuda | _state(traits)),
-        (torch.cuda.memory, _memory(usage)),
+        (torch.cuda.memory, _memory(memory_stats)),
         (torch.cuda.random, _random()),
         (torch.cuda.nvtx, dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing) | {"range": _context}),
-        (torch.accelerator, _accelerator(traits) | _memory(usage)),
+        (torch.accelerator, _accelerator(traits) | _memory(memory_stats)),
         (torch, {"Generator": _Generator}),
     )  # fmt: skip
     with ExitStack() as stack:
@@ -74,9 +74,9 @@ def _properties(gpu: Gpu, traits: GpuTraits) -> Answers:
     }
 
 
-def _memory(usage: Usage) -> Answers:
+def _memory(memory_stats: MemoryStats) -> Answers:
     def statistics(device: Any = None) -> dict[str, int]:
-        now = usage.now()
+        now = memory_stats.now()
         return {
             "allocated_bytes.all.current": now.allocated_bytes,
             "allocated_bytes.all.peak": now.peak_allocated_bytes,
@@ -87,14 +87,16 @@ def _memory(usage: Usage) -> Answers:
         }
 
     def free_and_total(device: Any = None) -> tuple[int, int]:
-        return max(0, usage.capacity_bytes - usage.now().reserved_bytes), usage.capacity_bytes
+        return max(
+            0, memory_stats.capacity_bytes - memory_stats.now().reserved_bytes
+        ), memory_stats.capacity_bytes
 
-    reserved: Callable[..., int] = lambda device=None: usage.now().reserved_bytes  # noqa: E731
-    max_reserved: Callable[..., int] = lambda device=None: usage.now().peak_reserved_bytes  # noqa: E731
-    reset: Callable[..., None] = lambda device=None: usage.now().reset_peaks()  # noqa: E731
+    reserved: Callable[..., int] = lambda device=None: memory_stats.now().reserved_bytes  # noqa: E731
+    max_reserved: Callable[..., int] = lambda device=None: memory_stats.now().peak_reserved_bytes  # noqa: E731
+    reset: Callable[..., None] = lambda device=None: memory_stats.now().reset_peaks()  # noqa: E731
     return {
-        "memory_allocated": lambda device=None: usage.now().allocated_bytes,
-        "max_memory_allocated": lambda device=None: usage.now().peak_allocated_bytes,
+        "memory_allocated": lambda device=None: memory_stats.now().allocated_bytes,
+        "max_memory_allocated": lambda device=None: memory_stats.now().peak_allocated_bytes,
         "memory_reserved": reserved,
         "memory_cached": reserved,
         "max_memory_reserved": max_reserved,
@@ -107,7 +109,7 @@ def _memory(usage: Usage) -> Answers:
         "memory_summary": lambda *_, **__: str(statistics()),
         "mem_get_info": free_and_total,
         "get_memory_info": free_and_total,
-        "empty_cache": lambda: usage.empty_cache(),
+        "empty_cache": lambda: memory_stats.empty_cache(),
         "ipc_collect": _nothing,
         "set_per_process_memory_fraction": _nothing,
         "get_per_process_memory_fraction": lambda device=None: 1.0,

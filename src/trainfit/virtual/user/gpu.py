@@ -11,31 +11,31 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 
 from trainfit.spec.hardware import Gpu
+from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
-from trainfit.virtual.cuda.real_fallback import fallbacks_told
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import exclusive, replaced
 from trainfit.virtual.gpu import transformers_sees_real_tensors
-from trainfit.virtual.host_random import own_generator
-from trainfit.virtual.process_state import restored_random, restored_settings, restored_switches
+from trainfit.virtual.trace.exclusive import exclusive, replaced
+from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import is_host
+from trainfit.virtual.trace.process_state import restored_random, restored_settings, restored_switches
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
+from trainfit.virtual.user.memory_stats import MemoryStats
+from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import one_rank
-from trainfit.virtual.user.side import CUDA, is_device, is_marked
-from trainfit.virtual.user.steps import StepFollower, UserPlaces
-from trainfit.virtual.user.tensors import SidedResidence, UserTensors, real_of
+from trainfit.virtual.user.steps import StepFollower, UserScopeTracker
+from trainfit.virtual.user.tensors import UserPlacementState, UserTensorMode, real_of
 from trainfit.virtual.user.tracer import UserTracer
-from trainfit.virtual.user.usage import Usage
 
 
 class UserGpu:
     """What ran inside ``user_gpu``."""
 
-    def __init__(self, tracer: UserTracer, steps: StepFollower, usage: Usage):
-        self.tracer, self.steps, self.usage = tracer, steps, usage
+    def __init__(self, tracer: UserTracer, steps: StepFollower, memory_stats: MemoryStats):
+        self.tracer, self.steps, self.memory_stats = tracer, steps, memory_stats
 
 
 @contextmanager
@@ -54,13 +54,13 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
 @contextmanager
 def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
     traits = GpuTraits.of(gpu)
-    places, residence = UserPlaces(), SidedResidence()
+    scopes, placement = UserScopeTracker(), UserPlacementState()
     # PyTorch's compiler is imported here, and must see torch.cuda as it is.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     learn_torch_cuda()
-    tracer = UserTracer(traits, places, residence, fake)
-    usage = Usage(tracer, gpu.usable_bytes)
-    steps = StepFollower(tracer, places, max_steps)
+    tracer = UserTracer(traits, scopes, placement, fake)
+    memory_stats = MemoryStats(tracer, gpu.usable_bytes)
+    steps = StepFollower(tracer, scopes, max_steps)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(restored_settings())
@@ -68,21 +68,21 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
         enter(restored_random())
         enter(own_generator())
         enter(transformers_sees_real_tensors())
-        enter(libraries(tracer.said))
+        enter(libraries(tracer.notes))
         enter(one_rank())
-        enter(fallbacks_told(tracer.said))
-        enter(cuda_module(gpu, traits, usage))
+        enter(report_fallbacks(tracer.notes))
+        enter(cuda_module(gpu, traits, memory_stats))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
         enter(_fake_parameters(tracer, steps))
         enter(_says_cuda(tracer))
-        enter(UserTensors(residence, steps.engine_runs, tracer.twin_on_host))
-        enter(places)
+        enter(UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host))
+        enter(scopes)
         enter(steps)
         enter(tracer)
-        enter(compiling(traits, tracer, places))
-        yield UserGpu(tracer, steps, usage)
+        enter(compiling(traits, tracer, scopes))
+        yield UserGpu(tracer, steps, memory_stats)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch import _utils
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import on_host
 
 ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
@@ -19,7 +19,7 @@ ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
 
 
 @contextmanager
-def libraries(said: set[str]) -> Iterator[None]:
+def libraries(notes: set[str]) -> Iterator[None]:
     """transformers and accelerate find the virtual GPU; data is loaded in this process; nothing is saved.
 
     Args:
@@ -32,7 +32,7 @@ def libraries(said: set[str]) -> Iterator[None]:
         if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # pickle's way with a host tensor
             on_host(write, (obj, *args), kwargs)
             return
-        said.add("torch.save wrote nothing: there are no values to keep")
+        notes.add("torch.save wrote nothing: there are no values to keep")
 
     _forget_answers()
     kept = _take_states()

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 REMEDY = (
     "run the traced callable as one rank: WORLD_SIZE=1 or world_size=1, and no launcher of several processes"

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainfit.ledger.ledger import Segment
-from trainfit.virtual.exclusive import chosen_by_thread
-from trainfit.virtual.trace.scope import NOWHERE, Places
-from trainfit.virtual.user.side import is_device
+from trainfit.virtual.trace.exclusive import chosen_by_thread
+from trainfit.virtual.trace.scope import NO_SCOPE, ScopeTracker
+from trainfit.virtual.user.placement import is_device
 from trainfit.virtual.user.tracer import UserTracer
 
 
-class Enough(BaseException):
+class TraceComplete(BaseException):
     """Ends the traced callable. Not an Exception, so that its own ``except`` blocks let it pass."""
 
 
-class UserPlaces(Places):
+class UserScopeTracker(ScopeTracker):
     """Also tells when an outermost module is called."""
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class StepFollower:
     """Follows the phases. Enter as a context manager around the callable.
 
     Args:
-        max_steps: ends the callable (``Enough``) where the forward after so many steps would begin.
+        max_steps: ends the callable (``TraceComplete``) where the forward after so many steps would begin.
     """
 
-    def __init__(self, tracer: UserTracer, places: UserPlaces, max_steps: int):
-        self._tracer, self._places, self._max_steps = tracer, places, max_steps
+    def __init__(self, tracer: UserTracer, scopes: UserScopeTracker, max_steps: int):
+        self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
         self._marks = [Mark("init", 0, 0)]
         self._parameters: list[weakref.ref[Tensor]] = []
         self._watched: set[int] = set()
@@ -66,7 +66,7 @@ class StepFollower:
         """One was made: its updates are the steps, not the backwards."""
         self.num_parameters = self.num_trained = 0
         """Elements of the parameters on the device when a module was last called, and of those that are trained."""
-        places.on_outermost = self._forward_begins
+        scopes.on_outermost = self._forward_begins
 
     # -- what the callable does ---------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class StepFollower:
     @contextmanager
     def engine_runs(self) -> Iterator[None]:
         """Around each run of autograd's engine."""
-        if self._engine_depth == 0 and self._places.phase != "optimizer":
+        if self._engine_depth == 0 and self._scopes.phase != "optimizer":
             self._begin("backward")
             self.has_trained = True
         self._engine_depth += 1
@@ -101,12 +101,12 @@ class StepFollower:
         if self._engine_depth:
             return  # recomputed
         self._learn(module)
-        if self._places.phase == "forward":
+        if self._scopes.phase == "forward":
             return
-        if self._places.phase == "backward":
+        if self._scopes.phase == "backward":
             self._num_turns += 1
         if (self._num_updates if self.has_optimizer else self._num_turns) >= self._max_steps:
-            raise Enough
+            raise TraceComplete
         self._begin("forward")
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -128,7 +128,7 @@ class StepFollower:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    self._tracer.live.own(value, "optimizer", NOWHERE)
+                    self._tracer.live.own(value, "optimizer", NO_SCOPE)
         if self._lead is None:
             self._lead = id(optimizer)
         if self._lead == id(optimizer):
@@ -141,16 +141,16 @@ class StepFollower:
     def _learn(self, module: nn.Module) -> None:
         if module not in self._known_modules:
             self._known_modules.add(module)
-            self._places.bind(module, [])
+            self._scopes.bind(module, [])
         held = [p for ref in self._parameters if (p := ref()) is not None]
         self._parameters = [weakref.ref(p) for p in held]
         for tensor in (*held, *module.buffers()):
             if is_device(tensor):
-                self._tracer.live.own(tensor, "weights", NOWHERE)
+                self._tracer.live.own(tensor, "weights", NO_SCOPE)
         for parameter in held:
             if parameter.requires_grad and id(parameter) not in self._watched and is_device(parameter):
                 self._watched.add(id(parameter))
-                self._tracer.live.watch_gradient(parameter, NOWHERE)
+                self._tracer.live.watch_gradient(parameter, NO_SCOPE)
         on_device = [p for p in held if is_device(p)]
         self.num_parameters = sum(p.numel() for p in on_device)
         self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
@@ -161,7 +161,7 @@ class StepFollower:
     # -- segments -----------------------------------------------------------------------------------------------
 
     def _begin(self, phase: str) -> None:
-        if self._places.phase == phase:
+        if self._scopes.phase == phase:
             return
         self._tracer.begin("", phase)
         self._marks.append(Mark(phase, self._num_updates, self._num_turns))

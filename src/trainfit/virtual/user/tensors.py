@@ -14,8 +14,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.trace.host_tensors import FACTORIES, HostTensors, Residence, carried_values, on_host
-from trainfit.virtual.user.side import (
+from trainfit.virtual.trace.host_tensors import (
+    FACTORIES,
+    HostTensorMode,
+    PlacementState,
+    carried_values,
+    on_host,
+)
+from trainfit.virtual.user.placement import (
     CPU,
     LARGEST_REAL_BYTES,
     device_of,
@@ -32,7 +38,7 @@ LIKE = frozenset(
 )
 
 
-class SidedResidence(Residence):
+class UserPlacementState(PlacementState):
     """Also whether a device tensor is on its way to the host, as a fake one."""
 
     def __init__(self) -> None:
@@ -48,7 +54,7 @@ class SidedResidence(Residence):
             self.is_leaving = False
 
 
-class UserTensors(HostTensors):
+class UserTensorMode(HostTensorMode):
     """Gives every call the side its code means.
 
     Args:
@@ -56,9 +62,11 @@ class UserTensors(HostTensors):
         twin: makes a fake host tensor of a real one.
     """
 
-    def __init__(self, says: SidedResidence, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]):
-        super().__init__(says)
-        self._residence, self._on_engine, self._twin = says, on_engine, twin
+    def __init__(
+        self, placement: UserPlacementState, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]
+    ):
+        super().__init__(placement)
+        self._placement, self._on_engine, self._twin = placement, on_engine, twin
         self._calls: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: self._cuda,
@@ -110,7 +118,7 @@ class UserTensors(HostTensors):
             return func(*args, **{**kwargs, "device": CPU})
         if not names_host(device) or is_device(kwargs.get("out")):
             return func(*args, **kwargs)
-        with self._residence.host():
+        with self._placement.host():
             return func(*args, **kwargs)
 
     def _make_alike(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -120,10 +128,10 @@ class UserTensors(HostTensors):
                 *args, **({**kwargs, "device": CPU} if device is not None and names_cuda(device) else kwargs)
             )
         if names_cuda(device):
-            with self._residence.moving():
+            with self._placement.moving():
                 return func(*args, **{**kwargs, "device": CPU})
         if names_host(device):
-            with self._residence.host():
+            with self._placement.host():
                 shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
             return func(shape, *args[1:], **{**kwargs, "device": CPU})
         return func(*args, **kwargs)
@@ -158,7 +166,7 @@ class UserTensors(HostTensors):
                     "build the model inside the callable that is traced",
                     field="step",
                 )
-            with self._residence.moving():
+            with self._placement.moving():
                 return t.to(device=CPU, **{**how, "copy": True})
         if names_host(device) and is_device(t):
             return self._to_host(t, how)
@@ -168,7 +176,7 @@ class UserTensors(HostTensors):
         """What the device held, if that is known; else zeros. What autograd must follow stays fake."""
         traced = t.requires_grad and torch.is_grad_enabled()
         if traced or t.numel() * t.element_size() > LARGEST_REAL_BYTES:
-            with self._residence.leaving():
+            with self._placement.leaving():
                 return t.to(device=CPU, **{**how, "copy": True})
         return real_of(t).to(how.get("dtype", t.dtype))
 

@@ -1,6 +1,6 @@
 """The tracer of a person's own code: devices named "cuda" become the virtual GPU's, and fake host tensors take nothing.
 
-What ``UserTensors`` sees above autograd it has already said in its own words; here arrives what PyTorch's Python code
+What ``UserTensorMode`` sees above autograd it has already said in its own words; here arrives what PyTorch's Python code
 calls out of its sight (inside ``torch.nn.functional``), and every operation on parameters that are still on the host.
 """
 
@@ -17,11 +17,11 @@ from trainfit.virtual.cuda.fake_impls import READS_VALUE
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.dry_run import DryRun
 from trainfit.virtual.trace.host_tensors import carried_values, carry_values, is_host, on_host
-from trainfit.virtual.trace.scope import Places
+from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.trace.tracer import LIFTS, Tracer
-from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark, names_cuda
-from trainfit.virtual.user.tensors import SidedResidence
+from trainfit.virtual.user.placement import CPU, CUDA, is_device, is_marked, mark, names_cuda
+from trainfit.virtual.user.tensors import UserPlacementState
 
 aten = torch.ops.aten
 INDEXING = (
@@ -39,13 +39,15 @@ ALL_SELECTED = "a mask that only the data can tell is taken to select everything
 class UserTracer(Tracer):
     """Records what runs on the virtual GPU, and lets the host's part run for real or as a fake."""
 
-    def __init__(self, gpu: GpuTraits, places: Places, residence: SidedResidence, fake: FakeTensorMode):
-        super().__init__(gpu, places, residence)
+    def __init__(
+        self, gpu: GpuTraits, scopes: ScopeTracker, placement: UserPlacementState, fake: FakeTensorMode
+    ):
+        super().__init__(gpu, scopes, placement)
         self._fake = fake
-        self._residence = residence
+        self._placement = placement
         self.is_inside = False
         """PyTorch's own code asks: it must see fake CPU tensors as they are."""
-        self.said: set[str] = set()
+        self.notes: set[str] = set()
         """What is traced otherwise than it would run, in words."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,9 +69,9 @@ class UserTracer(Tracer):
             return on_host(
                 func, args, kwargs
             )  # from_numpy, and torch.tensor on its way: it is moved afterwards
-        if self._residence.is_leaving:
+        if self._placement.is_leaving:
             return _marked(func(*args, **kwargs))
-        if self._residence.is_moving or not any(is_marked(t) for t in tensors):
+        if self._placement.is_moving or not any(is_marked(t) for t in tensors):
             return self._traced(func, types, args, kwargs)
         if any(is_device(t) for t in tensors):
             return self._traced(func, types, args, kwargs)
@@ -78,7 +80,7 @@ class UserTracer(Tracer):
         return _marked(func(*args, **kwargs))
 
     def _on_device(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with self._residence.moving():
+        with self._placement.moving():
             return self._traced(func, types, args, kwargs)
 
     def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -103,7 +105,7 @@ class UserTracer(Tracer):
             return self._sized_by_values(func, args, kwargs)
         with self:
             if func is aten.nonzero.default:
-                self.said.add(ALL_SELECTED)
+                self.notes.add(ALL_SELECTED)
                 mask = args[0]
                 return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=CUDA)
             if func is aten.masked_select.default:
@@ -132,12 +134,12 @@ class UserTracer(Tracer):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
         super()._record(func, args, kwargs, out, dry_run)
-        if func is not aten._to_copy.default or not self._residence.is_moving:
+        if func is not aten._to_copy.default or not self._placement.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():
             # From the host to another layout: by way of a contiguous copy on the device (Copy.cu, copy_kernel_cuda).
             size = out.numel() * out.element_size()
-            self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.places.current(), str(func))
+            self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.scopes.current(), str(func))
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)

@@ -1,9 +1,8 @@
-"""Memory that libraries keep for good: the workspaces of cuBLAS and cuBLASLt.
+"""Workspaces of cuBLAS and cuBLASLt, allocated once and kept.
 
-PyTorch gives each cuBLAS handle a workspace per stream, from the caching allocator, at the handle's first use, and
-never takes it back (aten/src/ATen/cuda/CublasHandlePool.cpp). Handles belong to threads: the main thread's first
-matrix product (forward, optimizer) takes one, autograd's device thread (backward and what is recomputed there) takes
-a second one.
+PyTorch allocates one workspace per cuBLAS handle and stream from the caching allocator at the handle's first use
+(aten/src/ATen/cuda/CublasHandlePool.cpp). Each thread has its own handle: the main thread (forward, optimizer)
+and autograd's device thread (backward, recomputation).
 """
 
 from typing import Any
@@ -80,3 +79,31 @@ def bias_in_epilogue(call: Call) -> bool:
         and bias.dtype in _LT_DTYPES
         and min(*first.shape, *second.shape) > 1
     )
+
+
+class Workspaces:
+    """Track which thread has allocated which library's workspace."""
+
+    def __init__(self, gpu: GpuTraits):
+        self._gpu = gpu
+        self._taken: set[tuple[str, bool]] = set()
+
+    def first_use(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool
+    ) -> tuple[int, ...]:
+        """Return the bytes of the workspaces that this operation is the first to use.
+
+        Args:
+            in_autograd: whether it runs in autograd's thread.
+        """
+        sizes: list[int] = []
+        if uses_cublas(func, args, self._gpu) and self._is_new("cublas", in_autograd):
+            sizes.append(cublas_workspace_bytes(self._gpu))
+        if uses_cublaslt(func, args, kwargs) and self._is_new("cublaslt", in_autograd):
+            sizes.append(cublaslt_workspace_bytes(self._gpu))
+        return tuple(size for size in sizes if size)
+
+    def _is_new(self, library: str, in_autograd: bool) -> bool:
+        new = (library, in_autograd) not in self._taken
+        self._taken.add((library, in_autograd))
+        return new

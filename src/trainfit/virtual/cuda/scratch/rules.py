@@ -41,7 +41,7 @@ first; attention.cu: cuDNN's seed and offset first)."""
 _SCRATCH, _OUTPUTS = _merged("SCRATCH"), _merged("OUTPUTS")
 
 
-def temporaries(
+def scratch_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, gpu: GpuTraits
 ) -> tuple[int, ...]:
     """Bytes of each scratch tensor that the CUDA kernel of ``func`` allocates, alive together until it returns.

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainfit.virtual.cuda.attention_kernel import MASKS
 from trainfit.virtual.cuda.op_kinds import base_name, written
-from trainfit.virtual.index_expressions import Expressions, is_expressible
-from trainfit.virtual.index_rules import Expression
 from trainfit.virtual.trace.host_tensors import carried_values, is_host
+from trainfit.virtual.trace.masks.expressions import Expressions, is_expressible
+from trainfit.virtual.trace.masks.rules import Expression
+from trainfit.virtual.trace.masks.visible import visible_share
 from trainfit.virtual.trace.tensors import tensors_of
-from trainfit.virtual.visible_pairs import visible_share
 
 PRODUCTS = frozenset({"aten::bmm", "aten::baddbmm", "aten::baddbmm_"})
 BEGINNINGS = frozenset(
@@ -63,7 +63,7 @@ class Mark(NamedTuple):
     """Visible share of its elements; the others count for nothing."""
 
 
-class MaskedPairs:
+class MaskTracker:
     """Follows masks through operations.
 
     Args:

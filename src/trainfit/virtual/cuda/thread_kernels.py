@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainfit.virtual.exclusive import is_tracing_thread
+from trainfit.virtual.trace.exclusive import is_tracing_thread
 
 Kernel = Callable[..., Any]
 """Takes the dispatch key set, then the operation's arguments."""

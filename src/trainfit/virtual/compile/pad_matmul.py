@@ -25,13 +25,13 @@ def should_pad(match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, inpu
     """Takes the place of ``pad_mm._should_pad``, which asks only about products with sizes that do not fit."""
     from torch._inductor.fx_passes.pad_mm import should_exclude_padding_time
 
-    return pays(
+    return is_padding_faster(
         mat1, mat2,
         free1=should_exclude_padding_time(match, "mat1"), free2=should_exclude_padding_time(match, "mat2"),
     )  # fmt: skip
 
 
-def pays(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) -> bool:
+def is_padding_faster(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) -> bool:
     """Whether ``mat1 @ mat2`` is padded: [m, k] x [k, n], or with a batch before. Only shapes, strides, dtype are read.
 
     Args:

@@ -5,7 +5,7 @@ from trainfit.ledger.ledger import ALLOCATE
 from trainfit.virtual.trace.tracer import Tracer
 
 
-class Usage:
+class MemoryStats:
     """The caching allocator, brought up to date whenever it is asked.
 
     Attributes:
@@ -38,7 +38,7 @@ class Usage:
         self.emptied_at.add(self._num_seen)
 
 
-class EmptiedAllocator(CachingAllocator):
+class EmptyCacheAllocator(CachingAllocator):
     """A caching allocator whose cache is given back before the calls (malloc and free) of these numbers."""
 
     def __init__(self, emptied_at: set[int], capacity_bytes: int | None = None):

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from trainfit.virtual.index_rules import Expression
+from trainfit.virtual.trace.masks.rules import Expression
 
 HIDING = -1e9
 """Added to a score it hides the pair; in fp16, whose lowest number is -65,504, half of that does. A bias (ALiBi) is smaller."""

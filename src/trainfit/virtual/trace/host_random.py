@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainfit.virtual.exclusive import is_tracing_thread, replaced
+from trainfit.virtual.trace.exclusive import is_tracing_thread, replaced
 
 _own: list[torch.Generator] = []
 """Generators of the traces that are entered, innermost last. Only the tracing thread reads or changes it."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.index_rules import Expression, Values, rule_of
+from trainfit.virtual.trace.masks.rules import Expression, Values, rule_of
 
 
 class Expressions:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from trainfit.virtual.masked_pairs import Mark, MaskedPairs
+from trainfit.virtual.trace.masks.tracker import Mark, MaskTracker
 
 
 class GraphPairs:
@@ -19,7 +19,7 @@ class GraphPairs:
         outer: what marks the program's own inputs and outputs.
     """
 
-    def __init__(self, graph: fx.Graph, outer: MaskedPairs):
+    def __init__(self, graph: fx.Graph, outer: MaskTracker):
         self._nodes, self._outer = list(graph.nodes), outer
         self._shares: dict[str, Fraction] = {}
         self._outputs: list[Mark | None] = []
@@ -31,7 +31,7 @@ class GraphPairs:
     def enter(self, inputs: Sequence[Any]) -> None:
         """The program is called with these inputs."""
         self._shares, self._outputs = {}, []
-        pairs = MaskedPairs(self._found, self._outer.expressions)
+        pairs = MaskTracker(self._found, self._outer.expressions)
         given = iter(inputs)
         for node in self._nodes:
             if node.op == "placeholder":
