@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 def replayed(ledger: Ledger, run: Run) -> Phases:
     """The prediction's phases, had the driver put its segments where it put the run's."""
-    allocator = CachingAllocator(place=in_order(run.segments))
+    allocator = CachingAllocator(segment_address=in_order(run.segments))
     allocator.malloc(run.held_bytes)
     return replay(ledger, allocator, empty_cache_after_init=True).phases
 

@@ -307,11 +307,11 @@ def test_where_the_driver_puts_segments() -> None:
     of 32 MiB downwards, within one upwards, the lowest that has room first."""
     driver = DriverAddresses(32000 * MIB)
     sizes = (64, 2, 60, 20, 198, 20, 16, 16, 12, 20, 16, 12, 2)
-    placed = [driver.place(size * MIB) // MIB for size in sizes]
+    placed = [driver.allocate(size * MIB) // MIB for size in sizes]
     # The room is 31680 to 32000. 198 MiB are too large for it; they leave 26 of their stretch, in which 20 find place.
     assert placed[:4] == [31680, 31744, 31746, 31806]
     below = 31680 - 224
     assert placed[4:6] == [below, below + 198]
     assert placed[6:] == [below - off for off in (32, 16, 64, 52, 96, 80, 68)]
     full = DriverAddresses(32000 * MIB)
-    assert [full.place(64 * MIB) // MIB for _ in range(6)] == [31680, 31744, 31808, 31872, 31936, 31616]
+    assert [full.allocate(64 * MIB) // MIB for _ in range(6)] == [31680, 31744, 31808, 31872, 31936, 31616]

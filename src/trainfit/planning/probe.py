@@ -16,7 +16,7 @@ from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
-from trainfit.checkpointing.per_block import OWN
+from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (
     AFTER,
@@ -164,7 +164,7 @@ class _Traced:
 
     def _held(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         _, blocks = layer_lists(model)[0]
-        own = getattr(blocks[0], OWN, None)
+        own = getattr(blocks[0], BLOCK_STATE, None)
         return {index: tuple(sizes) for index, sizes in own[0].held_bytes.items()} if own else {}
 
     def probe(self) -> Probe:
