@@ -17,8 +17,8 @@ class Expression:
     """A tensor of the forward, held or recomputed by running its operation on other expressions."""
 
     __slots__ = (
-        "__weakref__", "address", "call", "fetch", "index", "is_held", "is_stale", "num_bytes", "seen", "storage",
-        "uses", "value",
+        "__weakref__", "address", "call", "fetch", "index", "is_held", "is_stale", "num_bytes", "seen",
+        "storage", "uses", "value",
     )  # fmt: skip
 
     def __init__(self, t: Tensor, call: Call | None, index: int | None):

@@ -35,8 +35,8 @@ PRODUCTS = {
 }  # fmt: skip
 """Matrix products -> position of the left factor."""
 SHORTEST_INNER = 512
-"""Products over a shorter inner dimension are recomputed. On an H200 (700 TFLOP/s, 4.3 TB/s) one over 512 takes
-as long as three passes over its result; eager attention's scores are products over 64 to 256."""
+"""Products over a shorter inner dimension are recomputed. On an H200 (700 TFLOP/s, 4.3 TB/s) one over 512
+takes as long as three passes over its result; eager attention's scores are products over 64 to 256."""
 PASSES_ON = frozenset({"add", "_unsafe_view", "_to_copy"})
 """Operations other than views whose backward uses no value of their inputs."""
 

@@ -228,27 +228,19 @@ class AmbientState:
 
     def __init__(self, device: torch.device):
         kind = device.type
-        self._autocast = (
-            kind,
-            torch.get_autocast_dtype(kind),
-            torch.is_autocast_enabled(kind),
-            torch.is_autocast_cache_enabled(),
-        )
+        self._autocast: dict[str, Any] = {
+            "device_type": kind, "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind), "cache_enabled": torch.is_autocast_cache_enabled(),
+        }  # fmt: skip
         self._host_random = torch.get_rng_state()
-        self._device = device if kind == "cuda" else None
-        self._device_random: Any = torch.cuda.get_rng_state(device) if kind == "cuda" else None
+        self._cuda_random = {device: torch.cuda.get_rng_state(device)} if kind == "cuda" else {}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        kind, dtype, enabled, cached = self._autocast
-        device: Any = self._device
-        with (
-            torch.random.fork_rng([] if device is None else [device], enabled=True),
-            torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached),
-        ):
+        with torch.random.fork_rng(list(self._cuda_random)), torch.autocast(**self._autocast):
             torch.set_rng_state(self._host_random)
-            if self._device_random is not None:
-                torch.cuda.set_rng_state(self._device_random, device)
+            for device, state in self._cuda_random.items():
+                torch.cuda.set_rng_state(state, device)
             yield
 
 
