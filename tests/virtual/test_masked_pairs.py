@@ -33,7 +33,7 @@ class Following(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.pairs.follow(func, args, kwargs or {}, out, None)
+        self.pairs.propagate(func, args, kwargs or {}, out, None)
         return out
 
 

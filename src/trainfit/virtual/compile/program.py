@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainfit.virtual.compile.generate import AT, Kernel, Source
-from trainfit.virtual.compile.graph_masks import GraphPairs
+from trainfit.virtual.compile.graph_masks import GraphMasks
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.trace.scope import NO_SCOPE, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
@@ -30,20 +30,20 @@ class Program:
         self._tracer, self._scopes, self._tuning = tracer, scopes, tuning
         self._kernel = Kernel(0, (), False)
         self._base = NO_SCOPE
-        self._pairs = GraphPairs(source.graph, tracer.pairs) if source.graph is not None else None
+        self._masks = GraphMasks(source.graph, tracer.masks) if source.graph is not None else None
         self._call = self._load(source)
 
     def __call__(self, inputs: list[Any]) -> Any:
         self._base = self._scopes.override = self._scopes.current()
-        if self._pairs is not None:
-            self._pairs.enter(inputs)
+        if self._masks is not None:
+            self._masks.enter(inputs)
         try:
             outputs = self._call(inputs)
         finally:
             self._scopes.override = None
-            self._tracer.share = None
-        if self._pairs is not None:
-            self._pairs.leave(outputs)
+            self._tracer.visible_share = None
+        if self._masks is not None:
+            self._masks.leave(outputs)
         return outputs
 
     def _load(self, source: Source) -> Callable[[list[Any]], Any]:
@@ -88,7 +88,9 @@ class Program:
 
     def _at(self, index: int) -> None:
         self._kernel = self._kernels[index]
-        self._tracer.share = self._pairs.share(self._kernel.node) if self._pairs is not None else None
+        self._tracer.visible_share = (
+            self._masks.visible_share(self._kernel.node) if self._masks is not None else None
+        )
         self._scopes.override = self._scope(self._kernel)
 
     def _scope(self, kernel: Kernel) -> Scope:

@@ -156,7 +156,7 @@ class StepFollower:
         self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
         if len(self._marks) == 1:
             # What was put on the device before training and is no weight: the first batch, targets, tables.
-            self._tracer.live.categorise("activations", self._tracer.live.born_in(0))
+            self._tracer.live.categorise("activations", self._tracer.live.allocated_in(0))
 
     # -- segments -----------------------------------------------------------------------------------------------
 

@@ -96,8 +96,8 @@ class UserTensorMode(HostTensorMode):
             return self._make_alike(func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _in_the_engine(self) -> Any:
-        return _Both(super()._in_the_engine(), self._on_engine())
+    def _in_engine(self) -> Any:
+        return _Both(super()._in_engine(), self._on_engine())
 
     # -- factories ----------------------------------------------------------------------------------------------
 

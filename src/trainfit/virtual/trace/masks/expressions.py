@@ -1,8 +1,8 @@
 """Values of fake tensors that follow from shapes alone, as functions of their indices.
 
-A mask is made of positions, comparisons and constants. Its shape may be that of the scores, too large to compute, but
-each of its elements follows from the element's indices. An ``Expression`` computes any elements on request. Equal
-expressions of one ``Expressions`` are the same object. None of them refers to a fake tensor.
+A mask consists of positions, comparisons and constants. Its shape may be that of the scores, too large to
+compute, but an ``Expression`` computes any of its elements. Equal expressions of one ``Expressions`` are the
+same object. None of them refers to a fake tensor.
 """
 
 from collections.abc import Callable
@@ -11,28 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.trace.masks.rules import Expression, Values, rule_of
+from trainfit.virtual.trace.masks.rules import Expression, OpCall, Values, rule_of
 
 
 class Expressions:
-    """Makes expressions, each once."""
+    """Cache of expressions."""
 
     def __init__(self) -> None:
-        self._made: dict[Any, Expression | None] = {}
+        self._cache: dict[Any, Expression | None] = {}
 
     def constant(self, shape: Any, dtype: torch.dtype, value: bool | int | float) -> Expression:
-        """A tensor of equal elements."""
-        return self._once(("constant", tuple(shape), dtype, value), lambda: lambda _: torch.tensor(value))  # pyright: ignore[reportReturnType]
+        """Return the expression of a tensor of equal elements."""
+        key = ("constant", tuple(shape), dtype, value)
+        expression = self._get(key, lambda: lambda _: torch.tensor(value))
+        assert expression is not None
+        return expression
 
     def values(self, real: Tensor) -> Expression:
-        """A real tensor's elements. It is kept alive."""
+        """Return the expression of a real tensor, which is kept alive."""
         key = ("values", tuple(real.shape), real.dtype, real.item() if real.numel() == 1 else id(real))
-        return self._once(key, lambda: lambda at: real[at] if at else real)  # pyright: ignore[reportReturnType]
+        expression = self._get(key, lambda: lambda at: real[at] if at else real)
+        assert expression is not None
+        return expression
 
     def result(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shape: Any, dtype: torch.dtype
     ) -> Expression | None:
-        """An operation's result, or None where it is not known element by element.
+        """Return the expression of an operation's result; None if it has none.
 
         Args:
             args, kwargs: the operation's, with an ``Expression`` for each tensor.
@@ -40,21 +45,15 @@ class Expressions:
         rule = rule_of(func)
         if rule is None:
             return None
-        shape = tuple(shape)
-        key = (func, shape, dtype, _hashable(args), _hashable(kwargs))
-        return self._once(key, lambda: rule(func, args, kwargs, shape))
+        call = OpCall(func, args, kwargs, tuple(shape))
+        return self._get((func, call.shape, dtype, _hashable(args), _hashable(kwargs)), lambda: rule(call))
 
-    def _once(self, key: tuple[Any, ...], make: Callable[[], Values | None]) -> Expression | None:
-        if key not in self._made:
+    def _get(self, key: tuple[Any, ...], make: Callable[[], Values | None]) -> Expression | None:
+        if key not in self._cache:
             at = make()
-            shape, dtype = (key[1], key[2])
-            self._made[key] = at and Expression(shape, dtype, lambda c: at(c).to(dtype))
-        return self._made[key]
-
-
-def is_expressible(func: Any) -> bool:
-    """Whether there is a rule for this operation."""
-    return rule_of(func) is not None
+            shape, dtype = key[1], key[2]
+            self._cache[key] = at and Expression(shape, dtype, lambda c: at(c).to(dtype))
+        return self._cache[key]
 
 
 def _hashable(value: Any) -> Any:

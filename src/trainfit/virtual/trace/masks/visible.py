@@ -1,7 +1,7 @@
-"""How much of a mask is visible: the share of its elements that leave a query-key pair in.
+"""The visible share of a mask: the fraction of query-key pairs that it leaves.
 
-The rows of a mask that follows from positions see more and more keys, equally many, or start anew. So the counts of a few rows,
-and of more where these do not lie on a line, tell all of them.
+The number of visible keys of a mask that follows from positions is piecewise linear in the row. So a few rows
+are counted, and more where the counts are not on a line.
 """
 
 from fractions import Fraction
@@ -13,52 +13,51 @@ from torch import Tensor
 from trainfit.virtual.trace.masks.rules import Expression
 
 HIDING = -1e9
-"""Added to a score it hides the pair; in fp16, whose lowest number is -65,504, half of that does. A bias (ALiBi) is smaller."""
-COUNTED_WHOLE = 1 << 16
+"""A lower added value hides the pair; in fp16, whose minimum is -65,504, half of that does. Biases (ALiBi)
+are larger."""
+SMALL_MATRIX = 1 << 16
 """Elements of a matrix up to which every row is counted."""
-AT_ONCE = 1 << 22
+CHUNK = 1 << 22
 """Elements computed at a time."""
 INTERVALS = 16
 
 
 def visible_share(mask: Expression) -> Fraction:
-    """Share of the pairs that the mask leaves: True in a boolean mask, not a very low number in one that is added.
+    """Return the share of visible pairs: True in a boolean mask, not below HIDING in an additive one.
 
-    Masks of the first and the last batch entry and head stand for all.
+    Only the first and the last batch entry and head are counted.
     """
     if not mask.shape or 0 in mask.shape:
         return Fraction(1)
     rows, columns = (1, *mask.shape)[-2:]
     leading = mask.shape[:-2]
     ends = {tuple(0 for _ in leading), tuple(n - 1 for n in leading)}
-    seen = sum(_seen(mask, end, rows, columns) for end in ends)
-    return Fraction(seen, len(ends) * rows * columns)
+    visible = sum(_num_visible(mask, end, rows, columns) for end in ends)
+    return Fraction(visible, len(ends) * rows * columns)
 
 
-def _seen(mask: Expression, leading: tuple[int, ...], rows: int, columns: int) -> int:
+def _num_visible(mask: Expression, leading: tuple[int, ...], rows: int, columns: int) -> int:
     counts: dict[int, int] = {}
 
-    def look(at: list[int]) -> None:
+    def count(at: list[int]) -> None:
         at = [row for row in dict.fromkeys(at) if row not in counts]
-        size = max(1, AT_ONCE // columns)
+        size = max(1, CHUNK // columns)
         for first in range(0, len(at), size):
             chunk = at[first : first + size]
-            counts.update(zip(chunk, _count(mask, leading, chunk, columns), strict=True))
+            counts.update(zip(chunk, _row_counts(mask, leading, chunk, columns), strict=True))
 
-    if rows * columns <= COUNTED_WHOLE:
-        look(list(range(rows)))
+    if rows * columns <= SMALL_MATRIX:
+        count(list(range(rows)))
         return sum(counts.values())
     known = sorted({rows * number // INTERVALS for number in range(INTERVALS)} | {rows - 1})
-    look(known)
+    count(known)
     total, intervals = sum(counts.values()), list(pairwise(known))
     while intervals := [(a, b) for a, b in intervals if b - a > 1]:
-        look([row for a, b in intervals for row in _within(a, b)])
+        count([row for a, b in intervals for row in _samples(a, b)])
         bent: list[tuple[int, int]] = []
         for a, b in intervals:
-            inner = _within(a, b)
-            if all(
-                (counts[row] - counts[a]) * (b - a) == (counts[b] - counts[a]) * (row - a) for row in inner
-            ):
+            inner, rise = _samples(a, b), counts[b] - counts[a]
+            if all((counts[row] - counts[a]) * (b - a) == rise * (row - a) for row in inner):
                 total += (counts[a] + counts[b]) * (b - a - 1) // 2
             else:
                 total += sum(counts[row] for row in inner)
@@ -67,19 +66,19 @@ def _seen(mask: Expression, leading: tuple[int, ...], rows: int, columns: int) -
     return total
 
 
-def _within(a: int, b: int) -> list[int]:
-    """Rows between two, at distances that no period of a mask divides evenly."""
+def _samples(a: int, b: int) -> list[int]:
+    """Return rows between two, at distances that no period of a mask divides evenly."""
     return sorted({a + 1, b - 1, a + (b - a) * 382 // 1000, a + (b - a) * 711 // 1000} - {a, b})
 
 
-def _count(mask: Expression, leading: tuple[int, ...], rows: list[int], columns: int) -> list[int]:
+def _row_counts(mask: Expression, leading: tuple[int, ...], rows: list[int], columns: int) -> list[int]:
     column = torch.arange(columns)
     at: tuple[Tensor, ...] = (*(torch.tensor(n) for n in leading), torch.tensor(rows)[:, None], column)
     values = mask.at(at[-len(mask.shape) :])
     if values.dtype == torch.bool:
-        seen = values
+        visible = values
     elif values.is_floating_point():
-        seen = values > max(HIDING, torch.finfo(values.dtype).min / 2)
+        visible = values > max(HIDING, torch.finfo(values.dtype).min / 2)
     else:
-        seen = values > HIDING
-    return seen.expand(len(rows), columns).sum(1).tolist()
+        visible = values > HIDING
+    return visible.expand(len(rows), columns).sum(1).tolist()
