@@ -1,6 +1,7 @@
 """Scratch memory that CUDA kernels allocate, and outputs whose size on CUDA differs from a fake CPU tensor's.
 
-The rules follow PyTorch's source, listed in docs/internals/sources.md. An operation without a rule takes no scratch.
+The rules follow PyTorch's source, listed in docs/internals/sources.md. An operation without a rule takes no
+scratch.
 """
 
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
