@@ -240,7 +240,7 @@ def test_three_steps_on_an_h200(name: str) -> None:
     driver's are given. allocator_on_h200.json.gz: sizes, or -1 - number of the allocation freed; addresses / 512."""
     run = _measured("allocator_on_h200")[name]
     alone = CachingAllocator()
-    told = CachingAllocator(place=_where([(address * 512, size) for address, size in run["segments"]]))
+    told = CachingAllocator(segment_address=_where([(address * 512, size) for address, size in run["segments"]]))
     for allocator, addresses in ((alone, None), (told, run["addresses"])):
         handles: list[int] = []
         for call in run["calls"]:
@@ -270,7 +270,7 @@ def test_phases_of_two_steps_on_an_h200(name: str, told: bool) -> None:
     Without the room that a context begins with, five of them miss, by up to 2.6 MiB."""
     run = _measured("first_steps_on_h200")[name]
     place = _where([(address * MIB, size * MIB) for address, size in run["segments"]]) if told else None
-    allocator, handles, found = CachingAllocator(place=place), [], []
+    allocator, handles, found = CachingAllocator(segment_address=place), [], []
     phases = dict(run["peaks"])
     for index, call in enumerate([*run["calls"], 0]):
         if index == run["settled"]:

@@ -1,7 +1,7 @@
 """The virtual GPU: enter it, build and run a step on ``torch.device("cpu")``, and read its ledger.
 
-Inside, every tensor is fake (shape, dtype, no data), composite operations fall apart as on CUDA, and the tracer
-writes down what each operation would do on the GPU. No GPU is needed, and no memory for the tensors.
+Inside, tensors are fake (shape and dtype, no data), composite operations decompose as on CUDA, and the tracer
+records every operation. No GPU is needed, and no memory for the tensors.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from trainfit.virtual.trace.tracer import Tracer
 
 
 class VirtualGpu:
-    """What runs inside ``virtual_gpu``: tell it when the model is complete and when a phase begins."""
+    """A running trace; the step reports the complete model and the beginning of each phase."""
 
     def __init__(self, tracer: Tracer, scopes: ScopeTracker, compiler: VirtualCompiler, notes: set[str]):
         self.tracer, self._scopes = tracer, scopes
@@ -33,11 +33,11 @@ class VirtualGpu:
         self._notes = notes
 
     def assumptions(self) -> tuple[str, ...]:
-        """What the ledger rests on."""
+        """Return the assumptions behind the ledger."""
         return (*self.compiler.assumptions(), *sorted(self._notes))
 
     def model_is_complete(self, model: nn.Module, groups: list[LayerGroups]) -> None:
-        """Learn the model's modules and parameters; from here on operations have places."""
+        """Register the model's modules and parameters, which gives operations a scope."""
         self._scopes.bind(model, groups)
         for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.tracer.live.own(tensor, "weights", self._scopes.locate(tensor_name, groups))
@@ -47,15 +47,15 @@ class VirtualGpu:
         self.tracer.live.built()
 
     def begin(self, step: str, phase: str) -> None:
-        """A phase (data, forward, backward, optimizer) of a step (first, steady) begins."""
+        """Begin a phase (data, forward, backward, optimizer) of a step (first, steady)."""
         self.tracer.begin(step, phase)
 
     def scope_of(self, parameter: torch.Tensor) -> Scope:
-        """Module and group of layers of a parameter of the complete model."""
+        """Return the module and group of layers of a parameter of the complete model."""
         return self._scopes.of_parameter(parameter)
 
     def own_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's state tensors as its own."""
+        """Assign the optimizer's state tensors to the category optimizer."""
         for parameter, state in optimizer.state.items():
             scope = self._scopes.of_parameter(parameter)
             for value in state.values():
@@ -63,17 +63,17 @@ class VirtualGpu:
                     self.tracer.live.own(value, "optimizer", scope)
 
     def finish(self) -> Ledger:
-        """The ledger of what ran."""
+        """Return the ledger."""
         return self.tracer.finish()
 
 
 @contextmanager
 def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
-    """Enter a virtual GPU with these traits; tensors made inside on the CPU are on it.
+    """Enter a virtual GPU; tensors made inside on the CPU are on it.
 
     Args:
-        traits: None for a virtual CPU, which chooses its operations as a real one does.
-        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention.choose_backend``).
+        traits: None for a virtual CPU, whose operations are a real CPU's.
+        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention_backend.choose_backend``).
     """
     scopes = ScopeTracker()
     notes: set[str] = set()
@@ -97,7 +97,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
 
 @contextmanager
 def transformers_sees_real_tensors() -> Iterator[None]:
-    """transformers takes fake tensors for an export and then builds masks and repeats keys that a run does not."""
+    """Hide fake tensors from transformers, which would build masks and repeat keys as for an export."""
     import transformers.utils.import_utils as module
 
     with replaced(module, "is_fake_tensor", lambda tensor: False):
