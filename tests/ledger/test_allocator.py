@@ -240,7 +240,9 @@ def test_three_steps_on_an_h200(name: str) -> None:
     driver's are given. allocator_on_h200.json.gz: sizes, or -1 - number of the allocation freed; addresses / 512."""
     run = _measured("allocator_on_h200")[name]
     alone = CachingAllocator()
-    told = CachingAllocator(segment_address=_where([(address * 512, size) for address, size in run["segments"]]))
+    told = CachingAllocator(
+        segment_address=_where([(address * 512, size) for address, size in run["segments"]])
+    )
     for allocator, addresses in ((alone, None), (told, run["addresses"])):
         handles: list[int] = []
         for call in run["calls"]:

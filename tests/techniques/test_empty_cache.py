@@ -114,8 +114,8 @@ def test_a_cuda_device_is_asked_each_nth_time(device: str, calls: int, monkeypat
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
          False, ()),
         ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"}, False,
-         ("roundup_power2_divisions, max_split_size_mb, which is not followed",)),
-        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False, ("backend, which is not followed",)),
+         ("roundup_power2_divisions, max_split_size_mb, which is not modelled",)),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False, ("backend, which is not modelled",)),
     ],
 )  # fmt: skip
 def test_what_the_environment_says(environment: dict[str, str], expandable: bool, words: tuple[str, ...]):

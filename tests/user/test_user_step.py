@@ -318,7 +318,7 @@ def test_refusals() -> None:
     for step, words in (
         (moves_what_was_there, "build the model inside"),
         (stays_on_the_host, "no module with parameters"),
-        (needs_data, "size only the data can tell"),
+        (needs_data, "result depends on the data"),
     ):
         with pytest.raises(InputError, match=words):
             trainfit.trace(step)
