@@ -26,7 +26,10 @@ from trainfit.virtual.user.tracer import UserTracer
 EAGER_BACKEND = "torch.compile with a backend other than inductor: traced as eager code"
 EAGER_FUNCTION = "torch.compile of a function called outside a forward or an update: traced as eager code"
 EAGER_EARLIER = "code that torch.compile compiled before the trace: traced as eager code"
-OPTIONS = "torch.compile's mode and options: Inductor's defaults were used (CUDA graphs' memory pools are not modelled)"
+OPTIONS = (
+    "torch.compile's mode and options: Inductor's defaults were used "
+    "(CUDA graphs' memory pools are not modelled)"
+)
 PLAIN_MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
