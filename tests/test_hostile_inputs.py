@@ -17,7 +17,7 @@ from hostile_worker import Ending, Worker
 from tiny_sweep import BASE
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
-from trainfit.techniques.target_pattern import check_pattern
+from trainfit.techniques.adapter._target_pattern import check_pattern
 
 CPU_S = 6.0
 LLAMA: dict[str, Any] = {

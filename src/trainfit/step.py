@@ -17,11 +17,13 @@ from torch._guards import active_fake_mode
 from trainfit.models.build import build_model, build_on_host
 from trainfit.models.layers import max_positions
 from trainfit.offload.blocks import HostBlocks
+from trainfit.optim.all_or_nothing import one_update
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques import offload_weights, precision, registry
-from trainfit.techniques.all_or_nothing import one_update
-from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction
+from trainfit.techniques import registry
+from trainfit.techniques.base import Compiler, ContextFactory, Draft, LossFunction
+from trainfit.techniques.offload.weights import num_buffers
+from trainfit.techniques.precision.dtypes import weight_dtype
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
@@ -105,16 +107,15 @@ def _build(
     recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
 ) -> tuple[nn.Module, HostBlocks | None]:
     """The bare model in training mode, and where its blocks' weights are if not on the device."""
-    dtype = precision.weight_dtype(recipe)
+    dtype = weight_dtype(recipe)
     if recipe.offload.weights:
-        slots = offload_weights.num_slots(recipe)
         model, hosted = build_on_host(
             recipe.model,
             dtype=dtype,
             device=device,
             attention=recipe.attention,
             quantize=recipe.quantize,
-            num_slots=slots,
+            num_buffers=num_buffers(recipe),
             on_model=on_model,
         )
         return model.train(), hosted
@@ -242,7 +243,7 @@ class Step:
     def settle(self) -> None:
         """Wait until what is copied to the host in the background is there."""
         if self.hosted is not None:
-            self.hosted.copy_streams.settle()
+            self.hosted.copy_streams.synchronize()
 
     def parameters_on_host(self) -> set[int]:
         """``id`` of each parameter whose value is on the host, the device's a passing copy."""

@@ -23,7 +23,7 @@ from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, R
 from trainfit.spec.recompute import Layers
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.techniques.fp8 import gains
+from trainfit.techniques.precision.fp8 import gains
 from virtual_runs import recipe_of, steady, steady_sum, sums
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, O
 from trainfit.spec.recompute import Budget, Every, SavedOps, Selective  # fmt: skip
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.techniques.recompute_budget import grouped_heads_counted
+from trainfit.techniques.recompute.budget import grouped_heads_counted
 from virtual_runs import recipe_of, steady_sum, sums, with_layers
 
 # As wide as products that are worth keeping.

@@ -103,27 +103,27 @@ class BlockRecompute:
     def before_forward(self, index: int) -> None:
         """Wait for block ``index``'s weights and prefetch the next block's."""
         if self._weights is not None:
-            self._weights.ring.arrive(index, self._at(index + 1))
+            self._weights.ring.acquire(index, self._at(index + 1))
 
     def after_forward(self, index: int) -> None:
         """Release block ``index``'s weights."""
         if self._weights is not None:
-            self._weights.ring.leave(index, changed=False)
+            self._weights.ring.release(index, changed=False)
 
     def before_backward(self, index: int) -> None:
         """Wait for block ``index``'s weights and moments and prefetch the preceding block's."""
         if self._weights is not None:
-            self._weights.ring.arrive(index, self._at(index - 1), to_change=True)
+            self._weights.ring.acquire(index, self._at(index - 1), to_write=True)
         if self._moments is not None:
-            self._moments.arrive(index, self._at(index - 1))
+            self._moments.acquire(index, self._at(index - 1))
 
     def after_backward(self, index: int) -> None:
         """Release block ``index``'s weights and moments, after its optimizer if that runs in the backward."""
         if self._weights is not None:
             trained = any(parameter.requires_grad for parameter in self._weights.parameters(index))
-            self._weights.ring.leave(index, changed=trained)
+            self._weights.ring.release(index, changed=trained)
         if self._moments is not None:
-            self._moments.leave(index)
+            self._moments.release(index)
 
     def _at(self, index: int) -> int | None:
         return index if 0 <= index < len(self.blocks) else None

@@ -19,7 +19,10 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
-from trainfit.techniques import offload_weights, recompute_every, recompute_layers, registry
+from trainfit.techniques import registry
+from trainfit.techniques.offload import weights as offload_weights
+from trainfit.techniques.recompute import every as recompute_every
+from trainfit.techniques.recompute import layers as recompute_layers
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -104,7 +107,7 @@ def _moves(recipe: Recipe) -> bool:
 
 def _least_period(recipe: Recipe) -> int:
     """Layers of a group at least: which of them find their weights still on the device follows from their number."""
-    slots = offload_weights.num_slots(recipe) if recipe.offload.weights else 1
+    slots = offload_weights.num_buffers(recipe) if recipe.offload.weights else 1
     return max(slots, recompute_layers.least_period(recipe))
 
 
@@ -176,7 +179,7 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     step(batches, on_phase=lambda phase: virtual.begin(name, phase))
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
-    for memory in step.hosted.moments.slots() if step.hosted is not None else ():
+    for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
         virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
 
 

@@ -14,7 +14,7 @@ Refuses nothing.
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.draft import Draft
+from trainfit.techniques.base import Draft
 
 COVERS: dict[str, tuple[object, ...]] = {}
 

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.draft import Draft
-from trainfit.techniques.triton_gpus import refuse_old_gpu
+from trainfit.techniques._triton_gpus import refuse_old_gpu
+from trainfit.techniques.base import Draft
 
 COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")}
 

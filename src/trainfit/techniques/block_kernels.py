@@ -18,8 +18,8 @@ compute capability 8.0, which Triton does not support.
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.draft import Draft
-from trainfit.techniques.triton_gpus import refuse_old_gpu
+from trainfit.techniques._triton_gpus import refuse_old_gpu
+from trainfit.techniques.base import Draft
 
 COVERS = {"block_kernels": ("triton",)}
 

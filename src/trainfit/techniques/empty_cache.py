@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.draft import Draft
+from trainfit.techniques.base import Draft
 
 COVERS: dict[str, tuple[object, ...]] = {}
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Loader, Recipe
-from trainfit.techniques.draft import Draft
+from trainfit.techniques.base import Draft
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.draft import Draft
+from trainfit.techniques.base import Draft
 
 COVERS = {"quantize": ("nf4", "int8", "fp8")}
 

@@ -1,6 +1,6 @@
 """Finds the techniques and tells what is there. Imports no torch, so a recipe can be refused early.
 
-A technique is a file of this package with four names:
+A technique is a module of this package with four names (and ``NAME``, where it is not the file's):
 
 - ``COVERS``: field of the recipe -> the values of it that this file makes work,
 - ``applies(recipe) -> bool``: does this recipe ask for it,
@@ -26,22 +26,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 
 if TYPE_CHECKING:
-    from trainfit.techniques.draft import Draft
-
-NOT_TECHNIQUES = (
-    "all_or_nothing",
-    "block_runs",
-    "blocks",
-    "draft",
-    "expression",
-    "hidden_state_loss",
-    "host_moments",
-    "registry",
-    "rematerialize",
-    "saving_blocks",
-    "triton_gpus",
-    "target_pattern",
-)
+    from trainfit.techniques.base import Draft
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "loss": ("standard",),
@@ -75,16 +60,18 @@ class Technique(Protocol):
 
 @cache
 def techniques() -> dict[str, Technique]:
-    """Every technique by the name of its file."""
-    names = [module.name for module in pkgutil.iter_modules(trainfit.techniques.__path__)]
-    return {name: _load(name) for name in names if name not in NOT_TECHNIQUES}
+    """Return every technique by its name."""
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(trainfit.techniques.__path__, f"{trainfit.techniques.__name__}.")
+    ]
+    return {_name(module): cast(Technique, module) for module in modules if hasattr(module, "COVERS")}
 
 
-def _load(name: str) -> Technique:
-    module: ModuleType = importlib.import_module(f"{trainfit.techniques.__name__}.{name}")
-    missing = [part for part in ("COVERS", "applies", "check", "apply") if not hasattr(module, part)]
-    assert not missing, f"techniques/{name}.py lacks {missing}"
-    return cast(Technique, module)
+def _name(module: ModuleType) -> str:
+    missing = [part for part in ("applies", "check", "apply") if not hasattr(module, part)]
+    assert not missing, f"{module.__name__} lacks {missing}"
+    return getattr(module, "NAME", module.__name__.rpartition(".")[2])
 
 
 def covered() -> dict[str, tuple[Any, ...]]:

@@ -1,0 +1,291 @@
+"""Tables and figures of docs/results/accuracy.md."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from statistics import median
+
+from benchmarks.tables.errors import exact, percentile_95, share, worst
+from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
+from trainfit.catalog.load import model as find_model
+from trainfit.report.compare import Comparison
+from trainfit.report.plot import Panel, Series, draw
+from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
+from trainfit.spec.held_out import is_held_out
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.units import MIB
+from trainfit.techniques.registry import techniques as all_techniques
+
+FIRST, ANEW = "as first committed", "predicted anew"
+PEAKS = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "device": "peak_device_bytes",
+}
+PHASES = ("first.forward", "first.backward", "first.optimizer",
+          "steady.forward", "steady.backward", "steady.optimizer")  # fmt: skip
+
+Pairs = list[Comparison]
+
+
+@cache
+def suite() -> dict[str, Pairs]:
+    """Return the suite's recipes that have a prediction and a measurement, with either prediction."""
+    measured = [record for record in records(SUITE) if record.measurement is not None]
+    anew = [one for one in join(records(SUITE)) if one.predicted is not None]
+    first = [one for one in join([*records(FIRST_FILE), *measured]) if one.predicted is not None]
+    return {FIRST: first, ANEW: anew}
+
+
+def time_ratios(pairs: Pairs) -> list[float]:
+    """Return measured over predicted step times, in ascending order."""
+    return sorted(ratio for one in pairs if (ratio := time_ratio(one)) is not None)
+
+
+def time_ratio(one: Comparison) -> float | None:
+    """Return the measured over the predicted step time, where both are known."""
+    if one.predicted is None or one.measured is None or not one.on_its_device:
+        return None
+    expected, took = one.predicted.step_s, one.measured.step_s
+    return took / expected if expected and took else None
+
+
+def inside_bounds(pairs: Pairs) -> int:
+    """Return how many measured step times lie within the bounds printed with the prediction."""
+    return sum(
+        bounds.low <= one.measured.step_s <= bounds.high
+        for one in pairs
+        if time_ratio(one) and one.predicted and one.measured and one.measured.step_s
+        if (bounds := one.predicted.bounds.get("step_s"))
+    )
+
+
+def verdicts(pairs: Pairs) -> Counter[tuple[bool, str]]:
+    """Return how many recipes there are of each (predicted to fit, status of the measurement)."""
+    return Counter((one.predicted.fits, one.status) for one in pairs if one.predicted)
+
+
+def headline() -> str:
+    """Both predictions of the whole suite, by quantity."""
+    rows: list[list[str]] = []
+
+    def row(title: str, of: Callable[[Pairs], object]) -> None:
+        rows.append([title, *(str(of(pairs)) for pairs in suite().values())])
+
+    row("recipes that ran", lambda pairs: verdicts(pairs).total() - _out_of_memory(pairs))
+    for name, field in PEAKS.items():
+        row(f"{name} peak: recipes", lambda pairs, field=field: len(errors(pairs, field)))
+        row("to the byte", lambda pairs, field=field: exact(errors(pairs, field)))
+        row("median error", lambda pairs, field=field: share(median(map(abs, errors(pairs, field)))))
+        row("95th percentile", lambda pairs, field=field: share(percentile_95(errors(pairs, field))))
+        row("worst", lambda pairs, field=field: share(worst(errors(pairs, field)), signed=True))
+    row("out of memory: recipes", _out_of_memory)
+    row("predicted not to fit", lambda pairs: verdicts(pairs)[False, "out-of-memory"])
+    row("ran, but predicted not to fit", lambda pairs: verdicts(pairs)[False, "done"])
+    row("step time, measured / predicted: recipes", lambda pairs: len(time_ratios(pairs)))
+    row("lowest", lambda pairs: f"{time_ratios(pairs)[0]:.2f}")
+    row("median", lambda pairs: f"{median(time_ratios(pairs)):.2f}")
+    row("highest", lambda pairs: f"{time_ratios(pairs)[-1]:.2f}")
+    row("within the printed bounds", inside_bounds)
+    return markdown_grid(["H200, torch 2.11.0, transformers 5.17.0", *suite()], rows)
+
+
+def _out_of_memory(pairs: Pairs) -> int:
+    return sum(one.status == "out-of-memory" for one in pairs)
+
+
+def halves() -> str:
+    """The half that rules were learned from and the held-out half, eager and compiled."""
+    heads = ["half", "ran", f"to the byte, {FIRST}", "worst", f"to the byte, {ANEW}", "worst",
+             "device: worst",
+             "step time, measured / predicted"]  # fmt: skip
+    rows = []
+    for held_out in (False, True):
+        for compiled in (False, True):
+            first, anew = (
+                [one for one in pairs if _is_in(one, held_out=held_out, compiled=compiled)]
+                for pairs in suite().values()
+            )
+            ratios = time_ratios(anew)
+            rows.append([
+                f"{'held out' if held_out else 'learned from'}, {'compiled' if compiled else 'eager'}",
+                str(len(errors(anew, PEAKS["allocated"]))), *_exact_and_worst(first), *_exact_and_worst(anew),
+                share(worst(errors(anew, PEAKS["device"])), signed=True),
+                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            ])  # fmt: skip
+    return markdown_grid(heads, rows)
+
+
+def _is_in(one: Comparison, *, held_out: bool, compiled: bool) -> bool:
+    return is_held_out(one.recipe.id) == held_out and (one.recipe.compile is not False) == compiled
+
+
+def _exact_and_worst(pairs: Pairs, name: str = "allocated") -> tuple[str, str]:
+    found = errors(pairs, PEAKS[name])
+    return (str(exact(found)), share(worst(found), signed=True)) if found else (NOTHING, NOTHING)
+
+
+def origin(tags: Iterable[str]) -> str:
+    """Return how a recipe came about, by the tags of its records.
+
+    The draws over all fields are tagged ``h200`` and ``truth``, those around one technique
+    ``h200-techniques`` or ``truth`` alone.
+    """
+    if "near-card" in tags:
+        return "drawn by a seed, near the card's size"
+    if "truth" in tags and "h200" in tags:
+        return "drawn by a seed, all fields"
+    return "drawn by a seed, around one technique" if {"truth", "h200-techniques"} & {*tags} else "chosen"
+
+
+@cache
+def origins_by_id() -> dict[str, str]:
+    """Return recipe id -> how the recipe came about."""
+    tags: dict[str, set[str]] = {}
+    for record in records(SUITE):
+        tags.setdefault(record.recipe_id, set()).update(record.tags)
+    return {recipe_id: origin(found) for recipe_id, found in tags.items()}
+
+
+def origins() -> str:
+    """Recipes drawn by a seed, and chosen ones."""
+    rows = []
+    for name in sorted(set(origins_by_id().values())):
+        first, anew = (
+            [one for one in pairs if origins_by_id()[one.recipe.id] == name] for pairs in suite().values()
+        )
+        ran = len(errors(anew, PEAKS["allocated"]))
+        rows.append([name, str(ran), str(len(anew) - ran), *_exact_and_worst(first), *_exact_and_worst(anew)])
+    heads = [
+        "recipes",
+        "ran",
+        "out of memory",
+        f"to the byte, {FIRST}",
+        "worst",
+        f"to the byte, {ANEW}",
+        "worst",
+    ]
+    return markdown_grid(heads, rows)
+
+
+def techniques() -> str:
+    """The recipes that use each technique, alone or with others."""
+    rows = []
+    for name, technique in sorted(all_techniques().items()):
+        mine = [one for one in suite()[ANEW] if technique.applies(one.recipe)]
+        held = errors(mine, PEAKS["device"])
+        if mine:
+            rows.append([
+                f"`{name}`", str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine),
+                *_exact_and_worst(mine, "reserved"), str(len(held)),
+                share(worst(held), signed=True) if held else NOTHING,
+            ])  # fmt: skip
+    heads = ["technique", "ran", "allocated: to the byte", "worst", "reserved: to the byte", "worst",
+             "device: recipes", "worst"]  # fmt: skip
+    return markdown_grid(heads, rows)
+
+
+def families() -> str:
+    """The recipes of each model family; trainfit's native decoder apart from transformers' models."""
+    groups: dict[str, Pairs] = {}
+    for one in suite()[ANEW]:
+        groups.setdefault(_family(one.recipe), []).append(one)
+    rows = [
+        [name, str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine)]
+        for name, mine in sorted(groups.items(), key=lambda item: item[0].lower())
+    ]
+    return markdown_grid(["family", "ran", "to the byte", "worst"], rows)
+
+
+def _family(recipe: Recipe) -> str:
+    config = recipe.model.config
+    name = find_model(config).family if isinstance(config, str) else str(config.get("model_type", "unknown"))
+    return f"{name} (native)" if recipe.model.implementation == "native" else name
+
+
+def phases() -> str:
+    """The peak of each phase, predicted anew."""
+    rows = []
+    for name in PHASES:
+        found = errors(suite()[ANEW], f"phases.{name}")
+        cells = [
+            share(median(map(abs, found))),
+            share(percentile_95(found)),
+            share(worst(found), signed=True),
+        ]
+        rows.append([name.replace(".", " step, "), str(len(found)), str(exact(found)), *cells])
+    return markdown_grid(["phase", "recipes", "to the byte", "median", "95th percentile", "worst"], rows)
+
+
+def largest(of: str, count: str = "5") -> str:
+    """The recipes of the largest errors of a peak, with the cause where it is known."""
+    causes = _causes()
+    found = [(error, one) for one in suite()[ANEW] if (error := one.error(PEAKS[of])) is not None]
+    found.sort(key=lambda pair: (-abs(pair[0]), pair[1].recipe.id))
+    rows = []
+    for error, one in found[: int(count)]:
+        off = getattr(one.predicted, PEAKS[of]) - getattr(one.measured, PEAKS[of])
+        cause = causes.get(one.recipe.id, "unknown")
+        rows.append(
+            [describe(one.recipe), markdown_cell(cause), share(error, signed=True), f"{off / MIB:+.1f}"]
+        )
+    return markdown_grid(["recipe", "cause", "error", "MiB"], rows, num_text=2)
+
+
+def crashed() -> str:
+    """Trials that ended without a result."""
+    rows = [
+        [describe(one.recipe), f"`{one.recipe.id}`", markdown_cell(_causes().get(one.recipe.id, "unknown"))]
+        for one in join(records(SUITE))
+        if one.status in ("crashed", "timeout")
+    ]
+    return markdown_grid(["recipe", "id", "cause"], rows, num_text=3)
+
+
+@cache
+def _causes() -> dict[str, str]:
+    return tomllib.loads((RESULTS / "causes.toml").read_text("utf-8"))["causes"]
+
+
+def errors_plot() -> str:
+    """Sizes of the errors of the allocated and device peaks, with both predictions."""
+    edges = [0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0]
+    names = ["exact", "< 0.0001 %", "< 0.001 %", "< 0.01 %", "< 0.1 %", "< 1 %", "1 % and more"]
+    panels = []
+    for name in ("allocated", "device"):
+        series = []
+        for title, pairs in suite().items():
+            sizes = [abs(error) for error in errors(pairs, PEAKS[name])]
+            counts = [sum(size == 0 for size in sizes)]
+            counts += [
+                sum(low <= size < high and size > 0 for size in sizes)
+                for low, high in itertools.pairwise(edges)
+            ]
+            series.append(Series(title, counts, x=names, kind="bar", text=[str(count) for count in counts]))
+        title = f"{name} peak, {len(errors(suite()[ANEW], PEAKS[name]))} recipes"
+        panels.append(
+            Panel(series, title=title, is_horizontal=True, y_label="recipes", x_label="size of the error")
+        )
+    return draw(panels, "accuracy-errors")
+
+
+def times_plot() -> str:
+    """Measured over predicted step time, with both predictions."""
+    panels = []
+    for title, pairs in suite().items():
+        series = []
+        for label, is_compiled in (("eager", False), ("compiled", True)):
+            mine = [
+                one for one in pairs if time_ratio(one) and (one.recipe.compile is not False) == is_compiled
+            ]
+            x = [one.predicted.step_s for one in mine if one.predicted and one.predicted.step_s]
+            series.append(Series(label, [time_ratio(one) for one in mine], x=x, kind="scatter", alpha=0.6))
+        panels.append(Panel(
+            series, title=title, x_label="predicted step time, s", y_label="measured / predicted", x_log=True,
+            y_log=True, lines=[1.0],
+        ))  # fmt: skip
+    return draw(panels, "accuracy-times", share_y=True)

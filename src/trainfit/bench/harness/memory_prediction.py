@@ -1,0 +1,95 @@
+"""What the virtual GPU says of a recipe's memory: of a whole step and of a forward alone.
+
+On a machine with a GPU this runs in processes that do not see it, beside what is measured there.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+
+from trainfit.bench.harness.memory_timeline import of_ledger
+from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.this_cpu import CPU
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.estimate import ledger_of, replay_on
+from trainfit.spec.bench import Curve
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import PHASES
+from trainfit.step import assemble
+from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import virtual_gpu
+
+NUM_POINTS = 32
+"""Of a curve."""
+NUM_PROCESSES = 2
+FORWARD_ONLY, WHOLE_STEP = "forward only", "whole step"
+
+
+class Told(NamedTuple):
+    """Bytes of one kind of run: before it, each phase's peak when steady, the first run's peak, and how it went."""
+
+    before: int
+    phases: dict[str, int]
+    first: int
+    curve: Curve | None
+    fits: bool = True
+
+
+Prediction = dict[str, Told]
+"""By kind of run."""
+
+
+def predict_memory(recipe: Recipe) -> Prediction:
+    """Both kinds of run of the recipe on its GPU."""
+    return {
+        FORWARD_ONLY: _told(recipe, forward_ledger(recipe)),
+        WHOLE_STEP: _told(recipe, ledger_of(recipe)),
+    }
+
+
+def _told(recipe: Recipe, ledger: Ledger) -> Told:
+    replayed, fits = replay_on(find_gpu(recipe.hardware.gpu), ledger)
+    ran = {segment.phase for segment in ledger.segments}
+    steady = {phase: getattr(replayed.phases.steady, phase) for phase in PHASES if phase in ran}
+    curve = of_ledger(ledger, "steady").curve(NUM_POINTS)
+    return Told(replayed.phases.after_init, steady, replayed.phases.first.peak, curve, fits)
+
+
+def forward_ledger(recipe: Recipe) -> Ledger:
+    """The ledger of building the model and two forwards without gradients. Every layer is traced."""
+    gpu = find_gpu(recipe.hardware.gpu)
+    traits = None if gpu.name == CPU else GpuTraits.of(gpu)
+    with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
+        step = assemble(recipe, torch.device("cpu"), compiler=virtual.compiler)
+        virtual.model_is_complete(step.model, [])
+        for name in ("first", "steady"):
+            virtual.begin(name, "data")
+            (batch,) = step.random_batches()
+            virtual.begin(name, "forward")
+            with torch.no_grad():
+                step.loss(batch)
+        return virtual.finish()
+
+
+@contextmanager
+def predictions(recipes: Sequence[Recipe], device: torch.device) -> Iterator[Callable[[Recipe], Prediction]]:
+    """A function that gives the prediction of one of ``recipes``; on a GPU's machine they are made meanwhile."""
+    if device.type == "cpu":
+        yield predict_memory
+        return
+    pool = ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn"), initializer=_without_gpu)
+    try:
+        running = {recipe.id: pool.submit(predict_memory, recipe) for recipe in recipes}
+        yield lambda recipe: running[recipe.id].result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # A run that ends early keeps its rows first.
+
+
+def _without_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""

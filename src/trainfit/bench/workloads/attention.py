@@ -1,0 +1,310 @@
+"""Attention as the experiments time it: bodies by name, their work, and rows of forward and backward timed apart.
+
+Shapes: q, k, v [b, h, n, d]; b batch, h heads, n sequence, d head size. Every body is given the same q, k, v and gradient.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.bench.harness.bench import Bench, Part, Point, fp32_products, of_work
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule
+from trainfit.bench.workloads.attention_masks import MaskKind, mask_of
+from trainfit.kernels.flash_attention.op import flash_attention
+from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
+from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import PeakDtype
+
+Body = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PASSES = ("forward", "backward", "both")
+LAP = {"forward": "forward", "backward": "backward", "both": TOTAL}
+PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
+"""Matrix products of n x n x d that rates count: a backward that keeps no scores makes them anew (Dao, arXiv:2307.08691, section 4.1)."""
+LEAST_PRODUCTS = {"forward": 2, "backward": 4, "both": 6}
+"""Those that no implementation does without."""
+NOT_SYNCHRONISED = "forward, not synchronised"
+
+BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+"""Body -> its name in ``torch.nn.attention.SDPBackend``."""
+HALF_ONLY = ("flash", "cudnn")
+MASKABLE = ("pytorch", "cudnn", "efficient")
+"""Bodies that take a mask as a tensor."""
+CUDA_ONLY = ("cudnn", "efficient", "flex", "plain")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One body and shape."""
+
+    body: str
+    dtype: str
+    batch: int
+    heads: int
+    seq: int
+    head: int
+    is_causal: bool
+    mask: MaskKind | None = None
+    """None: the row's point has no such key."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.heads, self.seq, self.head)
+
+    @property
+    def point(self) -> Point:
+        masked: Point = {} if self.mask is None else {"mask": self.mask}
+        return {
+            "dtype": self.dtype, "batch": self.batch, "heads": self.heads, "head": self.head, "causal": self.is_causal,
+            **masked, "seq": self.seq, "body": self.body,
+        }  # fmt: skip
+
+
+# -- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, operation by operation: scores of n x n are in memory."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if is_causal:
+        n = q.shape[-2]
+        seen = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
+def pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None = None) -> Tensor:
+    """PyTorch's own choice of kernel."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+
+
+def backend(name: str, mask: Tensor | None = None) -> Body:
+    """One backend of PyTorch's, and no other."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    allowed = getattr(SDPBackend, BACKENDS[name])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        with sdpa_kernel(allowed):
+            return pytorch(q, k, v, is_causal, mask)
+
+    return run
+
+
+def flex(attention: Callable[..., Any]) -> Body:
+    """FlexAttention with a causal block mask, which is made in the first run of a length."""
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    masks: dict[int, BlockMask] = {}
+
+    def mask_of(n: int, device: torch.device) -> BlockMask:
+        if n not in masks:
+            masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
+        return masks[n]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return attention(q, k, v, block_mask=mask_of(q.shape[-2], q.device) if is_causal else None)
+
+    return run
+
+
+class PlainKernels(torch.autograd.Function):
+    """Our Triton kernels without Hopper's features, on any CUDA GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        out, lse = triton_forward(q, k, v, is_causal, 1 / math.sqrt(q.shape[-1]))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.is_causal = is_causal
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        scale = 1 / math.sqrt(q.shape[-1])
+        return (*triton_backward(gradients[0], q, k, v, out, lse, ctx.is_causal, scale), None)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Our plain Triton kernels."""
+    return PlainKernels.apply(q, k, v, is_causal)  # pyright: ignore[reportReturnType]
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """kernels/flash_attention/op.py: the fastest kernels that this device has, tiled PyTorch where it has none."""
+    return flash_attention(q, k, v, is_causal)
+
+
+def body(name: str) -> Body:
+    """The body called so; a compiled one is compiled anew, for its own shapes.
+
+    eager: written out; compiled: the same compiled; pytorch: its own choice; flash, cudnn, efficient: its backends; flex:
+    FlexAttention; plain: our plain Triton kernels; ours: what ``attention: triton`` runs on this device.
+    """
+    if name in ("compiled", "flex"):
+        torch._dynamo.reset()
+    if name == "compiled":
+        return torch.compile(written_out, dynamic=False)
+    if name == "flex":
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex(torch.compile(flex_attention, dynamic=False))
+    if name in BACKENDS:
+        return backend(name)
+    return {"eager": written_out, "pytorch": pytorch, "plain": plain, "ours": ours}[name]
+
+
+def body_of(case: Case, device: torch.device) -> Body:
+    """The case's body, given the case's mask where it has one."""
+    if case.mask in (None, "none"):
+        return body(case.body)
+    mask = mask_of(case.mask, case.batch, case.seq, DTYPES[case.dtype], device)
+    return partial(pytorch, mask=mask) if case.body == "pytorch" else backend(case.body, mask)
+
+
+def check(case: Case, device: torch.device) -> None:
+    """Nothing, if the body can do the case there.
+
+    Raises:
+        InputError: what it lacks.
+    """
+    if case.body in CUDA_ONLY and device.type != "cuda":
+        raise InputError(f"{case.body} trains on CUDA only", "use a GPU", field="body", value=case.body)
+    if case.mask not in (None, "none") and case.body not in MASKABLE:
+        raise InputError(
+            "this body is given no mask", f"use {', '.join(MASKABLE)}", field="body", value=case.body
+        )
+    if case.body in HALF_ONLY and device.type == "cuda" and case.dtype == "fp32":
+        raise InputError(
+            "this kernel takes fp16 and bf16 only", "use pytorch or ours", field="body", value=case.body
+        )
+
+
+# -- work -------------------------------------------------------------------------------------------------------------
+
+
+def pairs(n: int, is_causal: bool) -> float:
+    """Query and key pairs that count: all, or half of them, as published rates have it (the diagonal's other half is left out)."""
+    return n * n / 2 if is_causal else n * n
+
+
+def flops(case: Case, products: int) -> float:
+    """FLOPs of so many products of n x n x d, 2 a multiply-add."""
+    return 2.0 * products * case.batch * case.heads * case.head * pairs(case.seq, case.is_causal)
+
+
+def _work(case: Case, which: str) -> Work:
+    """The least that has to be done: what the forward has just read is no cold read of the backward."""
+    peak: PeakDtype = "bf16" if case.dtype == "bf16" else "fp32"
+    cold_bytes = 0 if which == "backward" else 3 * math.prod(case.shape) * DTYPES[case.dtype].itemsize
+    return Work(flops(case, LEAST_PRODUCTS[which]), peak, cold_bytes)
+
+
+# -- samples ------------------------------------------------------------------------------------------------------------
+
+LIKELY_PER_S = {"bf16": 5e14, "fp32": 4e13}
+"""FLOPs per second, about what kernels reach on the fastest GPU here; only a rest's length and the samples' number follow from it."""
+REST, LEAST_REST_S, MOST_REST_S = 8, 0.015, 0.3
+"""A device that rests eight times as long as it works draws less than it may; runs above ``LONG_S`` hold it down even so."""
+LONG_S = 0.012
+SHORT = Rule(warmup=2, min_samples=12, max_samples=20, spread=0.03, cap_s=4.0, hide=True, rest_s=LEAST_REST_S)
+LONG = replace(SHORT, warmup=1, min_samples=6, max_samples=9, cap_s=8.0)
+SLOW = replace(LONG, max_samples=6, cap_s=30.0)
+"""Of a long case in fp32, in which our kernels may take seconds a run: as few samples as tell the median's spread, and the time for them."""
+
+
+def rule_of(case: Case) -> Rule:
+    """How many samples are taken of a case in full form, and the rest before each."""
+    likely_s = flops(case, PRODUCTS["both"]) / LIKELY_PER_S[case.dtype]
+    rest_s = min(max(REST * likely_s, LEAST_REST_S), MOST_REST_S)
+    rule = SHORT if likely_s <= LONG_S else SLOW if case.dtype == "fp32" else LONG
+    return replace(rule, rest_s=rest_s)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
+    """Forward, backward and both; with the forward the bytes held before backward, where a GPU tells them."""
+    held: dict[str, Cell] = {}
+
+    def part(which: str) -> Part:
+        return Part(
+            {**case.point, "pass": which},
+            LAP[which],
+            _work(case, which),
+            of_work(flops(case, PRODUCTS[which])),
+            held if which == "forward" else {},
+            tells_host=True,
+        )
+
+    def build() -> Callable[[Lap], object]:
+        check(case, bench.device)
+        run = forward_and_backward(body_of(case, bench.device), *tensors(case, bench.device), case.is_causal)
+        held.update(before_backward(run, bench.device))
+        return run
+
+    with fp32_products("fp32"):
+        yield from bench.time([part(which) for which in PASSES], build, rule)
+
+
+def unsynchronised(bench: Bench, case: Case) -> Iterator[BenchRow]:
+    """The forward by the host's clock without waiting for the GPU: the published mistake, so no rate is made of it."""
+    rule = Rule(warmup=1, min_samples=6, max_samples=6, flush=False)
+    part = Part({**case.point, "pass": NOT_SYNCHRONISED}, "forward", _work(case, "forward"))
+
+    def build() -> Callable[[Lap], object]:
+        check(case, bench.device)
+        attention = body(case.body)
+        q, k, v, _ = tensors(case, bench.device)
+
+        def run(lap: Lap) -> object:
+            lap("forward")
+            return attention(q, k, v, case.is_causal)
+
+        return run
+
+    with fp32_products("fp32"):
+        yield from bench.time([part], build, rule, on_host=True)
+
+
+def tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the output's gradient: the same for every body of a shape."""
+    generator = torch.Generator(device).manual_seed(case.seq + case.head)
+    dtype = DTYPES[case.dtype]
+    q, k, v, gradient = (
+        torch.randn(case.shape, dtype=dtype, device=device, generator=generator) for _ in range(4)
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), gradient
+
+
+def forward_and_backward(
+    attention: Body, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool
+) -> Callable[[Lap], object]:
+    """A run that calls its lap as forward and as backward begin."""
+
+    def run(lap: Lap) -> Any:
+        lap("forward")
+        out = attention(q, k, v, is_causal)
+        lap("backward")
+        return torch.autograd.grad(out, (q, k, v), gradient)
+
+    return run
+
+
+def before_backward(run: Callable[[Lap], object], device: torch.device) -> dict[str, Cell]:
+    """Bytes that the forward's output and what it saved hold as backward begins; nothing where the device does not tell."""
+    if device.type != "cuda":
+        return {}
+    held: dict[str, int] = {}
+    for _ in range(2):  # The first run makes library workspaces and masks, which are not the forward's.
+        torch.cuda.synchronize(device)
+        run(lambda name: held.update({name: torch.cuda.memory_allocated(device)}))
+    return {"before_backward_bytes": held["backward"] - held["forward"]}

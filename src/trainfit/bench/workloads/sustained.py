@@ -1,0 +1,285 @@
+"""Sustained rates of a linear layer's three products: back to back for seconds, on random data, as training runs them.
+
+Single products, with rests between them, run at clocks that the power limit does not allow for long. Here the device works without a
+pause, and the limit sets the clocks: ``sm_mhz`` and ``watts`` are what it settled at. A sample is the mean of as many layers in a row as
+take ``SAMPLE_S``; what begins within the first ``lead_s`` is not counted.
+
+``bf16``: the products of ``nn.Linear``. ``fp8``: those of torchao's tensorwise float8 training, of operands rounded and laid out
+beforehand: e4m3 by e4m3 with fast accumulation forward, e5m2 gradients by e4m3 without it backward. ``fp8-casts``: torchao's layer itself,
+compiled, so that casts are in its time and its FLOPs are the products' alone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.bench.harness.bench import Bench, Part, failures, of_work, told
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.stopwatch import Stopwatch
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
+from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import PeakDtype
+from trainfit.spec.samples import Spread
+
+Kind = Literal["bf16", "fp8", "fp8-casts"]
+KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("bf16", "fp8"), "cuda": ("bf16", "fp8", "fp8-casts")}
+SHAPES = {
+    "tiny": ((64, 32, 48),),
+    "full": ((16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096)),
+}
+"""Tokens, inputs and outputs: the linear layers of Llama 3.1 8B's blocks that hold most of its FLOPs."""
+PRODUCTS = ("forward", "input's gradient", "weight's gradient")
+BOTH_GRADIENTS = "both gradients"
+"""What a layer's backward is timed as."""
+EXPECTED_REASON = "software power cap"
+"""What holds the clocks of a device that works without a pause; any other reason is a fault of the machine's."""
+AHEAD = 2
+"""Samples asked for before the first of them has ended, so that the device never waits for the host."""
+SAMPLE_S = 0.02
+RULE = Rule(min_samples=20, max_samples=10_000, spread=0.02)
+TINY_RULE = Rule(min_samples=6, max_samples=10_000, spread=0.5)
+
+
+@dataclass(frozen=True)
+class Span:
+    """How long the device works without a pause."""
+
+    lead_s: float
+    """Not counted."""
+    counted_s: float
+
+
+SPANS = {"tiny": Span(0.02, 0.15), "full": Span(0.5, 2.0)}
+
+
+def rows(bench: Bench) -> Iterator[BenchRow]:
+    """Rows of each kind and shape, the kinds of a shape one after another, so that all see the same temperature."""
+    for shape in SHAPES[bench.form]:
+        for kind in KINDS[bench.device.type]:
+            yield from _rows(bench, kind, *shape)
+
+
+def _rows(bench: Bench, kind: Kind, tokens: int, inputs: int, outputs: int) -> Iterator[BenchRow]:
+    laps = {"forward": 1, BOTH_GRADIENTS: 2} if kind == "fp8-casts" else dict.fromkeys(PRODUCTS, 1)
+    dtype: PeakDtype = "bf16" if kind == "bf16" else "fp8"
+    peak = bench.gpu.peak_flops_per_s.get(dtype) if bench.gpu else None
+
+    def part(name: str, lap: str, products: int) -> Part:
+        flops = 2.0 * products * tokens * inputs * outputs
+
+        def rates(seconds: float) -> dict[str, Cell]:
+            return {
+                **of_work(flops)(seconds),
+                **({} if peak is None else {"of_data_sheet": flops / seconds / peak}),
+            }
+
+        point: dict[str, Cell] = {
+            "sustained": kind,
+            "tokens": tokens,
+            "inputs": inputs,
+            "outputs": outputs,
+            "product": name,
+        }
+        return Part(point, lap, Work(flops, dtype), rates)
+
+    parts = [part(name, name, products) for name, products in laps.items()] + [part("all", TOTAL, 3)]
+    points = [part.point for part in parts]
+    if not bench.wanted(points):
+        return
+    failure = bench.late()
+    if failure is None:
+        try:
+            run = layer(kind, tokens, inputs, outputs, bench.device)
+            timing, seen = back_to_back(
+                run, bench.stopwatch, SPANS[bench.form], TINY_RULE if bench.tiny else RULE
+            )
+        except Exception as error:  # Whatever it is, it is these points' result.
+            failure = told(error)
+        else:
+            for one in parts:
+                yield bench.row(one, timing, seen)
+        finally:
+            bench.tidy()
+    if failure is not None:
+        yield from failures(points, *failure)
+
+
+# -- back to back -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Asked:
+    """A sample that the device was asked for: when, how many layers, and its marks."""
+
+    at: float
+    layers: int
+    marks: list[tuple[str, Any]]
+
+
+def back_to_back(
+    run: Callable[[Lap], object],
+    stopwatch: Stopwatch,
+    span: Span,
+    rule: Rule,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Timing, dict[str, Cell]]:
+    """Seconds of a layer's parts where layers follow each other without a pause, and the medians of what the device told meanwhile.
+
+    A Timing without samples where anything but the power limit held the clocks down.
+    """
+    layers = _layers_per_sample(run, stopwatch)
+    timing, told_by_device, pending = Timing(), dict[str, list[float]](), deque[_Asked]()
+    held: set[str] = set()
+    begun = clock()
+    while True:
+        now = clock()
+        is_over = now - begun >= span.lead_s + span.counted_s and len(timing.runs) >= rule.min_samples
+        if not is_over:
+            pending.append(_Asked(now, layers, _ask(run, stopwatch, layers)))
+        while pending and (is_over or len(pending) > AHEAD):
+            sample = pending.popleft()
+            held.update(stopwatch.held_until(sample.marks[-1][1]))
+            if sample.at - begun < span.lead_s:
+                continue
+            for name, value in stopwatch.state().items():
+                told_by_device.setdefault(name, []).append(value)
+            _keep(timing, sample, stopwatch)
+        if is_over:
+            break
+    stopwatch.wait()
+    wrong = sorted(held - {EXPECTED_REASON})
+    if wrong:
+        return Timing(
+            "throttled", f"the clocks were held down ({', '.join(wrong)})", reasons=tuple(wrong)
+        ), {}
+    seen: dict[str, Cell] = {name: Spread.of(values).median for name, values in told_by_device.items()}
+    if held:
+        seen["held_by"] = ", ".join(sorted(held))
+    return steadied(timing, rule), seen
+
+
+def _layers_per_sample(run: Callable[[Lap], object], stopwatch: Stopwatch) -> int:
+    """As many layers as take about ``SAMPLE_S``; the first run may compile, the second is timed."""
+    _ask(run, stopwatch, 1)
+    stopwatch.wait()
+    marks = _ask(run, stopwatch, 1)
+    stopwatch.wait()
+    return max(1, round(SAMPLE_S / max(stopwatch.between(marks[0][1], marks[-1][1]), 1e-6)))
+
+
+def _ask(run: Callable[[Lap], object], stopwatch: Stopwatch, layers: int) -> list[tuple[str, Any]]:
+    marks: list[tuple[str, Any]] = []
+    for _ in range(layers):
+        run(lambda name: marks.append((name, stopwatch.mark())))
+    marks.append((TOTAL, stopwatch.mark()))
+    return marks
+
+
+def _keep(timing: Timing, sample: _Asked, stopwatch: Stopwatch) -> None:
+    """The means of a layer; only marks that the device has come to can be told apart, so ``held_until`` comes first."""
+    seconds: dict[str, float] = {}
+    for (name, begin), (_, end) in pairwise(sample.marks):
+        seconds[name] = seconds.get(name, 0.0) + stopwatch.between(begin, end)
+    seconds[TOTAL] = stopwatch.between(sample.marks[0][1], sample.marks[-1][1])
+    timing.runs.append(len(timing.runs))
+    for name, whole in seconds.items():
+        timing.laps.setdefault(name, []).append(whole / sample.layers)
+
+
+# -- what runs --------------------------------------------------------------------------------------------------------
+
+
+def layer(
+    kind: Kind, tokens: int, inputs: int, outputs: int, device: torch.device
+) -> Callable[[Lap], object]:
+    """Forward and backward of a linear layer, which calls its lap where each part begins."""
+    generator = torch.Generator(device).manual_seed(tokens + inputs + outputs)
+
+    def normal(rows: int, columns: int, deviation: float) -> Tensor:
+        return torch.randn(rows, columns, device=device, generator=generator).mul_(deviation).bfloat16()
+
+    x, w, g = normal(tokens, inputs, 1.0), normal(outputs, inputs, 0.02), normal(tokens, outputs, 1e-4)
+    if kind == "fp8-casts":
+        return _compiled_layer(x, w, g)
+    return _in_turn(_fp8_products(x, w, g) if kind == "fp8" else _bf16_products(x, w, g))
+
+
+def _in_turn(products: tuple[Callable[[], Tensor], ...]) -> Callable[[Lap], object]:
+    def run(lap: Lap) -> None:
+        for name, product in zip(PRODUCTS, products, strict=True):
+            lap(name)
+            product()
+
+    return run
+
+
+def _bf16_products(x: Tensor, w: Tensor, g: Tensor) -> tuple[Callable[[], Tensor], ...]:
+    return lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x
+
+
+def _fp8_products(x: Tensor, w: Tensor, g: Tensor) -> tuple[Callable[[], Tensor], ...]:
+    """As torchao calls them: the first operand's rows are contiguous, the second's columns."""
+    (x8, x_scale), (w8, w_scale) = (rounded(one, torch.float8_e4m3fn) for one in (x, w))
+    g8, g_scale = rounded(g, torch.float8_e5m2)
+    g8_rows, w8_columns, x8_columns = g8.t().contiguous(), _column_major(w8), _column_major(x8)
+
+    def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, fast: bool) -> Callable[[], Tensor]:
+        return lambda: torch._scaled_mm(
+            a, b, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )  # fmt: skip
+
+    return (
+        product(x8, w8.t(), x_scale, w_scale, True),
+        product(g8, w8_columns, g_scale, w_scale, False),
+        product(g8_rows, x8_columns, g_scale, x_scale, False),
+    )
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``x`` in an fp8 format whose largest value stands for the largest magnitude of ``x``, and what to multiply it by, fp32."""
+    scale = torch.finfo(dtype).max / x.abs().max().float()
+    return (x.float() * scale).to(dtype), scale.reciprocal()
+
+
+def _column_major(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
+
+
+def _compiled_layer(x: Tensor, w: Tensor, g: Tensor) -> Callable[[Lap], object]:
+    """torchao's tensorwise float8 layer in the place of ``nn.Linear``.
+
+    Raises:
+        InputError: torchao is not installed.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise InputError(
+            "it needs the package torchao",
+            "pip install 'trainfit[torchao]'",
+            field="sustained",
+            value="fp8-casts",
+        ) from error
+    linear = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta"))
+    linear.load_state_dict({"0.weight": w}, assign=True)
+    config = Float8LinearConfig(emulate=x.device.type == "cpu")
+    converted = convert_to_float8_training(linear.requires_grad_(), config=config)
+    torch._dynamo.reset()
+    compiled = torch.compile(converted, dynamic=False)
+    wanted = (x.requires_grad_(), *converted.parameters())
+
+    def run(lap: Lap) -> object:
+        lap("forward")
+        y = compiled(x)
+        lap(BOTH_GRADIENTS)
+        return torch.autograd.grad(y, wanted, g)
+
+    return run

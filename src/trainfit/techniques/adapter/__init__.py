@@ -1,0 +1,1 @@
+"""Adapters: small trainable additions to a frozen base."""

@@ -1,0 +1,101 @@
+"""LoRA through PEFT: the base is frozen, each targeted linear layer gets a trainable product B A of a given rank.
+
+Hu et al., https://arxiv.org/abs/2106.09685; as there, alpha is the rank unless the recipe says otherwise.
+``dtype: fp32`` is PEFT's default (``autocast_adapter_dtype``): adapters in fp32 over a bf16 base, whose inputs are
+cast up for them, which costs activation memory; ``base`` gives them the base's dtype. ``all-linear`` is PEFT's rule on
+``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``. Needs the extra ``peft``.
+
+Helps where gradients and moments of all weights do not fit: only the adapters have them. Activations stay, and an adapted
+layer saves more of them, so recomputation is its first partner; ``quantize`` shrinks the base.
+
+Costs what training a low-rank change instead of all weights costs: little for a narrow task, more for one that is far
+from what the base knows.
+
+Refuses targets that PEFT does not find or cannot adapt.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional, require
+from trainfit.spec.recipe import Adapter, Recipe
+from trainfit.techniques.adapter._target_pattern import check_pattern
+from trainfit.techniques.base import Draft
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COVERS = {"adapter.kind": ("lora",)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.adapter is not None and recipe.adapter.kind == "lora"
+
+
+def check(recipe: Recipe) -> None:
+    """LoRA needs PEFT."""
+    needs_peft(recipe)
+
+
+def needs_peft(recipe: Recipe) -> None:
+    """Refuse any adapter where PEFT is not installed."""
+    assert recipe.adapter is not None
+    require("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Wrap the model with PEFT's LoRA.
+
+    Raises:
+        InputError: a target that the model does not have.
+    """
+    from trainfit.models.adapted import wrap
+
+    adapter = recipe.adapter
+    assert adapter is not None
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
+    model: Any = draft.model
+    is_hf = recipe.model.implementation == "hf"
+    if not is_hf:
+        # PEFT takes a model that does not say so for a checkpointed one, and makes its embedding require a gradient.
+        model.is_gradient_checkpointing = False
+    config = peft.LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha or adapter.rank,
+        lora_dropout=adapter.dropout,
+        target_modules=_targets(adapter, model, is_hf),
+        # GPT-2's Conv1D keeps its weight transposed.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
+        task_type="CAUSAL_LM" if is_hf else None,
+    )
+    try:
+        draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
+    except ValueError as error:
+        raise InputError(
+            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
+            "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]",
+            field="adapter.targets",
+            value=adapter.targets,
+        ) from error
+
+
+def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]:
+    """PEFT's target_modules: its own rule on transformers models; on native ones the blocks' linear layers."""
+    if not isinstance(adapter.targets, str):
+        return list(adapter.targets)
+    if adapter.targets != "all-linear":
+        check_pattern(adapter.targets, [name for name, _ in model.named_modules()])
+    if is_hf or adapter.targets != "all-linear":
+        return adapter.targets
+    from torch import nn
+
+    from trainfit.models.layers import layer_lists
+
+    return [
+        f"{list_name}.{name}"
+        for list_name, blocks in layer_lists(model)
+        for name, module in blocks.named_modules()
+        if isinstance(module, nn.Linear)
+    ]

@@ -1,0 +1,104 @@
+"""Prefix tuning: every layer's attention also reads trainable keys and values, the same for all sequences.
+
+Li and Liang, https://arxiv.org/abs/2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT hands them
+over as a cache of past tokens; on ``native`` they are parameters of each block's attention. The sequence's positions begin
+after the prefix. Keys are added to attention and nothing else; but a query sees the whole prefix, so attention takes a mask
+of s x (tokens + s), as a cache makes it, which flash attention has not. Needs the extra ``peft``.
+
+Helps where many small adaptations of one base are kept: ``tokens`` keys and values a layer are all that trains.
+
+Costs more quality than LoRA where the task is far from what the base knows, since no weight changes; and ``tokens``
+positions, where the model has learned ones.
+
+Refuses models whose layers keep no keys and values of the kind that PEFT's prefixes have, and more positions than were learned.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.adapter.lora import needs_peft
+from trainfit.techniques.adapter.prompt import check_positions, has_no_matrices, on_hf
+from trainfit.techniques.base import Draft
+
+NAME = "prefix_tuning"
+COVERS = {"adapter.kind": ("prefix",)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.adapter is not None and recipe.adapter.kind == "prefix"
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse kernels that have no mask and, on ``hf``, what a cache of past tokens cannot go with."""
+    has_no_matrices(recipe)
+    if recipe.attention in ("flash", "triton"):
+        raise InputError(
+            "a prefix needs a mask, which this kernel has not",
+            "use attention: sdpa, cudnn, efficient or eager",
+            field="attention",
+            value=recipe.attention,
+        )
+    if recipe.model.implementation == "native":
+        return
+    needs_peft(recipe)
+    if recipe.recompute != "none":
+        raise InputError(
+            "a block that runs twice would put its keys into PEFT's cache twice",
+            "use recompute: none, or model.implementation: native",
+            field="recompute",
+            value=recipe.model_dump(mode="json")["recompute"],
+        )
+    if recipe.compile == "block":
+        raise InputError(
+            "each block asks PEFT's cache by its own number, so none would share a graph",
+            "use compile: model, or model.implementation: native",
+            field="compile",
+            value=recipe.compile,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Give every layer its prefix.
+
+    Raises:
+        InputError: more positions than the model has, or attention that cannot read a prefix.
+    """
+    import torch
+
+    from trainfit.models.adapted import convert
+
+    adapter = recipe.adapter
+    assert adapter is not None
+    check_positions(recipe, draft.model)
+    model: Any = draft.model
+    base = next(model.parameters()).dtype
+    dtype = base if adapter.dtype == "base" else torch.float32
+    if recipe.model.implementation == "native":
+        from trainfit.models.native.prefixed import add_prefix
+
+        add_prefix(model, adapter.tokens, dtype)
+        return
+    _refuse_other_caches(model)
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
+    draft.model = on_hf(
+        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens), draft, adapter.kind
+    )
+    convert(draft.model.get_submodule("prompt_encoder"), dtype)
+
+
+def _refuse_other_caches(model: Any) -> None:
+    """Refuse models whose layers keep no keys, or other ones than PEFT makes: one a head, or the config's key heads."""
+    config = model.config.get_text_config()
+    shared = getattr(config, "multi_query", False) or getattr(config, "kv_lora_rank", None) is not None
+    if shared or "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise InputError(
+            "this model's layers keep no keys and values of the kind that PEFT's prefixes have",
+            "use adapter.kind: lora or prompt",
+            field="adapter.kind",
+            value="prefix",
+        )

@@ -1,0 +1,138 @@
+"""Prompt tuning and p-tuning: trainable virtual tokens stand before every sequence; the base is frozen.
+
+``prompt``: the virtual tokens' embeddings are the weights (Lester et al., https://arxiv.org/abs/2104.08691).
+``p-tuning``: three linear layers make them from others (Liu et al., https://arxiv.org/abs/2103.10385). Both are PEFT's
+encoders; on ``hf`` PEFT's model runs them too. A sequence of s tokens is one of ``adapter.tokens`` + s to every layer and
+to the logits; the last virtual token predicts the first real one, the others' labels are ignored. Their FLOPs count as the
+model's (the mathematics needs them), they are no tokens a second. Needs the extra ``peft``.
+
+Helps where many small adaptations of one base are kept: a few thousand numbers a task. Activations are those of all blocks,
+since the gradient goes through every one of them down to the first tokens.
+
+Costs more quality than LoRA, most on small models: Lester et al. reach fine-tuning only from about 10 billion weights on.
+
+Refuses more positions than the model has learned, the virtual ones included, and what PEFT itself refuses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
+from trainfit.spec.recipe import Adapter, Recipe
+from trainfit.techniques.adapter.lora import needs_peft
+from trainfit.techniques.base import Draft
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NAME = "soft_prompts"
+COVERS = {"adapter.kind": ("prompt", "p-tuning")}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.adapter is not None and recipe.adapter.kind in COVERS["adapter.kind"]
+
+
+def check(recipe: Recipe) -> None:
+    """PEFT is there, and nothing is asked of virtual tokens that they do not have."""
+    needs_peft(recipe)
+    has_no_matrices(recipe)
+
+
+def has_no_matrices(recipe: Recipe) -> None:
+    """Refuse what only LoRA's matrices have."""
+    adapter = recipe.adapter
+    assert adapter is not None
+    plain = Adapter(kind=adapter.kind)
+    for field in ("rank", "alpha", "targets", "dropout"):
+        value = getattr(adapter, field)
+        if value != getattr(plain, field):
+            raise InputError(
+                f"{adapter.kind} has virtual tokens and no {field}",
+                "leave it out, or use adapter.kind: lora",
+                field=f"adapter.{field}",
+                value=value,
+            )
+
+
+def check_positions(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse more learned positions than the model has."""
+    from trainfit.models.layers import max_positions
+
+    assert recipe.adapter is not None
+    positions, tokens = max_positions(model), recipe.adapter.tokens
+    if positions is not None and recipe.batch.seq + tokens > positions:
+        raise InputError(
+            f"with {tokens} virtual tokens it is over the model's {positions} learned positions",
+            f"use a sequence of at most {max(positions - tokens, 0)} tokens, or fewer adapter.tokens",
+            field="batch.seq",
+            value=recipe.batch.seq,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Put the virtual tokens before the model.
+
+    Raises:
+        InputError: more positions than the model has, or PEFT refuses the model.
+    """
+    from trainfit.models.adapted import convert
+
+    adapter = recipe.adapter
+    assert adapter is not None
+    check_positions(recipe, draft.model)
+    dtype = next(draft.model.parameters()).dtype
+    if recipe.model.implementation == "native":
+        draft.model = _on_native(adapter, draft)
+    else:
+        base: Any = draft.model
+        # PEFT asks for heads, which virtual tokens do not need and state-space models do not have, and takes the layers'
+        # width for the tokens': OPT-350M's are half as wide.
+        sizes = {"num_attention_heads": 1, "token_dim": base.get_input_embeddings().embedding_dim}
+        draft.model = on_hf(_config(adapter, **sizes), draft, adapter.kind)
+    if adapter.dtype == "base":
+        convert(draft.model.get_submodule("prompt_encoder"), dtype)
+
+
+def _config(adapter: Adapter, **sizes: int) -> Any:
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
+    kind: Any = peft.PromptTuningConfig if adapter.kind == "prompt" else peft.PromptEncoderConfig
+    return kind(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens, **sizes)
+
+
+def on_hf(config: Any, draft: Draft, kind: str) -> nn.Module:
+    """PEFT's model, its encoder made on the device."""
+    import torch
+
+    from trainfit.models.adapted import wrap
+
+    try:
+        with torch.device(draft.device):
+            return wrap(draft.model, config)
+    except ValueError as error:
+        raise InputError(
+            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
+            "use adapter.kind: lora",
+            field="adapter.kind",
+            value=kind,
+        ) from error
+
+
+def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
+    import torch
+
+    from trainfit.models.native.prompted import Prompted
+
+    tuners: Any = optional("peft.tuners", "peft", field="adapter.kind", value=adapter.kind)
+    base: Any = draft.model
+    size = base.config.hidden_size
+    with torch.device(draft.device):
+        if adapter.kind == "prompt":
+            config = _config(adapter, token_dim=size, num_transformer_submodules=1)
+            encoder: Any = tuners.PromptEmbedding(config, base.embed)
+        else:
+            config = _config(adapter, token_dim=size, num_transformer_submodules=1, encoder_hidden_size=size)
+            encoder = tuners.PromptEncoder(config)
+    return Prompted(base, encoder, adapter.tokens)

@@ -1,0 +1,1 @@
+"""Compilation with torch.compile."""

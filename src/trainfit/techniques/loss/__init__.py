@@ -1,0 +1,1 @@
+"""Losses computed without holding all logits, and terms added to the loss."""

@@ -1,0 +1,75 @@
+"""Loss terms: label smoothing and z-loss, beside the next-token cross-entropy.
+
+A token's loss is (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2, for its logits x, their log-sum-exp lse and the target t: label
+smoothing s (Szegedy et al., arXiv:1512.00567, section 7) and z-loss z (Chowdhery et al., PaLM, arXiv:2204.02311, section
+5), averaged over the tokens that are not ignored. Logits are as the loss sees them, scaled and soft-capped. With ``loss:
+standard`` PyTorch computes it from all logits in fp32 and holds more copies of them; with ``loss: fused`` our kernel does, at no
+further memory. Both give the same numbers. Training reports this loss; evaluation reports the plain cross-entropy, and perplexity is its exponential.
+
+Helps against overconfident models (label smoothing) and against logits that drift in long runs (z-loss).
+
+Costs the reported training loss its meaning as a cross-entropy: compare runs by their perplexity.
+
+Refuses experts whose own loss balances them (``output_router_logits``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import LossTerms, Recipe
+from trainfit.techniques.base import Draft
+from trainfit.techniques.loss._hidden_states import OWN_FORWARD
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+NAME = "loss_terms"
+COVERS = {}  # Numbers, which no list holds.
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.loss_terms != LossTerms()
+
+
+def check(recipe: Recipe) -> None:
+    """The chunked loss has no terms; adapters with tokens of their own stand around the model's loss."""
+    told = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
+    if recipe.loss == "chunked":
+        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **told)
+    if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
+        raise InputError(
+            f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
+            "leave loss_terms out, or use adapter.kind: lora",
+            **told,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Take the place of the model's own loss; ``loss: fused`` has its own.
+
+    Raises:
+        InputError: the model's own loss has more in it than the next token's.
+    """
+    if recipe.loss != "standard":
+        return
+    import torch.nn.functional as F
+
+    from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
+    from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
+    from trainfit.models.language_head import refuse_router_loss
+
+    refuse_router_loss(draft.model, "loss_terms", recipe.loss_terms.model_dump())
+    terms = Terms(recipe.loss_terms.label_smoothing, recipe.loss_terms.z_loss)
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: Any = model(input_ids=batch["input_ids"]).logits
+        targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+        return cross_entropy_with_terms(logits.flatten(0, 1), targets_bs.flatten(), terms)
+
+    def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    draft.loss, draft.cross_entropy = loss, cross_entropy

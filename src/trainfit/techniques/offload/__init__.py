@@ -1,0 +1,1 @@
+"""Activations and weights in pinned host memory."""

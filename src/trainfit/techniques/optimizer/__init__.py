@@ -1,0 +1,1 @@
+"""Optimizers, and how their update is made."""

@@ -1,0 +1,85 @@
+"""AdamW: ``torch.optim.AdamW`` in its three implementations, two moments of each weight's own dtype.
+
+With stochastic rounding it is ours (optim/adamw.py): weights and moments in bf16, all rounded at random. A second moment
+that moves by a thousandth each step stands still in bf16 where it is rounded to nearest. Left out, ``implementation`` is
+``fused``: one kernel for many weights, nothing allocated; ``foreach`` holds intermediates of all weights' size while it
+runs, ``forloop`` of one weight's. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+
+Helps as the optimizer that most recipes were tuned with; others are measured against it.
+
+Costs nothing against itself; its price is memory: two moments, 8 bytes a weight of fp32 weights, 4 of bf16 ones.
+
+Refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import Draft
+from trainfit.techniques.optimizer.stochastic_rounding import seeds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+COVERS = {"optimizer.name": ("adamw",)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.optimizer.name == "adamw"
+
+
+def check(recipe: Recipe) -> None:
+    """AdamW's first moment is always kept, so the recipe's momentum has no meaning here."""
+    refuse_momentum(recipe)
+
+
+def refuse_momentum(recipe: Recipe) -> None:
+    """For every AdamW.
+
+    Raises:
+        InputError: the recipe sets a momentum.
+    """
+    if recipe.optimizer.momentum:
+        raise InputError(
+            "AdamW always keeps a first moment (beta 0.9)",
+            "remove it, or use optimizer.name: sgd or adafactor",
+            field="optimizer.momentum",
+            value=recipe.optimizer.momentum,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """One AdamW, its implementation said outright: torch's default depends on the device."""
+    draft.make_optimizer = adamw(recipe)
+
+
+def adamw(
+    recipe: Recipe, numbers: Iterator[int] | None = None
+) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the recipe's AdamW for some parameters.
+
+    Args:
+        numbers: seeds of stochastic rounding, where other optimizers take from the same ones.
+    """
+    import torch
+
+    asked = recipe.optimizer
+    if not asked.stochastic_rounding:
+        return lambda parameters: torch.optim.AdamW(
+            parameters,
+            lr=asked.lr,
+            weight_decay=asked.weight_decay,
+            foreach=asked.implementation == "foreach",
+            fused=asked.implementation == "fused",
+        )
+    from trainfit.optim.adamw import FusedAdamW
+
+    numbers = numbers or seeds(recipe)
+    return lambda parameters: FusedAdamW(
+        parameters, asked.lr, asked.weight_decay, stochastic=True, seed=next(numbers)
+    )

@@ -1,0 +1,83 @@
+"""Gradient clipping: where the norm of all gradients together is over ``clip_norm``, all are scaled down to it.
+
+Pascanu et al., https://arxiv.org/abs/1211.5063, as ``torch.nn.utils.clip_grad_norm_`` does it, with two differences: the
+norm is taken in fp32 whatever the gradients' dtype (torch's is in theirs, so bf16 keeps 8 bits of it), and one decoder
+block after the other, so the scratch of a norm is as large as a block's.
+
+Helps runs that would leave their path at a rare large gradient. Every gradient is read once for the norm and once for
+the scaling.
+
+Costs no quality by itself: steps whose norm is below the limit are as without it.
+
+Refuses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import Draft
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+COVERS = {}  # Every positive number, which no list holds.
+LEAST_NORM = 1e-6
+"""Added to the norm before dividing by it, as torch does."""
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.optimizer.clip_norm is not None
+
+
+def check(recipe: Recipe) -> None:
+    """The norm is known when every gradient is."""
+    if recipe.optimizer.in_backward:
+        raise InputError(
+            "an optimizer in the backward frees each gradient before the norm of all is known",
+            "leave clip_norm out, or set optimizer.in_backward: false",
+            field="optimizer.clip_norm",
+            value=recipe.optimizer.clip_norm,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Before each update: the norm, told as ``readings["gradient_norm"]``, and the scaling."""
+    largest = recipe.optimizer.clip_norm
+    assert largest is not None
+    blocks, others = draft.trainable_by_block()
+    parts = [part for group in (*blocks, others) for part in _by_dtype(group)]
+
+    def clip() -> None:
+        draft.readings["gradient_norm"] = clip_gradients(parts, largest)
+
+    draft.before_update.append(clip)
+
+
+def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Tensor:
+    """Scale the gradients of all parts in place; their norm before that, [] fp32. A part's are of one dtype."""
+    import torch
+
+    with torch.no_grad():
+        gradients = [found for part in parts if (found := [p.grad for p in part if p.grad is not None])]
+        total = torch.zeros((), device=gradients[0][0].device)
+        for part in gradients:
+            # dtype: bf16's squares are summed in fp32, but the norm would be rounded to bf16.
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(part, 2.0, dtype=torch.float32)))
+            torch.hypot(norm, total, out=total)
+        scale = (largest / (total + LEAST_NORM)).clamp_(max=1.0)
+        # In another dtype than the gradients' it would be one kernel a gradient.
+        scales = {dtype: scale.to(dtype) for dtype in dict.fromkeys(part[0].dtype for part in gradients)}
+        for part in gradients:
+            # Not asked whether it is needed: that would wait for the device.
+            torch._foreach_mul_(part, scales[part[0].dtype])
+    return total
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Lists of one dtype each: CUDA's kernels over lists take no mixed ones."""
+    dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
+    return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]

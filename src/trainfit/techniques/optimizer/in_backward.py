@@ -1,0 +1,112 @@
+"""Optimizer in backward: weights are updated as soon as their gradients are there, and the gradients are freed.
+
+``true``: one optimizer a weight, so backward never holds more than a few gradients at once. ``block``: one a decoder
+block, run when the block's last gradient is there: a block's gradients are held together, and one launch updates them
+all. What is outside the blocks (embedding, head, last norm) is updated weight by weight in both.
+Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+
+Helps where the peak stands at the end of the backward, all gradients alive: with recomputed activations and a chunked loss.
+Where it stands at the backward's begin, or under ``compile: model``, it saves nothing.
+
+Costs no quality: the update is the ordinary one.
+
+Refuses, with ``block`` and weights on the host, blocks of which some weight gets no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import Draft
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+NAME = "optimizer_in_backward"
+COVERS = {"optimizer.in_backward": (True, "block")}
+
+
+def applies(recipe: Recipe) -> bool:
+    return bool(recipe.optimizer.in_backward)
+
+
+def check(recipe: Recipe) -> None:
+    """The update must be able to run after every backward, on each gradient alone."""
+    field, value = "optimizer.in_backward", recipe.optimizer.in_backward
+    if recipe.batch.accumulate > 1:
+        raise InputError(
+            "gradients are used up in each backward; were they kept for the last one, nothing would be saved",
+            "set batch.accumulate: 1 or optimizer.in_backward: false",
+            field=field,
+            value=value,
+        )
+    if recipe.precision == "amp-fp16":
+        raise InputError(
+            "amp-fp16's scaler must see every gradient before any update",
+            "use precision: amp-bf16 or optimizer.in_backward: false",
+            field=field,
+            value=value,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Hooks that update a weight, or a block's, when the last of their gradients has come, and drop the gradients."""
+    if recipe.optimizer.in_backward == "block":
+        blocks, others = draft.trainable_by_block()
+        groups = [*blocks, *([parameter] for parameter in others)]
+    else:
+        groups = [[parameter] for parameter in draft.trainable()]
+    updates = [_Update(group, draft.optimizers_for(group)) for group in groups]
+    draft.optimizers = [optimizer for update in updates for optimizer in update.optimizers]
+    draft.steps_in_backward = True
+
+    @contextmanager
+    def none_left_over() -> Iterator[None]:
+        yield
+        for update in updates:
+            if update.is_waiting and draft.hosted is not None:
+                raise InputError(
+                    "backward did not reach every weight of a block, whose weights are on the host again by now",
+                    "use optimizer.in_backward: true",
+                    field="optimizer.in_backward",
+                    value="block",
+                )
+            update.finish()
+
+    draft.around_backward.append(none_left_over)
+
+
+class _Update:
+    """Some parameters that are updated together."""
+
+    def __init__(self, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]):
+        self.optimizers = optimizers
+        self._num_parameters, self._num_arrived = len(parameters), 0
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        self._num_arrived += 1
+        if self._num_arrived == self._num_parameters:
+            self._run()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Some gradients have come, others have not."""
+        return self._num_arrived > 0
+
+    def finish(self) -> None:
+        """After a backward that did not reach every parameter (an expert that no token chose): update the others."""
+        if self.is_waiting:
+            self._run()
+
+    def _run(self) -> None:
+        self._num_arrived = 0
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,1 @@
+"""Dtypes of weights and compute."""

@@ -1,0 +1,144 @@
+"""fp8: weights stay bf16, the decoder blocks' linear layers multiply in 8 bits, forward and backward, through torchao.
+
+Each product's two operands are rounded to fp8 when they are needed, by one scale a tensor from its own largest
+magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., https://arxiv.org/abs/2209.05433). That is
+torchao's ``tensorwise`` recipe, the fastest on Hopper. Needs the extra ``torchao``.
+
+- Saved for backward are the bf16 input and weight, so without compiling activations take what they take in bf16;
+  compiled, the partitioner chooses what is kept.
+- Without compiling each rounding holds fp32 temporaries, 9 bytes an element of the tensor at its highest.
+- Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
+  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head, experts and linear layers with a
+  forward of their own (routers, Falcon's on ``hf``) stay bf16 too.
+- MFU and HFU are of the GPU's fp8 peak where most FLOPs are in fp8: a small model with a large head has most in bf16.
+- On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
+
+Helps large models that are compiled: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 % by its more exact
+``rowwise`` recipe (torchao/float8/README.md). Without compiling each rounding is a row of kernels with fp32 temporaries, and
+the step is slower than in bf16; with ``compile: block`` they are fused, which is where fp8 pays.
+
+Costs the rounding of both operands of every product to three bits (e4m3) or two (e5m2); weights and sums keep theirs.
+
+Refuses models none of whose blocks' layers would be converted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional, require
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import Draft
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COVERS = {"precision": ("fp8",)}
+
+MULTIPLE = 16
+"""Sizes of ``torch._scaled_mm``'s operands, in elements."""
+SMALL = (4096, 1024)
+"""Up to so many inputs with up to so many outputs a layer does not gain (torchao.float8's ``_auto_filter_for_tensorwise``)."""
+CAPABILITY = (8, 9)
+"""The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0."""
+
+
+def applies(recipe: Recipe) -> bool:
+    return recipe.precision == "fp8"
+
+
+def check(recipe: Recipe) -> None:
+    """What the products need, as far as the recipe tells."""
+    from trainfit.catalog.load import gpu
+
+    require("torchao", "torchao", field="precision", value="fp8")
+    asked = gpu(recipe.hardware.gpu)
+    capability = asked.compute_capability
+    if asked.vendor != "host" and (capability is None or capability < CAPABILITY):
+        raise _refused(
+            f"{asked.title} has no fp8 tensor cores that torch multiplies with",
+            "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on",
+        )
+    if recipe.adapter is not None:
+        raise _refused(
+            "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients all the same",
+            "use precision: bf16, with quantize: fp8 to store the base in 8 bits",
+        )
+    if recipe.offload.weights:
+        raise _refused("blocks whose weights wait on the host are not converted", "use precision: bf16")
+    if recipe.batch.micro * recipe.batch.seq % MULTIPLE:
+        raise InputError(
+            f"fp8 products need a multiple of {MULTIPLE} tokens",
+            f"make batch.micro x batch.seq one (now {recipe.batch.micro} x {recipe.batch.seq})",
+            field="batch.micro",
+            value=recipe.batch.micro,
+        )
+
+
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """A real GPU's capability; a CPU emulates."""
+    if device_type != "cuda":
+        return
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if capability < CAPABILITY:
+        raise _refused(
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and fp8 products need 8.9",
+            "use precision: bf16 or amp-fp16",
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Put torchao's layers in the place of the blocks' linear layers; their weights stay the same tensors.
+
+    Raises:
+        InputError: none of the blocks' layers gains.
+    """
+    from trainfit.models.layers import layer_lists
+
+    with _quiet():
+        float8: Any = optional("torchao.float8", "torchao", field="precision", value="fp8")
+
+    config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))
+    lists = layer_lists(draft.model)
+    if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
+        raise _refused(
+            "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are multiples "
+            f"of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
+            "use precision: bf16, or model.implementation: native where transformers' blocks have layers of their own",
+        )
+    for _, blocks in lists:
+        float8.convert_to_float8_training(
+            blocks, module_filter_fn=lambda module, name: gains(module), config=config
+        )
+
+
+def gains(module: nn.Module) -> bool:
+    """Whether it is a linear layer that is converted. One with a forward of its own (a router) does something else."""
+    from torch import nn
+
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        return False
+    return module.in_features > SMALL[0] or module.out_features > SMALL[1]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torchao tells on import which of its own kernels it could not load; none of them is used here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _refused(problem: str, remedy: str) -> InputError:
+    return InputError(problem, remedy, field="precision", value="fp8")

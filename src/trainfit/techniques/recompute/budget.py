@@ -1,0 +1,75 @@
+"""Recomputation by torch.compile's own choice, within a share of what it would keep: the activation memory budget.
+
+1 keeps what compiled code keeps anyway, 0 only the compiled region's inputs; between them the partitioner solves a knapsack:
+which results to compute again so that the bytes handed from forward to backward stay within the share, for the fewest
+FLOPs (``torch._functorch.config.activation_memory_budget``, pytorch/pytorch#126320). The same partitioner runs when a step
+is predicted. Its objective is not the peak: what the backward holds while it computes results again is not in it, so less
+budget can mean more memory, and published budgets are not monotonic.
+
+Helps compiled models that do not fit by little.
+
+Costs no quality but the rounding of another fusion.
+
+Refuses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recompute import Budget
+from trainfit.techniques.base import Draft
+
+NAME = "recompute_budget"
+COVERS = {"recompute": ("budget",)}
+
+
+def applies(recipe: Recipe) -> bool:
+    return isinstance(recipe.recompute, Budget)
+
+
+def check(recipe: Recipe) -> None:
+    """Only the compiler can spend the budget."""
+    assert isinstance(recipe.recompute, Budget)
+    if not recipe.compile:
+        raise InputError(
+            "only compiled code has a budget to keep to",
+            "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}",
+            field="recompute.budget",
+            value=recipe.recompute.budget,
+        )
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Set the budget while the forward runs, and with it compiles: forward and backward are parted then."""
+    assert isinstance(recipe.recompute, Budget)
+    from torch._functorch import config
+
+    budget = recipe.recompute.budget
+    draft.around_forward.append(lambda: config.patch(activation_memory_budget=budget))
+    draft.around_forward.append(grouped_heads_counted)
+
+
+@contextmanager
+def grouped_heads_counted() -> Iterator[None]:
+    """Within it torch counts the FLOPs of fused attention over grouped key heads, by which the partitioner weighs it.
+
+    torch 2.11's count takes equal numbers of heads only: it raised "shapes are incompatible" where flash attention was to
+    be weighed. Here each key head counts once for every query head that reads it, as 2.13's own count has it.
+    """
+    from torch.utils import flop_counter
+
+    original = flop_counter.sdpa_flop_count
+
+    def count(q_bhsd: Sequence[int], k_bksd: Sequence[int], v_bksd: Sequence[int]) -> int:
+        k, v = ((shape[0], q_bhsd[1], *shape[2:]) for shape in (k_bksd, v_bksd))
+        return original(q_bhsd, k, v)
+
+    flop_counter.sdpa_flop_count = count
+    try:
+        yield
+    finally:
+        flop_counter.sdpa_flop_count = original
