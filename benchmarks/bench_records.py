@@ -1,9 +1,9 @@
-"""Records of one experiment from the same GPU and torch made into one: several processes may share the work of an experiment.
+"""Merge records of one experiment from the same GPU and torch: several processes may share an experiment.
 
-Of rows with equal points the newest record's counts, except that a row that was not run, or whose GPU's clocks were held down, never
-takes the place of one that says more: what a later run had no time for is still known, what it failed at is said. A failure of a point without all of its parts is left out
-once a row says more. A list of what was found (a step's top kernels) is one record's, not several lists mixed. Rows stand in the experiment's order, as far as the records tell it: a point that only a later record has
-comes right after the one that it follows there.
+Of rows with equal points the newest counts, except that a row that was not run or throttled never replaces one with
+more information. The failure of a point that lacks keys is left out once a row has all of them. A list of findings (a
+step's top kernels) comes from one record. Rows keep the experiment's order as far as the records show it: a point
+that only a later record has follows the point before it there.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,19 @@ from trainfit.spec.result import Record
 
 At = frozenset[tuple[str, Cell]]
 FOUND = {"top of": ("operation", "kernel"), "peak of": ("made at", "operation")}
-"""Of a row whose point has the first key, the others are no question but what a run found."""
+"""Where a point has the first key, the other keys are findings and not part of the question."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """One experiment on one device and torch; ``records``: whose rows are in ``result``, oldest first."""
+    """One experiment on one device and torch; ``records`` are those whose rows are used, oldest first."""
 
     result: BenchResult
     records: tuple[Record, ...]
 
 
 def merged(records: Sequence[Record]) -> list[Merged]:
-    """Benchmarks in full form, by experiment, device and torch.
-
-    Of several versions of torch on one device the one of the newest record is kept.
-    """
+    """Return the benchmarks in full form by experiment and device, of the newest record's torch."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(records, key=lambda one: one.created_at):
         if record.bench is not None and record.bench.form == "full":
@@ -73,14 +70,14 @@ def _of(group: list[Record]) -> Merged:
 
 
 def _weight(row: BenchRow) -> int:
-    """How much a row says of what it is a row of: nothing, that the clocks were held down, or more."""
+    """Rank the information of a row: none, throttled, or more."""
     return {"not-run": 0, "throttled": 1}.get(row.status, 2)
 
 
 def _without_first_steps_lost(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """A series without warm-up that has the samples of the one after a warm-up step has lost its first step: no number for it.
+    """Mark a series without warm-up as throttled where its first step was discarded.
 
-    Records since 2026-11-21 say ``throttled`` themselves.
+    It then has the samples of the series after one warm-up step. Newer records have the status themselves.
     """
     after_one = {
         frozenset((row.point | {"warm-up": 0}).items()): row.times
@@ -98,19 +95,19 @@ def _without_first_steps_lost(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def _question(row: BenchRow) -> At:
-    """The point without what a run found."""
-    found = {name for asked, names in FOUND.items() if asked in row.point for name in names}
+    """Return the point without its findings."""
+    found = {name for key, names in FOUND.items() if key in row.point for name in names}
     return frozenset((key, cell) for key, cell in row.point.items() if key not in found)
 
 
 def _woven(order: list[At], found: list[At]) -> list[At]:
-    """``order`` and the points that only ``found`` has, each right after the one before it in ``found``."""
+    """Return ``order`` with the points that only ``found`` has, each after its predecessor in ``found``."""
     known, woven = set(order), list(order)
-    place = next((order.index(at) for at in found if at in known), len(order))
+    index = next((order.index(at) for at in found if at in known), len(order))
     for at in found:
         if at in known:
-            place = woven.index(at) + 1
+            index = woven.index(at) + 1
         else:
-            woven.insert(place, at)
-            place += 1
+            woven.insert(index, at)
+            index += 1
     return woven

@@ -9,21 +9,21 @@ from benchmarks.kernels.error_location import where_wrong
 from trainfit.kernels.flash_attention.hopper.launch import GroupsBackward
 
 
-def test_right_results_are_not_told() -> None:
+def test_right_results_give_no_text() -> None:
     wanted = torch.randn(1, 2, 130, 64)
     assert where_wrong("dq", wanted + 0.01, wanted, 0.02) == ""
 
 
-def test_heads_tiles_and_shares_are_told() -> None:
+def test_heads_tiles_and_shares_are_named() -> None:
     wanted = torch.randn(2, 3, 200, 128)
     found = wanted.clone()
     found[1, 2, 64:128] *= 2
     found[0, 1, 192:, 64:] = 0
-    told = where_wrong("dq", found, wanted, 1e-3)
+    text = where_wrong("dq", found, wanted, 1e-3)
     for words in ("1,2 1(2.00)", "0,1 3(0.", "2 heads"):
-        assert words in told
+        assert words in text
     off = (found != wanted).sum(), ((found - wanted).abs() > 1e-3).sum()
-    assert told.startswith(f"dq: {off[1]} of {wanted.numel()} entries")
+    assert text.startswith(f"dq: {off[1]} of {wanted.numel()} entries")
     assert off[1] > 0.99 * off[0]
 
 
@@ -31,13 +31,13 @@ def test_what_is_no_number_is_wrong() -> None:
     wanted = torch.ones(1, 1, 64, 64)
     found = wanted.clone()
     found[0, 0, 5, 7] = float("nan")
-    told = where_wrong("dk", found, wanted, 1.0)
+    text = where_wrong("dk", found, wanted, 1.0)
     for words in ("1 of 4096 entries", "1 not numbers", "(0, 0, 5, 7)"):
-        assert words in told
+        assert words in text
 
 
 def test_a_check_goes_on_behind_a_wrong_shape(monkeypatch) -> None:
-    """Only dq of the causal cases lacks its first head; every such shape is told, and nothing of dk and dv."""
+    """Only dq of the causal cases lacks its first head; every such shape is text, and nothing of dk and dv."""
 
     def tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = False) -> tuple[Tensor, ...]:
         shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
