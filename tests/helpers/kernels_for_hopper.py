@@ -1,11 +1,9 @@
-"""Every Triton kernel of ours compiled for an H200, with the arguments its own launcher gives it. Needs no
-GPU.
+"""Every Triton kernel of ours compiled for an H200, with the arguments its own launcher gives it. Needs no GPU.
 
-Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a
-training step calls it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps;
-Triton's launch is replaced by its compilation. Prints one JSON object: for each call the kernels that it
-compiled, their PTX told in numbers, and how many more the second step compiled. With the argument ``small``:
-FlashAttention's kernels for a GPU with 99 KB of shared memory.
+Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a training step calls
+it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps; Triton's launch is replaced by its
+compilation. Prints one JSON object: for each call the kernels that it compiled, their PTX told in numbers, and how many more
+the second step compiled. With the argument ``small``: FlashAttention's kernels for a GPU with 99 KB of shared memory.
 """
 
 import json
