@@ -77,7 +77,7 @@ class ScriptedStopwatch(Stopwatch):
 
 
 def ticking(step_s: float) -> Callable[[], float]:
-    """A wall clock that is ``step_s`` later each time it is asked."""
+    """A wall clock that is ``step_s`` later each time it is read."""
     ticks = count()
     return lambda: next(ticks) * step_s
 
