@@ -17,10 +17,10 @@ TIMELESS = "_bytes"
 
 
 class Curve(Value):
-    """How something went on, for a plot and not for a table: columns of equally many values."""
+    """A quantity over a step, for a plot: columns of equally many values."""
 
     phases: tuple[str, ...]
-    """Which phase of the step each point is in."""
+    """Phase of the step of each point."""
     columns: dict[str, tuple[int, ...]]
     """Bytes by category; a category that is not here is 0 throughout."""
 
