@@ -74,8 +74,7 @@ CASES = {
         IN_BACKWARD,
     ),
     "weights and adapter": Case(
-        {"recompute": "full", "offload": {"weights": True}, "adapter": LORA},
-        {"adapter": LORA},
+        {"recompute": "full", "offload": {"weights": True}, "adapter": LORA}, {"adapter": LORA}
     ),
     "in backward": Case(IN_BACKWARD, {}),
     "by block": Case({"optimizer": {"in_backward": "block"}}, {}),

@@ -1,4 +1,5 @@
-"""The fused Adafactor: torch's own results in fp32, kernels equal to plain PyTorch, and rounding that keeps small updates."""
+"""The fused Adafactor: torch's own results in fp32, kernels equal to plain PyTorch, and rounding that keeps
+small updates."""
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def test_rounding_keeps_the_mean(value: float) -> None:
 
 
 def test_updates_below_the_last_bit_are_not_lost() -> None:
-    """A weight of 1 that moves by 2^-12 a step: rounded to nearest it stays, at random it gets where fp32 does."""
+    """A weight of 1 that moves by 2^-12 a step: rounded to nearest it stays, at random it gets where fp32
+    does."""
 
     def moved(stochastic: bool) -> float:
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))

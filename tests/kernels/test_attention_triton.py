@@ -1,7 +1,8 @@
-"""``attention: triton`` in whole steps: equal to attention written out, known to the virtual GPU, refused where it must be.
+"""``attention: triton`` in whole steps: equal to attention written out, known to the virtual GPU, refused
+where it must be.
 
-On a CPU the operation runs its tiled PyTorch body. What the kernels compute is in test_flash_attention.py, what a GPU
-allocates in test_attention_triton_cuda.py.
+On a CPU the operation runs its tiled PyTorch body. What the kernels compute is in test_flash_attention.py,
+what a GPU allocates in test_attention_triton_cuda.py.
 """
 
 import sys
@@ -294,7 +295,8 @@ def memory_of(ledger: Ledger, name: str) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("code", ["hf", "native"])
 def test_the_ledger_has_what_the_kernels_save_and_allocate(code: str) -> None:
-    """The Gluon kernels: q's and k's gradients beside an fp32 dQ and two fp32 numbers, both for each padded row."""
+    """The Gluon kernels: q's and k's gradients beside an fp32 dQ and two fp32 numbers, both for each padded
+    row."""
     ledger = attention_trace(code)
     sums, rows = B * H * ROWS * D * 4, 2 * B * H * ROWS * 4
     q, kv = B * S * H * D * 2, B * S * K * D * 2

@@ -1,6 +1,7 @@
 """FlashAttention: both bodies against softmax(QK^T)V in fp64, on shapes that break tiles.
 
-Triton runs in its interpreter here (fp32 and fp16: its bf16 products are wrong); on a GPU the marked tests run it.
+Triton runs in its interpreter here (fp32 and fp16: its bf16 products are wrong); on a GPU the marked tests
+run it.
 """
 
 import math
@@ -59,7 +60,8 @@ def errors(run, tensors: list[Tensor], is_causal: bool) -> list[float]:
 
 
 def wrong_places(run, tensors: list[Tensor], is_causal: bool, names: tuple[str, ...] = RESULTS) -> list[str]:
-    """Where which results err by more than twice what the same written out in their dtype does, against fp64."""
+    """Where which results err by more than twice what the same written out in their dtype does, against
+    fp64."""
     dtype = tensors[0].dtype
     exact = computed(plain, tensors, is_causal, torch.float64)
     eager, found = (computed(each, tensors, is_causal, dtype) for each in (plain, run))
@@ -174,7 +176,8 @@ def growing(tensors: list[Tensor]) -> list[Tensor]:
 
 GROUPED = [(2, 4, 2, 777, 777), (1, 2, 1, 520, 200), (1, 6, 2, 200, 520)]
 ON_HOPPER = [*GROUPED, (1, 2, 2, 37, 131), (3, 20, 20, 1000, 1000), (1, 4, 4, 2048, 2048)]
-"""b, h, k, n, m: grouped heads, odd lengths, rows without keys, tiles of several turns, heads that fill no whole set."""
+"""b, h, k, n, m: grouped heads, odd lengths, rows without keys, tiles of several turns, heads that fill no
+whole set."""
 FAST = [
     (64, BF16, False, ON_HOPPER), (64, BF16, True, ON_HOPPER), (128, BF16, True, ON_HOPPER), (128, BF16, False, GROUPED),
     (64, FP16, True, GROUPED),
@@ -189,7 +192,8 @@ FAST = [
 )
 @pytest.mark.parametrize(("d", "dtype", "is_causal", "shapes"), FAST, ids=str)
 def test_gluon_kernels_on_hopper(d: int, dtype: torch.dtype, is_causal: bool, shapes: list) -> None:
-    """The chosen ones: at most twice the error of softmax(QK^T)V written out in the same dtype, against fp64."""
+    """The chosen ones: at most twice the error of softmax(QK^T)V written out in the same dtype, against
+    fp64."""
 
     class Fast(flash.TiledAttention):
         @staticmethod
@@ -238,9 +242,10 @@ ON_A_GPU = [
 ]  # fmt: skip
 """What trains (bf16) in every shape; of the others each set of tiles.
 
-Every case compiles four kernels of its own: Triton makes another for each alignment of sizes and strides. That takes
-seconds, but fp32's products are unrolled into single multiplications, and a head of 64 or more takes ten times as long.
-Head size 64 in 16 bits is Gluon's (the tests above), the others are the plain kernels'.
+Every case compiles four kernels of its own: Triton makes another for each alignment of sizes and strides.
+That takes seconds, but fp32's products are unrolled into single multiplications, and a head of 64 or more
+takes ten times as long. Head size 64 in 16 bits is Gluon's (the tests above), the others are the plain
+kernels'.
 """
 
 

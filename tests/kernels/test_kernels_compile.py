@@ -56,12 +56,14 @@ def test_grids_are_within_cudas_limits(compiled: dict[str, dict]):
 
 
 def test_later_steps_compile_nothing(compiled: dict[str, dict]):
-    """Seeds, rates and corrections change each step; Triton makes a new kernel for an integer of 1 or a multiple of 16."""
+    """Seeds, rates and corrections change each step; Triton makes a new kernel for an integer of 1 or a
+    multiple of 16."""
     assert {name: told["compiled_later"] for name, told in compiled.items()} == dict.fromkeys(compiled, 0)
 
 
 def test_reads_are_not_taken_out_of_their_loop(compiled: dict[str, dict]):
-    """Else what is timed as the bandwidth of a cache is that of registers. 8192 fp32 by 256 threads: 8 reads of 16 bytes."""
+    """Else what is timed as the bandwidth of a cache is that of registers. 8192 fp32 by 256 threads: 8 reads
+    of 16 bytes."""
     for name, kind in (("through", r"LDG\.E\.128 "), ("past", r"LDG\.E\.128\.STRONG\.GPU ")):
         (body,) = loops(compiled[f"reads {name} L1"]["sass"])
         assert len(re.findall(kind, body)) == 8

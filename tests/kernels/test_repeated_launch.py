@@ -1,4 +1,5 @@
-"""The second launch with equal shapes: nothing is chosen, bound or checked again, and nothing of the first is reused."""
+"""The second launch with equal shapes: nothing is chosen, bound or checked again, and nothing of the first is
+reused."""
 
 from collections.abc import Iterator
 from typing import Any

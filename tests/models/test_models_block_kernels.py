@@ -1,4 +1,5 @@
-"""Models with our block kernels are the models without them: same numbers, less memory; other forms are refused."""
+"""Models with our block kernels are the models without them: same numbers, less memory; other forms are
+refused."""
 
 from typing import Any
 
@@ -51,7 +52,8 @@ def same(recipe: Recipe, rel: float = 1e-5, compiler: Any = None) -> None:
 
 
 SGD = Optimizer(name="sgd", lr=0.1)
-"""Its update is in proportion to the gradient: AdamW's would make much of gradients that are rounding alone."""
+"""Its update is in proportion to the gradient: AdamW's would make much of gradients that are rounding
+alone."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -95,7 +97,8 @@ def test_qk_norms_and_unfused_spellings_of_native():
 @pytest.mark.parametrize("compiled", [False, "block"])
 @pytest.mark.parametrize("code", ["hf", "native"])
 def test_every_norm_gate_and_rotation_runs_ours(code: Any, compiled: Any):
-    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call the same operations."""
+    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call
+    the same operations."""
     config = {**TINY_LLAMA, "num_hidden_layers": 5}
     asked = {"block_kernels": "triton", "compile": compiled}
     ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), **asked))
@@ -122,8 +125,8 @@ def test_the_same_flops_and_every_operation_known(code: Any):
     assert steady_sum(ours, "num_bytes") < steady_sum(standard, "num_bytes")
 
 
-def test_native_holds_one_feed_forward_tensor_a_layer_less():
-    """silu(gate), 2 bytes of each of [tokens, f]; all else that is saved is as large as before."""
+def test_native_saves_one_feed_forward_tensor_per_layer_less():
+    """silu(gate), 2 bytes for each element of [tokens, f]; the rest is unchanged."""
     config = {**TINY_LLAMA, "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}
     peaks = [
         predict(recipe_of(config, "native", batch=Batch(micro=2, seq=512), block_kernels=kernels))
@@ -139,14 +142,14 @@ GEMMA = {"model_type": "gemma", "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"
 @pytest.mark.parametrize(
     ("config", "code", "words"),
     [
-        (TINY_LLAMA | GEMMA, "hf", "GemmaRMSNorm is no norm of Llama's form"),
-        (TINY_LLAMA | {"hidden_act": "gelu"}, "hf", "has no gated SiLU feed-forward part of Llama's form"),
+        (TINY_LLAMA | GEMMA, "hf", "GemmaRMSNorm is no norm like Llama's"),
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "hf", "has no gated SiLU feed-forward part like Llama's"),
         ({**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 2}, "hf", "no gated SiLU feed-forward part"),
         ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}, "hf", "LayerNorm is no norm"),
-        (TINY_LLAMA | {"hidden_act": "gelu"}, "native", "hidden_act is silu or silu_unfused"),
-        ({**TINY_LLAMA, "model_type": "trainfit", "norm": "layernorm"}, "native", "here it is layernorm"),
-        ({**TINY_LLAMA, "model_type": "trainfit", "position_embedding": "learned"}, "native", "is rope"),
-        ({**TINY_LLAMA, "model_type": "trainfit", "gated_mlp": False}, "native", "gated_mlp is True"),
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "native", "support hidden_act silu or silu_unfused"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "norm": "layernorm"}, "native", "this model has layernorm"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "position_embedding": "learned"}, "native", "position_embedding rope"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "gated_mlp": False}, "native", "gated_mlp True"),
     ],
     ids=str,
 )  # fmt: skip

@@ -196,7 +196,8 @@ def test_fake_and_meta() -> None:
 
 
 def test_meta_then_empty_then_init() -> None:
-    """The way sharded models are made: buffers hold positions, not weights, and come back with the weights."""
+    """The way sharded models are made: buffers hold positions, not weights, and come back with the
+    weights."""
     model = build_native({**OWN}, dtype=torch.float32, device="meta")
     model.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -221,7 +222,8 @@ def test_unfused_and_per_layer_change_memory_only() -> None:
     ],
 )
 def test_what_the_feed_forward_keeps(changes: dict[str, object], kept: list[int]) -> None:
-    """Elements a token of every tensor kept for the backward pass, its input (32 wide) and the weights aside."""
+    """Elements a token of every tensor kept for the backward pass, its input (32 wide) and the weights
+    aside."""
     mlp = own(changes).layers[0].mlp
     weights = {parameter.data_ptr() for parameter in mlp.parameters()}
     x = torch.randn(1, SEQ, 32, requires_grad=True)

@@ -1,4 +1,5 @@
-"""Keys of a config.json one by one: native computes what transformers computes of them, or refuses them in one line."""
+"""Keys of a config.json one by one: native computes what transformers computes of them, or refuses them in
+one line."""
 
 import copy
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainfit.models.hf import build_hf
 from trainfit.models.native.build import build_native
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.families import FAMILIES
-from trainfit.models.native.layout import slots, tensor_of
+from trainfit.models.native.layout import mapped_tensors, tensor_of
 from trainfit.models.native.safetensors_io import load_safetensors
 from trainfit.spec.errors import InputError
 
@@ -95,11 +96,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_dropout": 0.5}, "native has no dropout"),
     ({"is_causal": False}, "is_causal"),
     ({"hidden_act": "quick_gelu"}, "hidden_act"),
-    ({"layer_types": [SLIDING, FULL, FULL], "sliding_window": 8}, "all alike"),
+    ({"layer_types": [SLIDING, FULL, FULL], "sliding_window": 8}, "identical"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "native has default, linear, llama3, yarn"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "turns whole heads"),
-    (llama3(partial_rotary_factor=0.5), "turns whole heads"),
-    (yarn(partial_rotary_factor=0.5), "turns whole heads"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "rotates whole heads"),
+    (llama3(partial_rotary_factor=0.5), "rotates whole heads"),
+    (yarn(partial_rotary_factor=0.5), "rotates whole heads"),
     ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
     (llama3(low_freq_factor=8.0, high_freq_factor=2.0), "from low_freq_factor 8 to high_freq_factor 2"),
     ({"rope_theta": None}, "rope_theta"),
@@ -138,7 +139,7 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
     torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
     expected.loss.backward()
     got.loss.backward()
-    places = {slot.name: slot for slot in slots(ours.config)}
+    places = {entry.name: entry for entry in mapped_tensors(ours.config)}
     gradients = {key: value.grad for key, value in theirs.named_parameters()}
     assert set(gradients) == set(places), "the same weights"
     for parameter in ours.parameters():

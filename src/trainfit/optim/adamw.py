@@ -139,11 +139,7 @@ def updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tup
     p = p - numbers.decay * p
     m = m.lerp(g, numbers.take1)
     v = v.lerp(g.square(), numbers.take2)
-    return (
-        p - numbers.lr * (m / numbers.correction1) / (v.sqrt() / numbers.correction2 + numbers.eps),
-        m,
-        v,
-    )
+    return (p - numbers.lr * (m / numbers.correction1) / (v.sqrt() / numbers.correction2 + numbers.eps), m, v)
 
 
 def _write(target: Tensor, values: Tensor, generator: torch.Generator | None) -> None:

@@ -103,7 +103,7 @@ class _LossWithGradients(torch.autograd.Function):
         # The engine copies a gradient that something else still references.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("this loss was already backpropagated; its gradients have been freed")
+            raise RuntimeError("the gradients of this loss were freed by its first backward")
         expected = ctx.expected_gradient
         # CUDA divides by a Python number through its reciprocal, and 13 * (1/13) need not be 1.
         ratio = grad / (expected if isinstance(expected, Tensor) else grad.new_full((), expected))
