@@ -290,7 +290,7 @@ def test_peft_lora_trains_only_the_adapter() -> None:
         ({**OWN, "norm_placment": "post"}, ["norm_placment", "did you mean 'norm_placement'?"]),
         ({**OWN, "num_attention_heads": 5}, ["num_attention_heads", "head_dim"]),
         ({**OWN, "num_key_value_heads": 3}, ["num_key_value_heads 3", "make it one"]),
-        ({**OWN, "head_dim": 7}, ["7 of each head", "even"]),
+        ({**OWN, "head_dim": 7}, ["7 elements of each head", "even"]),
         ({**OWN, "norm": "batchnorm"}, ["norm", "'batchnorm'", "rmsnorm"]),
         ({**OWN, "hidden_size": 32.5}, ["hidden_size", "32.5"]),
         (
