@@ -1,4 +1,5 @@
-"""On a CUDA GPU: FLOPs of a real step as torch's own counter counts them, against the virtual GPU's ledger, op by op."""
+"""On a CUDA GPU: FLOPs of a real step as torch's own counter counts them, against the virtual GPU's ledger,
+op by op."""
 
 import pytest
 import torch

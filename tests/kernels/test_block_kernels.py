@@ -95,7 +95,7 @@ def check_swiglu(n: int, f: int, dtype: torch.dtype) -> None:
 
 
 def check_rope(n: int, d: int, half: int, dtype: torch.dtype) -> None:
-    """Queries as a model has them: heads beside each other in memory."""
+    """Queries as a model has them: adjacent heads in memory."""
     q, k = randn(2, n, 6, d, dtype=dtype).transpose(1, 2), randn(2, 2, n, d, dtype=dtype)
     cos, sin = angles(n, half, dtype)
     wide = cos.double(), sin.double()

@@ -1,5 +1,4 @@
-"""Operations of ours keep PyTorch's rules: what they write into is said, and fake tensors know their
-results."""
+"""Custom operators follow PyTorch's rules: declared mutations, and fake results like the real ones."""
 
 from collections.abc import Callable
 

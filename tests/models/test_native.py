@@ -67,9 +67,9 @@ def by_torch(model: NativeDecoder, activation: str) -> torch.Tensor:
     config = model.config
     mask = torch.full((SEQ, SEQ), -math.inf).triu(1).expand(4, SEQ, SEQ).clone()
     if config.position_embedding == "alibi":
-        place = torch.arange(SEQ)
+        positions = torch.arange(SEQ)
         for head in range(4):  # four heads: the slopes are 1/4, 1/16, 1/64, 1/256
-            mask[head] += -(4.0 ** -(head + 1)) * (place[:, None] - place[None, :]).clamp(min=0)
+            mask[head] += -(4.0 ** -(head + 1)) * (positions[:, None] - positions[None, :]).clamp(min=0)
     x = model.embed(ids())
     if model.embed_positions is not None:
         x = x + model.embed_positions.weight[:SEQ]
@@ -78,7 +78,8 @@ def by_torch(model: NativeDecoder, activation: str) -> torch.Tensor:
             32, 4, 48, 0.0, activation, batch_first=True, norm_first=config.norm_placement == "pre"
         )
         names = {
-            "self_attn.in_proj_": "attention.qkv.", "self_attn.out_proj.": "attention.out.", "linear1.": "mlp.up.",
+            "self_attn.in_proj_": "attention.qkv.", "self_attn.out_proj.": "attention.out.",
+            "linear1.": "mlp.up.",
             "linear2.": "mlp.down.", "norm1.": "attention_norm.", "norm2.": "mlp_norm.",
         }  # fmt: skip
         layer.load_state_dict(
@@ -118,7 +119,7 @@ def test_alibi_slopes_are_the_papers() -> None:
 
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     for heads in (1, 4, 12, 16, 20, 32):
-        theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # [heads, 1, 2], slope x place
+        theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # [heads, 1, 2], slope x position
         assert alibi_slopes(heads) == pytest.approx(theirs[:, 0, 1].tolist())
 
 

@@ -73,12 +73,13 @@ EQUAL: list[dict[str, Any]] = [
     *(
         {key: 2.0}
         for key in (
-            "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier", "embedding_multiplier",
+            "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
+            "embedding_multiplier",
             "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
         )
     ),
-    *({key: True} for key in ("use_qk_norm", "qkv_bias", "use_bias", "alibi", "parallel_attn", "scale_embedding")),
-    {"no_rope_layers": [0, 1, 0]},
+    *({key: True} for key in ("use_qk_norm", "qkv_bias", "use_bias", "alibi", "parallel_attn",
+    "scale_embedding")), {"no_rope_layers": [0, 1, 0]},
     {"attention_chunk_size": 8},
 ]  # fmt: skip
 """What native and transformers compute alike, in every family."""
@@ -98,7 +99,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "quick_gelu"}, "hidden_act"),
     ({"layer_types": [SLIDING, FULL, FULL], "sliding_window": 8}, "identical"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "native has default, linear, llama3, yarn"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "rotates whole heads"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+     "rotates whole heads"),
     (llama3(partial_rotary_factor=0.5), "rotates whole heads"),
     (yarn(partial_rotary_factor=0.5), "rotates whole heads"),
     ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
@@ -139,13 +141,13 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
     torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
     expected.loss.backward()
     got.loss.backward()
-    places = {entry.name: entry for entry in mapped_tensors(ours.config)}
+    entries = {entry.name: entry for entry in mapped_tensors(ours.config)}
     gradients = {key: value.grad for key, value in theirs.named_parameters()}
-    assert set(gradients) == set(places), "the same weights"
+    assert set(gradients) == set(entries), "the same weights"
     for parameter in ours.parameters():
         parameter.data = parameter.grad
     for key, gradient in gradients.items():
-        torch.testing.assert_close(tensor_of(ours, places[key]), gradient, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(tensor_of(ours, entries[key]), gradient, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

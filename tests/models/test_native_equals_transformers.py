@@ -18,7 +18,8 @@ CONFIGS = {
     "llama": {"model_type": "llama", **TINY, "rope_theta": 500.0},
     "llama-mha-tied": {"model_type": "llama", **TINY, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "llama-biases-gelu": {
-        "model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"
+        "model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True,
+        "hidden_act": "gelu_pytorch_tanh"
     },
     "llama-relu-glu": {"model_type": "llama", **TINY, "hidden_act": "relu"},
     "llama-wide-heads": {"model_type": "llama", **TINY, "head_dim": 16},

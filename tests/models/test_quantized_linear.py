@@ -139,11 +139,11 @@ def test_experts_and_state_spaces_are_refused(config: dict[str, Any], named: str
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
 def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision: Any):
     """Recomputation changes nothing; adapters are fp32 unless they are to have the base's dtype."""
-    asked = {"quantize": kind, "precision": precision, "optimizer": Optimizer(lr=1e-2), "adapter": LORA}
-    _, losses = learned(tiny_recipe(code, **asked))
+    options = {"quantize": kind, "precision": precision, "optimizer": Optimizer(lr=1e-2), "adapter": LORA}
+    _, losses = learned(tiny_recipe(code, **options))
     assert losses[-1] < losses[0] - 0.05
-    assert learned(tiny_recipe(code, recompute="full", **asked))[1] == losses
-    base = asked | {"adapter": LORA.model_copy(update={"dtype": "base", "dropout": 0.1})}
+    assert learned(tiny_recipe(code, recompute="full", **options))[1] == losses
+    base = options | {"adapter": LORA.model_copy(update={"dtype": "base", "dropout": 0.1})}
     step, _ = learned(tiny_recipe(code, **base), 1)
     expected = torch.bfloat16 if precision == "bf16" else torch.float32
     assert {p.dtype for p in step.model.parameters() if p.requires_grad} == {expected}
@@ -192,10 +192,10 @@ def test_a_step_with_few_layers_tells_the_whole_models():
     block."""
     config = with_layers("llama-3.2-1b", 7)
     recipe = recipe_of(config, "native", adapter=LORA, quantize="nf4", precision="bf16", recompute="full")
-    told, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))
-    assert told["params"] == whole["params"]
-    assert told["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
-    assert told["num_bytes"] == whole["num_bytes"]
+    short, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))
+    assert short["params"] == whole["params"]
+    assert short["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
+    assert short["num_bytes"] == whole["num_bytes"]
     assert whole["peak_reserved_bytes"] - whole["peak_allocated_bytes"] < 200 * 2**20
 
 

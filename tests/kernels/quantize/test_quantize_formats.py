@@ -142,7 +142,8 @@ from trainfit.kernels.quantize import triton as kernels
 
 def widest(kernel, types, **constants):
     types = types | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind != "constexpr"}
+    pointers = [i for i, kind in enumerate(types.values()) if kind != "constexpr"]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     text = made.asm["ptx"]

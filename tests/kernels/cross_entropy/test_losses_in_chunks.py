@@ -129,7 +129,8 @@ def refused(loss: Any) -> dict[str, tuple[Recipe, str]]:
     return {
         "head adapted": (tiny_recipe(loss=loss, adapter=head), "no(t)? a? ?plain.*use loss: standard"),
         "family": (
-            recipe_of({"model_type": "xglm", "num_layers": 1}, loss=loss), "how xglm computes logits.*use loss: standard",
+            recipe_of({"model_type": "xglm", "num_layers": 1}, loss=loss),
+            "how xglm computes logits.*use loss: standard",
         ),
         "router": (recipe_of(BALANCED, loss=loss), "balances its experts.*use loss: standard"),
     }  # fmt: skip

@@ -106,8 +106,7 @@ def compare_kernels(size: tuple[int, ...], device: str, most_away: float) -> Non
 
 
 def compare_coded(p: torch.Tensor, g: torch.Tensor, bits: int, most_away: float) -> None:
-    """Three steps, each from the reference's state: a code is then told by itself, not by the next step's
-    weights.
+    """Three steps, each from the reference's state: so a wrong code does not change later steps.
 
     Weights in fp32: Triton's interpreter cuts bf16's bits off instead of rounding to nearest.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_flash_attention import BF16, FP16, FP32, Interpreted, computed, inputs, plain, wrong_places
+from test_flash_attention import BF16, FP16, FP32, Interpreted, computed, inputs, plain, wrong_results
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -101,13 +101,13 @@ GROUPED = (2, 4, 2, 77, 77)
 def test_stride_0_on_a_cpu(given: Callable[..., Any], is_causal: bool) -> None:
     tensors = given(inputs(*GROUPED, 16, FP32))
     for run in (flash.flash_attention, flash.TiledAttention.apply):
-        assert wrong_places(run, tensors, is_causal) == []
+        assert wrong_results(run, tensors, is_causal) == []
 
 
 @interpreted
 @pytest.mark.parametrize("given", GIVEN)
 def test_stride_0_in_the_interpreter(given: Callable[..., Any]) -> None:
-    assert wrong_places(Interpreted.apply, given(inputs(1, 4, 2, 40, 40, 16, FP32)), True) == []
+    assert wrong_results(Interpreted.apply, given(inputs(1, 4, 2, 40, 40, 16, FP32)), True) == []
 
 
 def test_out_sum_backward() -> None:
@@ -138,7 +138,7 @@ def test_what_tma_cannot_carry_takes_the_plain_kernels() -> None:
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (80, FP16)], ids=str)
 def test_stride_0_on_a_gpu(d: int, dtype: torch.dtype, given: Callable[..., Any]) -> None:
     tensors = given(inputs(*GROUPED, d, dtype, "cuda"))
-    wrong = wrong_places(flash.flash_attention, tensors, True)
+    wrong = wrong_results(flash.flash_attention, tensors, True)
     assert not wrong, "\n".join(wrong)
 
 
@@ -168,11 +168,11 @@ def certain(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def wrong_of_certain(run: Any, tensors: list[Tensor], is_causal: bool) -> list[str]:
-    """As ``wrong_places``, but what of the scores' gradients is left of rounding is a difference of two equal
-    sums of d numbers: written out, it is 0 to the last bit."""
+    """As ``wrong_results``, but what of the scores' gradients is left of rounding is a difference of two
+    equal sums of d numbers: written out, it is 0 to the last bit."""
     _, dq, dk, _ = (x.abs().max().item() for x in computed(run, tensors, is_causal, tensors[0].dtype))
     scores = [f"{name} is {size:.2g}" for name, size in (("dq", dq), ("dk", dk)) if not size < 1e-3]
-    return scores + wrong_places(run, tensors, is_causal, ("out", "dv"))
+    return scores + wrong_results(run, tensors, is_causal, ("out", "dv"))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

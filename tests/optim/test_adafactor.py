@@ -1,5 +1,4 @@
-"""The fused Adafactor: torch's own results in fp32, kernels equal to plain PyTorch, and rounding that keeps
-small updates."""
+"""Adafactor: PyTorch's results in fp32, Triton kernels equal to PyTorch, and stochastic rounding."""
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from trainfit.kernels.stochastic_rounding.reference import round_stochastically
 from trainfit.optim import adafactor
 
 SHAPES = [(1, 7, 5), (1, 514, 130), (3, 33, 257)]
+SMALL = [(1, 7, 5), (1, 66, 130), (3, 33, 257)]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -27,9 +27,12 @@ def test_it_is_torchs_adafactor_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
 @interpreted
-def test_kernels_in_the_interpreter(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_kernels_in_the_interpreter(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adafactor, "ROWS_A_PART", 64)
     compare(shape, dtype, "cpu")
 
 

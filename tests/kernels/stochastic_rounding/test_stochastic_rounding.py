@@ -42,7 +42,8 @@ MAKERS: dict[str, Any] = {
         StochasticSGD(p, lr / 10, 0.0, 0.9, seed=1) if sr else torch.optim.SGD(p, lr=lr / 10, momentum=0.9)
     ),
     "adamw": lambda p, lr, sr: (
-        kernel.FusedAdamW(p, lr, 0.0, stochastic=True, seed=1) if sr else torch.optim.AdamW(p, lr=lr, weight_decay=0)
+        kernel.FusedAdamW(p, lr, 0.0, stochastic=True, seed=1) if sr else torch.optim.AdamW(p, lr=lr,
+        weight_decay=0)
     ),
     **{
         f"adamw{bits}bit": lambda p, lr, sr, bits=bits: kernel.FusedAdamW(
@@ -80,10 +81,10 @@ def test_a_thousand_updates_below_half_the_last_bit_add_up(name: str):
 
 
 def test_no_two_optimizers_of_a_step_draw_the_same_bits():
-    asked = Optimizer(
+    settings = Optimizer(
         name="muon", momentum=0.95, implementation="fused", stochastic_rounding=True, in_backward=True
     )
-    step = assemble(tiny_recipe(precision="bf16", optimizer=asked), CPU)
+    step = assemble(tiny_recipe(precision="bf16", optimizer=settings), CPU)
     numbers = [optimizer._seed for optimizer in step.optimizers]
     assert len({type(optimizer) for optimizer in step.optimizers}) == 2
     assert len(set(numbers)) == len(numbers)
