@@ -290,7 +290,7 @@ def memory_of(ledger: Ledger, name: str) -> list[tuple[str, int]]:
     allocations = [
         n for n, event in enumerate(ledger.events) if event.storage in own and event.kind == ALLOCATE
     ]
-    scratch = {i for i in own if "/scratch" in ledger.storages[i].slot}
+    scratch = {i for i in own if "/scratch" in ledger.storages[i].path}
     return [
         ("+" if event.kind == ALLOCATE else "-", ledger.storages[event.storage].num_bytes)
         for n, event in enumerate(ledger.events)

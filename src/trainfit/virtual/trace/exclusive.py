@@ -1,0 +1,99 @@
+"""One trace at a time in a process; PyTorch's functions replaced for the tracing thread alone.
+
+Tracing replaces process-wide kernels and functions. ``exclusive`` serialises traces by a re-entrant lock, and
+``replaced`` affects the tracing thread alone, so that another thread can train meanwhile.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+
+class _Holder:
+    """The lock and the thread that holds it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.thread: int | None = None
+
+    def after_fork(self) -> None:
+        """Release the lock in a forked child, which does not have the holding thread."""
+        if self.thread != threading.get_ident():
+            self.__init__()
+
+
+_holder = _Holder()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_holder.after_fork)
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Hold the tracing lock, which is re-entrant; another thread waits."""
+    with _holder.lock:
+        before = _holder.thread
+        _holder.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            _holder.thread = before
+
+
+def is_tracing_thread() -> bool:
+    """Return whether the calling thread is the one that traces."""
+    return threading.get_ident() == _holder.thread
+
+
+# As torch.compiler.assume_constant_result: Dynamo calls it instead of tracing into the threading module.
+is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute while entered, within ``exclusive``.
+
+    Functions, methods and properties are replaced for the tracing thread alone, other values (classes,
+    tables) for every thread.
+    """
+    with exclusive():
+        inherited = name not in vars(owner)
+        before = None if inherited else vars(owner)[name]
+        setattr(owner, name, _for_tracing_thread(value, getattr(owner, name)))
+        try:
+            yield
+        finally:
+            if inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
+def _for_tracing_thread(value: Any, original: Any) -> Any:
+    if isinstance(value, staticmethod):
+        return staticmethod(_for_tracing_thread(value.__func__, original))
+    if isinstance(value, property):
+        return _property_for_tracing_thread(value, original)
+    if isinstance(value, FunctionType | MethodType) and callable(original) and not isinstance(original, type):
+        return chosen_by_thread(value, original)
+    return value
+
+
+def chosen_by_thread(value: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``value`` on the tracing thread and ``original`` on any other."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return value(*args, **kwargs) if is_tracing_thread() else original(*args, **kwargs)
+
+    # Dynamo inspects the signature of some of the replaced functions.
+    return functools.update_wrapper(call, value, assigned=(), updated=())
+
+
+def _property_for_tracing_thread(value: property, original: Any) -> property:
+    def get(self: Any) -> Any:
+        return value.__get__(self, type(self)) if is_tracing_thread() else original.__get__(self, type(self))
+
+    return property(get, value.fset)
