@@ -1,7 +1,5 @@
 """PEFT models on real and fake parameters."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

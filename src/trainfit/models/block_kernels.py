@@ -5,8 +5,6 @@ transformers class is recognised by its code, which transformers copies from fam
 has to equal Llama's (attention also Mistral's, Qwen2's or Qwen3's).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache

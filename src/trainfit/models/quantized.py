@@ -5,8 +5,6 @@ a time, so at most one block is in full precision. Embeddings, norms, biases and
 quantised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

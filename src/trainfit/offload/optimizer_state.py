@@ -6,8 +6,6 @@ saved and loaded as usual. Step counts, Adafactor's rows and columns and the sta
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

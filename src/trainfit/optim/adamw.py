@@ -7,12 +7,10 @@
 Arithmetic is in fp32: Triton on CUDA, which allocates nothing, and PyTorch elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +44,7 @@ class Numbers(NamedTuple):
     """sqrt(1 - beta2^step)."""
 
     @classmethod
-    def of(cls, group: dict[str, Any], step: int) -> Numbers:
+    def of(cls, group: dict[str, Any], step: int) -> Self:
         (beta1, beta2), lr = group["betas"], group["lr"]
         return cls(
             lr, lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"],

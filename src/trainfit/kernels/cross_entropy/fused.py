@@ -19,8 +19,6 @@ Unlike chunked.py, a logit takes 2 bytes instead of 6, label smoothing and z-los
 arXiv:2204.02311, section 5) are supported, and a bias is not.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ on the device and returns. The method is Liger-Kernel's (Hsu et al., https://arx
 are rounded after scaling, as in an ordinary backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, Self

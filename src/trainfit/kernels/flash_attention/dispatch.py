@@ -7,8 +7,6 @@ heads, 8K tokens for head size 128, 16K for 64). Other head sizes, fp32 and othe
 kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
