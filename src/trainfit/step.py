@@ -14,54 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from trainfit.models.build import build_model, build_on_host
+from trainfit.models.build import build_model
 from trainfit.models.layers import max_positions
 from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
-from trainfit.techniques.base import Compiler, ContextFactory, Draft, LossFunction
-from trainfit.techniques.offload.weights import num_slots
-from trainfit.techniques.precision.dtypes import weight_dtype
+from trainfit.techniques.base import Compiler, ContextFactory, Draft, LossFunction, weight_dtype
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
-
-ORDER = (
-    "block_kernels",
-    "quantize",
-    "lora",
-    "soft_prompts",
-    "prefix_tuning",
-    "fp8",
-    "recompute_full",
-    "recompute_every",
-    "recompute_selective",
-    "recompute_budget",
-    "recompute_layers",
-    "chunked_loss",
-    "fused_loss",
-    "loss_terms",
-    "compile_block",
-    "compile_model",
-    "offload_weights",
-    "offload_activations",
-    "precision",
-    "attention",
-    "accumulation",
-    "loader",
-    "empty_cache",
-    "adamw",
-    "adamw_low_bit",
-    "sgd",
-    "adafactor",
-    "muon",
-    "stochastic_rounding",
-    "optimizer_in_backward",
-    "gradient_clipping",
-)
-"""Every technique, in the order in which it is applied."""
 
 
 def assemble(
@@ -87,7 +50,7 @@ def assemble(
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
     draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
-    for technique in in_order():
+    for technique in registry.in_order():
         if technique.applies(recipe):
             technique.apply(recipe, draft)
     if not draft.optimizers:
@@ -106,25 +69,17 @@ def _seed(seed: int) -> None:
 def _build(
     recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
 ) -> tuple[nn.Module, HostBlocks | None]:
-    """The bare model in training mode, and where its blocks' weights are if not on the device."""
-    dtype = weight_dtype(recipe)
-    if recipe.offload.weights:
-        slots = num_slots(recipe)
-        model, hosted = build_on_host(
-            recipe.model,
-            dtype=dtype,
-            device=device,
-            attention=recipe.attention,
-            quantize=recipe.quantize,
-            num_slots=slots,
-            on_model=on_model,
+    """Return the bare model in training mode, and the blocks whose weights are on the host."""
+    dtype, hosted = weight_dtype(recipe), None
+    build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
+    if build is not None:
+        model, hosted = build(recipe, dtype, device, on_model)
+    else:
+        model = build_model(
+            recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
         )
-        return model.train(), hosted
-    model = build_model(
-        recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
-    )
-    on_model(model)
-    return model.train(), None
+        on_model(model)
+    return model.train(), hosted
 
 
 def _check_positions(recipe: Recipe, model: nn.Module) -> None:
@@ -137,13 +92,6 @@ def _check_positions(recipe: Recipe, model: nn.Module) -> None:
             field="batch.seq",
             value=recipe.batch.seq,
         )
-
-
-def in_order() -> list[registry.Technique]:
-    """The techniques as ORDER has them; a file without a place is a bug of ours."""
-    found = registry.techniques()
-    assert sorted(found) == sorted(ORDER), f"step.ORDER and techniques/ differ: {set(found) ^ set(ORDER)}"
-    return [found[name] for name in ORDER]
 
 
 class Step:

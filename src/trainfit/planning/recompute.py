@@ -18,7 +18,7 @@ from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.estimate import predict
-from trainfit.prediction.trace import names_layers
+from trainfit.prediction.trace import trace_whole
 from trainfit.prediction.transfers import SUSTAINED, host_link
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -147,7 +147,7 @@ def _check(recipe: Recipe) -> None:
             field=field,
             value=value,
         )
-    if names_layers(recipe):
+    if recipe.adapter is not None and trace_whole(recipe):
         raise InputError(
             "the adapter's targets name layers by number, so the blocks are not alike",
             "name targets without numbers, or write out recompute: {layers: [...]}",

@@ -77,7 +77,7 @@ def _groups(both: list[Comparison]) -> Iterable[Group]:
 
 
 def _by_technique(both: list[Comparison]) -> Iterable[Group]:
-    for name, technique in techniques().items():
+    for name, technique in sorted(techniques().items()):
         mine = [one for one in both if technique.applies(one.recipe)]
         if mine:
             yield _group(name, mine)

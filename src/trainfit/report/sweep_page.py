@@ -12,11 +12,11 @@ from pathlib import Path
 
 from trainfit.records import replace_text
 from trainfit.report import html, sweep_plots
-from trainfit.report.compare import technique
 from trainfit.report.sweep_table import Column, columns, first_line, marked
 from trainfit.spec.optional import is_installed
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.sweep import RUNNING, WAITING, Row
+from trainfit.techniques.registry import describe
 
 CSS = (
     html.CSS
@@ -146,7 +146,7 @@ def _kind(column: Column) -> str:
 
 
 def _technique(row: Row) -> str:
-    return technique(recipe_from(row.recipe))
+    return describe(recipe_from(row.recipe))
 
 
 def _batch(row: Row) -> str:

@@ -10,17 +10,20 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.names import gpu_name, model_name
+from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
-Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
+Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"], Extensible("precision")]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
-Attention = Literal[AttentionKernel, "best"]
+Attention = Annotated[Literal[AttentionKernel, "best"], Extensible("attention")]
 """``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``planning/attention.py``)."""
-Loss = Literal["standard", "chunked", "fused"]
-BlockKernels = Literal["standard", "triton"]
-OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
-Quantize = Literal["nf4", "int8", "fp8"]
+Loss = Annotated[Literal["standard", "chunked", "fused"], Extensible("loss")]
+BlockKernels = Annotated[Literal["standard", "triton"], Extensible("block_kernels")]
+OptimizerName = Annotated[
+    Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"], Extensible("optimizer.name")
+]
+Quantize = Annotated[Literal["nf4", "int8", "fp8"], Extensible("quantize")]
 
 MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
@@ -134,7 +137,7 @@ class Optimizer(Value):
 class Adapter(Value):
     """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
 
-    kind: Literal["lora", "prompt", "prefix", "p-tuning"]
+    kind: Annotated[Literal["lora", "prompt", "prefix", "p-tuning"], Extensible("adapter.kind")]
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
     alpha: PositiveInt | None = None
     targets: str | tuple[str, ...] = "all-linear"
@@ -182,7 +185,7 @@ class Recipe(Value):
     loss: Loss = "standard"
     loss_terms: LossTerms = LossTerms()
     recompute: Recompute = "none"
-    compile: Literal[False, "block", "model"] = False
+    compile: Annotated[Literal[False, "block", "model"], Extensible("compile")] = False
     optimizer: Optimizer = Optimizer()
     adapter: Adapter | None = None
     quantize: Quantize | None = None

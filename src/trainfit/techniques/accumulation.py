@@ -14,19 +14,24 @@ Refuses nothing.
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-COVERS: dict[str, tuple[object, ...]] = {}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.batch.accumulate > 1
-
-
-def check(recipe: Recipe) -> None:
-    """What cannot accumulate says so in its own file."""
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """The step's loop takes this many micro-batches and divides each loss by it."""
     draft.num_micro_batches = recipe.batch.accumulate
+
+
+TECHNIQUE = Technique(
+    name="accumulation",
+    order=210,
+    title="Gradient accumulation",
+    fields=("batch.micro", "batch.accumulate"),
+    turned_on_by="`batch.accumulate: k`",
+    use_when="the batch does not fit",
+    main_cost="small kernels",
+    apply=apply,
+    when=lambda recipe: recipe.batch.accumulate > 1,
+    examples=({"batch": {"micro": 1, "accumulate": 4}},),
+    draw=Draw(weights={"batch.accumulate": {1: 4, 2: 1, 4: 1}}),
+)

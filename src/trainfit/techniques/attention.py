@@ -28,9 +28,7 @@ from __future__ import annotations
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft
-
-COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")}
+from trainfit.techniques.base import Draft, Draw, Technique
 
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -42,10 +40,6 @@ BACKENDS = {
 HALF_ONLY = ("flash", "cudnn")
 """Kernels that take fp16 and bf16 only."""
 CUDA_ONLY = ("cudnn", "efficient")
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.attention in (*BACKENDS, "triton", "best")
 
 
 def check(recipe: Recipe) -> None:
@@ -99,3 +93,28 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     backend = getattr(SDPBackend, BACKENDS[recipe.attention])
     draft.around_forward.append(lambda: sdpa_kernel(backend))
     draft.around_backward.append(lambda: sdpa_kernel(backend))
+
+
+def _describe(recipe: Recipe) -> str:
+    return "" if recipe.attention == "sdpa" else f"{recipe.attention} attention"
+
+
+TECHNIQUE = Technique(
+    name="attention",
+    order=200,
+    title="Attention backends",
+    fields=("attention",),
+    turned_on_by="`attention: ...`",
+    use_when="long sequences",
+    main_cost="none in quality",
+    covers={"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    when=lambda recipe: recipe.attention in (*BACKENDS, "triton", "best"),
+    describe=_describe,
+    examples=({"attention": "cudnn"}, {"attention": "triton"}, {"attention": "eager"}),
+    draw=Draw(
+        weights={"attention": {"sdpa": 8, "eager": 1, "math": 1, "flash": 1, "efficient": 1, "cudnn": 1}}
+    ),
+)

@@ -17,15 +17,12 @@ compute capability 8.0, which Triton does not support.
 
 from __future__ import annotations
 
+import random
+
+from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft
-
-COVERS = {"block_kernels": ("triton",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.block_kernels == "triton"
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
@@ -49,3 +46,30 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.models.block_kernels import use_block_kernels
 
     use_block_kernels(draft.model)
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    """Of models of Llama's form: others are refused, but only once they are built."""
+    drawn: Data = {"block_kernels": "triton"}
+    if recipe["model"]["implementation"] == "hf":
+        family = chance.choice(("llama", "mistral", "qwen2", "qwen3"))
+        drawn["model"] = {"config": chance.choice(FAMILIES[family])}
+    return drawn
+
+
+TECHNIQUE = Technique(
+    name="block_kernels",
+    order=10,
+    title="Block kernels",
+    fields=("block_kernels",),
+    turned_on_by="`block_kernels: triton`",
+    use_when="without `compile`",
+    main_cost="none in quality",
+    covers={"block_kernels": ("triton",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    describe=lambda recipe: "block kernels",
+    examples=({"block_kernels": "triton"},),
+    draw=Draw(alone=_draw),
+)

@@ -18,17 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-COVERS: dict[str, tuple[object, ...]] = {}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.empty_cache_every is not None
-
-
-def check(recipe: Recipe) -> None:
-    """It goes with everything: nothing that a step computes depends on it."""
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -51,3 +41,19 @@ def every(count: int, call: Callable[[], None]) -> Callable[[], None]:
             call()
 
     return counted
+
+
+TECHNIQUE = Technique(
+    name="empty_cache",
+    order=230,
+    title="Emptying the cache",
+    fields=("empty_cache_every",),
+    turned_on_by="`empty_cache_every: n`",
+    use_when="fragmentation, shared GPUs",
+    main_cost="time of driver calls",
+    apply=apply,
+    when=lambda recipe: recipe.empty_cache_every is not None,
+    describe=lambda recipe: f"cache emptied every {recipe.empty_cache_every} steps",
+    examples=({"empty_cache_every": 1},),
+    draw=Draw(alone=lambda chance, _: {"empty_cache_every": chance.choice((1, 1, 2, 3))}),
+)

@@ -19,6 +19,7 @@ Refuses nothing.
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,18 +28,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Loader, Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
 
 if TYPE_CHECKING:
     import torch
 
-COVERS: dict[str, tuple[object, ...]] = {}
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loader != Loader()
 
 
 def check(recipe: Recipe) -> None:
@@ -51,10 +47,6 @@ def check(recipe: Recipe) -> None:
             field="loader.prefetch",
             value=asked.prefetch,
         )
-
-
-def apply(recipe: Recipe, draft: Draft) -> None:
-    """Nothing in the step itself: who runs it reads its data through ``Feed``."""
 
 
 class Source(Protocol):
@@ -159,3 +151,29 @@ def _outlive_the_first_signal(worker: int) -> None:
     for number in END_SIGNALS:
         signal.signal(number, once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
+
+
+def _describe(recipe: Recipe) -> str:
+    return f"{recipe.loader.workers} loader workers" if recipe.loader.workers else ""
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    # (0, True) is the default.
+    workers, pinned = chance.choice(((0, False), (1, True), (2, True), (2, False)))
+    return {"loader": {"workers": workers, "pin_memory": pinned}}
+
+
+TECHNIQUE = Technique(
+    name="loader",
+    order=220,
+    title="Loader",
+    fields=("loader",),
+    turned_on_by="`loader.*`",
+    use_when="the GPU waits for data",
+    main_cost="host processes",
+    check=check,
+    when=lambda recipe: recipe.loader != Loader(),
+    describe=_describe,
+    examples=({"loader": {"workers": 2}},),
+    draw=Draw(alone=_draw),
+)

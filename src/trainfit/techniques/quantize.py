@@ -18,15 +18,11 @@ Refuses mixtures of experts and state-space models, whose blocks hold weights th
 
 from __future__ import annotations
 
+import random
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-COVERS = {"quantize": ("nf4", "int8", "fp8")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.quantize is not None
+from trainfit.techniques.base import Data, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
@@ -47,5 +43,23 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def apply(recipe: Recipe, draft: Draft) -> None:
-    """Nothing: the model was built so."""
+def _draw(chance: random.Random, _: Data) -> Data:
+    adapter = {"kind": "lora", "rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
+    return {"quantize": chance.choice(("nf4", "nf4", "int8", "fp8")), "adapter": adapter, "precision": "bf16"}
+
+
+TECHNIQUE = Technique(
+    name="quantize",
+    order=20,
+    title="Quantised base",
+    fields=("quantize",),
+    turned_on_by="`quantize: nf4`, `int8`, `fp8`",
+    use_when="the frozen base does not fit",
+    main_cost="rounding of the base",
+    covers={"quantize": ("nf4", "int8", "fp8")},
+    check=check,
+    describe=lambda recipe: f"{recipe.quantize} base",
+    examples=({"quantize": "nf4"},),
+    needs={"adapter": {"kind": "lora"}},
+    draw=Draw(alone=_draw),
+)

@@ -19,7 +19,6 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
-from trainfit.techniques.loss import terms as loss_terms
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import Corpora, open_corpora
@@ -122,12 +121,10 @@ def _run_start(
 
 
 def _about_the_loss(recipe: Recipe) -> tuple[str, ...]:
-    if not loss_terms.applies(recipe):
+    terms = [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
+    if not terms:
         return ()
-    terms = " and ".join(
-        f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value
-    )
-    return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",)
+    return (f"the training loss has {' and '.join(terms)} in it; evaluation's is the cross-entropy alone",)
 
 
 def _device(options: TrainOptions) -> torch.device:

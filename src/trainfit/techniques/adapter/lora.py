@@ -16,22 +16,18 @@ Refuses targets that PEFT does not find or cannot adapt.
 
 from __future__ import annotations
 
+import random
+import re
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter._target_pattern import check_pattern
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 if TYPE_CHECKING:
     from torch import nn
-
-COVERS = {"adapter.kind": ("lora",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.adapter is not None and recipe.adapter.kind == "lora"
 
 
 def check(recipe: Recipe) -> None:
@@ -99,3 +95,33 @@ def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]
         for name, module in blocks.named_modules()
         if isinstance(module, nn.Linear)
     ]
+
+
+def _options(chance: random.Random) -> Data:
+    return {"rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
+
+
+def _names_layers(recipe: Recipe) -> bool:
+    """Whether ``targets`` names layers by their numbers, or by a pattern of numbers."""
+    targets = recipe.adapter.targets if recipe.adapter is not None else ()
+    named = (targets,) if isinstance(targets, str) else targets
+    # Not a number within a name such as fc1 or dense_4h_to_h.
+    return any(re.search(r"(?<![A-Za-z0-9_])\d|\\d|\[\^?\d", target) for target in named)
+
+
+TECHNIQUE = Technique(
+    name="lora",
+    order=30,
+    title="LoRA",
+    fields=("adapter",),
+    turned_on_by="`adapter: {kind: lora}`",
+    use_when="gradients and moments do not fit",
+    main_cost="low-rank update",
+    covers={"adapter.kind": ("lora",)},
+    check=check,
+    apply=apply,
+    describe=lambda recipe: f"lora {recipe.adapter.rank if recipe.adapter else 0}",
+    examples=({"adapter": {"kind": "lora"}},),
+    draw=Draw(weights={"adapter.kind": {"lora": 1}}, share=0.15, options=_options),
+    trace_whole=_names_layers,
+)

@@ -16,21 +16,15 @@ Refuses models whose layers keep no keys and values of the kind that PEFT's pref
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.adapter.prompt import check_positions, has_no_matrices, on_hf
-from trainfit.techniques.base import Draft
-
-NAME = "prefix_tuning"
-COVERS = {"adapter.kind": ("prefix",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.adapter is not None and recipe.adapter.kind == "prefix"
+from trainfit.techniques.adapter.prompt import check_positions, describe_tokens, has_no_matrices, on_hf
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
@@ -102,3 +96,26 @@ def _refuse_other_caches(model: Any) -> None:
             field="adapter.kind",
             value="prefix",
         )
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    return {"adapter": {"kind": "prefix", "tokens": chance.choice((8, 20, 64))}}
+
+
+TECHNIQUE = Technique(
+    name="prefix_tuning",
+    order=50,
+    title="Prefix tuning",
+    fields=("adapter",),
+    turned_on_by="`adapter: {kind: prefix}`",
+    use_when="the same",
+    main_cost="attention needs a mask",
+    covers={"adapter.kind": ("prefix",)},
+    check=check,
+    apply=apply,
+    describe=describe_tokens,
+    examples=({"adapter": {"kind": "prefix"}},),
+    draw=Draw(alone=_draw),
+    # On hf the prefix is one tensor for all layers.
+    trace_whole=lambda recipe: recipe.model.implementation == "hf",
+)

@@ -16,23 +16,17 @@ Refuses more positions than the model has learned, the virtual ones included, an
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 if TYPE_CHECKING:
     from torch import nn
-
-NAME = "soft_prompts"
-COVERS = {"adapter.kind": ("prompt", "p-tuning")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.adapter is not None and recipe.adapter.kind in COVERS["adapter.kind"]
 
 
 def check(recipe: Recipe) -> None:
@@ -136,3 +130,30 @@ def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
             config = _config(adapter, token_dim=size, num_transformer_submodules=1, encoder_hidden_size=size)
             encoder = tuners.PromptEncoder(config)
     return Prompted(base, encoder, adapter.tokens)
+
+
+def describe_tokens(recipe: Recipe) -> str:
+    """Return the adapter's kind and number of virtual tokens."""
+    return "" if recipe.adapter is None else f"{recipe.adapter.kind} {recipe.adapter.tokens}"
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    kind = chance.choice(("prompt", "p-tuning"))
+    return {"adapter": {"kind": kind, "tokens": chance.choice((8, 20, 64))}}
+
+
+TECHNIQUE = Technique(
+    name="soft_prompts",
+    order=40,
+    title="Prompt tuning and p-tuning",
+    fields=("adapter",),
+    turned_on_by="`adapter: {kind: prompt}`, `p-tuning`",
+    use_when="many small adaptations",
+    main_cost="quality below LoRA",
+    covers={"adapter.kind": ("prompt", "p-tuning")},
+    check=check,
+    apply=apply,
+    describe=describe_tokens,
+    examples=({"adapter": {"kind": "prompt"}},),
+    draw=Draw(alone=_draw),
+)

@@ -15,18 +15,7 @@ Refuses models without repeated blocks.
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "compile_block"
-COVERS = {"compile": ("block",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.compile == "block"
-
-
-def check(recipe: Recipe) -> None:
-    """Whether a model has blocks shows once it is built."""
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -39,3 +28,19 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     for block in require_blocks(draft.model, "compile", recipe.compile, "use compile: model or false"):
         draft.compiler(block)
+
+
+TECHNIQUE = Technique(
+    name="compile_block",
+    order=150,
+    title="Compile by block",
+    fields=("compile",),
+    turned_on_by="`compile: block`",
+    use_when="speed",
+    main_cost="compile time in the first step",
+    covers={"compile": ("block",)},
+    apply=apply,
+    describe=lambda recipe: "compile block",
+    examples=({"compile": "block"},),
+    draw=Draw(weights={"compile": {"block": 1}}),
+)

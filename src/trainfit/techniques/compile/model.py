@@ -14,20 +14,27 @@ Refuses nothing.
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "compile_model"
-COVERS = {"compile": ("model",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.compile == "model"
-
-
-def check(recipe: Recipe) -> None:
-    """Compile goes with everything that is there."""
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Hand the model to the compiler, or what a loss of its own calls of it."""
     draft.compiler(draft.model if draft.body is None else draft.body)
+
+
+TECHNIQUE = Technique(
+    name="compile_model",
+    order=160,
+    title="Compile the model",
+    fields=("compile",),
+    turned_on_by="`compile: model`",
+    use_when="speed and memory",
+    main_cost="longer compile time",
+    covers={"compile": ("model",)},
+    apply=apply,
+    describe=lambda recipe: "compile model",
+    examples=({"compile": "model"},),
+    draw=Draw(weights={"compile": {"model": 1}}),
+    # One graph is scheduled as one, with buffers reused across layers.
+    trace_whole=lambda recipe: True,
+)

@@ -20,20 +20,13 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draft, Draw, Technique
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainfit.kernels.cross_entropy.chunked import Head
-
-NAME = "chunked_loss"
-COVERS = {"loss": ("chunked",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loss == "chunked"
 
 
 def check(recipe: Recipe) -> None:
@@ -64,3 +57,21 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     parts = language_head(draft.model, recipe.loss)
     draft.body = parts.body
     draft.loss = loss_of(draft, parts, function)
+
+
+TECHNIQUE = Technique(
+    name="chunked_loss",
+    order=120,
+    title="Chunked loss",
+    fields=("loss",),
+    turned_on_by="`loss: chunked`",
+    use_when="logits are the peak",
+    main_cost="small chunks",
+    covers={"loss": ("chunked",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    describe=lambda recipe: "chunked loss",
+    examples=({"loss": "chunked"},),
+    draw=Draw(alone=lambda chance, _: {"loss": "chunked"}),
+)

@@ -18,11 +18,13 @@ compute capability 8.0, which Triton does not support.
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
+from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft, LossFunction
+from trainfit.techniques.base import Data, Draft, Draw, LossFunction, Technique
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 if TYPE_CHECKING:
@@ -30,13 +32,6 @@ if TYPE_CHECKING:
 
     from trainfit.kernels.cross_entropy.chunked import Head
     from trainfit.kernels.cross_entropy.terms import Terms
-
-NAME = "fused_loss"
-COVERS = {"loss": ("fused",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loss == "fused"
 
 
 def check(recipe: Recipe) -> None:
@@ -74,3 +69,29 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     asked = recipe.loss_terms
     draft.loss = with_terms(Terms(asked.label_smoothing, asked.z_loss))
     draft.cross_entropy = with_terms(Terms())
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    """Gemma 2 more often than its share: its logits are soft-capped."""
+    drawn: Data = {"loss": "fused"}
+    if recipe["model"]["implementation"] == "hf" and chance.random() < 0.3:
+        drawn["model"] = {"config": chance.choice(FAMILIES["gemma2"])}
+    return drawn
+
+
+TECHNIQUE = Technique(
+    name="fused_loss",
+    order=130,
+    title="Fused loss",
+    fields=("loss",),
+    turned_on_by="`loss: fused`",
+    use_when="the same, on a GPU with Triton",
+    main_cost="none in quality",
+    covers={"loss": ("fused",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    describe=lambda recipe: "fused loss",
+    examples=({"loss": "fused"},),
+    draw=Draw(alone=_draw),
+)

@@ -15,23 +15,17 @@ Refuses experts whose own loss balances them (``output_router_logits``).
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import LossTerms, Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 from trainfit.techniques.loss._hidden_states import OWN_FORWARD
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-NAME = "loss_terms"
-COVERS = {}  # Numbers, which no list holds.
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loss_terms != LossTerms()
 
 
 def check(recipe: Recipe) -> None:
@@ -73,3 +67,31 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
     draft.loss, draft.cross_entropy = loss, cross_entropy
+
+
+def _describe(recipe: Recipe) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value)
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    terms = chance.choice(
+        ({"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.1, "z_loss": 1e-4})
+    )
+    return {"loss": chance.choice(("standard", "fused")), "loss_terms": terms}
+
+
+TECHNIQUE = Technique(
+    name="loss_terms",
+    order=140,
+    title="Loss terms",
+    fields=("loss_terms",),
+    turned_on_by="`loss_terms.*`",
+    use_when="overconfidence, drifting logits",
+    main_cost="training loss is no cross-entropy",
+    check=check,
+    apply=apply,
+    when=lambda recipe: recipe.loss_terms != LossTerms(),
+    describe=_describe,
+    examples=({"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}},),
+    draw=Draw(alone=_draw),
+)

@@ -17,14 +17,7 @@ from __future__ import annotations
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "offload_activations"
-COVERS = {"offload.activations": (True,)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.offload.activations
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
@@ -59,3 +52,22 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return  # offload_weights.py has the same runs move both.
     blocks = require_blocks(draft.model, "offload.activations", True, "set offload.activations: false")
     BlockRuns(blocks, CopyStreams(draft.device), offload=True).install()
+
+
+TECHNIQUE = Technique(
+    name="offload_activations",
+    order=180,
+    title="Activation offload",
+    fields=("offload.activations",),
+    turned_on_by="`offload.activations: true`",
+    use_when="deep models, long sequences",
+    main_cost="PCIe traffic",
+    covers={"offload.activations": (True,)},
+    check=check,
+    apply=apply,
+    describe=lambda recipe: "activations on the host",
+    examples=({"offload": {"activations": True}},),
+    needs={"recompute": "full"},
+    draw=Draw(alone=lambda chance, _: {"recompute": "full", "offload": {"activations": True}}),
+    trace_whole=lambda recipe: bool(recipe.compile),
+)

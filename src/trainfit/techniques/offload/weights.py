@@ -16,16 +16,19 @@ Refuses models without repeated blocks, and blocks that hand on more than hidden
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
-NAME = "offload_weights"
-COVERS = {"offload.weights": (True,)}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.offload.weights
+    from trainfit.offload.blocks import HostBlocks
 
 
 def check(recipe: Recipe) -> None:
@@ -53,7 +56,7 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def num_slots(recipe: Recipe) -> int:
+def _num_device_blocks(recipe: Recipe) -> int:
     """Blocks on the device: one computes, one comes; of trained weights, one goes back."""
     return 2 if recipe.adapter is not None else 3
 
@@ -74,3 +77,52 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         offload=recipe.offload.activations,
     )
     runs.install()
+
+
+def _build(
+    recipe: Recipe, dtype: torch.dtype, device: torch.device, on_model: Callable[[nn.Module], None]
+) -> tuple[nn.Module, HostBlocks]:
+    from trainfit.models.build import build_on_host
+
+    return build_on_host(
+        recipe.model,
+        dtype=dtype,
+        device=device,
+        attention=recipe.attention,
+        quantize=recipe.quantize,
+        num_slots=_num_device_blocks(recipe),
+        on_model=on_model,
+    )
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    drawn: Data = {
+        "recompute": "full",
+        "offload": {"weights": True, "activations": chance.choice((False, True))},
+    }
+    if not recipe.get("adapter"):
+        drawn["optimizer"] = {"in_backward": chance.choice((True, "block"))}
+        drawn["batch"] = {"accumulate": 1}
+    return drawn
+
+
+TECHNIQUE = Technique(
+    name="offload_weights",
+    order=170,
+    title="Weight offload",
+    fields=("offload.weights",),
+    turned_on_by="`offload.weights: true`",
+    use_when="model larger than the card",
+    main_cost="PCIe traffic, host memory",
+    covers={"offload.weights": (True,)},
+    check=check,
+    apply=apply,
+    describe=lambda recipe: "weights on the host",
+    examples=({"offload": {"weights": True}},),
+    needs={"recompute": "full", "optimizer": {"in_backward": True}},
+    draw=Draw(alone=_draw),
+    build=_build,
+    min_repeated=_num_device_blocks,
+    # Which weights are still on the device depends on timing between compiled layers.
+    trace_whole=lambda recipe: bool(recipe.compile),
+)

@@ -26,18 +26,13 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.optimizer.adamw import describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-COVERS = {"optimizer.name": ("adafactor",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "adafactor"
 
 
 def check(recipe: Recipe) -> None:
@@ -87,3 +82,27 @@ def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimiz
         stochastic=asked.stochastic_rounding,
         seed=next(numbers),
     )
+
+
+TECHNIQUE = Technique(
+    name="adafactor",
+    order=270,
+    title="Adafactor",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    turned_on_by="`adafactor`",
+    use_when="moments do not fit at all",
+    main_cost="new learning rate, less exact second moment",
+    covers={"optimizer.name": ("adafactor",)},
+    check=check,
+    apply=apply,
+    describe=describe_optimizer,
+    examples=(
+        {"optimizer": {"name": "adafactor"}},
+        {"optimizer": {"name": "adafactor", "implementation": "fused"}},
+    ),
+    draw=Draw(
+        alone=lambda chance, _: {"optimizer": {"name": "adafactor", "implementation": "fused"}},
+        weights={"optimizer.name": {"adafactor": 2}},
+        options=lambda chance: {"momentum": chance.choice((0.0, 0.0, 0.9))},
+    ),
+)

@@ -14,23 +14,18 @@ Refuses nothing.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-COVERS = {"optimizer.name": ("adamw",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "adamw"
 
 
 def check(recipe: Recipe) -> None:
@@ -83,3 +78,35 @@ def adamw(
     return lambda parameters: FusedAdamW(
         parameters, asked.lr, asked.weight_decay, stochastic=True, seed=next(numbers)
     )
+
+
+def describe_optimizer(recipe: Recipe) -> str:
+    """Return the optimizer's name, implementation and momentum."""
+    optimizer = recipe.optimizer
+    momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
+    return f"{optimizer.name} {optimizer.implementation}{momentum}"
+
+
+def _describe(recipe: Recipe) -> str:
+    return "" if recipe.optimizer.implementation == "fused" else describe_optimizer(recipe)
+
+
+def _options(chance: random.Random) -> Data:
+    return {"implementation": chance.choice(("fused", "foreach", "forloop"))}
+
+
+TECHNIQUE = Technique(
+    name="adamw",
+    order=240,
+    title="AdamW",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    turned_on_by="`optimizer.name: adamw`",
+    use_when="default",
+    main_cost="two moments",
+    covers={"optimizer.name": ("adamw",)},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    examples=({"optimizer": {"implementation": "foreach"}},),
+    draw=Draw(weights={"optimizer.name": {"adamw": 5}}, options=_options),
+)

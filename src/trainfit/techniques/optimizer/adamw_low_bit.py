@@ -17,16 +17,11 @@ from __future__ import annotations
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-from trainfit.techniques.optimizer.adamw import refuse_momentum
+from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.optimizer.adamw import describe_optimizer, refuse_momentum
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 BITS = {"adamw8bit": 8, "adamw4bit": 4}
-COVERS = {"optimizer.name": tuple(BITS)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name in BITS
 
 
 def check(recipe: Recipe) -> None:
@@ -56,3 +51,20 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         stochastic=asked.stochastic_rounding,
         seed=next(numbers),
     )
+
+
+TECHNIQUE = Technique(
+    name="adamw_low_bit",
+    order=250,
+    title="8-bit and 4-bit AdamW",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    turned_on_by="`adamw8bit`, `adamw4bit`",
+    use_when="moments are the largest part",
+    main_cost="rounded moments",
+    covers={"optimizer.name": tuple(BITS)},
+    check=check,
+    apply=apply,
+    describe=describe_optimizer,
+    examples=({"optimizer": {"name": "adamw8bit"}}, {"optimizer": {"name": "adamw4bit"}}),
+    draw=Draw(alone=lambda chance, _: {"optimizer": {"name": chance.choice(tuple(BITS))}}),
+)

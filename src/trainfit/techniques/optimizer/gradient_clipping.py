@@ -18,19 +18,14 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draft, Draw, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {}  # Every positive number, which no list holds.
 LEAST_NORM = 1e-6
 """Added to the norm before dividing by it, as torch does."""
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.clip_norm is not None
 
 
 def check(recipe: Recipe) -> None:
@@ -81,3 +76,20 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Lists of one dtype each: CUDA's kernels over lists take no mixed ones."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
     return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
+
+
+TECHNIQUE = Technique(
+    name="gradient_clipping",
+    order=310,
+    title="Gradient clipping",
+    fields=("optimizer.clip_norm",),
+    turned_on_by="`optimizer.clip_norm: x`",
+    use_when="rare large gradients",
+    main_cost="one pass over the gradients",
+    check=check,
+    apply=apply,
+    when=lambda recipe: recipe.optimizer.clip_norm is not None,
+    describe=lambda recipe: f"clipped to {recipe.optimizer.clip_norm:g}",
+    examples=({"optimizer": {"clip_norm": 1.0}},),
+    draw=Draw(alone=lambda chance, _: {"optimizer": {"clip_norm": 1.0, "in_backward": False}}),
+)

@@ -21,18 +21,11 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draft, Draw, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-NAME = "optimizer_in_backward"
-COVERS = {"optimizer.in_backward": (True, "block")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return bool(recipe.optimizer.in_backward)
 
 
 def check(recipe: Recipe) -> None:
@@ -110,3 +103,28 @@ class _Update:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+
+def _describe(recipe: Recipe) -> str:
+    return "optimizer in backward" + (" by block" if recipe.optimizer.in_backward == "block" else "")
+
+
+TECHNIQUE = Technique(
+    name="optimizer_in_backward",
+    order=300,
+    title="Optimizer in backward",
+    fields=("optimizer.in_backward",),
+    turned_on_by="`optimizer.in_backward: true`, `block`",
+    use_when="gradients stand at the peak",
+    main_cost="no global norm",
+    covers={"optimizer.in_backward": (True, "block")},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    examples=({"optimizer": {"in_backward": True}},),
+    draw=Draw(
+        alone=lambda chance, _: {"optimizer": {"in_backward": "block"}, "batch": {"accumulate": 1}},
+        weights={"optimizer.in_backward": {True: 1}},
+        share=0.2,
+    ),
+)

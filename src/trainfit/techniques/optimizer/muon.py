@@ -21,19 +21,13 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-from trainfit.techniques.optimizer.adamw import adamw
+from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.optimizer.adamw import adamw, describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-COVERS = {"optimizer.name": ("muon",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "muon"
 
 
 def check(recipe: Recipe) -> None:
@@ -87,3 +81,20 @@ def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.op
     from trainfit.optim.muon import StochasticMuon
 
     return StochasticMuon(parameters, seed=seed, **settings)
+
+
+TECHNIQUE = Technique(
+    name="muon",
+    order=280,
+    title="Muon",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    turned_on_by="`muon`",
+    use_when="pretraining",
+    main_cost="extra matrix products",
+    covers={"optimizer.name": ("muon",)},
+    check=check,
+    apply=apply,
+    describe=describe_optimizer,
+    examples=({"optimizer": {"name": "muon"}},),
+    draw=Draw(alone=lambda chance, _: {"optimizer": {"name": "muon"}}),
+)

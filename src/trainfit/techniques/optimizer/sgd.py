@@ -14,25 +14,17 @@ Refuses nothing.
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.optimizer.adamw import describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-COVERS = {"optimizer.name": ("sgd",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "sgd"
-
-
-def check(recipe: Recipe) -> None:
-    """SGD takes every implementation and goes with everything."""
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -83,3 +75,23 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
             state = optimizer.state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def _options(chance: random.Random) -> Data:
+    return {"momentum": chance.choice((0.0, 0.9)), "implementation": chance.choice(("foreach", "fused"))}
+
+
+TECHNIQUE = Technique(
+    name="sgd",
+    order=260,
+    title="SGD",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    turned_on_by="`sgd`",
+    use_when="lower bound on memory",
+    main_cost="quality on transformers",
+    covers={"optimizer.name": ("sgd",)},
+    apply=apply,
+    describe=describe_optimizer,
+    examples=({"optimizer": {"name": "sgd"}},),
+    draw=Draw(weights={"optimizer.name": {"sgd": 2}}, options=_options),
+)

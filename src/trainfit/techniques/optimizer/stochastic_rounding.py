@@ -17,17 +17,12 @@ Refuses nothing.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-COVERS = {"optimizer.stochastic_rounding": (True,)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.stochastic_rounding
+from trainfit.techniques.base import Data, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
@@ -56,13 +51,33 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def apply(recipe: Recipe, draft: Draft) -> None:
-    """Nothing is left to do: the optimizer was made with it."""
-
-
 def seeds(recipe: Recipe) -> Iterator[int]:
     """One for each optimizer that a step has (one a parameter, when they run in backward), never equal."""
     seed = recipe.seed
     while True:
         seed += 104_729
         yield seed % 2**63
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    name = chance.choice(("adamw", "adamw", "adafactor", "sgd", "adamw8bit", "muon"))
+    optimizer: Data = {"name": name, "stochastic_rounding": True}
+    if name != "muon":
+        optimizer["implementation"] = "fused"
+    return {"precision": "bf16", "optimizer": optimizer}
+
+
+TECHNIQUE = Technique(
+    name="stochastic_rounding",
+    order=290,
+    title="Stochastic rounding",
+    fields=("optimizer.stochastic_rounding",),
+    turned_on_by="`optimizer.stochastic_rounding: true`",
+    use_when="bf16 weights",
+    main_cost="noise in the last bit",
+    covers={"optimizer.stochastic_rounding": (True,)},
+    check=check,
+    describe=lambda recipe: "stochastic rounding",
+    examples=({"optimizer": {"stochastic_rounding": True}},),
+    draw=Draw(alone=_draw),
+)

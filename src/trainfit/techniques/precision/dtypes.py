@@ -16,31 +16,8 @@ Refuses nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-if TYPE_CHECKING:
-    import torch
-
-NAME = "precision"
-COVERS = {"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.precision.startswith("amp-")
-
-
-def check(recipe: Recipe) -> None:
-    """Autocast goes with everything; what excludes the scaler says so in its own file."""
-
-
-def weight_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype in which the model is built."""
-    import torch
-
-    return torch.bfloat16 if recipe.precision in ("bf16", "fp8") else torch.float32
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -51,3 +28,19 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.around_forward.append(lambda: torch.autocast(draft.device.type, dtype=dtype))
     if dtype == torch.float16:
         draft.scaler = torch.amp.GradScaler(draft.device.type)  # pyright: ignore[reportPrivateImportUsage]
+
+
+TECHNIQUE = Technique(
+    name="precision",
+    order=190,
+    title="Precision",
+    fields=("precision",),
+    turned_on_by="`precision: bf16`, `amp-bf16`, `amp-fp16`",
+    use_when="always on recent GPUs",
+    main_cost="bf16: small updates are lost",
+    covers={"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16")},
+    apply=apply,
+    when=lambda recipe: recipe.precision.startswith("amp-"),
+    examples=({"precision": "fp32"}, {"precision": "amp-bf16"}),
+    draw=Draw(weights={"precision": {"bf16": 5, "fp32": 2, "amp-bf16": 2, "amp-fp16": 2}}),
+)

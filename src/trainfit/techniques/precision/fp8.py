@@ -25,6 +25,7 @@ Refuses models none of whose blocks' layers would be converted.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,11 @@ from typing import TYPE_CHECKING, Any
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 if TYPE_CHECKING:
     from torch import nn
 
-COVERS = {"precision": ("fp8",)}
 
 MULTIPLE = 16
 """Sizes of ``torch._scaled_mm``'s operands, in elements."""
@@ -45,10 +45,6 @@ SMALL = (4096, 1024)
 """Up to so many inputs with up to so many outputs a layer does not gain (torchao.float8's ``_auto_filter_for_tensorwise``)."""
 CAPABILITY = (8, 9)
 """The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0."""
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.precision == "fp8"
 
 
 def check(recipe: Recipe) -> None:
@@ -142,3 +138,25 @@ def _quiet() -> Iterator[None]:
 
 def _refused(problem: str, remedy: str) -> InputError:
     return InputError(problem, remedy, field="precision", value="fp8")
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    return {"precision": "fp8", "compile": chance.choice((False, "block", "block"))}
+
+
+TECHNIQUE = Technique(
+    name="fp8",
+    order=60,
+    title="fp8",
+    fields=("precision",),
+    turned_on_by="`precision: fp8`",
+    use_when="large models with `compile: block`",
+    main_cost="3-bit and 2-bit mantissas in products",
+    covers={"precision": ("fp8",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    examples=({"precision": "fp8"},),
+    needs={"compile": "block"},
+    draw=Draw(alone=_draw),
+)

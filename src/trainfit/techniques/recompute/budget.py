@@ -15,20 +15,14 @@ Refuses nothing.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
-from trainfit.techniques.base import Draft
-
-NAME = "recompute_budget"
-COVERS = {"recompute": ("budget",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return isinstance(recipe.recompute, Budget)
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
@@ -73,3 +67,30 @@ def grouped_heads_counted() -> Iterator[None]:
         yield
     finally:
         flop_counter.sdpa_flop_count = original
+
+
+def _describe(recipe: Recipe) -> str:
+    return f"recompute budget {recipe.recompute.budget}" if isinstance(recipe.recompute, Budget) else ""
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    budget = chance.choice((0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95))
+    return {"compile": chance.choice(("block", "block", "model")), "recompute": {"budget": budget}}
+
+
+TECHNIQUE = Technique(
+    name="recompute_budget",
+    order=100,
+    title="Compiler budget",
+    fields=("recompute",),
+    turned_on_by="`recompute: {budget: x}` with `compile`",
+    use_when="compiled models that miss by a little",
+    main_cost="peak is not monotonic in x",
+    covers={"recompute": ("budget",)},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    examples=({"recompute": {"budget": 0.5}},),
+    needs={"compile": "model"},
+    draw=Draw(alone=_draw),
+)

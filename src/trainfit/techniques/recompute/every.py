@@ -18,24 +18,13 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Every
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draft, Draw, Technique
 
 if TYPE_CHECKING:
     from torch import nn
 
-NAME = "recompute_every"
-COVERS = {"recompute": ("every",)}
 
-
-def applies(recipe: Recipe) -> bool:
-    return isinstance(recipe.recompute, Every)
-
-
-def check(recipe: Recipe) -> None:
-    """It goes with everything but offload, which says so itself."""
-
-
-def name_blocks(recipe: Recipe, model: nn.Module) -> None:
+def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
     """Write on every block what it is to do, before any is cut out of a model that is only traced.
 
     Raises:
@@ -65,7 +54,28 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     blocks = require_blocks(draft.model, "recompute.every", recipe.recompute.every, "use recompute: none")
     if not all(hasattr(block, TOLD) for block in blocks):
-        name_blocks(recipe, draft.model)
+        _label_blocks(recipe, draft.model)
     for block in blocks:
         if getattr(block, TOLD) == "full":
             set_recompute(block, "full")
+
+
+def _describe(recipe: Recipe) -> str:
+    return f"recompute every {recipe.recompute.every}" if isinstance(recipe.recompute, Every) else ""
+
+
+TECHNIQUE = Technique(
+    name="recompute_every",
+    order=80,
+    title="Every k-th block",
+    fields=("recompute",),
+    turned_on_by="`recompute: {every: k}`",
+    use_when="`full` frees more than needed",
+    main_cost="a part of that",
+    covers={"recompute": ("every",)},
+    apply=apply,
+    describe=_describe,
+    examples=({"recompute": {"every": 2}},),
+    draw=Draw(alone=lambda chance, _: {"recompute": {"every": chance.choice((2, 2, 3, 4))}}),
+    label_blocks=_label_blocks,
+)

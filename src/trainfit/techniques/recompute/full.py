@@ -20,19 +20,12 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "recompute_full"
-COVERS = {"recompute": ("full",)}
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
-def applies(recipe: Recipe) -> bool:
+def _applies(recipe: Recipe) -> bool:
     # Blocks that move to the host are recomputed by what moves them (block_runs.py).
     return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
-
-
-def check(recipe: Recipe) -> None:
-    """Recomputation goes with everything that is there."""
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -63,3 +56,20 @@ def _enable_own(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+TECHNIQUE = Technique(
+    name="recompute_full",
+    order=70,
+    title="Full recomputation",
+    fields=("recompute",),
+    turned_on_by="`recompute: full`",
+    use_when="activations do not fit",
+    main_cost="about one more forward",
+    covers={"recompute": ("full",)},
+    apply=apply,
+    when=_applies,
+    describe=lambda recipe: "recompute full",
+    examples=({"recompute": "full"},),
+    draw=Draw(weights={"recompute": {"none": 2, "full": 1}}),
+)

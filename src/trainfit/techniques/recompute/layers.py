@@ -13,22 +13,17 @@ Refuses a plan that does not name every block, and models whose blocks write in 
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
+from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draft, Draw, Technique
 
 if TYPE_CHECKING:
     from torch import nn
-
-NAME = "recompute_layers"
-COVERS = {"recompute": ("layers", "budget_gib")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return isinstance(recipe.recompute, Layers | BudgetGib)
 
 
 def check(recipe: Recipe) -> None:
@@ -52,7 +47,7 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def name_blocks(recipe: Recipe, model: nn.Module) -> None:
+def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
     """Write on every block what it is to do, before any is cut out of a model that is only traced.
 
     Raises:
@@ -78,7 +73,7 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
         setattr(block, TOLD, f"{run.recompute} {run.offload}")
 
 
-def least_period(recipe: Recipe) -> int:
+def _min_repeated(recipe: Recipe) -> int:
     """Over how many blocks what one of them saves reaches: a fully recomputed block's input is the one's before it, and
     leaves while the one after it runs."""
     if not isinstance(recipe.recompute, Layers):
@@ -95,7 +90,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     blocks = decoder_blocks(draft.model)
     if not all(hasattr(block, TOLD) for block in blocks):
-        name_blocks(recipe, draft.model)
+        _label_blocks(recipe, draft.model)
     told = [getattr(block, TOLD).split() for block in blocks]
     if recipe.compile:
         # A block that knew its number would be compiled by itself.
@@ -104,3 +99,49 @@ def apply(recipe: Recipe, draft: Draft) -> None:
                 set_recompute(block, "full")
         return
     Blocks(blocks, draft.device, [(level, float(share)) for level, share in told]).install()
+
+
+def _describe(recipe: Recipe) -> str:
+    if isinstance(recipe.recompute, BudgetGib):
+        return f"recompute budget_gib {recipe.recompute.budget_gib}"
+    runs = recipe.recompute.layers if isinstance(recipe.recompute, Layers) else ()
+    counts = " + ".join(f"{run.count} {run.recompute}" for run in runs)
+    return f"recompute {counts}" + (" (partly offloaded)" if any(run.offload for run in runs) else "")
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    """A plan of up to four runs over the model's blocks; compiled, of none and full alone."""
+    blocks, runs = _num_blocks(recipe), []
+    cuts = sorted(chance.sample(range(1, blocks), min(blocks - 1, chance.randint(0, 3))))
+    for begin, end in zip([0, *cuts], [*cuts, blocks], strict=True):
+        run: Data = {"recompute": chance.choice(("none", "full")), "count": end - begin}
+        if not recipe.get("compile"):
+            run["recompute"] = chance.choice(("none", "elementwise", "elementwise", "full"))
+            run["offload"] = chance.choice((0.0, 0.0, 0.25, 0.5, 1.0))
+            run["every"] = chance.choice((1, 1, 2))
+        runs.append(run)
+    return {"recompute": {"layers": runs}}
+
+
+def _num_blocks(recipe: Data) -> int:
+    config = model_config(recipe["model"]["config"])
+    return next(int(config[key]) for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config)
+
+
+TECHNIQUE = Technique(
+    name="recompute_layers",
+    order=110,
+    title="Plan by block",
+    fields=("recompute",),
+    turned_on_by="`recompute: {budget_gib: x}`, `{layers: [...]}`",
+    use_when="the memory limit is known",
+    main_cost="as little as the budget allows",
+    covers={"recompute": ("layers", "budget_gib")},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    examples=({"recompute": {"layers": [{"recompute": "elementwise", "count": 16}]}},),
+    draw=Draw(alone=_draw),
+    label_blocks=_label_blocks,
+    min_repeated=_min_repeated,
+)

@@ -17,18 +17,7 @@ from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Selective
-from trainfit.techniques.base import Draft
-
-NAME = "recompute_selective"
-COVERS = {"recompute": ("selective",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.recompute == "selective" or isinstance(recipe.recompute, Selective)
-
-
-def check(recipe: Recipe) -> None:
-    """Which operations there are only PyTorch can tell."""
+from trainfit.techniques.base import Draft, Draw, Technique
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -44,3 +33,32 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     check_names(save)
     for block in require_blocks(draft.model, "recompute", "selective", "use recompute: none"):
         set_recompute(block, "selective", save=save, compiled=bool(recipe.compile))
+
+
+DRAWN = (
+    "selective",
+    "selective",
+    {"selective": {"save": ["attention"]}},
+    {"selective": {"save": ["mm"]}},
+)
+
+
+def _describe(recipe: Recipe) -> str:
+    saved = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else ()
+    return f"recompute selective {'+'.join(saved)}".strip()
+
+
+TECHNIQUE = Technique(
+    name="recompute_selective",
+    order=90,
+    title="Selective recomputation",
+    fields=("recompute",),
+    turned_on_by="`recompute: selective`",
+    use_when="it misses by a little",
+    main_cost="little GPU time, host time",
+    covers={"recompute": ("selective",)},
+    apply=apply,
+    describe=_describe,
+    examples=({"recompute": "selective"},),
+    draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(DRAWN)}),
+)
