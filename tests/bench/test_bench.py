@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainfit.bench.experiments import accumulation, autocast, dataloader, transformer
-from trainfit.bench.run import experiment_names, run
+from trainfit.bench.harness.runner import experiment_names, run
 from trainfit.report.bench_pages import pages
 from trainfit.report.bench_plot import AXES, OWN_PLOTS
 from trainfit.report.bench_prose import stories

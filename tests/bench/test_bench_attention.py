@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from bench_rows import result_of
-from trainfit.bench import attention
-from trainfit.bench.attention import Case
-from trainfit.bench.attention_masks import MaskKind, mask_of
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import attention as attention_experiment
 from trainfit.bench.experiments import flash
-from trainfit.bench.run import RULES
-from trainfit.bench.stopwatch import CpuStopwatch
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.runner import RULES
+from trainfit.bench.harness.stopwatch import CpuStopwatch
+from trainfit.bench.workloads import attention
+from trainfit.bench.workloads.attention import Case
+from trainfit.bench.workloads.attention_masks import MaskKind, mask_of
 from trainfit.catalog import load as catalog
 from trainfit.report.bench_pages import pages
 from trainfit.spec.bench import BenchRow

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainfit.bench import run as bench_run
-from trainfit.bench.ending import Signalled, Signals
-from trainfit.bench.experiment import Bench, Experiment, failures, value
 from trainfit.bench.experiments import accumulation
+from trainfit.bench.harness import runner as bench_run
+from trainfit.bench.harness.bench import Bench, Experiment, failures, value
+from trainfit.bench.harness.signals import Signalled, Signals
 from trainfit.cli.main import main
 from trainfit.records import read
 from trainfit.spec.bench import BenchResult, BenchRow

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from trainfit.bench.experiments import memory
-from trainfit.bench.levels import stride
-from trainfit.bench.memory_prediction import Told
-from trainfit.bench.run import experiment, experiment_names, run
+from trainfit.bench.harness.memory_prediction import Told
+from trainfit.bench.harness.runner import experiment, experiment_names, run
+from trainfit.bench.workloads.memory_levels import stride
 from trainfit.cli.main import main
 from trainfit.measurement.environment import cpu_name
 from trainfit.report.bench_prose import stories

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainfit.bench.run import experiment_names
+from trainfit.bench.harness.runner import experiment_names
 from trainfit.cli.bench import show
 from trainfit.cli.fitted import broken, fitted, width_of
 from trainfit.report.bench_table import Grid, grids, title

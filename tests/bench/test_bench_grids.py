@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 
-from trainfit.bench.attention import Case, rule_of
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import attention, flash
-from trainfit.bench.run import run
-from trainfit.bench.timing import Rule
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.runner import run
+from trainfit.bench.harness.timing import Rule
+from trainfit.bench.workloads.attention import Case, rule_of
 from trainfit.spec.bench import BenchRow
 
 SIZES = (16, 32, 64, 128)

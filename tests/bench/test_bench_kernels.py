@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import kernels
-from trainfit.bench.profiling import (
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.profiling import (
     ENGINE,
     PARTS,
     PHASE,
@@ -26,9 +26,9 @@ from trainfit.bench.profiling import (
     ranges,
     run_in_phases,
 )
-from trainfit.bench.run import RULES, run
-from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
-from trainfit.bench.timing import Timing
+from trainfit.bench.harness.runner import RULES, run
+from trainfit.bench.harness.stopwatch import CpuStopwatch, Stopwatch
+from trainfit.bench.harness.timing import Timing
 from trainfit.models.native import attention, decoder
 from trainfit.report.bench_pages import pages
 from trainfit.report.bench_said import of_kernels

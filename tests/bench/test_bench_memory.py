@@ -7,13 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.bench import memory_measure
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import memory
-from trainfit.bench.memory_prediction import FORWARD_ONLY, WHOLE_STEP, Told, forward_ledger, predictions
-from trainfit.bench.memory_timeline import BEFORE, Account, Piece, of_ledger
-from trainfit.bench.run import RULES, run
-from trainfit.bench.stopwatch import CpuStopwatch
+from trainfit.bench.harness import memory_measure
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.memory_prediction import (
+    FORWARD_ONLY,
+    WHOLE_STEP,
+    Told,
+    forward_ledger,
+    predictions,
+)
+from trainfit.bench.harness.memory_timeline import BEFORE, Account, Piece, of_ledger
+from trainfit.bench.harness.runner import RULES, run
+from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.models.native import attention
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.report.bench_curves import memory_curves

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from trainfit.bench import experiment, memory_prediction
-from trainfit.bench.experiment import cell_name
 from trainfit.bench.experiments import accumulation, autocast, kernels, memory, transformer
-from trainfit.bench.run import experiment_names, run
+from trainfit.bench.harness import bench as experiment
+from trainfit.bench.harness import memory_prediction
+from trainfit.bench.harness.bench import cell_name
+from trainfit.bench.harness.runner import experiment_names, run
 from trainfit.spec.errors import InputError
 
 HEARD = (

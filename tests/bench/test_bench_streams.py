@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import streams
-from trainfit.bench.run import RULES, run
-from trainfit.bench.stopwatch import stopwatch_of
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.runner import RULES, run
+from trainfit.bench.harness.stopwatch import stopwatch_of
 from trainfit.report.bench_plot import plot_of
 from trainfit.spec.errors import InputError
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainfit.bench import sustained
-from trainfit.bench.run import run
-from trainfit.bench.stopwatch import Stopwatch
-from trainfit.bench.sustained import PRODUCTS, Span, back_to_back, rounded
-from trainfit.bench.timing import Rule
+from trainfit.bench.harness.runner import run
+from trainfit.bench.harness.stopwatch import Stopwatch
+from trainfit.bench.harness.timing import Rule
+from trainfit.bench.workloads import sustained
+from trainfit.bench.workloads.sustained import PRODUCTS, Span, back_to_back, rounded
 from trainfit.spec.samples import Environment
 
 CPU = torch.device("cpu")

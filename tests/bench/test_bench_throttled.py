@@ -7,11 +7,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from trainfit.bench.attention import Case
-from trainfit.bench.attention import rows as attention_rows
-from trainfit.bench.experiment import Bench, Part, of_work
-from trainfit.bench.stopwatch import CpuStopwatch, CudaStopwatch
-from trainfit.bench.timing import Rule, take
+from trainfit.bench.harness.bench import Bench, Part, of_work
+from trainfit.bench.harness.stopwatch import CpuStopwatch, CudaStopwatch
+from trainfit.bench.harness.timing import Rule, take
+from trainfit.bench.workloads.attention import Case
+from trainfit.bench.workloads.attention import rows as attention_rows
 from trainfit.measurement.environment import host_environment
 from trainfit.spec.bench import BenchRow
 
@@ -56,7 +56,9 @@ def test_a_throttled_row_keeps_its_bytes_and_nothing_else() -> None:
 def test_attention_tells_the_bytes_before_backward_of_a_throttled_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainfit.bench.attention.before_backward", lambda *a: {"before_backward_bytes": 7})
+    monkeypatch.setattr(
+        "trainfit.bench.workloads.attention.before_backward", lambda *a: {"before_backward_bytes": 7}
+    )
     bench = bench_of(99)
     rows = {
         row.point["pass"]: row
@@ -124,7 +126,7 @@ def test_the_clocks_of_a_sample_that_was_thrown_away_are_not_told() -> None:
 
 
 def test_the_lowest_clock_of_a_long_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.bench.stopwatch.ASK_EACH_S", -1.0)
+    monkeypatch.setattr("trainfit.bench.harness.stopwatch.ASK_EACH_S", -1.0)
     watch = cuda_stopwatch([(1980, ()), (1800, ()), (1900, ())])
     assert watch.held_until(Events(2)) == ()
     watch.kept()

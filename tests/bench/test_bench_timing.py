@@ -7,10 +7,10 @@ from itertools import count
 import pytest
 import torch
 
-from trainfit.bench.experiment import Bench, Part, told
-from trainfit.bench.roofline import Work, is_impossible, least_seconds
-from trainfit.bench.stopwatch import BUSY_S, CpuStopwatch, Stopwatch
-from trainfit.bench.timing import (
+from trainfit.bench.harness.bench import Bench, Part, told
+from trainfit.bench.harness.roofline import Work, is_impossible, least_seconds
+from trainfit.bench.harness.stopwatch import BUSY_S, CpuStopwatch, Stopwatch
+from trainfit.bench.harness.timing import (
     LONGEST_REST_S,
     PATIENCE,
     Lap,

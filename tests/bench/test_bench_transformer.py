@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import transformer
-from trainfit.bench.stopwatch import CpuStopwatch
-from trainfit.bench.timing import Timing
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.stopwatch import CpuStopwatch
+from trainfit.bench.harness.timing import Timing
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.result import PHASES
 

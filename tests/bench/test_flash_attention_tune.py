@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.bench import flash_attention_candidates, kernel_benchmark
-from trainfit.bench import flash_attention_tune as tune
-from trainfit.bench.flash_attention_candidates import candidates
-from trainfit.bench.run import RULES
-from trainfit.bench.stopwatch import CpuStopwatch
-from trainfit.kernels import flash_attention_host_time
+from benchmarks.kernels import attention_candidates as flash_attention_candidates
+from benchmarks.kernels import attention_tune as tune
+from benchmarks.kernels import loss_and_blocks as kernel_benchmark
+from benchmarks.kernels.attention_candidates import candidates
+from trainfit.bench.harness.runner import RULES
+from trainfit.bench.harness.stopwatch import CpuStopwatch
 
 DIES_AT_SECOND = """
 import json, os, sys
@@ -53,7 +53,7 @@ def test_the_last_one_may_be_deadly_too(monkeypatch) -> None:
 def test_a_hanging_kernel_ends_its_process_and_says_so() -> None:
     hangs = """
 import time, torch
-from trainfit.bench import flash_attention_candidates as candidates
+from benchmarks.kernels import attention_candidates as candidates
 candidates.RUN_LIMIT_S = 0.2
 torch.cuda.synchronize = lambda: time.sleep(200)
 candidates._ended(())
@@ -82,7 +82,7 @@ def test_a_candidate_is_timed_by_the_harness_or_has_no_number(monkeypatch: pytes
     assert "throttled: the clocks were held down" in row["error"]
 
 
-@pytest.mark.parametrize("command", [tune.main, flash_attention_host_time.main, kernel_benchmark.main])
+@pytest.mark.parametrize("command", [tune.main, kernel_benchmark.main])
 def test_commands_that_need_a_gpu_say_so_in_one_line(
     command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

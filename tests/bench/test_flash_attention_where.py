@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from trainfit.bench import flash_attention_candidates as candidates
-from trainfit.bench.flash_attention_candidates import Candidate
-from trainfit.bench.flash_attention_where import where_wrong
+from benchmarks.kernels import attention_candidates as candidates
+from benchmarks.kernels.attention_candidates import Candidate
+from benchmarks.kernels.error_location import where_wrong
 from trainfit.kernels.flash_attention.hopper.launch import GroupsBackward
 
 

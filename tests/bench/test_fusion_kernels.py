@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kernel_runs import interpreted
 from machine_code import loops
-from trainfit.bench import levels
-from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
-from trainfit.bench.experiment import Bench
 from trainfit.bench.experiments import fusion
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.counts import compiled_bytes, launches, moved_bytes
+from trainfit.bench.harness.runner import RULES, run
+from trainfit.bench.harness.stopwatch import stopwatch_of
 from trainfit.bench.kernels import normed_swiglu, nvcc, repeated_reads
 from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
-from trainfit.bench.run import RULES, run
-from trainfit.bench.stopwatch import stopwatch_of
+from trainfit.bench.workloads import memory_levels as levels
 from trainfit.spec.errors import InputError
 
 CPU = torch.device("cpu")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainfit.bench import kernel_benchmark, kernel_cases
-from trainfit.bench.kernel_cases import Case
-from trainfit.bench.stopwatch import CpuStopwatch
+from benchmarks.kernels import cases as kernel_cases
+from benchmarks.kernels import loss_and_blocks as kernel_benchmark
+from benchmarks.kernels.cases import Case
+from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.catalog.load import gpu
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainfit.bench.memory_measure import follow, whole_step
+from trainfit.bench.harness.memory_measure import follow, whole_step
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import assemble
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from trainfit.bench.profiled_trace import ON_GPU, in_parts, write_trace
-from trainfit.bench.profiling import PHASE, launches, part, places, profiler
-from trainfit.bench.run import run
+from trainfit.bench.harness.profiled_trace import ON_GPU, in_parts, write_trace
+from trainfit.bench.harness.profiling import PHASE, launches, part, places, profiler
+from trainfit.bench.harness.runner import run
 
 KNOWN = {
     11: ("forward", "scores"),

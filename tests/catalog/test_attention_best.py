@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import attention_table
+from benchmarks.attention_table import runs_of, text_of
 from trainfit.api.planned import planned
 from trainfit.catalog.attention import (
     FILE,
@@ -24,8 +26,6 @@ from trainfit.measurement.nvml import Nvml
 from trainfit.planning.attention import COMPARED_WITH, choose
 from trainfit.prediction.estimate import predict
 from trainfit.records import append
-from trainfit.report import attention_table
-from trainfit.report.attention_table import runs_of, text_of
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record

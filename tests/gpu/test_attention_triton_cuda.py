@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.error_location import where_wrong
 from driver_addresses import Run, differences, measured_runs, predictions
-from trainfit.bench.flash_attention_where import where_wrong
 from trainfit.kernels.flash_attention.op import flash_attention
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainfit.bench.flash_attention_candidates import candidates
-from trainfit.bench.flash_attention_where import where_wrong
+from benchmarks.kernels.attention_candidates import candidates
+from benchmarks.kernels.error_location import where_wrong
 from trainfit.kernels.flash_attention import op as flash
 from trainfit.kernels.flash_attention import reference as tiled
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD

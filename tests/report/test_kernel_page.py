@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainfit.bench import kernel_benchmark, kernel_cases
+from benchmarks.kernels import cases as kernel_cases
+from benchmarks.kernels import loss_and_blocks as kernel_benchmark
 from trainfit.report.kernel_page import STORIES, main, page
 from trainfit.spec.errors import InputError
 

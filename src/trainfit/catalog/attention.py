@@ -1,7 +1,7 @@
 """How fast each attention kernel was measured to be, by GPU, dtype, head size and length: what ``attention: best`` chooses by
 (shapes), and what predicted times follow from (rates).
 
-Enters: ``attention.toml``, which ``python -m trainfit.report.attention_table`` writes from records. Leaves: frozen values. No torch.
+Enters: ``attention.toml``, which ``python -m benchmarks.attention_table`` writes from records. Leaves: frozen values. No torch.
 """
 
 import functools

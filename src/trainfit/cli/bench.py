@@ -61,9 +61,9 @@ def run(
 
     Stopped by SIGTERM or Ctrl-C (exit 75), what was measured until then is printed and recorded; the other rows are not-run.
     """
-    from trainfit.bench.ending import Signalled
-    from trainfit.bench.run import experiment_names
-    from trainfit.bench.run import run as run_experiment
+    from trainfit.bench.harness.runner import experiment_names
+    from trainfit.bench.harness.runner import run as run_experiment
+    from trainfit.bench.harness.signals import Signalled
 
     if name is None:
         _list(experiment_names(), json)

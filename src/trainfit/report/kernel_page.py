@@ -2,7 +2,7 @@
 
 ``python -m trainfit.report.kernel_page results/kernels/h200.jsonl [--into docs/results/kernels.md]``
 
-Enters: the JSON Lines of ``python -m trainfit.bench.kernel_benchmark``, of one run. Leaves: the Markdown page. The same rows give the
+Enters: the JSON Lines of ``python -m benchmarks.kernels.loss_and_blocks``, of one run. Leaves: the Markdown page. The same rows give the
 same bytes. A way that failed is told as failed.
 """
 
@@ -18,7 +18,7 @@ from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.printable import say
 
 MADE_BY = "python -m trainfit.report.kernel_page results/kernels/h200.jsonl --into docs/results/kernels.md"
-MEASURED_BY = "python -m trainfit.bench.kernel_benchmark results/kernels/h200.jsonl"
+MEASURED_BY = "python -m benchmarks.kernels.loss_and_blocks results/kernels/h200.jsonl"
 GOAL_TFLOPS, GOAL_BYTES, GOAL_ERROR = 600.0, 1.5e9, 2.0
 OURS = {"loss": "ours fused", "norm": "ours", "gates": "ours", "rotation": "ours", "update": "ours"}
 """Of each case the way that models take."""

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from trainfit.bench.experiment import Bench, Experiment, Part, Point
-from trainfit.bench.timing import Lap, Rule
+from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.timing import Lap, Rule
 from trainfit.spec.bench import BenchRow, Cell
 
 NUM_ADDENDS, ADDEND = 1000, 0.01

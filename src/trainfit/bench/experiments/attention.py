@@ -10,9 +10,9 @@ Last, 16 heads of 64, 128 and 256 by each of PyTorch's kernels, whose rates pred
 
 from collections.abc import Iterator
 
-from trainfit.bench.attention import Case, rows, rule_of, unsynchronised
-from trainfit.bench.attention_masks import MaskKind
-from trainfit.bench.experiment import Bench, Experiment
+from trainfit.bench.harness.bench import Bench, Experiment
+from trainfit.bench.workloads.attention import Case, rows, rule_of, unsynchronised
+from trainfit.bench.workloads.attention_masks import MaskKind
 from trainfit.spec.bench import BenchRow
 
 BATCH = {"tiny": 2, "full": 8}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainfit.bench.experiment import Bench, Experiment, Point
+from trainfit.bench.harness.bench import Bench, Experiment, Point
 from trainfit.spec.bench import BenchRow, Cell
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

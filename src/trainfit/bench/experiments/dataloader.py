@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainfit.bench.experiment import Bench, Experiment, Part, Point
-from trainfit.bench.timing import Lap, Rule
+from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.timing import Lap, Rule
 from trainfit.spec.bench import BenchRow, Cell
 
 PREPARE_S = {"tiny": 0.001, "full": 0.02}

@@ -7,8 +7,8 @@ published table of this exercise. ``--only dtype=`` and ``--only heads=`` share 
 
 from collections.abc import Iterator
 
-from trainfit.bench.attention import Case, rows, rule_of
-from trainfit.bench.experiment import Bench, Experiment
+from trainfit.bench.harness.bench import Bench, Experiment
+from trainfit.bench.workloads.attention import Case, rows, rule_of
 from trainfit.spec.bench import BenchRow
 
 HEADS = 16

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trainfit.bench.counts import compiled_bytes, launches, moved_bytes
-from trainfit.bench.experiment import Bench, Experiment, Part, Point
+from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.counts import compiled_bytes, launches, moved_bytes
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import Lap
 from trainfit.bench.kernels import normed_swiglu
-from trainfit.bench.roofline import Work
-from trainfit.bench.timing import Lap
 from trainfit.spec.bench import BenchRow, Cell
 
 SHAPES = {"tiny": ((48, 128),), "full": ((32768, 8192), (512, 8192))}

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench import levels, sustained
-from trainfit.bench.experiment import Bench, Experiment, Part, fp32_products, of_work
-from trainfit.bench.roofline import Work
-from trainfit.bench.timing import Lap
+from trainfit.bench.harness.bench import Bench, Experiment, Part, fp32_products, of_work
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import Lap
+from trainfit.bench.workloads import memory_levels as levels
+from trainfit.bench.workloads import sustained
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.hardware import PeakDtype
 from trainfit.spec.units import KIB, MIB

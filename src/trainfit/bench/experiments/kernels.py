@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from trainfit.bench.experiment import (
+from trainfit.bench.experiments.transformer import PRECISIONS, Precision
+from trainfit.bench.harness.bench import (
     Bench,
     Experiment,
     Failure,
@@ -23,9 +24,8 @@ from trainfit.bench.experiment import (
     told,
     value,
 )
-from trainfit.bench.experiments.transformer import PRECISIONS, Precision
-from trainfit.bench.profiled_trace import write_trace
-from trainfit.bench.profiling import (
+from trainfit.bench.harness.profiled_trace import write_trace
+from trainfit.bench.harness.profiling import (
     PARTS,
     PRODUCTS,
     Launch,
@@ -36,7 +36,7 @@ from trainfit.bench.profiling import (
     ranges,
     run_in_phases,
 )
-from trainfit.bench.timing import TOTAL, Lap, Rule, Timing
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.recipe import Recipe

@@ -9,17 +9,33 @@ from functools import partial
 
 import torch
 
-from trainfit.bench.experiment import Bench, Experiment, Failure, Point, failures, fp32_products, told, value
 from trainfit.bench.experiments.transformer import PRECISIONS
-from trainfit.bench.memory_measure import Measured, allocated, forward_only, measure, start_afresh, whole_step
-from trainfit.bench.memory_prediction import (
+from trainfit.bench.harness.bench import (
+    Bench,
+    Experiment,
+    Failure,
+    Point,
+    failures,
+    fp32_products,
+    told,
+    value,
+)
+from trainfit.bench.harness.memory_measure import (
+    Measured,
+    allocated,
+    forward_only,
+    measure,
+    start_afresh,
+    whole_step,
+)
+from trainfit.bench.harness.memory_prediction import (
     FORWARD_ONLY,
     WHOLE_STEP,
     Prediction,
     Told,
     predictions,
 )
-from trainfit.bench.memory_timeline import BEFORE, Piece
+from trainfit.bench.harness.memory_timeline import BEFORE, Piece
 from trainfit.catalog.this_cpu import CPU
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.bench import BenchRow, Cell

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.experiment import Bench, Experiment, Part, Point
-from trainfit.bench.roofline import Work
-from trainfit.bench.timing import TOTAL, Lap, Timing
+from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import TOTAL, Lap, Timing
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.units import MIB
 

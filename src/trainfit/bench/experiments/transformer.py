@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from trainfit.bench.experiment import Bench, Experiment, Part, Point, failures, fp32_products
-from trainfit.bench.roofline import Work
-from trainfit.bench.timing import TOTAL, Lap, Rule, Timing, steadied
+from trainfit.bench.harness.bench import Bench, Experiment, Part, Point, failures, fp32_products
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.hardware import PeakDtype
 from trainfit.spec.recipe import Recipe

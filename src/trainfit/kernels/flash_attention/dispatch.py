@@ -2,7 +2,7 @@
 
 The same answer on a GPU and on the virtual one, so a prediction has the memory of the kernels that will run, if two things are
 as it takes them: Triton has Gluon (torch 2.11's has; without it the plain kernels run, whose backward needs less memory), and
-determinism is asked for or not (``predict --deterministic`` is what ``train`` runs by default). The configurations are the fastest of those measured on an H200 (bench/flash_attention_tune.py; torch 2.11, Triton 3.6): causal, 16
+determinism is asked for or not (``predict --deterministic`` is what ``train`` runs by default). The configurations are the fastest of those measured on an H200 (benchmarks/kernels/attention_tune.py; torch 2.11, Triton 3.6): causal, 16
 heads, 8K tokens for head size 128, 16K for 64. Other head sizes, fp32, and other GPUs take the plain kernels.
 """
 

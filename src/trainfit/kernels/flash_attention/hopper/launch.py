@@ -2,7 +2,7 @@
 
 Shapes as in flash_attention.py. ``fits`` says which tensors the tensor memory accelerator can carry; all others keep to the
 kernels in Triton. ``Groups`` and ``GroupsBackward`` are configurations; the tuning command tries many
-(bench/flash_attention_tune.py).
+(benchmarks/kernels/attention_tune.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Our loss and block kernels beside eager PyTorch, its compiler and cuBLAS: errors, times, memory.
 
-``python -m trainfit.bench.kernel_benchmark FILE`` runs on the GPU (minutes on an H200), writes JSON Lines and
+``python -m benchmarks.kernels.loss_and_blocks FILE`` runs on the GPU (minutes on an H200), writes JSON Lines and
 prints a table. ``--tiny`` takes sizes of a few kilobytes and any device, to see that everything runs.
 
 Every line has ``case``, its ``size``, ``way`` and ``part``. Times are the harness's of every experiment (timing.py), milliseconds: median, and the
@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench import kernel_cases
-from trainfit.bench.experiment import Bench, Part
-from trainfit.bench.kernel_cases import Case, Sizes
-from trainfit.bench.roofline import Work
-from trainfit.bench.run import RULES, data_sheet
-from trainfit.bench.stopwatch import stopwatch_of
-from trainfit.bench.timing import Rule
+from benchmarks.kernels import cases as kernel_cases
+from benchmarks.kernels.cases import Case, Sizes
+from trainfit.bench.harness.bench import Bench, Part
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.runner import RULES, data_sheet
+from trainfit.bench.harness.stopwatch import stopwatch_of
+from trainfit.bench.harness.timing import Rule
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.errors import EXIT_BAD_INPUT
 from trainfit.spec.printable import say
@@ -184,7 +184,7 @@ def table(row: Row) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write and print; exit code 0, 65 where INTO cannot be, or 1 if a way failed or is more than twice as wrong as eager PyTorch."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainfit.bench.kernel_benchmark", description="Benchmark the loss and block kernels."
+        prog="python -m benchmarks.kernels.loss_and_blocks", description="Benchmark the loss and block kernels."
     )  # fmt: skip
     parser.add_argument("into", type=Path, help="JSON Lines to write")
     parser.add_argument("--tiny", action="store_true", help="small sizes, any device, no compiler")

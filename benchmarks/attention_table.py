@@ -1,6 +1,6 @@
 """The catalog's table of attention kernels, written from records of ``trainfit bench``.
 
-``python -m trainfit.report.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
+``python -m benchmarks.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
 
 Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of several records of a
 shape and GPU the newest counts, and only as a whole: kernels of one shape are compared within one run; one that came to fewer kernels
@@ -25,19 +25,19 @@ from trainfit.spec.samples import Spread
 from trainfit.spec.value import parse
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 
-MADE_BY = "python -m trainfit.report.attention_table RECORDS"
+MADE_BY = "python -m benchmarks.attention_table RECORDS"
 KERNELS: dict[str, AttentionKernel] = {
     "eager": "eager", "pytorch": "sdpa", "flash": "flash", "cudnn": "cudnn", "efficient": "efficient", "ours": "triton",
 }  # fmt: skip
 """A benchmark's body -> the recipe's word for it; bodies that no recipe can ask for are left out."""
 ADDITIVE = "additive"
-"""The mask of a row whose kernel was given one, as bench/attention_masks.py has it, which imports torch."""
+"""The mask of a row whose kernel was given one, as bench/workloads/attention_masks.py has it, which imports torch."""
 NEEDED = ("dtype", "head", "causal", "seq", "heads", "batch", "body", "pass")
 FEWEST_ROWS = 65536
 """Queries of all heads and sequences: in tiles of 128 rows, four times as many as an H200 has multiprocessors, 132. One head of 32,768
 reached up to a third less than one of 65,536 there."""
 FEWEST_SAMPLES = 6
-"""The fewest whose least and greatest hold the median with 95 % (bench/timing.py)."""
+"""The fewest whose least and greatest hold the median with 95 % (bench/harness/timing.py)."""
 HOPPER, GLUON_HEADS = (9, 0), (64, 128)
 """Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports torch."""
 Key = tuple[str, int, bool, int]
@@ -47,7 +47,7 @@ RateKey = tuple[Kernel, str, int, int, bool]
 def main(arguments: list[str] | None = None) -> int:
     """Write the table; exit code 0, or 65 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m trainfit.report.attention_table", description="Write the catalog's attention table."
+        prog="python -m benchmarks.attention_table", description="Write the catalog's attention table."
     )  # fmt: skip
     parser.add_argument("files", type=Path, nargs="+", help="records: JSON Lines or SQLite")
     parser.add_argument("--into", type=Path, default=FILE, help="TOML file to write")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from trainfit.bench.experiment import Bench
-from trainfit.bench.memory_prediction import NUM_POINTS, Told
-from trainfit.bench.memory_timeline import BEFORE, Account, Follower, Piece
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.memory_prediction import NUM_POINTS, Told
+from trainfit.bench.harness.memory_timeline import BEFORE, Account, Follower, Piece
 from trainfit.measurement.meter import name_holders, tree_tensors
 from trainfit.step import Batch, Step
 

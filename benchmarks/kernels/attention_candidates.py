@@ -1,6 +1,6 @@
 """The configurations of FlashAttention that flash_attention_tune.py compares, and the process that checks or times them.
 
-``python -m trainfit.bench.flash_attention_candidates check|time NAME...`` prints one JSON line a name. A candidate is
+``python -m benchmarks.kernels.attention_candidates check|time NAME...`` prints one JSON line a name. A candidate is
 one direction of one implementation on one shape: causal, bf16, one sequence of 16 heads, each head with its own keys.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.flash_attention_where import where_wrong
-from trainfit.bench.stopwatch import Stopwatch, stopwatch_of
-from trainfit.bench.timing import Rule, take
+from benchmarks.kernels.error_location import where_wrong
+from trainfit.bench.harness.stopwatch import Stopwatch, stopwatch_of
+from trainfit.bench.harness.timing import Rule, take
 from trainfit.kernels.flash_attention import triton_launch as flash_attention_launch
 from trainfit.kernels.flash_attention.dispatch import BACKWARD, FORWARD
 from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma

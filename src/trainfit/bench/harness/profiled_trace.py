@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.profiler import profile
 
-from trainfit.bench.profiling import PART, PHASE
+from trainfit.bench.harness.profiling import PART, PHASE
 
 Place = tuple[str, str]
 """Phase and part."""

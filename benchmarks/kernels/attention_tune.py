@@ -1,4 +1,4 @@
-"""Which FlashAttention is right and which is fast on this GPU: ``python -m trainfit.bench.flash_attention_tune``.
+"""Which FlashAttention is right and which is fast on this GPU: ``python -m benchmarks.kernels.attention_tune``.
 
 Every candidate is first compiled and checked, a process each, many at once: a wrong, crashing or hanging one costs its own
 time limit only. Then all that were right are timed one after the other by the experiments' harness (timing.py: clocks watched, no
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from trainfit.bench.flash_attention_candidates import Candidate, candidates
+from benchmarks.kernels.attention_candidates import Candidate, candidates
 from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, now
 
 CHECK_LIMIT_S = 240
 """Of one candidate's process: start, compilation of three variants, six small runs and a large one. A kernel that hangs when
-it is compiled ends the process earlier (RUN_LIMIT_S in flash_attention_candidates.py)."""
+it is compiled ends the process earlier (RUN_LIMIT_S in attention_candidates.py)."""
 TIME_LIMIT_S = 60
 """Of one candidate among those that are timed."""
 
@@ -64,7 +64,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _process(task: str, names: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trainfit.bench.flash_attention_candidates", task, *names]
+    command = [sys.executable, "-m", "benchmarks.kernels.attention_candidates", task, *names]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""Where a kernel's result is wrong, in words: for the error text of flash_attention_candidates.py."""
+"""Where a kernel's result is wrong, in words: for the error text of attention_candidates.py."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from trainfit.bench.stopwatch import BUSY_S, Stopwatch
+from trainfit.bench.harness.stopwatch import BUSY_S, Stopwatch
 from trainfit.spec.bench import BenchStatus
 from trainfit.spec.samples import Spread
 

@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 
 from trainfit.bench import experiments as folder
-from trainfit.bench.ending import Signalled, Signals, signals_heard
-from trainfit.bench.experiment import Bench, Experiment, Point, cell_name, failures, told
-from trainfit.bench.stopwatch import stopwatch_of
-from trainfit.bench.timing import Rule
+from trainfit.bench.harness.bench import Bench, Experiment, Point, cell_name, failures, told
+from trainfit.bench.harness.signals import Signalled, Signals, signals_heard
+from trainfit.bench.harness.stopwatch import stopwatch_of
+from trainfit.bench.harness.timing import Rule
 from trainfit.catalog import load as catalog
 from trainfit.measurement.environment import cpu_name, host_environment
 from trainfit.measurement.run import DEVICE

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainfit.bench.memory_timeline import of_ledger
+from trainfit.bench.harness.memory_timeline import of_ledger
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
 from trainfit.ledger.ledger import Ledger

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.attention_masks import MaskKind, mask_of
-from trainfit.bench.experiment import Bench, Part, Point, fp32_products, of_work
-from trainfit.bench.roofline import Work
-from trainfit.bench.timing import TOTAL, Lap, Rule
+from trainfit.bench.harness.bench import Bench, Part, Point, fp32_products, of_work
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule
+from trainfit.bench.workloads.attention_masks import MaskKind, mask_of
 from trainfit.kernels.flash_attention.op import flash_attention
 from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
 from trainfit.spec.bench import BenchRow, Cell

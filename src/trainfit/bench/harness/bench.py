@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import torch
 
-from trainfit.bench.roofline import Work, is_impossible, least_seconds
-from trainfit.bench.stopwatch import CpuStopwatch, Stopwatch
-from trainfit.bench.timing import TOTAL, Lap, Rule, Timing, take
+from trainfit.bench.harness.roofline import Work, is_impossible, least_seconds
+from trainfit.bench.harness.stopwatch import CpuStopwatch, Stopwatch
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, take
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError

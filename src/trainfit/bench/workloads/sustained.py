@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainfit.bench.experiment import Bench, Part, failures, of_work, told
-from trainfit.bench.roofline import Work
-from trainfit.bench.stopwatch import Stopwatch
-from trainfit.bench.timing import TOTAL, Lap, Rule, Timing, steadied
+from trainfit.bench.harness.bench import Bench, Part, failures, of_work, told
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.stopwatch import Stopwatch
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PeakDtype

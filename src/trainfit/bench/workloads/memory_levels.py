@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.experiment import Bench, Part, Point, of_work
+from trainfit.bench.harness.bench import Bench, Part, Point, of_work
+from trainfit.bench.harness.roofline import Work
+from trainfit.bench.harness.timing import Lap
 from trainfit.bench.kernels import repeated_reads
 from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
-from trainfit.bench.roofline import Work
-from trainfit.bench.timing import Lap
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.units import GIB, KIB, MIB
 

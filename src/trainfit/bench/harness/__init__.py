@@ -1,0 +1,1 @@
+"""Timing harness of the experiments: device timers, sampling rules, the runner, profiling."""
