@@ -16,7 +16,6 @@ from benchmarks.technique_pairs import Book, Pair, Result, best_of, groups, othe
 from benchmarks.technique_prose import Prose, prose
 from benchmarks.technique_refusals import refused, refused_on_cpu
 from benchmarks.technique_suite import (
-    ASKINGS,
     MODEL_AND_BATCH,
     alone,
     beside,
@@ -100,7 +99,7 @@ def index(told_of: dict[str, Prose], book: Book) -> str:
 
 def page(technique: str, words: Prose, book: Book) -> str:
     """One technique's page."""
-    fields = ", ".join(f"`{field}`" for field in ASKINGS[technique].fields)
+    fields = ", ".join(f"`{field}`" for field in registry.techniques()[technique].fields)
     return _parts(
         f"# {technique}",
         f"Made by `{MADE_BY}` from `src/trainfit/techniques/{technique}.py`, the recipes' check and the records; do not edit. "
@@ -134,7 +133,7 @@ def page(technique: str, words: Prose, book: Book) -> str:
 
 def _pair_table(technique: str, recipes: Iterable[Recipe], book: Book, *, named: bool = False) -> str:
     """One line a recipe: with and without, measured beside predicted."""
-    fields = ASKINGS[technique].fields
+    fields = registry.techniques()[technique].fields
     heads = [*(["model, batch"] if named else []), "with", "beside",
              "peak GiB, measured", "predicted", "step ms, measured", "predicted"]  # fmt: skip
     rows = []
@@ -200,7 +199,7 @@ def _quality(technique: str, book: Book) -> str:
     if not pairs:
         return f"Perplexity of held-out text after training with and without it: {NOT_MEASURED}."
     heads = ["model, batch", "with", "beside", "steps", "perplexity, without → with"]
-    fields = ASKINGS[technique].fields
+    fields = registry.techniques()[technique].fields
     rows = [
         [
             _model_and_batch(pair.with_it.recipe), _code(told(pair.with_it.recipe, fields)),

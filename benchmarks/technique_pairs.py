@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.technique_suite import ASKINGS, OPTIMIZER, asks, control, told
+from benchmarks.technique_suite import OPTIMIZER, asks, control, told
 from trainfit.records import load
 from trainfit.report.compare import Comparison
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 from trainfit.spec.value import canonical_json, parse
+from trainfit.techniques import registry
 
 Kind = Literal["predict", "measure", "train"]
 KINDS = ("predict", "measure", "train")
@@ -99,7 +100,7 @@ class Book:
                 continue
             rates = {side.recipe.optimizer.lr for side in (pair.without, pair.with_it)}
             if pair.without.training == result.training and (
-                len(rates) == 1 or ASKINGS[technique].fields == OPTIMIZER
+                len(rates) == 1 or registry.techniques()[technique].fields == OPTIMIZER
             ):
                 pairs.append(pair)
         return pairs

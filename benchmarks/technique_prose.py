@@ -7,7 +7,8 @@ it costs in quality, ``Refuses`` what only shows once a model is built; the rest
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any
+
+from trainfit.techniques.base import Technique
 
 LEADS = ("Helps", "Costs", "Refuses")
 
@@ -23,19 +24,19 @@ class Prose:
     refuses: str
 
 
-def prose(technique: Any) -> Prose:
+def prose(technique: Technique) -> Prose:
     """The parts of a technique's docstring.
 
     Raises:
         ValueError: a part is missing or there twice, which is a bug of the technique's file.
     """
-    summary, *paragraphs = (inspect.getdoc(technique) or "").split("\n\n")
+    summary, *paragraphs = inspect.cleandoc(technique.doc or "").split("\n\n")
     parts: dict[str, str] = {}
     for lead in LEADS:
         found = [text for text in paragraphs if text.startswith(lead)]
         if len(found) != 1:
             raise ValueError(
-                f"{technique.__name__}: {len(found)} paragraphs of its docstring begin with {lead!r}"
+                f"{technique.name}: {len(found)} paragraphs of its docstring begin with {lead!r}"
             )
         parts[lead.lower()] = markdown(found[0])
     rest = [markdown(text) for text in paragraphs if not text.startswith(LEADS)]

@@ -1,6 +1,6 @@
 """What each technique refuses, found by asking: combinations of techniques are put to the recipes' own check.
 
-Enters: ``technique_suite.ASKINGS``. Leaves: by technique, the lines that ``registry.check`` answers with. Assumes the extras peft
+Enters: the techniques' examples. Leaves: by technique, the lines that ``registry.check`` answers with. Assumes the extras peft
 and torchao, without which everything that needs them would be refused. What only shows once a model is built is not asked here.
 """
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from benchmarks.technique_suite import ASKINGS, BLOCKS_OF_REFERENCE, REFERENCE, Data
+from benchmarks.technique_suite import BLOCKS_OF_REFERENCE, REFERENCE, Data
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import require
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import merge, recipe_from
 from trainfit.techniques import registry
+from trainfit.techniques.base import Technique
 
 NEEDED = ("peft", "torchao")
 
@@ -114,7 +115,7 @@ def all_refusals() -> tuple[Refusal, ...]:
 
 
 def _found() -> Iterator[Refusal]:
-    for technique in ASKINGS:
+    for technique in sorted(registry.techniques()):
         for variant in _variants(technique):
             if error := _refusal(merge(REFERENCE, variant)):
                 yield _told({technique}, error)
@@ -126,7 +127,7 @@ def _found() -> Iterator[Refusal]:
                     _same(error, _refusal(merge(REFERENCE, setting))) and _owner(data, error) != technique
                 ):
                     yield _told({technique}, error)
-            for other in ASKINGS:
+            for other in sorted(registry.techniques()):
                 if technique < other:
                     yield from _pairs(technique, variant, other)
 
@@ -162,13 +163,13 @@ def _owner(data: Data, error: InputError) -> str | None:
         recipe = recipe_from(data)
     except InputError:
         return None
-    for name, technique in registry.techniques().items():
+    for name, technique in sorted(registry.techniques().items()):
         if technique.applies(recipe) and _says(technique, recipe, error):
             return name
     return None
 
 
-def _says(technique: registry.Technique, recipe: Recipe, error: InputError) -> bool:
+def _says(technique: Technique, recipe: Recipe, error: InputError) -> bool:
     try:
         technique.check(recipe)
     except InputError as own:
@@ -177,12 +178,12 @@ def _says(technique: registry.Technique, recipe: Recipe, error: InputError) -> b
 
 
 def _variants(technique: str) -> tuple[Data, ...]:
-    return (*ASKINGS[technique].variants, *MORE.get(technique, ()))
+    return (*registry.techniques()[technique].examples, *MORE.get(technique, ()))
 
 
 def _needs(technique: str, variant: Data) -> Data:
     """What has to stand beside the variant: nothing, where the check lets it stand alone."""
-    return ASKINGS[technique].beside if _refusal(merge(REFERENCE, variant)) else {}
+    return registry.techniques()[technique].needs if _refusal(merge(REFERENCE, variant)) else {}
 
 
 def _laid(technique: str, variant: Data) -> Data:

@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,83 +30,11 @@ REFERENCE: Data = {
 MODEL_AND_BATCH = "llama-3.2-1b, 4 x 2048, bf16, AdamW (fused), one H200"
 """The reference in words."""
 
-OPTIMIZER = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 LORA: Data = {"adapter": {"kind": "lora"}}
 FULL: Data = {"recompute": "full"}
+OPTIMIZER = registry.techniques()["adamw"].fields
 BLOCKS_OF_REFERENCE = 16
-
-
-@dataclass(frozen=True)
-class Asking:
-    """What asks for a technique."""
-
-    fields: tuple[str, ...]
-    """The fields that are its own: a recipe's control is the same recipe with these at their defaults."""
-    variants: tuple[Data, ...]
-    """What its page shows, laid on the reference."""
-    beside: Data
-    """What it cannot be without; the control has it too."""
-
-
-def _asking(fields: tuple[str, ...], *variants: Data, beside: Data | None = None) -> Asking:
-    return Asking(fields, variants, beside or {})
-
-
-def _optimizer(*variants: Data) -> Asking:
-    return _asking(OPTIMIZER, *({"optimizer": fields} for fields in variants))
-
-
-ASKINGS: dict[str, Asking] = {
-    "accumulation": _asking(
-        ("batch.micro", "batch.accumulate"), {"batch": {"micro": 1, "accumulate": 4}}
-    ),
-    "adafactor": _optimizer({"name": "adafactor"}, {"name": "adafactor", "implementation": "fused"}),
-    "adamw": _optimizer({"implementation": "foreach"}),
-    "adamw_low_bit": _optimizer({"name": "adamw8bit"}, {"name": "adamw4bit"}),
-    "attention": _asking(
-        ("attention",), *({"attention": name} for name in ("cudnn", "triton", "eager"))
-    ),
-    "block_kernels": _asking(("block_kernels",), {"block_kernels": "triton"}),
-    "chunked_loss": _asking(("loss",), {"loss": "chunked"}),
-    "compile_block": _asking(("compile",), {"compile": "block"}),
-    "compile_model": _asking(("compile",), {"compile": "model"}),
-    "empty_cache": _asking(("empty_cache_every",), {"empty_cache_every": 1}),
-    "fp8": _asking(("precision",), {"precision": "fp8"}, beside={"compile": "block"}),
-    "fused_loss": _asking(("loss",), {"loss": "fused"}),
-    "gradient_clipping": _asking(("optimizer.clip_norm",), {"optimizer": {"clip_norm": 1.0}}),
-    "loader": _asking(("loader",), {"loader": {"workers": 2}}),
-    "loss_terms": _asking(("loss_terms",), {"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}}),
-    "lora": _asking(("adapter",), LORA),
-    "muon": _optimizer({"name": "muon"}),
-    "offload_activations": _asking(
-        ("offload.activations",), {"offload": {"activations": True}}, beside=FULL
-    ),
-    "offload_weights": _asking(
-        ("offload.weights",),
-        {"offload": {"weights": True}},
-        beside={**FULL, "optimizer": {"in_backward": True}},
-    ),
-    "optimizer_in_backward": _asking(("optimizer.in_backward",), {"optimizer": {"in_backward": True}}),
-    "precision": _asking(("precision",), {"precision": "fp32"}, {"precision": "amp-bf16"}),
-    "prefix_tuning": _asking(("adapter",), {"adapter": {"kind": "prefix"}}),
-    "quantize": _asking(("quantize",), {"quantize": "nf4"}, beside=LORA),
-    "recompute_budget": _asking(
-        ("recompute",), {"recompute": {"budget": 0.5}}, beside={"compile": "model"}
-    ),
-    "recompute_every": _asking(("recompute",), {"recompute": {"every": 2}}),
-    "recompute_full": _asking(("recompute",), FULL),
-    "recompute_layers": _asking(
-        ("recompute",),
-        {"recompute": {"layers": [{"recompute": "elementwise", "count": BLOCKS_OF_REFERENCE}]}},
-    ),
-    "recompute_selective": _asking(("recompute",), {"recompute": "selective"}),
-    "sgd": _optimizer({"name": "sgd"}),
-    "soft_prompts": _asking(("adapter",), {"adapter": {"kind": "prompt"}}),
-    "stochastic_rounding": _asking(
-        ("optimizer.stochastic_rounding",), {"optimizer": {"stochastic_rounding": True}}
-    ),
-}  # fmt: skip
-"""By the technique's file."""
+LAYERS = registry.techniques()["recompute_layers"].examples[0]
 
 CHUNKED: Data = {"loss": "chunked"}
 COMBINED: tuple[Data, ...] = (
@@ -123,7 +50,7 @@ COMBINED: tuple[Data, ...] = (
     {**CHUNKED, "recompute": {"every": 2}, "loader": {"workers": 2},
      "optimizer": {"name": "adamw8bit", "clip_norm": 1.0}},
     {
-        **CHUNKED, **ASKINGS["recompute_layers"].variants[0],
+        **CHUNKED, **LAYERS,
         "optimizer": {"name": "sgd", "momentum": 0.9, "in_backward": True},
     },
     {**CHUNKED, **FULL, "batch": {"micro": 1, "accumulate": 4}, "empty_cache_every": 1},
@@ -143,15 +70,15 @@ COMBINED: tuple[Data, ...] = (
 
 
 def alone(technique: str) -> list[Recipe]:
-    """The reference with each of the technique's variants, and what it cannot be without."""
-    asking = ASKINGS[technique]
-    return [recipe_from(merge(merge(REFERENCE, asking.beside), variant)) for variant in asking.variants]
+    """Return the reference with each of the technique's examples and what it needs."""
+    found = registry.techniques()[technique]
+    return [recipe_from(merge(merge(REFERENCE, found.needs), example)) for example in found.examples]
 
 
 def suite() -> list[Recipe]:
     """Every recipe that the pages show of the reference, each once: controls first, then combinations."""
     recipes = [recipe_from(REFERENCE)]
-    for technique in ASKINGS:
+    for technique in sorted(registry.techniques()):
         for recipe in alone(technique):
             recipes += [found for found in (control(technique, recipe), recipe) if found is not None]
     recipes += [recipe_from(merge(REFERENCE, partners)) for partners in COMBINED]
@@ -159,11 +86,9 @@ def suite() -> list[Recipe]:
 
 
 def asks(technique: str, recipe: Recipe) -> bool:
-    """Whether the recipe's fields ask for the technique, also where that is the default."""
+    """Whether the recipe's fields turn the technique on, also where that is the default."""
     found = registry.techniques()[technique]
-    if not found.COVERS:
-        return found.applies(recipe)
-    return all(registry.value_at(recipe, field) in values for field, values in found.COVERS.items())
+    return found.requested(recipe) if found.covers else found.applies(recipe)
 
 
 def control(technique: str, recipe: Recipe) -> Recipe | None:
@@ -172,7 +97,7 @@ def control(technique: str, recipe: Recipe) -> Recipe | None:
     None where there is no such recipe (the technique is the default, or the rest needs it).
     """
     data = recipe.model_dump(mode="json")
-    for field in ASKINGS[technique].fields:
+    for field in registry.techniques()[technique].fields:
         data = set_field(data, field, _default(field))
     if technique == "accumulation":
         data["batch"]["micro"] = recipe.batch.micro * recipe.batch.accumulate
@@ -230,8 +155,8 @@ def written(said: dict[str, Any]) -> str:
 
 def in_a_recipe(technique: str) -> str:
     """Every way to ask for it, as Markdown."""
-    ways = [written(told(recipe, ASKINGS[technique].fields)) for recipe in alone(technique)]
-    for field, values in registry.techniques()[technique].COVERS.items():
+    ways = [written(told(recipe, registry.techniques()[technique].fields)) for recipe in alone(technique)]
+    for field, values in registry.techniques()[technique].covers.items():
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
     return ", ".join(f"`{way}`" for way in ways)
@@ -239,7 +164,7 @@ def in_a_recipe(technique: str) -> str:
 
 def beside(technique: str) -> str:
     """What both sides of its comparison have besides, as Markdown; empty: nothing."""
-    said = written(ASKINGS[technique].beside)
+    said = written(registry.techniques()[technique].needs)
     return f"`{said}`" if said else ""
 
 

@@ -25,6 +25,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="accumulation",
     order=210,
+    doc=__doc__,
     title="Gradient accumulation",
     fields=("batch.micro", "batch.accumulate"),
     turned_on_by="`batch.accumulate: k`",

@@ -102,6 +102,7 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="attention",
     order=200,
+    doc=__doc__,
     title="Attention backends",
     fields=("attention",),
     turned_on_by="`attention: ...`",

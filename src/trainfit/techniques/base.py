@@ -52,6 +52,8 @@ class Technique:
     """As in records and pages."""
     order: int
     """Techniques are applied by ascending order."""
+    doc: str | None
+    """The module's docstring, for the technique's page of results."""
     title: str
     """As in tables and headings."""
     fields: tuple[str, ...]

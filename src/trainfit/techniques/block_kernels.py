@@ -60,6 +60,7 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
 TECHNIQUE = Technique(
     name="block_kernels",
     order=10,
+    doc=__doc__,
     title="Block kernels",
     fields=("block_kernels",),
     turned_on_by="`block_kernels: triton`",

@@ -46,6 +46,7 @@ def every(count: int, call: Callable[[], None]) -> Callable[[], None]:
 TECHNIQUE = Technique(
     name="empty_cache",
     order=230,
+    doc=__doc__,
     title="Emptying the cache",
     fields=("empty_cache_every",),
     turned_on_by="`empty_cache_every: n`",

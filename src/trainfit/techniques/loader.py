@@ -20,21 +20,10 @@ Refuses nothing.
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Loader, Recipe
 from trainfit.techniques.base import Data, Draw, Technique
-
-if TYPE_CHECKING:
-    import torch
-
-
-END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def check(recipe: Recipe) -> None:
@@ -47,110 +36,6 @@ def check(recipe: Recipe) -> None:
             field="loader.prefetch",
             value=asked.prefetch,
         )
-
-
-class Source(Protocol):
-    """Where sequences come from; it goes to the workers by pickle where processes do not fork."""
-
-    def __call__(self, step: int) -> torch.Tensor:
-        """All sequences of the step with this number (from 0), int64 [accumulate * micro, s], on the CPU."""
-        ...
-
-
-@dataclass(frozen=True)
-class RandomTokens:
-    """Uniform token ids, the same for a seed and a step's number on every machine."""
-
-    vocabulary: int
-    sequences: int
-    seq: int
-    seed: int
-
-    def __call__(self, step: int) -> torch.Tensor:
-        import torch
-
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
-        return torch.randint(self.vocabulary, (self.sequences, self.seq), generator=generator)
-
-
-class Feed:
-    """The micro-batches of one step after another on the device, read as the recipe's loader says.
-
-    An iterator of what a ``Step`` takes: for each micro-batch ``input_ids`` and ``labels``, int64 [b, s]. A context
-    manager: at its end, whichever way it comes, the workers are gone.
-    """
-
-    def __init__(self, recipe: Recipe, source: Source, device: torch.device, steps: range):
-        """``steps``: numbers of the steps to read for. The workers begin at once."""
-        import torch
-        from torch.utils.data import DataLoader
-
-        asked = recipe.loader
-        self._micro, self._device = recipe.batch.micro, device
-        self._pinned = asked.pin_memory and device.type == "cuda"
-        loader: Any = DataLoader(
-            _Steps(source, steps),  # pyright: ignore[reportArgumentType]
-            batch_size=None,
-            num_workers=asked.workers,
-            prefetch_factor=asked.prefetch if asked.workers else None,
-            pin_memory=self._pinned,
-            worker_init_fn=_outlive_the_first_signal,
-            generator=torch.Generator(),  # Its own: torch's default one belongs to dropout.
-        )
-        # A worker must not be ended between its start and its own handlers of signals.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
-        try:
-            self._sequences = iter(loader)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
-        return self
-
-    def __next__(self) -> list[dict[str, torch.Tensor]]:
-        batches: list[dict[str, torch.Tensor]] = []
-        for part in next(self._sequences).split(self._micro):
-            ids_bs = part.to(self._device, non_blocking=self._pinned, copy=True)
-            batches.append({"input_ids": ids_bs, "labels": ids_bs.clone()})
-        return batches
-
-    def __enter__(self) -> Feed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Workers that do not end within torch's patience (5 s) are killed."""
-        workers = getattr(self._sequences, "_workers", ())  # Without workers there is nothing to end.
-        if workers:
-            self._sequences._shutdown_workers()
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """What torch calls a map-style dataset: item i is step ``steps[i]``'s sequences."""
-
-    source: Source
-    steps: range
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.source(self.steps[index])
-
-
-def _outlive_the_first_signal(worker: int) -> None:
-    """A signal to the whole group asks the training process to end well; it may still need its workers' data."""
-
-    def once(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in END_SIGNALS:
-        signal.signal(number, once)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
 
 
 def _describe(recipe: Recipe) -> str:
@@ -166,6 +51,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="loader",
     order=220,
+    doc=__doc__,
     title="Loader",
     fields=("loader",),
     turned_on_by="`loader.*`",

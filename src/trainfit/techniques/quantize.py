@@ -51,6 +51,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="quantize",
     order=20,
+    doc=__doc__,
     title="Quantised base",
     fields=("quantize",),
     turned_on_by="`quantize: nf4`, `int8`, `fp8`",

@@ -79,9 +79,8 @@ def check(recipe: Recipe) -> None:
         if value not in values:
             there = ", ".join(_shown(known) for known in values)
             raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
-    for technique in in_order():
-        if technique.applies(recipe):
-            technique.check(recipe)
+    for technique in _applied_by_name(recipe):
+        technique.check(recipe)
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
@@ -90,9 +89,13 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     Raises:
         InputError: naming what the device lacks.
     """
-    for technique in in_order():
-        if technique.applies(recipe):
-            technique.check_device(recipe, device_type)
+    for technique in _applied_by_name(recipe):
+        technique.check_device(recipe, device_type)
+
+
+def _applied_by_name(recipe: Recipe) -> list[Technique]:
+    """By name: which of several refusals is reported does not change with the order of application."""
+    return [technique for _, technique in sorted(techniques().items()) if technique.applies(recipe)]
 
 
 def describe(recipe: Recipe) -> str:

@@ -21,7 +21,7 @@ UINT = np.uint64
 
 @dataclass(frozen=True)
 class StepSequences:
-    """Which sequences each step trains on, read: a source of the loader (techniques/loader.py)."""
+    """Which sequences each step trains on, read: a source of the loader (measurement/feed.py)."""
 
     corpus: Corpus
     seed: int

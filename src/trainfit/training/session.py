@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.step import Batch, Step
-from trainfit.techniques.loader import Feed
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import Corpora

@@ -112,6 +112,7 @@ def _names_layers(recipe: Recipe) -> bool:
 TECHNIQUE = Technique(
     name="lora",
     order=30,
+    doc=__doc__,
     title="LoRA",
     fields=("adapter",),
     turned_on_by="`adapter: {kind: lora}`",

@@ -105,6 +105,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="prefix_tuning",
     order=50,
+    doc=__doc__,
     title="Prefix tuning",
     fields=("adapter",),
     turned_on_by="`adapter: {kind: prefix}`",

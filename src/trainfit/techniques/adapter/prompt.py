@@ -145,6 +145,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="soft_prompts",
     order=40,
+    doc=__doc__,
     title="Prompt tuning and p-tuning",
     fields=("adapter",),
     turned_on_by="`adapter: {kind: prompt}`, `p-tuning`",

@@ -33,6 +33,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="compile_block",
     order=150,
+    doc=__doc__,
     title="Compile by block",
     fields=("compile",),
     turned_on_by="`compile: block`",

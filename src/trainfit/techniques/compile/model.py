@@ -25,6 +25,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="compile_model",
     order=160,
+    doc=__doc__,
     title="Compile the model",
     fields=("compile",),
     turned_on_by="`compile: model`",

@@ -62,6 +62,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="chunked_loss",
     order=120,
+    doc=__doc__,
     title="Chunked loss",
     fields=("loss",),
     turned_on_by="`loss: chunked`",

@@ -82,6 +82,7 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
 TECHNIQUE = Technique(
     name="fused_loss",
     order=130,
+    doc=__doc__,
     title="Fused loss",
     fields=("loss",),
     turned_on_by="`loss: fused`",

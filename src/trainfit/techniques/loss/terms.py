@@ -83,6 +83,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="loss_terms",
     order=140,
+    doc=__doc__,
     title="Loss terms",
     fields=("loss_terms",),
     turned_on_by="`loss_terms.*`",

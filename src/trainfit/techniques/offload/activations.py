@@ -57,6 +57,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="offload_activations",
     order=180,
+    doc=__doc__,
     title="Activation offload",
     fields=("offload.activations",),
     turned_on_by="`offload.activations: true`",

@@ -109,6 +109,7 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
 TECHNIQUE = Technique(
     name="offload_weights",
     order=170,
+    doc=__doc__,
     title="Weight offload",
     fields=("offload.weights",),
     turned_on_by="`offload.weights: true`",

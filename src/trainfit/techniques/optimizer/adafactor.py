@@ -87,6 +87,7 @@ def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimiz
 TECHNIQUE = Technique(
     name="adafactor",
     order=270,
+    doc=__doc__,
     title="Adafactor",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
     turned_on_by="`adafactor`",

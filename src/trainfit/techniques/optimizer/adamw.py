@@ -98,6 +98,7 @@ def _options(chance: random.Random) -> Data:
 TECHNIQUE = Technique(
     name="adamw",
     order=240,
+    doc=__doc__,
     title="AdamW",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
     turned_on_by="`optimizer.name: adamw`",

@@ -56,6 +56,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="adamw_low_bit",
     order=250,
+    doc=__doc__,
     title="8-bit and 4-bit AdamW",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
     turned_on_by="`adamw8bit`, `adamw4bit`",

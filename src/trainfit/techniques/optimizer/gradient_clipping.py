@@ -81,6 +81,7 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 TECHNIQUE = Technique(
     name="gradient_clipping",
     order=310,
+    doc=__doc__,
     title="Gradient clipping",
     fields=("optimizer.clip_norm",),
     turned_on_by="`optimizer.clip_norm: x`",

@@ -112,6 +112,7 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="optimizer_in_backward",
     order=300,
+    doc=__doc__,
     title="Optimizer in backward",
     fields=("optimizer.in_backward",),
     turned_on_by="`optimizer.in_backward: true`, `block`",

@@ -86,6 +86,7 @@ def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.op
 TECHNIQUE = Technique(
     name="muon",
     order=280,
+    doc=__doc__,
     title="Muon",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
     turned_on_by="`muon`",

@@ -84,6 +84,7 @@ def _options(chance: random.Random) -> Data:
 TECHNIQUE = Technique(
     name="sgd",
     order=260,
+    doc=__doc__,
     title="SGD",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
     turned_on_by="`sgd`",

@@ -70,6 +70,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="stochastic_rounding",
     order=290,
+    doc=__doc__,
     title="Stochastic rounding",
     fields=("optimizer.stochastic_rounding",),
     turned_on_by="`optimizer.stochastic_rounding: true`",

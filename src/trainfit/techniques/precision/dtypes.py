@@ -33,6 +33,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="precision",
     order=190,
+    doc=__doc__,
     title="Precision",
     fields=("precision",),
     turned_on_by="`precision: bf16`, `amp-bf16`, `amp-fp16`",

@@ -147,6 +147,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="fp8",
     order=60,
+    doc=__doc__,
     title="fp8",
     fields=("precision",),
     turned_on_by="`precision: fp8`",

@@ -81,6 +81,7 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="recompute_budget",
     order=100,
+    doc=__doc__,
     title="Compiler budget",
     fields=("recompute",),
     turned_on_by="`recompute: {budget: x}` with `compile`",

@@ -67,6 +67,7 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="recompute_every",
     order=80,
+    doc=__doc__,
     title="Every k-th block",
     fields=("recompute",),
     turned_on_by="`recompute: {every: k}`",

@@ -61,6 +61,7 @@ def _enable_own(model: Any) -> None:
 TECHNIQUE = Technique(
     name="recompute_full",
     order=70,
+    doc=__doc__,
     title="Full recomputation",
     fields=("recompute",),
     turned_on_by="`recompute: full`",

@@ -131,6 +131,7 @@ def _num_blocks(recipe: Data) -> int:
 TECHNIQUE = Technique(
     name="recompute_layers",
     order=110,
+    doc=__doc__,
     title="Plan by block",
     fields=("recompute",),
     turned_on_by="`recompute: {budget_gib: x}`, `{layers: [...]}`",

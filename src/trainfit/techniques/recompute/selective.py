@@ -51,6 +51,7 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="recompute_selective",
     order=90,
+    doc=__doc__,
     title="Selective recomputation",
     fields=("recompute",),
     turned_on_by="`recompute: selective`",
