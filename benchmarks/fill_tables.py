@@ -3,13 +3,13 @@
 A page is written by hand. Where it shows figures from records, it holds a marker, and this program writes what
 stands between the marker and the next ``<!-- end -->``::
 
-    <!-- table: accuracy.peaks half=held-out -->
+    <!-- table: accuracy.largest of=device -->
     <!-- end -->
 
-    <!-- figure: accuracy.scatter plots/accuracy-scatter.svg "Predicted against measured peak" -->
+    <!-- figure: accuracy.errors_plot plots/accuracy-errors.svg "Sizes of the errors" -->
     <!-- end -->
 
-``accuracy.peaks`` is the function ``peaks`` of ``benchmarks/tables/accuracy.py``; options are passed as keyword
+``accuracy.largest`` is the function ``largest`` of ``benchmarks/tables/accuracy.py``; options are passed as keyword
 arguments of type str. A table function returns Markdown, a figure function returns an SVG document, which is
 written to the path given (relative to the page).
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -58,7 +59,7 @@ def fill(page: Path) -> Filled:
     """Return ``page`` with every marked table and figure computed anew.
 
     Raises:
-        SystemExit: a marker names no function, or a marker is not closed.
+        SystemExit: a marker is not closed, names no function, or has options that the function does not take.
     """
     text = page.read_text("utf-8")
     if len(re.findall(r"^<!-- (?:table|figure): ", text, re.M)) != len(MARKED.findall(text)):
@@ -66,11 +67,17 @@ def fill(page: Path) -> Filled:
     filled = Filled("")
 
     def content(match: re.Match[str]) -> str:
-        words = shlex.split(match["rest"])
-        options = dict(word.split("=", 1) for word in words if "=" in word)
-        made = _function(page, match["name"])(**options)
+        function = _function(page, match["name"])
+        try:
+            words = shlex.split(match["rest"])
+            options = dict(word.split("=", 1) for word in words if "=" in word)
+            inspect.signature(function).bind(**options)
+            if match["kind"] == "figure":
+                target, caption = (word for word in words if "=" not in word)
+        except (TypeError, ValueError) as error:
+            sys.exit(f"{page}: {match['name']}{match['rest']}: {error}")
+        made = function(**options)
         if match["kind"] == "figure":
-            target, caption = [word for word in words if "=" not in word]
             filled.images[page.parent / target] = made
             made = f"![{caption}]({target})"
         return f"{match['open']}\n{made.strip()}\n\n{match['close']}"

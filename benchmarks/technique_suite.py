@@ -1,7 +1,7 @@
-"""How each technique is asked for, and the recipes that its page shows: one model and batch, each technique alone and combined.
+"""Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line. ``predict.suite`` predicts them
-and ``measure.suite`` measures them; the pages are made from the records.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for
+``benchmarks.accuracy.suite`` and ``trainfit.measurement.suite``.
 """
 
 import argparse
@@ -27,13 +27,8 @@ REFERENCE: Data = {
 }
 """With every other field at its default: bf16, fused AdamW."""
 
-MODEL_AND_BATCH = "llama-3.2-1b, 4 x 2048, bf16, AdamW (fused), one H200"
-"""The reference in words."""
-
 LORA: Data = {"adapter": {"kind": "lora"}}
 FULL: Data = {"recompute": "full"}
-OPTIMIZER = registry.techniques()["adamw"].fields
-BLOCKS_OF_REFERENCE = 16
 LAYERS = registry.techniques()["recompute_layers"].examples[0]
 
 CHUNKED: Data = {"loss": "chunked"}
@@ -83,12 +78,6 @@ def suite() -> list[Recipe]:
             recipes += [found for found in (control(technique, recipe), recipe) if found is not None]
     recipes += [recipe_from(merge(REFERENCE, partners)) for partners in COMBINED]
     return list({recipe.id: recipe for recipe in recipes}.values())
-
-
-def asks(technique: str, recipe: Recipe) -> bool:
-    """Whether the recipe's fields turn the technique on, also where that is the default."""
-    found = registry.techniques()[technique]
-    return found.requested(recipe) if found.covers else found.applies(recipe)
 
 
 def control(technique: str, recipe: Recipe) -> Recipe | None:
@@ -160,12 +149,6 @@ def in_a_recipe(technique: str) -> str:
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
     return ", ".join(f"`{way}`" for way in ways)
-
-
-def beside(technique: str) -> str:
-    """What both sides of its comparison have besides, as Markdown; empty: nothing."""
-    said = written(registry.techniques()[technique].needs)
-    return f"`{said}`" if said else ""
 
 
 WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}

@@ -150,23 +150,3 @@ def test_the_command_line_reference_names_every_verb_and_option() -> None:
         assert re.search(rf"`{verb}\b", text), verb
         for option in options(command):
             assert re.search(rf"`[^`]*{option}\b[^`]*`", text), f"{verb} {option}"
-
-
-def test_the_readmes_accuracy_is_the_pages() -> None:
-    page = (DOCS / "results/accuracy.md").read_text()
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    rows = [
-        [cell.strip() for cell in line.split("|")[2:]]
-        for line in page.splitlines()
-        if line.startswith("| all |")
-    ]
-    memory, times = rows[0], rows[3]
-    recipes, worst, exact = memory[0], memory[3].lstrip("+-").split()[0], memory[4]
-    foreseen, wrongly = re.findall(r"Predicted not to fit: (\d+) ran out of memory, (\d+) ran", page)[0]
-    assert wrongly == "0"
-    assert f"of {recipes} recipes on an H200, {exact} peaks were predicted to the byte" in readme
-    assert (
-        f"the worst was off by {float(worst):.2g} %; {foreseen} of {foreseen} that ran out of memory"
-        in readme
-    )
-    assert f"between {times[1]} and {times[5]} times the expectation, median {times[3]}" in readme

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
-from trainfit.training.options import StoriesData, TrainOptions
+from trainfit.training.options import SyntheticData, TrainOptions
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -27,7 +27,7 @@ def tiny(*settings: str, config: dict = LLAMA) -> Recipe:
 
 
 def asked(out: Path, steps: int, **more) -> TrainOptions:
-    data = StoriesData(num_documents=60)
+    data = SyntheticData(num_documents=60)
     return TrainOptions(
         **({"out": str(out), "steps": steps, "data": data, "eval_fraction": 0.1, "eval_sequences": 8} | more)
     )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import trainfit
-from trainfit.prediction.user_step import Traced
+from trainfit.spec.result import Estimate
 
 MIB = 1 << 20
 N = 4096
@@ -25,7 +25,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3
         optimizer.step()
 
 
-def inside(check: Callable[[], None]) -> Traced:
+def inside(check: Callable[[], None]) -> Estimate:
     """Run ``check`` on the virtual GPU, and train a little so that there is something to trace."""
 
     def run() -> None:

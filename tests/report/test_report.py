@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainfit.report import plots
+from trainfit.report import comparisons as plots
 from trainfit.report.compare import compare, summarise
-from trainfit.report.html import page, write_page
-from trainfit.report.table import markdown_table, text_table
+from trainfit.report.comparisons import markdown_table, text_table
+from trainfit.report.html import report_page as page
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe
@@ -95,6 +95,34 @@ def test_newest_wins_and_devices_stay_apart():
     assert [c.on_its_device for c in found] == [True, False, False]
 
 
+def test_a_prediction_for_the_versions_of_the_measurement_is_preferred_and_another_is_marked():
+    """A measurement names its build, such as 2.11.0+cu128; a prediction holds for every build of a version."""
+    one = recipe()
+    old, new = ({"torch": version, "transformers": "5.17.0"} for version in ("2.11.0", "2.13.0"))
+    ran = measured(one, 40)
+    assert ran.measurement is not None
+    where = ran.measurement.environment.model_copy(update={"torch": "2.11.0+cu128", "transformers": "5.17.0"})
+    ran = ran.model_copy(update={"measurement": ran.measurement.model_copy(update={"environment": where})})
+
+    def estimated(peak_gib: float, versions: dict[str, str]) -> Record:
+        record = predicted(one, peak_gib)
+        assert record.estimate is not None
+        return record.model_copy(
+            update={"estimate": record.estimate.model_copy(update={"versions": versions})}
+        )
+
+    (found,) = compare([estimated(40, old), estimated(80, new), ran])
+    assert (found.error("peak_allocated_bytes"), found.other_versions) == (0.0, "")
+    (found,) = compare([estimated(80, new), ran])
+    assert found.other_versions == "predicted for torch 2.13.0, measured with torch 2.11.0"
+    assert "1 predicted for other versions than those measured." in summarise([found]).text()
+    for text in (markdown_table([found]), page([found])):
+        assert "predicted for torch 2.13.0, measured with torch 2.11.0" in text
+    out = io.StringIO()
+    Console(file=out, width=80).print(text_table([found]))
+    assert "measured with torch 2.11.0" in " ".join(out.getvalue().split())
+
+
 def test_measured_utilisation_follows_from_predicted_flops_and_measured_time():
     one = recipe()
     (found,) = compare([predicted(one, 1, step_s=1.0), measured(one, 1)])
@@ -152,7 +180,7 @@ def hostile() -> list[Record]:
 
 
 def test_page_escapes_and_is_self_contained(tmp_path: Any):
-    write_page(compare(hostile()), tmp_path / "report.html", title="<b>title")
+    (tmp_path / "report.html").write_text(page(compare(hostile()), title="<b>title"))
     text = (tmp_path / "report.html").read_text()
     for raw in ("<script", "<img", "<b>title"):
         assert raw not in text

@@ -16,8 +16,8 @@ from rich.console import Console
 from tiny_sweep import BASE, sweep_of
 from trainfit.measurement import process
 from trainfit.measurement.suite import ready_to_fork
-from trainfit.report.sweep_page import page
-from trainfit.report.sweep_table import markdown_table, text_table, unit
+from trainfit.report.html import sweep_page as page
+from trainfit.report.sweep import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.record_line import from_line
@@ -369,3 +369,14 @@ def test_the_table_fits_the_terminal_and_keeps_the_verdict(width: int):
     assert "headroom" in text
     assert ("device" in text.splitlines()[0]) == (width >= 80)
     assert "* the predicted frontier" in text
+
+
+def test_a_measured_sweep_shows_device_bytes_in_80_columns():
+    measured = row("adafactor-in-backward", 10, 1.0)
+    rows = [measured.model_copy(update={"estimate": PREDICTED[0].estimate}), row("control", 20, 2.0)]
+    out = Console(width=80, file=io.StringIO())
+    out.print(text_table(rows, 80))
+    assert isinstance(out.file, io.StringIO)
+    head, _, _, line = out.file.getvalue().splitlines()[:4]
+    assert "device" in head
+    assert " 40,960.00 " in line  # MiB, as measured peaks are under one GiB

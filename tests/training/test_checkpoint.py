@@ -52,7 +52,8 @@ def test_a_loaded_step_goes_on_with_the_same_bits(tmp_path, settings):
     run(straight, range(3))
     saved = checkpoint.save(tmp_path, straight, Progress(3, 1.5), {"recipe": 1}, keep=2)
     resumed = assembled(settings)
-    assert checkpoint.check(saved) == {"recipe": 1}
+    durable.check_folder(saved)
+    assert durable.read_json(saved / "run.json") == {"recipe": 1}
     assert checkpoint.load(saved, resumed) == Progress(3, 1.5)
     assert run(straight, range(3, 7)) == run(resumed, range(3, 7))
     for (name, one), (_, other) in zip(
@@ -99,7 +100,7 @@ def test_shards_hold_all_tensors_and_little_memory(tmp_path, monkeypatch):
     assert len(files) > 3
     assert sum(len(load_file(file)) for file in files) == len(state.model_tensors(step)[0])
     resumed = assembled()
-    checkpoint.check(path)
+    durable.check_folder(path)
     checkpoint.load(path, resumed)
     assert run(step, range(1, 3)) == run(resumed, range(1, 3))
 
@@ -123,10 +124,10 @@ def test_any_flipped_byte_is_found_and_its_file_named(tmp_path):
             changed[place] ^= 0x10
             file.write_bytes(changed)
             with pytest.raises(InputError) as refused:
-                checkpoint.check(path)
+                durable.check_folder(path)
             assert refused.value.file == str(file)
         file.write_bytes(content)
-    checkpoint.check(path)
+    durable.check_folder(path)
 
 
 def test_missing_added_and_cut_files_are_found(tmp_path):
@@ -134,18 +135,18 @@ def test_missing_added_and_cut_files_are_found(tmp_path):
     extra = path / "notes.txt"
     extra.write_text("hello")
     with pytest.raises(InputError, match=r"notes\.txt: not part"):
-        checkpoint.check(path)
+        durable.check_folder(path)
     extra.unlink()
     weights = path / "model-00000.safetensors"
     os.truncate(weights, 100)
     with pytest.raises(InputError, match="has 100 bytes"):
-        checkpoint.check(path)
+        durable.check_folder(path)
     weights.unlink()
     with pytest.raises(InputError, match=r"model-00000\.safetensors: missing"):
-        checkpoint.check(path)
+        durable.check_folder(path)
     (path / durable.MANIFEST).unlink()
     with pytest.raises(InputError, match=r"manifest\.json: missing"):
-        checkpoint.check(path)
+        durable.check_folder(path)
 
 
 def test_the_newest_are_kept_and_none_overwritten(tmp_path):

@@ -6,18 +6,17 @@ import pytest
 from trainfit.spec.errors import InputError
 from trainfit.training import documents, durable
 from trainfit.training.corpus import open_corpora
-from trainfit.training.options import StoriesData, TextData, TrainOptions
-from trainfit.training.order import permuted, sequence_numbers
-from trainfit.training.schedule import learning_rate
-from trainfit.training.stories import story
+from trainfit.training.options import SyntheticData, TextData, TrainOptions
+from trainfit.training.order import learning_rate, permuted, sequence_numbers
+from trainfit.training.synthetic import synthetic_text
 from trainfit.training.tokenizer import end_token, load_tokenizer, train_tokenizer
 
-TEXTS = [story(0, index).text for index in range(200)]
+TEXTS = [synthetic_text(0, index).text for index in range(200)]
 
 
 def options(tmp_path, **more) -> TrainOptions:
     return TrainOptions(
-        **({"out": str(tmp_path), "data": StoriesData(num_documents=200), "eval_fraction": 0.1} | more)
+        **({"out": str(tmp_path), "data": SyntheticData(num_documents=200), "eval_fraction": 0.1} | more)
     )
 
 
@@ -145,9 +144,10 @@ def test_order_is_a_function_of_the_step_alone_across_epochs():
     assert len(sequence_numbers(7, 10**12, 3, 10**9 + 7)) == 3, "a billion sequences cost no memory"
 
 
-def test_learning_rate():
+def test_learning_rate(tmp_path):
     def rate(step, schedule="constant", warmup_steps=0):
-        return learning_rate(1.0, step, steps=101, warmup_steps=warmup_steps, schedule=schedule)
+        asked = options(tmp_path, steps=101, warmup_steps=warmup_steps, schedule=schedule)
+        return learning_rate(1.0, step, asked)
 
     assert [rate(0), rate(100)] == [1.0, 1.0]
     assert [rate(step, warmup_steps=4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]

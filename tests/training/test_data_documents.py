@@ -8,23 +8,23 @@ import pytest
 from trainfit.spec.errors import InputError
 from trainfit.training import documents
 from trainfit.training.documents import MAX_DOCUMENT_CHARS, for_evaluation
-from trainfit.training.options import HubData, StoriesData, TextData, data_from
-from trainfit.training.stories import PEOPLE, story
+from trainfit.training.options import HubData, SyntheticData, TextData, data_from
+from trainfit.training.synthetic import PEOPLE, synthetic_text
 
 
 def test_a_story_is_the_same_everywhere_and_always():
     # The choices come from SHAKE-256 alone; this text must never change, or old runs could not be repeated.
-    first = story(0, 0)
-    assert first == story(0, 0)
-    assert first.text != story(0, 1).text
-    assert first.text != story(1, 0).text
+    first = synthetic_text(0, 0)
+    assert first == synthetic_text(0, 0)
+    assert first.text != synthetic_text(0, 1).text
+    assert first.text != synthetic_text(1, 0).text
     names = {name for name, _, _ in PEOPLE}
     assert names & set(first.text.replace(".", " ").replace(",", " ").split())
 
 
 def test_stories_have_the_entropy_they_say():
     # 4,000 stories of at least 2**30 equally likely ones: by the birthday bound none repeats (p < 1 %).
-    stories = [story(0, index) for index in range(4000)]
+    stories = [synthetic_text(0, index) for index in range(4000)]
     assert min(each.bits for each in stories) > 30
     assert len({each.text for each in stories}) == len(stories)
     # One choice of two, equally likely, picks the kind of story: 4 standard deviations around a half.
@@ -34,7 +34,7 @@ def test_stories_have_the_entropy_they_say():
 
 def test_facts_of_a_story_agree():
     for index in range(200):
-        text = story(3, index).text
+        text = synthetic_text(3, index).text
         if "wanted to cook" in text:
             sold = text.split("for the ")[1].split('"')[0].rstrip(",")
             assert f"sold the {sold}" in text
@@ -104,7 +104,7 @@ def test_bad_files_are_refused_by_name(tmp_path, name, content, says):
 
 
 def test_the_split_is_by_text_alone():
-    texts = [story(0, index).text for index in range(4000)]
+    texts = [synthetic_text(0, index).text for index in range(4000)]
     kept = [text for text in texts if for_evaluation(text, 0.1)]
     # Binomial(4000, 0.1): 4 standard deviations are 76.
     assert abs(len(kept) - 400) < 76
@@ -115,8 +115,8 @@ def test_the_split_is_by_text_alone():
 
 
 def test_data_from_a_command_line(tmp_path):
-    assert data_from("stories") == StoriesData()
-    assert data_from("stories:70") == StoriesData(num_documents=70)
+    assert data_from("stories") == SyntheticData()
+    assert data_from("stories:70") == SyntheticData(num_documents=70)
     assert data_from("hub:a/b") == HubData(name="a/b")
     assert data_from(str(tmp_path)) == TextData(path=str(tmp_path))
     for wrong in ("stories:-1", "stories:many", "hub:", str(tmp_path / "absent")):

@@ -1,6 +1,7 @@
 """A tokenizer.json of one's own changes no training data: each document is encoded whole, as it is, or the run says so."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from trainfit.spec.errors import InputError
 from trainfit.training import corpus, durable
 from trainfit.training.corpus import open_corpora
 from trainfit.training.loop import train
-from trainfit.training.options import StoriesData, TextData, TrainOptions
-from trainfit.training.stories import story
+from trainfit.training.options import SyntheticData, TextData, TrainOptions
+from trainfit.training.synthetic import synthetic_text
 from trainfit.training.tokenizer import load_tokenizer, train_tokenizer
 
-TEXTS = [story(0, index).text for index in range(200)]
+TEXTS = [synthetic_text(0, index).text for index in range(200)]
 VOCABULARY, SEQ = 500, 32
 
 
@@ -27,7 +28,7 @@ def options(tmp_path: Path, tokenizer: Tokenizer, data: str | None = None) -> Tr
     text = tmp_path / "a.txt"
     if data is not None:
         text.write_text(data)
-    spec = StoriesData(num_documents=200) if data is None else TextData(path=str(text), separator="\n")
+    spec = SyntheticData(num_documents=200) if data is None else TextData(path=str(text), separator="\n")
     return TrainOptions(out=str(tmp_path), data=spec, eval_fraction=0.1, tokenizer=str(path))
 
 
@@ -122,10 +123,11 @@ def test_a_folder_of_before_the_notes_goes_on(tmp_path: Path):
     assert open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ).notes == ()
 
 
-# -- text that the vocabulary lacks
+# Text that the tokenizer loses.
 
 WORDS = [f"{index:b}".translate({48: "a", 49: "b"}) for index in range(300)]
 LINES = "\n".join(f"abc {word} cé b\u0301a" for word in WORDS)
+NUM_CHARACTERS = sum(len(line) for line in LINES.splitlines())
 
 
 def bpe(**settings: object) -> Tokenizer:
@@ -135,24 +137,75 @@ def bpe(**settings: object) -> Tokenizer:
     return tokenizer
 
 
-def test_unknown_tokens_are_counted(tmp_path: Path):
-    asked = options(tmp_path, bpe(unk_token="<unk>"), LINES)
-    corpora = open_corpora(tmp_path / "data", asked, vocabulary=8, seq=8)
-    total = sum(corpora.index[side]["tokens"] for side in ("train", "eval"))
-    assert corpora.notes == (f"600 of {total:,} tokens are the tokenizer's unknown token",)
+def without_pre_tokenizer() -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(json.loads(bpe().to_str()) | {"pre_tokenizer": None}))
 
 
-def test_characters_without_any_token_are_named(tmp_path: Path):
-    corpora = open_corpora(tmp_path / "data", options(tmp_path, bpe(), LINES), vocabulary=8, seq=8)
-    assert corpora.notes == ("the tokenizer leaves 2 of the text's characters out, such as 'é', '\u0301'",)
-
-
-def test_what_the_normalizer_removes_is_meant_to_go(tmp_path: Path):
+def strip_accents() -> Tokenizer:
     tokenizer = bpe()
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
-    data = LINES.replace("é", "a")
-    corpora = open_corpora(tmp_path / "data", options(tmp_path, tokenizer, data), vocabulary=8, seq=8)
-    assert corpora.notes == ()
+    return tokenizer
+
+
+SPACES = "' ' (900)"
+LOSSES = {
+    "no token": (bpe, f"{SPACES}, '\u0301' (600), 'e' (300)", 1800),
+    "no pre-tokenizer": (without_pre_tokenizer, f"{SPACES}, '\u0301' (600), 'e' (300)", 1800),
+    "normalizer": (strip_accents, f"{SPACES}, '\u0301' (600), 'e' (300)", 1800),
+    "unknown token": (lambda: bpe(unk_token="<unk>"), SPACES, 900),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_characters_that_a_round_trip_loses_are_noted(name: str, tmp_path: Path):
+    make, most, count = LOSSES[name]
+    corpora = open_corpora(tmp_path / "data", options(tmp_path, make(), LINES), vocabulary=8, seq=8)
+    lost = (
+        f"the tokenizer leaves out {count:,} of the text's {NUM_CHARACTERS:,} characters, most often {most}"
+    )
+    total = sum(corpora.index[side]["tokens"] for side in ("train", "eval"))
+    unknown = [f"600 of {total:,} tokens are the tokenizer's unknown token"]
+    assert list(corpora.notes) == [*(unknown if name == "unknown token" else []), lost]
+
+
+def deleting(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = normalizers.Replace("e", "")
+
+
+def lower(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer = normalizers.Lowercase()
+
+
+def no_decoder(tokenizer: Tokenizer) -> Tokenizer:
+    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"decoder": None}))
+
+
+def words(tokenizer: Tokenizer) -> Tokenizer:
+    found = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(["</s>", "one", "two", "?"])}, "?")
+    )
+    found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "lost"),
+    [
+        (deleting, "one\ntree", "3 of the text's 7 characters, most often 'e' (3)"),
+        (lower, "One\nTwo", None),
+        (no_decoder, "one two\nthree", None),
+        (words, "one two\ntwo", None),
+        (words, "one  two\ntwo", "1 of the text's 11 characters, most often ' ' (1)"),
+    ],
+)
+def test_only_characters_that_are_gone_count_as_lost(
+    change: Callable, text: str, lost: str | None, tmp_path: Path
+):
+    tokenizer = plain()
+    tokenizer = change(tokenizer) or tokenizer
+    asked = options(tmp_path, tokenizer, text).model_copy(update={"eval_fraction": 0.0})
+    corpora = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=2)
+    assert corpora.notes == (() if lost is None else (f"the tokenizer leaves out {lost}",))
 
 
 @pytest.mark.parametrize(
@@ -170,3 +223,14 @@ def test_text_that_cannot_be_encoded_is_refused_in_one_line(model: models.Model,
         open_corpora(tmp_path / "data", options(tmp_path, tokenizer, LINES), vocabulary=8, seq=8)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(("field", "says"), [("tokenizer", "is a named pipe"), ("data", "is a named pipe")])
+def test_a_named_pipe_is_called_one(field: str, says: str, tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    asked = options(tmp_path, plain())
+    changed = {"tokenizer": str(pipe)} if field == "tokenizer" else {"data": TextData(path=str(pipe))}
+    with pytest.raises(InputError, match=says) as caught:
+        open_corpora(tmp_path / "data", asked.model_copy(update=changed), vocabulary=VOCABULARY, seq=SEQ)
+    assert "regular file" in str(caught.value)

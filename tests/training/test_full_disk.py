@@ -21,9 +21,8 @@ from trainfit.sweeps import parts
 from trainfit.sweeps.journal import RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, PartResult, run_part
 from trainfit.sweeps.run import Run
-from trainfit.training import checkpoint
-from trainfit.training.board import TensorBoard
-from trainfit.training.log import JsonlLog
+from trainfit.training import checkpoint, durable
+from trainfit.training.log import JsonlLog, TensorBoard
 from trainfit.training.loop import train
 
 FULL = os.strerror(errno.ENOSPC)
@@ -54,7 +53,7 @@ def test_a_full_disk_ends_a_run_and_resume_goes_on_to_the_bit(small_disk: Path, 
     assert str(full.value).endswith(f": {FULL}; free some space there; --resume goes on from {newest}")
     assert ".unfinished" not in str(full.value)
     assert not list(options.folder.rglob(".unfinished*"))
-    checkpoint.check(newest)
+    durable.check_folder(newest)
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
     resumed = train(recipe, options.model_copy(update={"resume": True}), observers=observers())
     assert resumed.first_step == int(newest.name.removeprefix("step-")) > 0

@@ -13,23 +13,23 @@ from rich.console import Console
 
 from tiny_training import Listener, asked, stop_at, tiny
 from trainfit.spec.errors import InputError
-from trainfit.training.board import TensorBoard
-from trainfit.training.loop import _repeatable, train
+from trainfit.training.log import TensorBoard
+from trainfit.training.loop import _deterministic, train
 from trainfit.training.observer import StepFlops, StepMetrics
-from trainfit.training.options import StoriesData
+from trainfit.training.options import SyntheticData
 from trainfit.training.progress import ProgressBar, step_line
-from trainfit.training.stories import story
+from trainfit.training.synthetic import synthetic_text
 
 
 def test_it_learns_and_no_model_beats_the_entropy_of_unseen_stories(tmp_path):
-    options = asked(tmp_path, 80, eval_every=40, data=StoriesData(num_documents=400))
+    options = asked(tmp_path, 80, eval_every=40, data=SyntheticData(num_documents=400))
     listener = Listener()
     summary = train(tiny("batch.micro=8", "optimizer.lr=5e-3"), options, observers=[listener])
     assert summary.losses[0] == pytest.approx(math.log(384), rel=0.05), "a random model knows nothing"
     assert summary.final_loss < 0.75 * summary.losses[0]
     assert summary.evaluations[1].perplexity < summary.evaluations[0].perplexity
     # Tokens of the tokenizer cover about the same text in both sides, so bits a token of all stories is the floor.
-    bits = sum(story(0, index).bits for index in range(400))
+    bits = sum(synthetic_text(0, index).bits for index in range(400))
     tokens = listener.run.train_tokens + listener.run.eval_tokens
     assert summary.eval_perplexity > 2 ** (bits / tokens)
     assert summary.eval_perplexity == pytest.approx(math.exp(summary.evaluations[-1].loss))
@@ -143,7 +143,7 @@ def test_an_op_without_deterministic_kernel_is_told_with_the_way_out(tmp_path, m
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
     def refused_by_torch() -> None:
-        with _repeatable(torch.device("cuda"), asked(tmp_path, 1)):
+        with _deterministic(torch.device("cuda"), asked(tmp_path, 1)):
             assert torch.are_deterministic_algorithms_enabled()
             raise RuntimeError(
                 "cumsum_cuda_kernel does not have a deterministic implementation, but you set it. More."
@@ -152,7 +152,7 @@ def test_an_op_without_deterministic_kernel_is_told_with_the_way_out(tmp_path, m
     with pytest.raises(InputError, match=r"cumsum_cuda_kernel.*set deterministic to false"):
         refused_by_torch()
     assert not torch.are_deterministic_algorithms_enabled()
-    with _repeatable(torch.device("cuda"), asked(tmp_path, 1, deterministic=False)):
+    with _deterministic(torch.device("cuda"), asked(tmp_path, 1, deterministic=False)):
         assert not torch.are_deterministic_algorithms_enabled()
 
 

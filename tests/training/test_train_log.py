@@ -1,4 +1,4 @@
-"""The JSONL log of a resumed run: what is missing is said and noted, what is there is kept."""
+"""The JSONL log of a resumed run: what is missing is said and noted, the remaining lines are kept."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_hole_is_said_on_resume_and_noted_once(tmp_path: Path) -> None:
     for steps in (8, 9):
         resumed = train(tiny(), asked(tmp_path, steps, resume=True), observers=[JsonlLog(said.append)])
         assert resumed.status == "done"
-    assert said == [f"{path} has no line of steps 3 to 4; what is there is kept"] * 2
+    assert said == [f"{path} has no line of steps 3 to 4; the remaining lines are kept"] * 2
     entries = [json.loads(one) for one in path.read_text().splitlines()]
     assert [one["step"] for one in entries if one["kind"] == "step"] == [1, 2, 5, 6, 7, 8, 9]
     assert [one["step"] for one in entries if one["kind"] == "gap"] == [6]

@@ -9,11 +9,10 @@ import pytest
 
 from tiny_training import GPT2, LLAMA, Listener, asked, losses_in_log, stop_at, tiny
 from trainfit.spec.errors import InputError
-from trainfit.training.board import TensorBoard
 from trainfit.training.folder import locked
-from trainfit.training.log import JsonlLog
+from trainfit.training.log import JsonlLog, TensorBoard
 from trainfit.training.loop import train
-from trainfit.training.options import StoriesData
+from trainfit.training.options import SyntheticData
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_tensorboard_has_the_losses(tmp_path):
         (("optimizer.lr=1e-3",), {}, "optimizer.lr"),
         (("seed=1",), {}, "seed"),
         (("model.config.hidden_size=64",), {}, "model.config.hidden_size"),
-        ((), {"data": StoriesData(num_documents=61)}, "data.num_documents"),
+        ((), {"data": SyntheticData(num_documents=61)}, "data.num_documents"),
         ((), {"warmup_steps": 2}, "warmup_steps"),
     ],
 )
@@ -160,7 +159,7 @@ def test_ten_and_ten_are_twenty_on_a_gpu(tmp_path):
         "model.config.max_position_embeddings=512",
         "model.config.hidden_size=128",
     )
-    more = {"data": StoriesData(num_documents=400)}
+    more = {"data": SyntheticData(num_documents=400)}
     straight = train(recipe, asked(tmp_path / "straight", 20, **more))
     first = train(recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10))])
     second = train(recipe, asked(tmp_path / "broken", 20, resume=True, **more))

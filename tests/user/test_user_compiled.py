@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import trainfit
-from trainfit.prediction.user_step import Traced
 from trainfit.spec.errors import InputError
+from trainfit.spec.result import Estimate
 from user_training import MIB, SQUARE, N, inside, mlp
 
 
@@ -24,7 +24,7 @@ class Chain(nn.Module):
         return self.w.sin().cos().exp().sum()
 
 
-def train_chain(wrap: Callable[[nn.Module], Callable[[], Tensor]]) -> Traced:
+def train_chain(wrap: Callable[[nn.Module], Callable[[], Tensor]]) -> Estimate:
     def train() -> None:
         chain = Chain().cuda()
         call = wrap(chain)

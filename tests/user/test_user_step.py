@@ -39,7 +39,7 @@ def train_one_matrix() -> None:
 
 def test_one_matrix_in_closed_form() -> None:
     traced = trainfit.trace(train_one_matrix)
-    assert traced.num_steps == 3
+    assert traced.code.num_steps == 3
     assert traced.params == traced.trainable_params == N * N
     assert traced.phases.after_init == 2 * SQUARE  # the weight and the input
     # The product and its square; the workspace of the forward's cuBLAS handle; the loss.
@@ -174,13 +174,13 @@ def test_an_endless_loop_is_ended() -> None:
             seen.append(step)
             steps(model, optimizer, 1)
 
-    assert trainfit.trace(train, steps=2).num_steps == 2
+    assert trainfit.trace(train, steps=2).code.num_steps == 2
     assert seen == [0, 1, 2]  # the third ends as its forward begins
 
 
 def test_one_step_is_first_and_steady() -> None:
     traced = inside(lambda: None)
-    assert traced.num_steps == 1
+    assert traced.code.num_steps == 1
     assert traced.phases.steady == traced.phases.first
     assert traced.step_s
     assert any("one optimizer step" in text for text in traced.assumptions)
@@ -246,7 +246,7 @@ def test_accumulation_two_optimizers_closures_and_none() -> None:
     for train, times in ((accumulate, 4), (alternate, 2), (closure, 1), (by_hand, 1), (in_backward, 1)):
         traced = trainfit.trace(train, steps=3)
         assert (train.__name__, traced.model_flops) == (train.__name__, times * forward_backward)
-        assert traced.num_steps == 3
+        assert traced.code.num_steps == 3
 
 
 def test_defaults_are_cudas() -> None:
@@ -262,7 +262,7 @@ def test_defaults_are_cudas() -> None:
             optimizer.zero_grad()
 
     traced = trainfit.trace(train)
-    temporaries = [h.num_bytes for h in traced.holders if h.category == "temporary"]
+    temporaries = [h.num_bytes for h in traced.code.holders if h.category == "temporary"]
     assert traced.peak_phase.endswith("optimizer")
     assert max(temporaries) >= 2 * SQUARE  # the square roots of both matrices' second moments at once
 
@@ -284,7 +284,7 @@ def test_a_data_loader_with_workers_and_pinned_memory() -> None:
             loss.backward()
             optimizer.step()
 
-    assert trainfit.trace(train).num_steps == 3
+    assert trainfit.trace(train).code.num_steps == 3
 
 
 def test_what_is_traced_otherwise_is_said() -> None:
@@ -333,8 +333,12 @@ def test_refusals() -> None:
 def test_it_prints() -> None:
     traced = trainfit.trace(train_one_matrix)
     text = str(traced)
-    assert text.startswith(
-        "train_one_matrix: 16.78M parameters, 16.78M trained; 3 steps traced\nFITS on h200:"
-    )
-    assert "optimizer" in text
+    assert text.startswith("FITS on h200:")
+    assert "train_one_matrix, 3 steps traced, on 1 x h200" in text
+    assert "16.78M parameters" in text
+    assert "Largest holders" in text
+    assert "train_one_matrix" in traced._repr_html_()
+    assert isinstance(traced, trainfit.Estimate)
+    assert traced.recipe_id is traced.tokens_per_s is traced.cost is None
+    assert traced.mfu == pytest.approx(traced.model_flops / traced.step_s / 67e12)
     assert type(traced).model_validate_json(traced.model_dump_json()) == traced

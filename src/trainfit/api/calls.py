@@ -15,7 +15,6 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import parse
 
 if TYPE_CHECKING:
-    from trainfit.api.traced import Trace
     from trainfit.training.observer import Observer
     from trainfit.training.options import TrainOptions
 
@@ -182,8 +181,7 @@ def train_built(
 ) -> TrainingRun:
     """Train a recipe without open fields; ``notes``: how they were planned."""
     from trainfit.api.flops import step_flops
-    from trainfit.training.board import TensorBoard
-    from trainfit.training.log import JsonlLog
+    from trainfit.training.log import JsonlLog, TensorBoard
     from trainfit.training.loop import train as run
     from trainfit.training.observer import StepFlops
     from trainfit.training.progress import ProgressBar
@@ -197,7 +195,7 @@ def train_built(
     return TrainingRun.of(built, run(built, options, flops=flops, observers=listening), notes)
 
 
-def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> "Trace":
+def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Prediction:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
     PyTorch's random state, defaults and switches, those that ``step`` itself sets included, are afterwards what they were.
@@ -212,6 +210,6 @@ def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> "Tra
         InputError: an unknown GPU, code that trains nothing or needs values that only a run can know, or several ranks.
         Exception: whatever the callable itself raises.
     """
-    from trainfit.api.traced import trace as traced
+    from trainfit.prediction.user_step import trace as traced
 
-    return traced(step, gpu=gpu, steps=steps)
+    return Prediction.of(None, traced(step, gpu=gpu, steps=steps))

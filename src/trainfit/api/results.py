@@ -67,25 +67,32 @@ class Printed(Comparable):
 class _OfRecipe(Printed):
     """A printed value that knows its recipe."""
 
-    _recipe: Recipe
+    _recipe: Recipe | None
     _notes: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
-        """What it is of, open fields planned."""
+        """The recipe, with its open fields planned.
+
+        Raises:
+            ValueError: the value is of the user's own code, which has no recipe.
+        """
+        if self._recipe is None:
+            raise ValueError("no recipe: this is an estimate of traced code, which .code describes")
         return self._recipe
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was chosen or ignored on the way."""
+        """Choices made for open fields, and keys of the model's config that are ignored."""
         return self._notes
 
     @classmethod
-    def of(cls, recipe: Recipe, value: Value, notes: tuple[str, ...] = ()) -> Self:
+    def of(cls, recipe: Recipe | None, value: Value, notes: tuple[str, ...] = ()) -> Self:
         """Return ``value``, of the plain kind, as this kind.
 
         Args:
-            recipe: what it is of; ``notes``: what was chosen or ignored on the way.
+            recipe: the value's recipe; None for the user's own code.
+            notes: choices made for open fields, and keys of the model's config that are ignored.
         """
         made = cls.model_construct(value.model_fields_set, **dict(value))
         made._recipe, made._notes = recipe, notes
@@ -93,10 +100,10 @@ class _OfRecipe(Printed):
 
 
 class Prediction(_OfRecipe, Estimate):
-    """An Estimate with the recipe it is of."""
+    """An Estimate with its recipe, or of the user's own code."""
 
     def text(self, *, width: int | None = None, verbose: bool = False) -> str:
-        """Return the text of ``trainfit predict``.
+        """Return the text of ``trainfit predict`` or ``trainfit trace``.
 
         Args:
             width: columns; None: the terminal's, or 80.
@@ -105,10 +112,10 @@ class Prediction(_OfRecipe, Estimate):
         return drawn(lambda out: self._print(out, verbose=verbose), width)
 
     def _print(self, out: Console, *, verbose: bool = False) -> None:
-        show_prediction(self.recipe, self, notes=self.notes, verbose=verbose, out=out)
+        show_prediction(self._recipe, self, notes=self.notes, verbose=verbose, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.prediction(self.recipe, self, self.notes)
+        return notebook.prediction(self._recipe, self, self.notes)
 
 
 class Measured(_OfRecipe, Measurement):

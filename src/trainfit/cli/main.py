@@ -8,6 +8,7 @@ needs when it runs.
 import io
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,12 +17,26 @@ from contextlib import suppress
 import typer
 
 import trainfit
-from trainfit.cli import bench, catalog, explain, measure, mfu, predict, records, report, sweep, train, verify
+from trainfit.cli import (
+    bench,
+    catalog,
+    explain,
+    measure,
+    mfu,
+    predict,
+    records,
+    report,
+    sweep,
+    trace,
+    train,
+    verify,
+)
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
 from trainfit.spec.files import circle
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
 from trainfit.spec.storage import one_line, storage_failure, writing
+from trainfit.spec.synonyms import field_here
 from trainfit.training.stop import Stopped, StopSignal
 
 EXIT_USAGE, EXIT_BUG = 2, 70
@@ -46,10 +61,26 @@ def app() -> typer.Typer:
     ) -> None:
         pass
 
-    for verb in (predict, explain, measure, verify, train, sweep, bench, report, records, mfu, catalog):
+    for verb in (
+        predict,
+        trace,
+        explain,
+        measure,
+        verify,
+        train,
+        sweep,
+        bench,
+        report,
+        records,
+        mfu,
+        catalog,
+    ):
         verb.register(verbs)
     return verbs
 
+
+FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")
+"""The dotted name of a recipe's field."""
 
 NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
 """Who warns when transformers imports torchao, which it does wherever that is installed; nothing a user could change."""
@@ -151,6 +182,10 @@ def _tell_usage(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "trainfit"
     message = getattr(error, "format_message", error.__str__)()
+    option = getattr(error, "option_name", None)
+    if option and (here := field_here(option.lstrip("-"))):
+        here = f"--set {here}=VALUE" if FIELD.fullmatch(here) else here
+        message = f"No such option: {option}; here it is {here}"
     return _tell(f"{message.rstrip('.')}; see {command} --help", EXIT_USAGE)
 
 

@@ -71,7 +71,7 @@ def recover_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A damaged SQLite or JSON Lines file.")],
     out: Annotated[Path, typer.Argument(metavar="NEW.jsonl", help="A new file for its whole records.")],
 ) -> int:
-    """Write the whole records of a damaged file to a new one; name those that are not. FILE stays as it is."""
+    """Write the whole records of a damaged file to a new one, and name the lost ones (exit 65). FILE stays as it is."""
     from trainfit.records import recover
     from trainfit.spec.errors import EXIT_BAD_INPUT
 
@@ -79,7 +79,7 @@ def recover_records(
     for line in damaged:
         say(f"lost: {printable(line)}", err=True)
     say(f"{written} records written to {out}, {len(damaged)} lost", err=True)
-    return EXIT_BAD_INPUT if damaged and not written else 0
+    return EXIT_BAD_INPUT if damaged else 0
 
 
 def import_records(

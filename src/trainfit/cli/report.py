@@ -36,14 +36,14 @@ def run(files: Files, html: Html = None, markdown: Markdown = False, json: Json 
     else:
         _print(comparisons, markdown)
     if html is not None:
-        from trainfit.report.html import write_page
+        from trainfit.report.html import write_report
 
-        write_page(comparisons, html)
+        write_report(comparisons, html)
         say(f"page with plots: {html}", err=True)
 
 
 def _print(comparisons: "list[Comparison]", markdown: bool) -> None:
-    from trainfit.report.table import markdown_table, text_table
+    from trainfit.report.comparisons import markdown_table, text_table
 
     if markdown:
         say(markdown_table(comparisons))
@@ -61,5 +61,6 @@ def _content(one: "Comparison") -> dict[str, Any]:
         "recipe_id": one.recipe.id,
         "predicted": one.predicted and one.predicted.model_dump(mode="json"),
         "measured": one.measured and one.measured.model_dump(mode="json"),
+        "predicted_for_other_versions": one.other_versions,
         "errors": {name: one.error(name) for name in names} | one.phase_errors(),
     }

@@ -109,7 +109,7 @@ def run(
     if json:
         print_json(_content(state, folder, page))
     elif markdown:
-        from trainfit.report.sweep_table import markdown_table, marked
+        from trainfit.report.sweep import markdown_table, marked
 
         best = marked(state.rows())
         say(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
@@ -161,7 +161,7 @@ class View:
 
     def changed(self, run: "Run", request: "PartRequest", record: "Record | None") -> None:
         """A part began (no record yet) or ended."""
-        from trainfit.report.sweep_table import line
+        from trainfit.report.sweep import line
 
         self._since[request.variant] = time.monotonic()
         if record is None or record.outcome is None or self._console.is_terminal:
@@ -184,7 +184,7 @@ class View:
             yield
 
     def _table(self, state: "Run") -> Any:
-        from trainfit.report.sweep_table import text_table
+        from trainfit.report.sweep import text_table
 
         now = time.monotonic()
         seconds = {name: now - since for name, since in tuple(self._since.items())}
@@ -192,11 +192,12 @@ class View:
 
 
 def _report(state: "Run", folder: Path) -> Path:
-    from trainfit.report.sweep_page import NO_PLOTS, has_plots, write_page
+    from trainfit.report.html import NO_PLOTS, write_sweep
+    from trainfit.report.plot import can_draw
     from trainfit.sweeps.journal import REPORT
 
-    write_page(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
-    if not has_plots():
+    write_sweep(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
+    if not can_draw():
         say(f"note: {NO_PLOTS}", err=True)
     return folder / REPORT
 
@@ -221,7 +222,7 @@ def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
 
 def _print(state: "Run", folder: Path, page: Path) -> None:
     from trainfit.report.console import console, heading, rows
-    from trainfit.report.sweep_table import first_line, text_table
+    from trainfit.report.sweep import first_line, text_table
     from trainfit.report.words import holds_for
     from trainfit.sweeps.journal import RECORDS
 

@@ -19,7 +19,6 @@ from trainfit.cli.options import (
 )
 from trainfit.spec.optional import is_installed
 from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
-from trainfit.training.layout import how_to_go_on
 from trainfit.training.stop import resumable
 
 Out = Annotated[
@@ -96,13 +95,14 @@ def run(
         tell(() if tensorboard else (NO_EVENT_FILES,))
     asked = read_recipe(recipe, settings)
     from trainfit.api.calls import train_options
+    from trainfit.training.folder import how_to_resume
 
     options = train_options(
         data, out=str(out), steps=steps, resume=resume, device=device, tokenizer=tokenizer and str(tokenizer),
         eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last, schedule=schedule,
         warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
-    with resumable(lambda: how_to_go_on(out)), work(recipe, settings, json=json, record=record):
+    with resumable(lambda: how_to_resume(out)), work(recipe, settings, json=json, record=record):
         from trainfit.api.calls import train_built
         from trainfit.api.planned import planned
 

@@ -72,18 +72,39 @@ def ledger_of(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = F
 
 
 def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
-    """Sum a ledger up for a GPU."""
+    """Return the Estimate of a recipe's ledger on a GPU."""
     replayed, fits = replay_on(gpu, ledger)
+    time = roofline(ledger, gpu)
+    found = summary(gpu, ledger, replayed, time, fits=fits)
+    tokens_per_s = recipe.batch.tokens / found.step_s if found.step_s else None
+    return found.model_copy(
+        update={
+            "recipe_id": recipe.id,
+            "tokens_per_s": tokens_per_s,
+            "cost": _cost(recipe, tokens_per_s),
+            "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
+            "bounds": _bounds(time, gpu, recipe),
+            "warnings": (*found.warnings, *(_emulated(recipe, gpu) if time else ())),
+        }
+    )
+
+
+def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *, fits: bool) -> Estimate:
+    """Return the part of an Estimate that the ledger alone decides: memory, FLOPs, time and utilisation.
+
+    Args:
+        replayed: the ledger's replay through the caching allocator.
+        time: the steady step's roofline; None: the GPU's speed is not known.
+        fits: whether the replay stays within the GPU's memory.
+    """
     ops = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
     model_flops = float(sum(ledger.times(op) * op.model_flops for op in ops))
     hardware_flops = float(sum(ledger.times(op) * op.causal_flops for op in ops))
-    time = roofline(ledger, gpu)
     step_s = time.expected.total if time else None
     peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
     peak_device_bytes = replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger)
-    tokens_per_s = recipe.batch.tokens / step_s if step_s else None
     return Estimate(
-        recipe_id=recipe.id,
+        recipe_id=None,
         phases=replayed.phases,
         breakdown=replayed.breakdown,
         peak_phase=replayed.peak_phase,
@@ -100,17 +121,13 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
         flops_convention=CONVENTION,
         step_s=step_s,
         time=time.expected if time else None,
-        tokens_per_s=tokens_per_s,
+        tokens_per_s=None,
         mfu=model_flops / step_s / peak if step_s and peak else None,
         hfu=hardware_flops / step_s / peak if step_s and peak else None,
-        cost=_cost(recipe, tokens_per_s),
-        assumptions=(*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
+        cost=None,
+        assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,
-        bounds=_bounds(time, gpu, recipe),
-        warnings=(
-            *_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
-            *(_emulated(recipe, gpu) if time else ()),
-        ),
+        warnings=_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
         versions=ledger.versions,
     )
 

@@ -1,7 +1,7 @@
-"""Comparisons: each recipe's newest prediction beside its newest measurement on each device.
+"""Join each recipe's predictions and measurements, and summarise the errors.
 
-Enters: Records. Leaves: Comparisons in the order the recipes came, and a Summary. Records join by recipe id, which is a
-hash of the whole recipe, its GPU included.
+Records join by recipe id, a hash of the whole recipe with its GPU. Of a recipe's predictions, the newest counts whose
+versions of torch and transformers are the measurement's; without one, the newest of all, and it is marked.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from statistics import median
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
+from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
 from trainfit.techniques.registry import describe
 
@@ -20,7 +21,7 @@ GOAL = 0.03
 
 @dataclass(frozen=True)
 class Comparison:
-    """One recipe on one device; either side may be missing."""
+    """One recipe on one device; either side may be None."""
 
     recipe: Recipe
     predicted: Estimate | None
@@ -66,11 +67,36 @@ class Comparison:
         unknown = held is not None and held.status == "done" and held.peak_allocated_bytes is None
         return (held.message or "memory not measured") if held is not None and unknown else ""
 
-    def error(self, name: str) -> float | None:
-        """(predicted - measured) / measured of a field of both, or of a phase such as ``steady.backward``; a share.
+    @property
+    def other_versions(self) -> str:
+        """Where the prediction is for other versions than the measurement's, which; else empty."""
+        if self.predicted is None or self.measured is None:
+            return ""
+        ran = _versions(self.measured)
+        other = {
+            name: version
+            for name, version in self.predicted.versions.items()
+            if name in ran and version != ran[name]
+        }
+        if not other:
+            return ""
+        predicted = ", ".join(f"{name} {version}" for name, version in other.items())
+        return (
+            f"predicted for {predicted}, measured with {', '.join(f'{name} {ran[name]}' for name in other)}"
+        )
 
-        None where a side is missing, or where the measurement did not come to its end. On a CPU the device's bytes
-        are the whole process, Python and libraries included, of which a prediction says nothing.
+    def peaks_gib(self) -> tuple[float, float] | None:
+        """Measured and predicted peak allocated, GiB, of a trial that came to its end."""
+        if self.predicted is None or self.measured is None or self.status != "done":
+            return None
+        measured = self.measured.peak_allocated_bytes
+        return (measured / GIB, self.predicted.peak_allocated_bytes / GIB) if measured else None
+
+    def error(self, name: str) -> float | None:
+        """Return (predicted - measured) / measured of a field, or of a phase such as ``phases.steady.backward``.
+
+        None where a side lacks it, or where the measurement did not come to its end. On a CPU the device's bytes
+        are those of the whole process, Python and libraries included, which are not predicted.
         """
         if self.predicted is None or self.measured is None or self.measured.status != "done":
             return None
@@ -105,6 +131,12 @@ class Comparison:
         return share * step_s / self.measured.step_s  # FLOPs / peak, over the time it really took
 
 
+def _versions(measured: Measurement) -> dict[str, str]:
+    """The versions that a measurement names, without their builds (``+cu128``)."""
+    named = {name: getattr(measured.environment, name) for name in ("torch", "transformers")}
+    return {name: version.partition("+")[0] for name, version in named.items() if version}
+
+
 def _value(side: Estimate | Measurement, name: str) -> float | None:
     value: object = side
     for part in name.split("."):
@@ -125,6 +157,8 @@ class Summary:
     num_out_of_memory: int
     num_foreseen: int
     """Measured out of memory, and predicted not to fit."""
+    num_other_versions: int = 0
+    """Predicted for other versions than the measurement's."""
 
     def text(self) -> str:
         """One or two plain sentences."""
@@ -140,6 +174,8 @@ class Summary:
             parts.append(
                 f"{self.num_foreseen} of {self.num_out_of_memory} out of memory were predicted not to fit."
             )
+        if self.num_other_versions:
+            parts.append(f"{self.num_other_versions} predicted for other versions than those measured.")
         return " ".join(parts)
 
 
@@ -149,16 +185,16 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     Raises:
         InputError: there is neither a prediction nor a measurement among the records.
     """
-    predicted: dict[str, Record] = {}
+    predicted: dict[str, list[Record]] = {}
     measured: dict[str, dict[str, Record]] = {}
     recipes: dict[str, Record] = {}
-    for record in records:
+    for record in sorted(records, key=lambda one: one.created_at):
         if record.estimate is not None:
-            _keep_newest(predicted, record.recipe_id, record)
+            predicted.setdefault(record.recipe_id, []).append(record)
         if record.measurement is not None:
-            _keep_newest(
-                measured.setdefault(record.recipe_id, {}), record.measurement.environment.device, record
-            )
+            device = record.measurement.environment.device
+            measured.setdefault(record.recipe_id, {})[device] = record
+    for record in records:
         if record.estimate is not None or record.measurement is not None:
             recipes.setdefault(record.recipe_id, record)
     if not recipes:
@@ -169,21 +205,21 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     found = []
     for recipe_id, record in recipes.items():
         recipe = parse(Recipe, record.recipe, file=f"record of {record.created_at}")
-        prediction = predicted[recipe_id].estimate if recipe_id in predicted else None
-        devices = measured.get(recipe_id, {})
-        found += [Comparison(recipe, prediction, one.measurement) for one in devices.values()]
-        if not devices:
-            found.append(Comparison(recipe, prediction, None))
+        estimates = [one.estimate for one in predicted.get(recipe_id, [])]
+        measurements = [one.measurement for one in measured.get(recipe_id, {}).values()] or [None]
+        found += [_joined(recipe, estimates, one) for one in measurements]
     return found
 
 
-def _keep_newest(kept: dict[str, Record], key: str, record: Record) -> None:
-    if key not in kept or record.created_at >= kept[key].created_at:
-        kept[key] = record
+def _joined(recipe: Recipe, estimates: Sequence[Estimate | None], measured: Measurement | None) -> Comparison:
+    """Join a measurement with the newest of the estimates (oldest first) that is for its versions."""
+    newest = [Comparison(recipe, one, measured) for one in reversed(estimates)]
+    same = [one for one in newest if not one.other_versions]
+    return next(iter(same or newest), Comparison(recipe, None, measured))
 
 
 def summarise(comparisons: Sequence[Comparison]) -> Summary:
-    """The Summary over ``comparisons``."""
+    """Return how well the peaks of ``comparisons`` are predicted."""
     errors = {index: one.error("peak_allocated_bytes") for index, one in enumerate(comparisons)}
     sizes = {index: abs(error) for index, error in errors.items() if error is not None}
     out = [one for one in comparisons if one.status == "out-of-memory"]
@@ -194,4 +230,5 @@ def summarise(comparisons: Sequence[Comparison]) -> Summary:
         worst=comparisons[max(sizes, key=lambda index: sizes[index])] if sizes else None,
         num_out_of_memory=len(out),
         num_foreseen=sum(one.predicted is not None and not one.predicted.fits for one in out),
+        num_other_versions=sum(bool(one.other_versions) for one in comparisons),
     )

@@ -1,187 +1,200 @@
-"""The report as one HTML page that needs nothing else: summary, plots, the whole table, every recipe's phases.
+"""HTML pages of a report and of a sweep: templates filled by Jinja2, which escapes every text.
 
-Enters: Comparisons. Leaves: the page's text. Whatever came from a recipe or a record is escaped.
+A page needs nothing else: its style and plots are in it, for light and dark.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainfit.records import replace_text
-from trainfit.report import plots
+from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, Comparison, Summary, summarise
-from trainfit.report.table import filled_columns, percent, size_text
+from trainfit.report.plot import can_draw
+from trainfit.report.table import Column, Table, percent, size_text
+from trainfit.spec.printable import printable
+from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import PHASES
+from trainfit.spec.sweep import RUNNING, WAITING, Row
+from trainfit.techniques.registry import describe
 
-CSS = """
-:root { color-scheme: light; --ink: #1f2933; --muted: #66727f; --line: #e4e7eb; --good: #1e7d57; --bad: #c0392b; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 2.5rem 1.5rem 4rem; color: var(--ink); background: #fff;
-       font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.15rem; margin: 2.6rem 0 .6rem; }
-.lead { color: var(--muted); margin: 0 0 1.6rem; }
-.tiles { display: flex; flex-wrap: wrap; gap: .8rem; }
-.tile { border: 1px solid var(--line); border-radius: 8px; padding: .8rem 1.1rem; min-width: 11rem; }
-.tile b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; } .tile span { color: var(--muted); font-size: .85rem; }
-.good { color: var(--good); } .bad { color: var(--bad); }
-figure { margin: 0; overflow-x: auto; } figure svg { max-width: 100%; height: auto; }
-figcaption { color: var(--muted); font-size: .88rem; margin-bottom: .5rem; }
-.wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
-table { border-collapse: collapse; font-size: .83rem; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.wide table { width: 100%; } th, td { padding: .35rem .55rem; text-align: left; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; color: var(--muted); background: #fafbfc; white-space: normal; vertical-align: bottom; line-height: 1.25; } tr:last-child td { border-bottom: 0; }
-.n { text-align: right; } details { border-bottom: 1px solid var(--line); padding: .45rem 0; }
-summary { cursor: pointer; } summary small { color: var(--muted); } details > div { display: flex; flex-wrap: wrap; gap: 2rem; padding: .6rem 0 .8rem; align-items: flex-start; }
-pre { font-size: .75rem; background: #fafbfc; border: 1px solid var(--line); border-radius: 6px; padding: .7rem; margin: 0; max-width: 100%; max-height: 19rem; overflow: auto; }
-.wide td:first-child, .wide th:first-child { position: sticky; left: 0; background: #fff; }
-@media print { details > * { display: block; } }
-"""
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
-PLOTS = (
+NO_PLOTS = (
+    "No plots: matplotlib is not installed; pip install 'trainfit[plots]', then run the same command again"
+)
+FIGURES = (
     (
         "Predicted against measured",
         "Peak allocated memory of one training step; the band is the goal.",
-        plots.scatter,
+        comparisons.scatter,
     ),
-    ("Error by recipe", "Predicted minus measured peak, over measured.", plots.error_bars),
-    ("What holds memory at the peak", "By category, in GiB.", plots.breakdown_bars),
-    ("Time", "Seconds of one optimizer step.", plots.time_bars),
+    ("Error by recipe", "Predicted minus measured peak, over measured.", comparisons.error_bars),
+    ("Memory at the peak", "By category, in GiB.", comparisons.breakdown_bars),
+    ("Time", "Seconds of one optimizer step.", comparisons.time_bars),
+)
+SWEEP_FIGURES = (
+    ("Memory", "Peak allocated memory of a step, predicted without a GPU and measured.", sweep.memory_bars),
+    ("Speed", "More is better.", sweep.speed_bars),
+    ("Perplexity", "Of documents kept from training.", sweep.perplexity_bars),
+    (
+        "Memory against speed",
+        "Both measured. What is to the right of and below the line is beaten by something on it.",
+        sweep.front_scatter,
+    ),
+    (
+        "Memory against speed, predicted",
+        "Among the variants that fit. What is to the right of and below the line is beaten by something on it.",
+        sweep.predicted_scatter,
+    ),
 )
 
 
-def page(comparisons: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:
-    """The whole page."""
-    summary = summarise(comparisons)
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="lead">trainfit report, {made}. {escape(summary.text())}</p>',
-        _tiles(summary, comparisons),
-        *(figure(heading, caption, draw(comparisons)) for heading, caption, draw in PLOTS),
-        "<h2>All recipes</h2>",
-        _note_on_devices(comparisons),
-        _table(comparisons),
-        "<h2>Each recipe</h2>",
-        *(_details(one) for one in comparisons),
-    ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{CSS}</style></head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+@cache
+def _templates() -> "Environment":
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    found = Environment(
+        loader=PackageLoader("trainfit.report"), autoescape=True, undefined=StrictUndefined, finalize=_shown,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    found.filters["json"] = lambda value: json.dumps(value, indent=1)
+    return found
 
 
-def write_page(
-    comparisons: Sequence[Comparison], path: str | Path, *, title: str = "Predicted against measured"
-) -> None:
-    """Write the page to ``path``, replacing what is there."""
-    replace_text(path, page(comparisons, title=title))
+def _shown(value: Any) -> Any:
+    """Show control characters escaped; what is marked as HTML stays as it is."""
+    return value if hasattr(value, "__html__") or not isinstance(value, str) else printable(value, lines=True)
 
 
-def _tiles(summary: Summary, comparisons: Sequence[Comparison]) -> str:
-    models = {one.model for one in comparisons}
-    tiles = [(f"{len(comparisons)}", f"recipes, {len(models)} models", "")]
+def render(template: str, **values: Any) -> str:
+    """Fill ``templates/TEMPLATE.html.j2``."""
+    return _templates().get_template(f"{template}.html.j2").render(**values)
+
+
+def write_report(found: Sequence[Comparison], path: Path) -> None:
+    """Write the page of ``trainfit report`` to ``path``, replacing what is there."""
+    replace_text(path, report_page(found))
+
+
+def report_page(found: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:
+    """Return the page of predictions against measurements: summary, plots, the table, each recipe's phases."""
+    summary = summarise(found)
+    elsewhere = sum(one.measured is not None and not one.on_its_device for one in found)
+    notes = f" {elsewhere} were measured on another device than the recipe names." if elsewhere else ""
+    if len(found) > comparisons.MAX_ROWS:
+        notes += f" Plots show the first {comparisons.MAX_ROWS} recipes."
+    return render(
+        "report", title=title, lead=f"trainfit report, {_now()}. {summary.text()}", tiles=_tiles(summary, found),
+        figures=_figures(FIGURES, found), notes=notes, table=comparisons.table(found), phases=_phases,
+    )  # fmt: skip
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _figures(figures: Sequence[Any], rows: Sequence[Any]) -> list[tuple[str, str, Any]]:
+    from markupsafe import Markup
+
+    return [(heading, caption, Markup(draw(rows) or "")) for heading, caption, draw in figures if can_draw()]
+
+
+def _tiles(summary: Summary, found: Sequence[Comparison]) -> list[tuple[str, str, str]]:
+    """Return large figures: value, meaning, CSS class."""
+    tiles = [(f"{len(found)}", f"recipes, {len({one.model for one in found})} models", "")]
     if summary.worst is not None:
+        compared = f"{summary.num_within_goal} / {summary.num_compared}"
         good = "good" if summary.num_within_goal == summary.num_compared else ""
-        tiles.append(
-            (
-                f"{summary.num_within_goal} / {summary.num_compared}",
-                f"within {GOAL:.0%} of the measured peak",
-                good,
-            )
-        )
-        tiles.append((f"{summary.median_error or 0:.2%}", "median error of the peak", ""))
-        tiles.append(
-            (
-                percent(summary.worst.error("peak_allocated_bytes")),
-                f"largest error: {summary.worst.model}",
-                "",
-            )
-        )
+        worst = percent(summary.worst.error("peak_allocated_bytes"))
+        tiles += [
+            (compared, f"within {GOAL:.0%} of the measured peak", good),
+            (f"{summary.median_error or 0:.2%}", "median error of the peak", ""),
+            (worst, f"largest error: {summary.worst.model}", ""),
+        ]
     if summary.num_out_of_memory:
         tiles.append((f"{summary.num_foreseen} / {summary.num_out_of_memory}", "out of memory foreseen", ""))
-    return tile_row(tiles)
+    if summary.num_other_versions:
+        tiles.append((f"{summary.num_other_versions}", "predicted for other versions", "warning"))
+    return tiles
 
 
-def tile_row(tiles: Iterable[tuple[str, str, str]]) -> str:
-    """Large figures side by side: (value, what it is, CSS class such as ``bad``)."""
-    cells = (
-        f'<div class="tile"><b class="{kind}">{escape(value)}</b><span>{escape(words)}</span></div>'
-        for value, words, kind in tiles
-    )
-    return f'<div class="tiles">{"".join(cells)}</div>'
+def _phases(one: Comparison) -> Table:
+    """Return the peaks by phase, both sides."""
 
+    def size(side: str) -> Any:
+        held = getattr(getattr(one, side), "phases", None)
+        return lambda name: size_text(_nested(held, name) if held else None)
 
-def figure(heading: str, caption: str, svg: str | None) -> str:
-    """A plot under its heading; nothing where there is no plot."""
-    if svg is None:
-        return ""
-    return f"<h2>{escape(heading)}</h2><figure><figcaption>{escape(caption)}</figcaption>{svg}</figure>"
-
-
-def _note_on_devices(comparisons: Sequence[Comparison]) -> str:
-    elsewhere = sum(one.measured is not None and not one.on_its_device for one in comparisons)
-    more = f" {elsewhere} were measured on another device than the recipe names." if elsewhere else ""
-    many = f" Plots show the first {plots.MAX_ROWS} recipes." if len(comparisons) > plots.MAX_ROWS else ""
-    return f"<p>Sizes are peaks (GiB is 2<sup>30</sup> bytes); an error is predicted minus measured, over measured.{more}{many}</p>"
-
-
-def _table(comparisons: Sequence[Comparison]) -> str:
-    columns = filled_columns(comparisons)
-    head = "".join(f'<th class="{_kind(column.is_number)}">{escape(column.title)}</th>' for column in columns)
-    lines = []
-    for one in comparisons:
-        cells = []
-        for column in columns:
-            mark = _verdict(one) if column.title == "allocated error" else ""
-            cells.append(f'<td class="{_kind(column.is_number)} {mark}">{escape(column.cell(one))}</td>')
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-
-
-def _kind(is_number: bool) -> str:
-    return "n" if is_number else ""
-
-
-def _verdict(one: Comparison) -> str:
-    error = one.error("peak_allocated_bytes")
-    return "" if error is None else "good" if abs(error) <= GOAL else "bad"
-
-
-def _details(one: Comparison) -> str:
-    head = f"{escape(one.model)} <small>{escape(one.technique)}, {escape(one.batch)}, {escape(one.device)}</small>"
-    notes = (
-        [f"<p>{escape(one.status)}: {escape(one.measured.message)}</p>"]
-        if one.measured and one.measured.message
-        else []
-    )
-    recipe = escape(json.dumps(one.recipe.content(), indent=1))
-    return f"<details><summary>{head}</summary>{''.join(notes)}<div>{_phases(one)}<pre>{recipe}</pre></div></details>"
-
-
-def _phases(one: Comparison) -> str:
-    """Peaks by phase, both sides."""
     names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
-    lines = []
-    for name in names:
-        sizes = [
-            _phase_bytes(side.phases, name) if side and side.phases else None
-            for side in (one.predicted, one.measured)
-        ]
-        error = percent(one.error(f"phases.{name}"))
-        lines.append(
-            f'<tr><td>{name}</td><td class="n">{size_text(sizes[0])}</td><td class="n">{size_text(sizes[1])}</td><td class="n">{error}</td></tr>'
-        )
-    head = '<tr><th>phase</th><th class="n">predicted</th><th class="n">measured</th><th class="n">error</th></tr>'
-    return f"<table><thead>{head}</thead><tbody>{''.join(lines)}</tbody></table>"
+    columns = [
+        Column("phase", str, False),
+        Column("predicted", size("predicted")),
+        Column("measured", size("measured")),
+        Column("error", lambda name: percent(one.error(f"phases.{name}"))),
+    ]
+    return Table(columns, names)
 
 
-def _phase_bytes(phases: object, name: str) -> int:
-    value: object = phases
+def _nested(value: Any, name: str) -> int:
     for part in name.split("."):
         value = getattr(value, part)
-    assert isinstance(value, int)
     return value
+
+
+def write_sweep(name: str, rows: Sequence[Row], path: Path, *, notes: Sequence[str] = ()) -> None:
+    """Write a sweep's page to ``path``, replacing what is there."""
+    replace_text(path, sweep_page(name, rows, notes=notes))
+
+
+def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> str:
+    """Return the page of a sweep: outcome, plots, the table, each variant's recipe."""
+    devices = dict.fromkeys(
+        [row.measurement.environment.device for row in rows if row.measurement]
+        + [row.train["run"]["device"] for row in rows if row.train]
+    )
+    where = f"Measured on {', '.join(devices)}." if devices else "Nothing was measured."
+    shown = sweep.table(rows)
+    what = [Column("technique", lambda row: describe(recipe_from(row.recipe)), False)]
+    if len({_batch(row) for row in rows}) > 1:
+        what.append(Column("batch", _batch, False))
+    table = Table([shown.columns[0], *what, *shown.columns[1:]], rows, shown.is_marked)
+    failed = [row for row in rows if row.message and row.status not in (WAITING, RUNNING)]
+    return render(
+        "sweep", title=f"Sweep {name}", lead=f"trainfit sweep, {_now()}. {where}", tiles=_sweep_tiles(rows),
+        figures=_figures(SWEEP_FIGURES, rows), notes=_sweep_notes(rows, notes), table=table,
+        endings=[(row, sweep.first_line(row.message)) for row in failed],
+    )  # fmt: skip
+
+
+def _batch(row: Row) -> str:
+    batch = row.recipe["batch"]
+    more = f" x {batch['accumulate']}" if batch["accumulate"] > 1 else ""
+    return f"{batch['micro']} x {batch['seq']}{more}"
+
+
+def _sweep_tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    counts = Counter(row.status for row in rows)
+    tiles = [(f"{counts.pop('done', 0)} / {len(rows)}", "variants done", "")]
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    if errors:
+        tiles.append((f"{max(errors):.2%}", "largest error of a predicted peak", ""))
+    for status, count in counts.items():
+        tiles.append((str(count), status.replace("-", " "), "" if status in (WAITING, RUNNING) else "bad"))
+    return tiles
+
+
+def _sweep_notes(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    best = sweep.marked(rows)
+    found = [*([f"Shaded: {best.meaning}"] if best.variants else [])]
+    found.append("Device: the predicted peak as nvidia-smi would show it; verdict and headroom are of it")
+    found.append("An error is predicted minus measured, over measured")
+    found += [*notes, *([] if can_draw() else [NO_PLOTS])]
+    if len(rows) > sweep.MAX_ROWS:
+        found.append(f"bars show the first {sweep.MAX_ROWS} variants")
+    return " ".join(f"{one[:1].upper()}{one[1:]}." for one in found)

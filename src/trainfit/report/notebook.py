@@ -1,12 +1,11 @@
-"""Results as one small HTML table, as a notebook shows them. All text is escaped; control characters are shown escaped."""
+"""Results as one small HTML table for Jupyter."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
-from trainfit.report.prediction_text import cost, speed, verdict
+from trainfit.report.html import render
+from trainfit.report.prediction_text import cost, speed, subject, verdict
 from trainfit.report.words import describe, quantity
-from trainfit.spec.printable import printable
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, Estimate, Measurement
 from trainfit.spec.units import format_bytes, format_count, format_seconds
@@ -22,16 +21,10 @@ Row = tuple[str, str]
 
 def table(title: str, verdict: str, rows: Sequence[Row], *, good: bool) -> str:
     """Return an HTML table: a caption, the verdict in green or red, then one row a name and its value."""
-    body = "".join(
-        f'<tr><th style="text-align: left">{_text(name)}</th><td style="text-align: left">{_text(value)}</td></tr>'
-        for name, value in rows
-    )
-    head = f'<tr><th colspan="2" style="text-align: left; color: {GOOD if good else BAD}">{_text(verdict)}</th></tr>'
-    caption = f'<caption style="text-align: left">{_text(title)}</caption>'
-    return f"<table>{caption}<thead>{head}</thead><tbody>{body}</tbody></table>"
+    return render("notebook", title=title, verdict=verdict, rows=rows, color=GOOD if good else BAD)
 
 
-def prediction(recipe: Recipe, estimate: Estimate, notes: Sequence[str] = ()) -> str:
+def prediction(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
     """Return the table of a prediction: verdict, speed, cost, memory at the peak by category, warnings."""
     peak = estimate.peak_allocated_bytes
     parts = [(name, getattr(estimate.breakdown, name)) for name in CATEGORIES]
@@ -45,7 +38,7 @@ def prediction(recipe: Recipe, estimate: Estimate, notes: Sequence[str] = ()) ->
     host = [("pinned on the host", format_bytes(estimate.host_bytes))] if estimate.host_bytes else []
     said = [*(("warning", line) for line in estimate.warnings), *(("note", line) for line in notes)]
     rows = [("speed", speed(recipe, estimate)), *money, *memory, *totals, *host, *said]
-    return table(describe(recipe), verdict(recipe, estimate), rows, good=estimate.fits)
+    return table(subject(recipe, estimate), verdict(recipe, estimate), rows, good=estimate.fits)
 
 
 def measurement(recipe: Recipe, measured: Measurement) -> str:
@@ -92,19 +85,6 @@ def usage(found: Mapping[str, Any]) -> str:
     return table(title, f"{found['mfu']:.2%} MFU", rows, good=found["mfu"] <= 1)
 
 
-def traced(value: Any) -> str:
-    """Return the table of a traced callable: verdict, time, memory at the peak by category."""
-    size = f"{format_bytes(value.peak_device_bytes)} of {format_bytes(value.device_bytes)}"
-    parts = [(name, getattr(value.breakdown, name)) for name in CATEGORIES]
-    rows = [("parameters", f"{format_count(value.params)}, {format_count(value.trainable_params)} trained")]
-    if value.step_s is not None:
-        rows.append(("time a step", format_seconds(value.step_s)))
-    rows += [(name, format_bytes(size)) for name, size in parts if size]
-    rows += [("allocated", format_bytes(value.peak_allocated_bytes))]
-    fits = "FITS" if value.fits else "DOES NOT FIT"
-    return table(value.name, f"{fits} on {value.gpu}: {size}", rows, good=value.fits)
-
-
 def _speeds(value: Any) -> list[Row]:
     known = [(words, name, getattr(value, name)) for name, words in SPEEDS]
     return [(words, quantity(name, number)) for words, name, number in known if number is not None]
@@ -112,7 +92,3 @@ def _speeds(value: Any) -> list[Row]:
 
 def _ending(value: Any) -> str:
     return f"{value.status.upper()}{': ' + value.message if value.message else ''}"
-
-
-def _text(text: str) -> str:
-    return escape(printable(text))

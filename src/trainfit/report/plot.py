@@ -254,6 +254,8 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
         )  # fmt: skip
         axes.margins(x=0)
     for one in panel.series:
+        if one.kind == "bar" and not any(y is not None for y in one.y):
+            continue
         color, marker = (one.color, one.marker or "o") if one.color else looks[one.label]
         marker = one.marker or marker
         face = "white" if one.is_hollow else color

@@ -15,7 +15,7 @@ from trainfit.spec.units import format_bytes, format_count, format_flops, format
 
 
 def show(
-    recipe: Recipe,
+    recipe: Recipe | None,
     estimate: Estimate,
     *,
     notes: Sequence[str] = (),
@@ -25,6 +25,7 @@ def show(
     """Print a prediction: the answer, then where the memory and the time go; with ``verbose`` what it rests on.
 
     Args:
+        recipe: None for the user's own code.
         notes: what was chosen or ignored on the way, always printed.
         out: where to print; None: standard output.
     """
@@ -33,29 +34,31 @@ def show(
     bullets(out, "Notes", notes)
     _memory(out, estimate)
     _phases(out, estimate)
+    _holders(out, estimate)
     heading(out, "One step")
     rows(out, _step_lines(estimate), "left", "right", "wrap")
     bullets(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
     shown = {*notes, *estimate.warnings}
     assumptions = [line for line in estimate.assumptions if line not in shown]
-    if verbose:
+    if verbose or estimate.code is not None:  # The assumptions say which parts of the code were not followed.
         bullets(out, "Bounds", [_bound(name, estimate) for name in estimate.bounds])
         bullets(out, "Conventions and assumptions", [f"FLOPs: {estimate.flops_convention}", *assumptions])
     else:
         out.print("\n--verbose: the conventions and assumptions that this rests on", style="dim")
 
 
-def _answer(out: Console, recipe: Recipe, estimate: Estimate) -> None:
-    """Whether it fits, how fast it is, what it costs, what the precision means; then whatever may turn out otherwise."""
+def _answer(out: Console, recipe: Recipe | None, estimate: Estimate) -> None:
+    """Print verdict, subject, speed, cost and precision; then the warnings."""
     out.print(verdict(recipe, estimate), style="bold green" if estimate.fits else "bold red")
-    out.print(describe(recipe), style="bold")
+    out.print(subject(recipe, estimate), style="bold")
     frozen = estimate.trainable_params != estimate.params
     trained = f", {format_count(estimate.trainable_params)} trained" if frozen else ""
+    identity = "" if recipe is None else f" · recipe {estimate.recipe_id}"
     lines: list[list[str | Text]] = [
         ["speed", speed(recipe, estimate)],
         *([["cost", cost(recipe, estimate)]] if estimate.tokens_per_s else []),
-        ["precision", meaning(recipe)],
-        ["model", f"{format_count(estimate.params)} parameters{trained} · recipe {estimate.recipe_id}"],
+        *([] if recipe is None else [["precision", meaning(recipe)]]),
+        ["model", f"{format_count(estimate.params)} parameters{trained}{identity}"],
     ]
     if estimate.versions:
         lines.append(["versions", holds_for(estimate.versions)])
@@ -63,11 +66,24 @@ def _answer(out: Console, recipe: Recipe, estimate: Estimate) -> None:
     rows(out, lines, "left", "wrap")
 
 
-def verdict(recipe: Recipe, estimate: Estimate) -> str:
+def subject(recipe: Recipe | None, estimate: Estimate) -> str:
+    """Return one line: the recipe in words, or the traced code."""
+    if recipe is not None:
+        return describe(recipe)
+    assert estimate.code is not None, "an estimate without a recipe is of traced code"
+    steps = estimate.code.num_steps
+    return f"{estimate.code.name}, {steps} step{'s' * (steps != 1)} traced, on 1 x {estimate.code.gpu}"
+
+
+def _gpu(recipe: Recipe | None, estimate: Estimate) -> str:
+    return estimate.code.gpu if recipe is None and estimate.code else recipe.hardware.gpu if recipe else ""
+
+
+def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return whether it fits, and by how much."""
     headroom, device = estimate.headroom_bytes, estimate.device_bytes
     size = f"{format_bytes(estimate.peak_device_bytes)} of {format_bytes(device)}"
-    gpu = recipe.hardware.gpu
+    gpu = _gpu(recipe, estimate)
     share = f"{format_bytes(abs(headroom))} ({abs(headroom) / device:.1%})"
     if estimate.fits:
         return f"FITS on {gpu}: {size}, {share} to spare"
@@ -77,21 +93,26 @@ def verdict(recipe: Recipe, estimate: Estimate) -> str:
     return f"DOES NOT FIT on {gpu}: {size}, {share} too much"
 
 
-def speed(recipe: Recipe, estimate: Estimate) -> str:
+def speed(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return tokens a second, a step's time with its bounds, MFU: as far as they are known."""
-    if estimate.step_s is None or estimate.tokens_per_s is None:
-        return f"not predicted: the speed of {recipe.hardware.gpu} is not known"
+    if estimate.step_s is None:
+        return f"not predicted: the speed of {_gpu(recipe, estimate)} is not known"
     bound = estimate.bounds.get("step_s")
     between = f" ({quantity('step_s', bound.low)} to {quantity('step_s', bound.high)})" if bound else ""
     mfu = "" if estimate.mfu is None else f", {estimate.mfu:.1%} MFU"
-    return f"{estimate.tokens_per_s:,.0f} tokens/s{mfu}, a step {format_seconds(estimate.step_s)}{between}"
+    step = f"a step {format_seconds(estimate.step_s)}{between}"
+    return (
+        f"{step}{mfu}"
+        if estimate.tokens_per_s is None
+        else f"{estimate.tokens_per_s:,.0f} tokens/s{mfu}, {step}"
+    )
 
 
-def cost(recipe: Recipe, estimate: Estimate) -> str:
+def cost(recipe: Recipe | None, estimate: Estimate) -> str:
     """Return dollars a million tokens and an hour, or that no price is known."""
     money = estimate.cost
     if money is None:
-        return f"no price of {recipe.hardware.gpu} is known: give yours, --price USD"
+        return f"no price of {_gpu(recipe, estimate)} is known: give yours, --price USD"
     gpus = f"{money.num_gpus} GPU{'s' * (money.num_gpus > 1)} at {money.price_per_gpu_hour:.2f} $"
     return f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
 
@@ -145,6 +166,17 @@ def _phases(out: Console, estimate: Estimate) -> None:
             [phase, format_bytes(first), format_bytes(steady), bar(steady / whole, width, blocks=blocks)]
         )
     rows(out, [["", "first step", "steady step", ""], *lines], "left", "right", "right", "left")
+
+
+def _holders(out: Console, estimate: Estimate) -> None:
+    if estimate.code is None:
+        return
+    heading(out, "Largest holders at the peak")
+    lines = [
+        [format_bytes(one.num_bytes), one.category, f"{one.module} {one.operation}".strip()]
+        for one in estimate.code.holders
+    ]
+    rows(out, lines, "right", "left", "wrap")
 
 
 def _step_lines(estimate: Estimate) -> list[list[str]]:

@@ -100,10 +100,32 @@ class Interval(Value):
     """Why it is believed: a record, a theorem or a stated assumption."""
 
 
-class Estimate(Value):
-    """The prediction for one recipe."""
+class PeakHolder(Value):
+    """Bytes that one operation in one module of traced code holds at the peak."""
 
-    recipe_id: str
+    num_bytes: Bytes
+    category: str
+    module: str
+    operation: str
+
+
+class TracedCode(Value):
+    """The user's own training code that an estimate is of, in place of a recipe."""
+
+    name: str
+    """Qualified name of the callable, or the script."""
+    gpu: str
+    num_steps: Count
+    """Optimizer steps that were traced."""
+    holders: tuple[PeakHolder, ...]
+    """The largest holders of memory at the peak, in descending order."""
+
+
+class Estimate(Value):
+    """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
+
+    recipe_id: str | None
+    """None: of the user's own code, which ``code`` describes."""
     phases: Phases
     breakdown: MemoryBreakdown
     """At the moment of the peak."""
@@ -140,6 +162,8 @@ class Estimate(Value):
     versions: dict[str, str] = {}
     """Versions of the libraries that it holds for, by name: torch, and those that the step uses (transformers, peft, triton,
     torchao). Empty: made before estimates carried them."""
+    code: TracedCode | None = None
+    """None: of a recipe."""
 
     @property
     def headroom_bytes(self) -> int:

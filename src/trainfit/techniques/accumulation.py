@@ -25,12 +25,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="accumulation",
     order=210,
-    doc=__doc__,
     title="Gradient accumulation",
     fields=("batch.micro", "batch.accumulate"),
-    turned_on_by="`batch.accumulate: k`",
-    use_when="the batch does not fit",
-    main_cost="small kernels",
     apply=apply,
     when=lambda recipe: recipe.batch.accumulate > 1,
     examples=({"batch": {"micro": 1, "accumulate": 4}},),

@@ -102,18 +102,20 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="attention",
     order=200,
-    doc=__doc__,
     title="Attention backends",
     fields=("attention",),
-    turned_on_by="`attention: ...`",
-    use_when="long sequences",
-    main_cost="none in quality",
     covers={"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")},
     check=check,
     check_device=check_device,
     apply=apply,
     when=lambda recipe: recipe.attention in (*BACKENDS, "triton", "best"),
     describe=_describe,
+    variants=(
+        {"attention": "flash"},
+        {"attention": "efficient"},
+        {"attention": "math"},
+        {"attention": "triton"},
+    ),
     examples=({"attention": "cudnn"}, {"attention": "triton"}, {"attention": "eager"}),
     draw=Draw(
         weights={"attention": {"sdpa": 8, "eager": 1, "math": 1, "flash": 1, "efficient": 1, "cudnn": 1}}

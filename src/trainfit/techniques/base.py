@@ -52,16 +52,10 @@ class Technique:
     """As in records and pages."""
     order: int
     """Techniques are applied by ascending order."""
-    doc: str | None
-    """The module's docstring, for the technique's page of results."""
     title: str
-    """As in tables and headings."""
+    """As in tables, and as the heading of its paragraph in docs/reference/techniques.md."""
     fields: tuple[str, ...]
     """Dotted recipe fields that turn it on. With these at their defaults a recipe is its control."""
-    turned_on_by: str
-    use_when: str
-    main_cost: str
-    """Cells of the table in docs/reference/techniques.md, as Markdown."""
     apply: Callable[[Recipe, Draft], None] = lambda recipe, draft: None
     """Changes the draft. Torch is imported inside."""
     covers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -76,6 +70,8 @@ class Technique:
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()
     """Fields that turn it on, together with ``needs``."""
+    variants: tuple[Data, ...] = ()
+    """Further fields that turn it on, which no record of results measures."""
     needs: Data = field(default_factory=dict)
     """Fields that the examples, and their control, require."""
     draw: Draw = Draw()

@@ -60,12 +60,8 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
 TECHNIQUE = Technique(
     name="block_kernels",
     order=10,
-    doc=__doc__,
     title="Block kernels",
     fields=("block_kernels",),
-    turned_on_by="`block_kernels: triton`",
-    use_when="without `compile`",
-    main_cost="none in quality",
     covers={"block_kernels": ("triton",)},
     check=check,
     check_device=check_device,

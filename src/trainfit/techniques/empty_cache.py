@@ -46,12 +46,8 @@ def every(count: int, call: Callable[[], None]) -> Callable[[], None]:
 TECHNIQUE = Technique(
     name="empty_cache",
     order=230,
-    doc=__doc__,
     title="Emptying the cache",
     fields=("empty_cache_every",),
-    turned_on_by="`empty_cache_every: n`",
-    use_when="fragmentation, shared GPUs",
-    main_cost="time of driver calls",
     apply=apply,
     when=lambda recipe: recipe.empty_cache_every is not None,
     describe=lambda recipe: f"cache emptied every {recipe.empty_cache_every} steps",

@@ -51,15 +51,12 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="loader",
     order=220,
-    doc=__doc__,
     title="Loader",
     fields=("loader",),
-    turned_on_by="`loader.*`",
-    use_when="the GPU waits for data",
-    main_cost="host processes",
     check=check,
     when=lambda recipe: recipe.loader != Loader(),
     describe=_describe,
+    variants=({"loader": {"prefetch": 4}},),
     examples=({"loader": {"workers": 2}},),
     draw=Draw(alone=_draw),
 )

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside their place, sealed with SHA-256, renamed; believed only after every byte is checked.
+"""Checkpoints: written atomically, sealed with SHA-256, and verified before they are loaded.
 
 A checkpoint is ``checkpoints/step-00000020/``: ``model-*.safetensors``, ``optimizer-*.safetensors``,
 ``random-*.safetensors``, ``state.json``, ``run.json`` (recipe and options), ``manifest.json``.
@@ -20,17 +20,17 @@ from trainfit.spec.storage import writing
 from trainfit.spec.value import parse
 from trainfit.step import Step
 from trainfit.training import durable, state
-from trainfit.training.layout import RUN, existing
+from trainfit.training.folder import RUN, existing
 from trainfit.training.saved_state import SavedState, check_scaler
 
 SHARD_BYTES = 4 * 2**30
-"""A file's most bytes: safetensors copies one file's tensors to host memory to write them."""
+"""Largest file: safetensors copies the tensors of one file to host memory to write them."""
 STATE = "state.json"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps done, and the last loss."""
+    """Steps done, and the last loss."""
 
     step: int
     loss: float | None
@@ -40,8 +40,8 @@ def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, k
     """Write the checkpoint of ``progress.step`` into ``folder``, then remove all but the newest ``keep``.
 
     Raises:
-        FileExistsError: it is already there; checkpoints are never overwritten.
-        OSError: the disk does not take it; nothing half-written is left.
+        FileExistsError: it exists; checkpoints are never overwritten.
+        OSError: the disk is full or failed; nothing half-written remains.
     """
     path = folder / f"step-{progress.step:08d}"
     model, shared = state.model_tensors(step)
@@ -66,50 +66,35 @@ def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, k
     return path
 
 
-def check(path: Path) -> dict[str, Any]:
-    """Check every byte of a checkpoint; what ``run.json`` says.
-
-    Raises:
-        InputError: naming the damaged file.
-    """
-    durable.check_folder(path)
-    run = durable.read_json(path / RUN)
-    if not isinstance(run, dict):
-        raise InputError("not what trainfit wrote", "restore it from a copy", file=str(path / RUN))
-    return run
-
-
 def load(path: Path, step: Step) -> Progress:
-    """Bring ``step`` and the random generators to where the checkpoint was saved. ``check`` it first.
+    """Load model, optimizers and random generators from a checkpoint whose bytes have been verified.
 
     Raises:
-        InputError: its values are not such a step's, whoever wrote them.
+        InputError: its values do not fit the step.
     """
     file = str(path / STATE)
     plain = parse(SavedState, durable.read_json(path / STATE), file=file)
     if path.name != f"step-{plain.step:08d}":
-        raise InputError(
-            "not the step of its folder", "restore it from a copy", field="step", value=plain.step, file=file
-        )
-    optimizer = _Lazy(path, "optimizer", "cpu")
+        problem, remedy = "not the step of its folder", "restore it from a copy"
+        raise InputError(problem, remedy, field="step", value=plain.step, file=file)
+    optimizer = _LazyTensors(path, "optimizer", "cpu")
     state.check_optimizer(step, optimizer, plain.optimizer, file)
     if step.scaler is not None:
         check_scaler(step.scaler.state_dict(), plain.scaler, file)
-    state.load_model(step, _Lazy(path, "model", str(step.device)), plain.shared)
+    state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared, file)
     broken = state.first_not_finite(step)
     if broken is not None:
-        raise InputError(
-            "not finite numbers", "resume from an older checkpoint", field=broken, file=str(path)
-        )
+        remedy = "resume from an older checkpoint"
+        raise InputError("not finite numbers", remedy, field=broken, file=str(path))
     state.load_optimizer(step, optimizer, plain.optimizer)
     if step.scaler is not None and plain.scaler is not None:
         step.scaler.load_state_dict(plain.scaler)
-    state.load_random_state(step.device, _Lazy(path, "random", "cpu"), plain.random, file)
+    state.load_random_state(step.device, _LazyTensors(path, "random", "cpu"), plain.random, file)
     return Progress(plain.step, plain.loss)
 
 
-class _Lazy(Mapping[str, Tensor]):
-    """The tensors of one kind's files, each read when it is asked for."""
+class _LazyTensors(Mapping[str, Tensor]):
+    """Tensors of the files of one kind, each read on access."""
 
     def __init__(self, path: Path, kind: str, device: str):
         self._kind = path / kind
@@ -141,14 +126,28 @@ class _Lazy(Mapping[str, Tensor]):
 
 
 def _write(work: Path, kind: str, tensors: dict[str, Tensor]) -> None:
-    for number, part in enumerate(state.shards(tensors, SHARD_BYTES)):
-        own = {name: _on_its_own(tensor.detach()) for name, tensor in part.items()}
+    for number, part in enumerate(_shards(tensors, SHARD_BYTES)):
+        own = {name: _contiguous(tensor.detach()) for name, tensor in part.items()}
         file = work / f"{kind}-{number:05d}.safetensors"
-        with writing(file):  # safetensors has an exception of its own for a full disk.
+        with writing(file):  # Names the file in safetensors' own exception for a full disk.
             save_file(own, file)
 
 
-def _on_its_own(tensor: Tensor) -> Tensor:
-    """safetensors takes no views of a larger storage and no strides; such a tensor is copied."""
+def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in order, in parts of at most ``max_bytes`` (or one tensor)."""
+    part: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > max_bytes:
+            yield part
+            part, size = {}, 0
+        part[name] = tensor
+        size += tensor.nbytes
+    if part:
+        yield part
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Copy a strided tensor or a view of a larger storage, which safetensors refuses."""
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)

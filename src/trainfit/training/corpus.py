@@ -1,9 +1,8 @@
-"""Tokenised documents on disk, memory-mapped, read as packed sequences of equal length.
+"""Tokenized documents on disk, memory-mapped and read as packed sequences of equal length.
 
-Enters: a DataSpec and a vocabulary size. Leaves: ``data/`` in the run's folder: ``tokenizer.json``, ``train.bin`` and
-``eval.bin`` (token ids one after another, the end token after each document) and ``index.json``. Written once, reused
-on resume after every byte has been checked.
-Shapes: n sequences, s tokens each; sequence i is tokens [i*s, (i+1)*s), so documents run across its ends.
+``data/`` holds ``tokenizer.json``, ``train.bin`` and ``eval.bin`` (token ids, an end token after each
+document) and ``index.json``. It is written once; a resumed run verifies every byte and reuses it.
+Sequence i is tokens [i*s, (i+1)*s), so documents cross sequence boundaries.
 """
 
 from collections.abc import Iterator
@@ -21,26 +20,27 @@ from trainfit.training.options import TrainOptions
 from trainfit.training.tokenizer import (
     ADD_UNKNOWN,
     CANNOT_ENCODE,
+    RoundTrip,
     end_token,
-    left_out,
     library,
     load_tokenizer,
+    open_tokenizer,
     train_tokenizer,
-    unknown_token,
 )
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 SIDES = ("train", "eval")
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
 DTYPES = ("uint16", "uint32")
 DOCUMENTS_AT_ONCE = 512
+OTHER_FOLDER = "start a new run in another folder"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """One side of the split: ``tokens`` as they lie on disk, cut in sequences of ``seq``."""
+    """One side of the split: ``tokens`` as stored, read in sequences of ``seq``."""
 
     tokens: np.ndarray
     seq: int
@@ -49,12 +49,12 @@ class Corpus:
         return len(self.tokens) // self.seq
 
     def sequences(self, indices: np.ndarray) -> np.ndarray:
-        """The sequences with these numbers, int64 [len(indices), s]."""
+        """Return the sequences with these indices, int64 [len(indices), s]."""
         rows = indices[:, None] * self.seq + np.arange(self.seq)
         return self.tokens[rows].astype(np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A file's tokens go to another process by the file's name."""
+        """Pickle memory-mapped tokens as the name of their file."""
         if isinstance(self.tokens, np.memmap):
             return _mapped, (str(self.tokens.filename), self.tokens.dtype.str, self.seq)
         return Corpus, (self.tokens, self.seq)
@@ -62,7 +62,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Corpora:
-    """Both sides, and what people want to know about them."""
+    """Both sides of the split, and the content of ``index.json``."""
 
     train: Corpus
     eval: Corpus
@@ -70,33 +70,31 @@ class Corpora:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the tokenizer did to the text besides encoding it, or would have done, one line each."""
+        """One line for each way in which the tokenizer changed the text, or would have changed it."""
         return tuple(self.index.get("notes", ()))
 
 
 def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: int) -> Corpora:
-    """The run's data, made on the first call and checked on later ones.
+    """Return the run's data, made by the first call and verified by later ones.
 
     Raises:
-        InputError: bad data; too little of it for one sequence; a token id the model has no row for; data that
-            changed since the run began.
+        InputError: bad or changed data, less than one sequence, or a token id outside the model's vocabulary.
     """
     identity = {
         "data": documents.fingerprint(options.data),
         "eval_fraction": options.eval_fraction,
-        "tokenizer": None if options.tokenizer is None else _file_digest(Path(options.tokenizer)),
+        "tokenizer": None if options.tokenizer is None else _digest(Path(options.tokenizer)),
         "vocabulary": vocabulary,
     }
     if folder.exists():
         durable.check_folder(folder)
-        _same_data(folder, identity)
+        _refuse_other_data(folder, identity)
         corpora = _open(folder, seq)
         _refuse_foreign_ids(corpora, folder, vocabulary)
         return corpora
-    else:
-        with durable.new_folder(folder) as work:
-            _make(work, options, identity, vocabulary)
-            _enough(_open(work, seq), options)
+    with durable.new_folder(folder) as work:
+        _make(work, options, identity, vocabulary)
+        _refuse_too_little(_open(work, seq), options)
     return _open(folder, seq)
 
 
@@ -106,39 +104,65 @@ def _open(folder: Path, seq: int) -> Corpora:
     return Corpora(train, held_out, index)
 
 
-def _checked_index(folder: Path) -> dict[str, Any]:
-    """``index.json``, if it describes the files beside it.
+def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
+    if index[side]["tokens"] == 0:  # An empty file cannot be mapped.
+        return np.empty(0, dtype=index["dtype"])
+    return np.memmap(folder / f"{side}.bin", dtype=index["dtype"], mode="r")
 
-    Raises:
-        InputError: it does not.
-    """
+
+def _mapped(file: str, dtype: str, seq: int) -> Corpus:
+    return Corpus(np.memmap(file, dtype=dtype, mode="r"), seq)
+
+
+def _checked_index(folder: Path) -> dict[str, Any]:
+    """Return ``index.json``, if it describes the other files of the folder."""
     index = durable.read_json(folder / INDEX)
     try:
         for side in SIDES:
-            size = (folder / f"{side}.bin").stat().st_size
-            good = (
-                index["dtype"] in DTYPES and size == index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
-            )
+            size = index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
+            good = index["dtype"] in DTYPES and size == (folder / f"{side}.bin").stat().st_size
             if not good or type(index[side]["documents"]) is not int:
                 raise ValueError(side)
         if type(index["tokenizer_tokens"]) is not int or not isinstance(index["identity"], dict):
             raise ValueError("tokenizer_tokens")
     except (KeyError, TypeError, ValueError):
-        remedy = "restore it from a copy, or start a new run in another folder"
+        remedy = f"restore it from a copy, or {OTHER_FOLDER}"
         raise InputError("not what trainfit wrote", remedy, file=str(folder / INDEX)) from None
     return index
 
 
 def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None:
     for side, corpus in zip(SIDES, (corpora.train, corpora.eval), strict=True):
-        if len(corpus.tokens) and int(corpus.tokens.max()) >= vocabulary:
-            problem = f"holds token id {int(corpus.tokens.max())}, the model's vocabulary has {vocabulary}"
-            remedy = "restore it from a copy, or start a new run in another folder"
+        if (largest := int(corpus.tokens.max(initial=0))) >= vocabulary:
+            problem = f"holds token id {largest}, the model's vocabulary has {vocabulary}"
+            remedy = f"restore it from a copy, or {OTHER_FOLDER}"
             raise InputError(problem, remedy, file=str(folder / f"{side}.bin"))
 
 
-def _mapped(file: str, dtype: str, seq: int) -> Corpus:
-    return Corpus(np.memmap(file, dtype=dtype, mode="r"), seq)
+def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
+    """Refuse tokens of other data, and tokens that an earlier version truncated or padded.
+
+    The folder's own tokenizer.json is the one that made its tokens.
+    """
+    if switched_off := load_tokenizer(folder / TOKENIZER).switched_off:
+        made_with = " and ".join(switched_off)
+        problem = f"the run's tokens were made with tokenizer.json's {made_with}, now switched off"
+        raise InputError(problem, OTHER_FOLDER, field="tokenizer")
+    made_of = _checked_index(folder)["identity"]
+    for field, value in identity.items():
+        if made_of.get(field) != value:
+            problem = f"the run was started with other data ({field} differs)"
+            raise InputError(problem, f"give the data it was started with, or {OTHER_FOLDER}", field=field)
+
+
+def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
+    sides = [("training", corpora.train)] + ([("evaluation", corpora.eval)] if options.eval_fraction else [])
+    for name, corpus in sides:
+        if not len(corpus):
+            more = ", raise eval_fraction, or set it to 0" if name == "evaluation" else ""
+            found = f"{len(corpus.tokens):,} tokens of {name} text"
+            problem = f"{found} are fewer than one sequence of {corpus.seq:,}"
+            raise InputError(problem, f"give more text, lower batch.seq{more}", field="data")
 
 
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
@@ -150,35 +174,28 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
     with writing(work / TOKENIZER):
         tokenizer.save(str(work / TOKENIZER))
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
-    with (
-        writing(work),
-        (work / "train.bin").open("wb") as train,
-        (work / "eval.bin").open("wb") as held_out,
-    ):
-        counts, losses = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
+    train_file, eval_file = (work / f"{side}.bin" for side in SIDES)
+    with writing(work), train_file.open("wb") as train, eval_file.open("wb") as held_out:
+        counts, notes = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
     if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
-        raise InputError(
-            "the data has no text", "give some", field="data", value=identity["data"].get("path")
-        )
+        path = identity["data"].get("path")
+        raise InputError("the data has no text", "give some", field="data", value=path)
+    if switched_off:
+        names = " and ".join(switched_off)
+        effect = "every document is tokenized whole and as it is"
+        notes.insert(0, f"switched off in tokenizer.json: {names}; {effect}")
     index = {
         "identity": identity,
         "dtype": dtype,
         "tokenizer_tokens": tokenizer.get_vocab_size(),
-        "notes": [*_switched_off_note(switched_off), *losses],
+        "notes": notes,
         **counts,
     }
     durable.write_json(work / INDEX, index)
 
 
-def _switched_off_note(switched_off: tuple[str, ...]) -> list[str]:
-    if not switched_off:
-        return []
-    names = " and ".join(switched_off)
-    return [f"switched off in tokenizer.json: {names}; every document is tokenized whole and as it is"]
-
-
 def _training_side(options: TrainOptions) -> Iterator[str]:
-    """The tokenizer must not see the evaluation documents either."""
+    """Yield the training documents: the tokenizer must not see the held-out ones either."""
     return (
         text
         for text in documents.documents(options.data)
@@ -193,92 +210,31 @@ def _tokenize(
     dtype: str,
     vocabulary: int,
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Write the tokens of both sides; return their counts, and a line for each way in which text was lost."""
-    end, unknown = end_token(tokenizer), unknown_token(tokenizer)
+    """Write the tokens of both sides; return their counts, and a note for each way in which text is lost."""
+    end, round_trip = end_token(tokenizer), RoundTrip(tokenizer)
     counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}
-    num_unknown, characters = 0, set[str]()
     stream = documents.documents(options.data)
     while texts := list(islice(stream, DOCUMENTS_AT_ONCE)):
-        for text, encoded in zip(texts, _encoded(tokenizer, texts, options), strict=True):
-            ids = np.array([*encoded, end], dtype=np.int64)
+        for text, encoding in zip(texts, _encoded(tokenizer, texts, options), strict=True):
+            ids = np.array([*encoding.ids, end], dtype=np.int64)
             if ids.max() >= vocabulary:
-                raise InputError(
-                    f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}",
-                    "use the model's own tokenizer, or a config with a larger vocab_size",
-                    field="tokenizer",
-                    value=options.tokenizer,
-                )
+                problem = f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}"
+                remedy = "use the model's own tokenizer, or a config with a larger vocab_size"
+                raise InputError(problem, remedy, field="tokenizer", value=options.tokenizer)
             held_out = documents.for_evaluation(text, options.eval_fraction)
             files[held_out].write(ids.astype(dtype).tobytes())
             counts[SIDES[held_out]]["documents"] += 1
             counts[SIDES[held_out]]["tokens"] += len(ids)
-            if unknown is not None:
-                num_unknown += int((ids[:-1] == unknown).sum())
-            characters.update(text)
-    num_tokens = sum(count["tokens"] for count in counts.values())
-    return counts, _lost_text(num_unknown, num_tokens, left_out(tokenizer, characters))
+            round_trip.add(text, encoding)
+    return counts, round_trip.notes(sum(count["tokens"] for count in counts.values()))
 
 
-def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) -> list[list[int]]:
-    """Return the token ids of each text, without the special tokens of the file's template.
-
-    Raises:
-        InputError: a text that the tokenizer has no tokens for.
-    """
+def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) -> "list[Encoding]":
+    """Encode each text without the special tokens of the file's template."""
     with library(options.tokenizer, CANNOT_ENCODE, ADD_UNKNOWN):
-        return [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
-def _lost_text(num_unknown: int, num_tokens: int, lost: str) -> list[str]:
-    notes: list[str] = []
-    if num_unknown:
-        notes.append(f"{num_unknown:,} of {num_tokens:,} tokens are the tokenizer's unknown token")
-    if lost:
-        some = ", ".join(repr(character) for character in lost[:3])
-        notes.append(f"the tokenizer leaves {len(lost):,} of the text's characters out, such as {some}")
-    return notes
-
-
-def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
-    if index[side]["tokens"] == 0:  # An empty file cannot be mapped.
-        return np.empty(0, dtype=index["dtype"])
-    return np.memmap(folder / f"{side}.bin", dtype=index["dtype"], mode="r")
-
-
-def _same_data(folder: Path, identity: dict[str, Any]) -> None:
-    """Refuse to go on with tokens of other data, or with tokens that a tokenizer.json cut or padded.
-
-    The folder's own tokenizer.json is the one its tokens were made with.
-    """
-    if switched_off := load_tokenizer(folder / TOKENIZER).switched_off:
-        raise InputError(
-            f"the run's tokens were made with tokenizer.json's {' and '.join(switched_off)}, now switched off",
-            "start a new run in another folder",
-            field="tokenizer",
-        )
-    made_of = _checked_index(folder)["identity"]
-    for field, value in identity.items():
-        if made_of.get(field) != value:
-            raise InputError(
-                f"the run was started with other data ({field} differs)",
-                "give the data it was started with, or start a new run in another folder",
-                field=field,
-            )
-
-
-def _enough(corpora: Corpora, options: TrainOptions) -> None:
-    sides = [("training", corpora.train)] + ([("evaluation", corpora.eval)] if options.eval_fraction else [])
-    for name, corpus in sides:
-        if not len(corpus):
-            more = ", raise eval_fraction, or set it to 0" if name == "evaluation" else ""
-            raise InputError(
-                f"{len(corpus.tokens):,} tokens of {name} text are fewer than one sequence of {corpus.seq:,}",
-                f"give more text, lower batch.seq{more}",
-                field="data",
-            )
-
-
-def _file_digest(path: Path) -> str:
-    if not path.is_file():
-        raise InputError("no such file", "name a tokenizer.json", field="tokenizer", value=str(path))
-    return durable.sha256(path)
+def _digest(tokenizer: Path) -> str:
+    open_tokenizer(tokenizer).close()
+    return durable.sha256(tokenizer)

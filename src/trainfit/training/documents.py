@@ -1,7 +1,4 @@
-"""Documents of a DataSpec, one after another, and which side of the train/eval split each is on.
-
-Streams: memory stays small whatever the files' size. No torch here.
-"""
+"""Stream the documents of a data source, and split them into training and evaluation. Free of torch."""
 
 import hashlib
 import io
@@ -15,40 +12,40 @@ from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.plain_data import LONE_SURROGATE
-from trainfit.training.options import TEXT_SUFFIXES, DataSpec, HubData, StoriesData, TextData
-from trainfit.training.stories import story
+from trainfit.training.options import TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
+from trainfit.training.synthetic import synthetic_text
 
 END_OF_TEXT = "<|endoftext|>"
 READ_CHARS = 1 << 20
 DOCUMENT_CHARS = 2_000
-"""A file without separators is cut at the first blank line after so many characters."""
+"""A file without separators is cut at the first blank line after this many characters."""
 MAX_LINE_CHARS = 2**28
-"""Of a ``.jsonl`` file: a line is read whole."""
+"""Longest line of a ``.jsonl`` file, which is read whole."""
 MAX_DOCUMENT_CHARS = 1 << 20
-"""Longer documents are cut: a file without any boundary must not be read whole."""
+"""Longer documents are cut, so that a file without boundaries is not read whole."""
 
 
 def documents(data: DataSpec) -> Iterator[str]:
-    """Every non-empty document, in an order that depends on ``data`` alone.
+    """Yield every non-empty document, in an order that depends on ``data`` alone.
 
     Raises:
-        InputError: nothing there, not UTF-8, or a dataset that cannot be read.
+        InputError: no text, not UTF-8, or a dataset that cannot be read.
     """
-    if isinstance(data, StoriesData):
-        return (story(data.seed, index).text for index in range(data.num_documents))
+    if isinstance(data, SyntheticData):
+        return (synthetic_text(data.seed, index).text for index in range(data.num_documents))
     if isinstance(data, TextData):
         return _from_path(data)
     return _from_hub(data)
 
 
 def for_evaluation(document: str, fraction: float) -> bool:
-    """Whether a document is kept for evaluation: by a hash of its text, so equal texts are on one side."""
+    """Return whether a document is held out, by a hash of its text: equal texts are on one side."""
     digest = hashlib.blake2b(document.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def fingerprint(data: DataSpec) -> dict[str, Any]:
-    """What tells two data sets apart without reading them: for files, their names and sizes (copies have other times)."""
+    """Identify the data without reading it: files by their names and sizes."""
     content = data.model_dump(mode="json")
     if isinstance(data, TextData):
         root = Path(data.path)
@@ -58,13 +55,18 @@ def fingerprint(data: DataSpec) -> dict[str, Any]:
 
 
 def text_files(root: Path) -> list[Path]:
-    """The file itself, or the text files under a folder, sorted; hidden ones are left out."""
-    if root.is_file():
+    """Return the file itself, or the text files under a folder, sorted, without hidden ones.
+
+    Raises:
+        InputError: no such file or folder, not a regular file, or a folder without text files.
+    """
+    if not root.is_dir():
+        try:
+            files.open_regular(root).close()
+        except (FileNotFoundError, NotADirectoryError):
+            remedy = "name a text file or a folder"
+            raise InputError("no such file or folder", remedy, field="data.path", value=str(root)) from None
         return [root]
-    if not root.exists():
-        raise InputError(
-            "no such file or folder", "name a text file or a folder", field="data.path", value=str(root)
-        )
     found = sorted(
         path
         for path in root.rglob("*")
@@ -73,12 +75,8 @@ def text_files(root: Path) -> list[Path]:
         and not any(part.startswith(".") for part in path.relative_to(root).parts)
     )
     if not found:
-        raise InputError(
-            "no text files in this folder",
-            f"put {', '.join(TEXT_SUFFIXES)} there",
-            field="data.path",
-            value=str(root),
-        )
+        remedy = f"put {', '.join(TEXT_SUFFIXES)} there"
+        raise InputError("no text files in this folder", remedy, field="data.path", value=str(root))
     return found
 
 
@@ -90,18 +88,15 @@ def _from_path(data: TextData) -> Iterator[str]:
     for path in text_files(Path(data.path)):
         try:
             with io.TextIOWrapper(files.open_regular(path), encoding="utf-8") as file:
-                pieces = (
-                    _json_lines(file, path)
-                    if path.suffix.lower() == ".jsonl"
-                    else _pieces(file, data.separator)
-                )
+                is_json = path.suffix.lower() == ".jsonl"
+                pieces = _json_lines(file, path) if is_json else _pieces(file, data.separator)
                 yield from (piece.strip() for piece in pieces if piece.strip())
         except UnicodeDecodeError as error:
             raise InputError(f"not UTF-8 text ({error.reason})", "save it as UTF-8", file=str(path)) from None
 
 
 def _pieces(file: TextIO, separator: str | None) -> Iterator[str]:
-    """The text cut at separators, read a megabyte at a time."""
+    """Yield the text cut at separators, read a megabyte at a time."""
     text = file.read(READ_CHARS)
     mark = separator or (END_OF_TEXT if END_OF_TEXT in text else None)
     boundary = re.compile(re.escape(mark)) if mark else re.compile(r"\n[ \t]*\n\s*")
@@ -110,7 +105,7 @@ def _pieces(file: TextIO, separator: str | None) -> Iterator[str]:
         more = file.read(READ_CHARS)
         start = 0
         while found := boundary.search(text, start + smallest):
-            # A boundary that touches the end may go on in what is not read yet.
+            # A boundary at the end may continue in the next megabyte.
             if more and found.end() == len(text):
                 break
             yield from _at_most(text[start : found.start()])
@@ -141,12 +136,7 @@ def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # ValueError: also a number of over 4300 digits.
+        except (ValueError, KeyError, TypeError, RecursionError):  # ValueError: also over 4,300 digits.
             text = None
         if not isinstance(text, str):
             raise InputError(f"line {number} has no text", 'write {"text": "..."} a line', file=str(path))
@@ -165,22 +155,15 @@ def _from_hub(data: HubData) -> Iterator[str]:
                 return
             text = row.get(data.column)
             if not isinstance(text, str):
-                columns = ", ".join(row)
-                raise InputError(
-                    "no text column of this name",
-                    f"use one of {columns}",
-                    field="data.column",
-                    value=data.column,
-                )
+                problem, remedy = "no text column of this name", f"use one of {', '.join(row)}"
+                raise InputError(problem, remedy, field="data.column", value=data.column)
             if text.strip():
                 yield text.strip()
     except InputError:
         raise
-    except Exception as error:  # The library raises its own, requests', httpx's and fsspec's errors.
+    except Exception as error:  # Its own errors, and those of requests, httpx and fsspec.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = "check its name and the network, or use text files or stories"
         raise InputError(
-            f"dataset cannot be read: {reason}",
-            "check its name and the network, or use text files or stories",
-            field="data",
-            value=f"hub:{data.name}",
+            f"dataset cannot be read: {reason}", remedy, field="data", value=f"hub:{data.name}"
         ) from error

@@ -1,7 +1,7 @@
-"""Folders and files that are there whole or not at all, and whose every byte is checked before it is believed.
+"""Write folders atomically and verify every byte before reading them.
 
-A folder is written beside its place, each file forced to disk, its SHA-256 manifest last, and then renamed. A folder
-that is there is never written to again.
+A folder is written under a temporary name, synced to disk with a SHA-256 manifest as its last file, and then
+renamed. A finished folder is never written to again.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from trainfit.spec.value import canonical_json
 MAX_JSON_BYTES = 256 * 10**6
 MANIFEST = "manifest.json"
 UNFINISHED = ".unfinished-"
-"""Begins the names of what a killed process left; the next run in the same place removes it."""
+"""Prefix of temporary names; the next run in the same folder removes what a killed process left."""
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill; on leaving it gets its manifest, goes to disk and takes the name ``path``.
+    """Yield a folder to fill; on exit seal it with a manifest, sync it and rename it to ``path``.
 
     Raises:
-        FileExistsError: ``path`` is already there.
+        FileExistsError: ``path`` exists.
     """
     if path.exists():
         raise FileExistsError(f"{path}: already there, and a finished folder is never overwritten")
@@ -41,16 +41,17 @@ def new_folder(path: Path) -> Iterator[Path]:
         _seal(work)
         work.rename(path)
         sync(path.parent)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
-        raise _by_final_name(error, work, path) from error
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
+        name = str(getattr(error, "filename", None) or work)
+        if not isinstance(error, OSError) or error.errno is None or not name.startswith(str(work)):
+            raise
+        # Name the file by its final path: the temporary one is gone.
+        raise OSError(error.errno, error.strerror, str(path) + name.removeprefix(str(work))) from error
 
 
 def check_folder(path: Path) -> None:
-    """Read every byte of a folder that ``new_folder`` made and compare it with the manifest.
+    """Compare every byte of a folder made by ``new_folder`` with its manifest.
 
     Raises:
         InputError: naming the first file that is missing, added or changed.
@@ -63,48 +64,44 @@ def check_folder(path: Path) -> None:
             raise _damaged(file, "not part of what was saved")
         if name not in present or not file.is_file():
             raise _damaged(file, "missing")
-        if file.stat().st_size != expected[name]["bytes"]:
-            raise _damaged(
-                file, f"has {file.stat().st_size:,} bytes where {expected[name]['bytes']:,} were saved"
-            )
+        size, saved = file.stat().st_size, expected[name]["bytes"]
+        if size != saved:
+            raise _damaged(file, f"has {size:,} bytes where {saved:,} were saved")
         if sha256(file) != expected[name]["sha256"]:
             raise _damaged(file, "its content is not what was saved (SHA-256 differs)")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """One JSON document, for people and machines; NaN is refused."""
+    """Write one JSON document; NaN is refused."""
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """JSON of a folder whose bytes have been checked.
-
-    Raises:
-        InputError: not JSON, whoever wrote it.
-    """
+    """Read one JSON document, or raise InputError."""
     return parse_json(files.read_text(path, MAX_JSON_BYTES), str(path))
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a finished folder; killed in the middle, it leaves nothing that looks finished."""
+    """Remove a finished folder; if killed, leave nothing that looks finished."""
     doomed = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Clear what killed processes left in ``parent``. The caller holds the run's lock."""
+    """Remove what killed processes left in ``parent``. Requires the run's lock."""
     for path in parent.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def sha256(path: Path) -> str:
+    """Return the hexadecimal digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Force a file's bytes, or a folder's names, to disk."""
+    """Force a file's bytes, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with writing(path):
@@ -113,23 +110,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _by_final_name(error: OSError, work: Path, path: Path) -> OSError:
-    """The same error with the name that the file was to have: the one it had is gone."""
-    name = str(error.filename or work)
-    if error.errno is None or not name.startswith(str(work)):
-        return error
-    return OSError(error.errno, error.strerror, str(path) + name.removeprefix(str(work)))
-
-
 def _seal(work: Path) -> None:
     sealed = {
         file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(work.iterdir())
     }
     write_json(work / MANIFEST, {"files": sealed, "sha256": _digest(sealed)})
     for name in sealed:
-        shutil.copymode(
-            work / MANIFEST, work / name
-        )  # Some libraries write files that only their owner may read.
+        # Some libraries write files that only their owner may read.
+        shutil.copymode(work / MANIFEST, work / name)
         sync(work / name)
     sync(work / MANIFEST)
     sync(work)
@@ -138,21 +126,16 @@ def _seal(work: Path) -> None:
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
         data = json.loads(files.read_bytes(path, MAX_JSON_BYTES))
-        if data["sha256"] == _digest(data["files"]) and all(_is_entry(one) for one in data["files"].values()):
+        sound = [type(one["bytes"]) is int and type(one["sha256"]) is str for one in data["files"].values()]
+        if all(sound) and data["sha256"] == _digest(data["files"]):
             return data["files"]
     except FileNotFoundError:
         raise _damaged(path, "missing") from None
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # Not the manifest that was written, whatever it says: refused below.
+        pass  # Not the manifest that was written: refused below.
     raise _damaged(path, "its content is not what was saved")
-
-
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
-    )
 
 
 def _digest(sealed: Any) -> str:
@@ -160,6 +143,5 @@ def _digest(sealed: Any) -> str:
 
 
 def _damaged(file: Path, problem: str) -> InputError:
-    return InputError(
-        problem, f"restore it from a copy, or remove {file.parent} to go on without it", file=str(file)
-    )
+    remedy = f"restore it from a copy, or remove {file.parent} to go on without it"
+    return InputError(problem, remedy, file=str(file))

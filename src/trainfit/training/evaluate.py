@@ -1,4 +1,4 @@
-"""Perplexity on documents that training never sees. Shapes: b micro-batch, s sequence."""
+"""Perplexity on held-out documents. Shapes: b micro-batch, s sequence."""
 
 import math
 import time
@@ -20,13 +20,17 @@ def evaluate(
     max_sequences: int,
     stopped: Callable[[], bool] = lambda: False,
 ) -> EvalMetrics | None:
-    """Mean next-token cross-entropy of the first ``max_sequences`` held-out sequences, without dropout; None if it is not finite.
+    """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
 
-    Label smoothing and z-loss are no part of it, whatever training minimises. The first token of a sequence has no context and is not predicted. Draws from no random generator, so training
-    goes on as if nothing had been evaluated.
+    Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
+    predicted. No random numbers are drawn, so evaluating does not change the training.
 
     Args:
-        stopped: asked before each micro-batch; True ends the evaluation with None.
+        at_step: number of training steps done.
+        stopped: called before each micro-batch; True ends the evaluation.
+
+    Returns:
+        The metrics; None if ``stopped`` ended it or the loss is not finite.
     """
     count = min(max_sequences, len(corpus))
     micro = step.recipe.batch.micro
@@ -38,20 +42,14 @@ def evaluate(
             for first in range(0, count, micro):
                 if stopped():
                     return None
-                ids_bs = torch.from_numpy(corpus.sequences(np.arange(first, min(first + micro, count)))).to(
-                    step.device
-                )
-                # Equally many tokens a sequence, so sequences are the weights.
+                rows = corpus.sequences(np.arange(first, min(first + micro, count)))
+                ids_bs = torch.from_numpy(rows).to(step.device)
+                # All sequences have equally many tokens, so each weighs the same.
                 total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
     finally:
         step.model.train()
     loss = total / count
     if not math.isfinite(loss) or loss > math.log(1e300):
         return None
-    return EvalMetrics(
-        step=at_step,
-        loss=loss,
-        perplexity=math.exp(loss),
-        sequences=count,
-        eval_s=time.perf_counter() - start_s,
-    )
+    seconds = time.perf_counter() - start_s
+    return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=seconds)

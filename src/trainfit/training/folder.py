@@ -1,12 +1,13 @@
-"""The run's folder: one process at a time, one run for good, and what a resumed run must have in common with it.
+"""The run's folder: its layout, its lock, and the compatibility of a resumed run with what was saved.
 
-``OUT/``: ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/`` (checkpoint.py),
-``log.jsonl``, ``tensorboard/``.
+``OUT/`` holds ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/``
+(checkpoint.py), ``log.jsonl`` and ``tensorboard/``. Free of torch, as interrupted commands need it.
 """
 
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,52 +15,66 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.training import checkpoint, durable
-from trainfit.training.layout import CHECKPOINTS, DATA, LOCK, RUN, existing
+from trainfit.training import durable
 from trainfit.training.options import MAY_CHANGE, TrainOptions
+from trainfit.training.stop import NOTHING_SAVED
 
+RUN, LOCK, DATA, CHECKPOINTS = "run.json", ".lock", "data", "checkpoints"
 RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")
-"""Fields of the recipe that change no loss."""
+"""Recipe fields without influence on the loss."""
 CHECKED_ELSEWHERE = ("data.path", "tokenizer")
-"""Paths may move; what the files hold is compared in corpus.py."""
+"""Paths may change; corpus.py compares the content."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a folder holds of an earlier start. ``checkpoint``: None if it was killed before it saved one."""
+    """State of an earlier start. ``checkpoint`` is None if none was saved."""
 
     checkpoint: Path | None
     run: dict[str, Any]
 
 
+def existing(folder: Path) -> list[Path]:
+    """Return the finished checkpoints of ``folder``, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
+
+
+def how_to_resume(out: Path) -> str:
+    """Return what a run's folder holds and how to continue, as the end of a sentence."""
+    checkpoints = existing(out / CHECKPOINTS)
+    if checkpoints:
+        return f"--resume goes on from {checkpoints[-1]}"
+    if (out / RUN).is_file():
+        return "no checkpoint had been saved: --resume begins with the first step"
+    return NOTHING_SAVED
+
+
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """The folder, made if missing, for this process alone.
+    """Hold the folder, made if missing, for this process alone.
 
     Raises:
         InputError: another process trains there, or it is a file.
     """
     if out.exists() and not out.is_dir():
-        raise InputError("is a file", "name a folder", field="out", value=str(out))
+        raise _refused("is a file", "name a folder", out)
     out.mkdir(parents=True, exist_ok=True)
     with (out / LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
-                "another process trains in this folder",
-                "wait for it, or use another folder",
-                field="out",
-                value=str(out),
-            ) from None
+            remedy = "wait for it, or use another folder"
+            raise _refused("another process trains in this folder", remedy, out) from None
         yield
 
 
 def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
-    """What to resume, checked byte by byte; None for a new run. The caller holds the lock.
+    """Return the state to resume from, verified byte by byte; None for a new run. Requires the lock.
 
     Raises:
-        InputError: a new run where one already is; nothing to resume; a damaged checkpoint; another recipe.
+        InputError: a new run in a used folder, nothing to resume, a damaged checkpoint, or a different run.
     """
     out = options.folder
     for parent in (out, out / CHECKPOINTS):
@@ -68,23 +83,23 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
         _refuse_used(out)
         return None
     if not (out / RUN).is_file():
-        raise InputError(
-            "no run to resume in this folder", "leave --resume out to start one", field="out", value=str(out)
-        )
+        raise _refused("no run to resume in this folder", "leave --resume out to start one", out)
     saved = existing(out / CHECKPOINTS)
     newest = saved[-1] if saved else None
-    run = checked_run(checkpoint.check(newest), newest / RUN) if newest else read_run(out)
-    refuse_difference(run, describe(recipe, options))
+    if newest is not None:
+        durable.check_folder(newest)
+    run = _read_run(newest or out)
+    _refuse_difference(run, describe(recipe, options))
     return Saved(newest, run)
 
 
 def describe(recipe: Recipe, options: TrainOptions) -> dict[str, Any]:
-    """What ``run.json`` says of recipe and options."""
+    """Return recipe and options as ``run.json`` holds them."""
     return {"recipe": recipe.content(), "options": options.model_dump(mode="json")}
 
 
 def write_run(out: Path, run: dict[str, Any]) -> None:
-    """Put ``run.json`` there, whole."""
+    """Write ``run.json`` atomically."""
     draft = out / f"{durable.UNFINISHED}{RUN}"
     durable.write_json(draft, run)
     durable.sync(draft)
@@ -92,44 +107,23 @@ def write_run(out: Path, run: dict[str, Any]) -> None:
     durable.sync(out)
 
 
-def read_run(out: Path) -> dict[str, Any]:
-    """``run.json`` of a folder.
-
-    Raises:
-        InputError: it is damaged.
-        FileNotFoundError: there is none.
-    """
-    return checked_run(durable.read_json(out / RUN), out / RUN)
-
-
-def checked_run(run: Any, path: Path) -> dict[str, Any]:
-    """What a ``run.json`` says, if it has the parts of one.
-
-    Raises:
-        InputError: it has not.
-    """
+def _read_run(folder: Path) -> dict[str, Any]:
+    run = durable.read_json(folder / RUN)
     parts = ("recipe", "options", "environment")
     if not isinstance(run, dict) or not all(isinstance(run.get(part), dict) for part in parts):
-        raise InputError("not what trainfit wrote", "restore it from a copy", file=str(path))
+        raise InputError("not what trainfit wrote", "restore it from a copy", file=str(folder / RUN))
     return {part: run[part] for part in parts}
 
 
-def refuse_difference(saved: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Resuming must give the losses of an uninterrupted run, so what makes losses must be the same.
-
-    Raises:
-        InputError: naming the first field that differs.
-    """
+def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None:
+    """Refuse a resumed run whose losses could differ from those of an uninterrupted run."""
     for part, may_change in (("recipe", RECIPE_MAY_CHANGE), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
-        before, now = _flat(saved[part]), _flat(asked[part])
+        before, now = _flat(saved[part]), _flat(requested[part])
         for field in sorted(set(before) | set(now)):
             if field not in may_change and before.get(field) != now.get(field):
-                raise InputError(
-                    f"the run was started with {before.get(field)!r}",
-                    "resume with the same, or start a new run in another folder",
-                    field=field,
-                    value=now.get(field, "(missing)"),
-                )
+                problem = f"the run was started with {before.get(field)!r}"
+                remedy = "resume with the same, or start a new run in another folder"
+                raise InputError(problem, remedy, field=field, value=now.get(field, "(missing)"))
 
 
 def _flat(data: Any, field: str = "") -> dict[str, Any]:
@@ -143,18 +137,16 @@ def _flat(data: Any, field: str = "") -> dict[str, Any]:
 
 
 def _refuse_used(out: Path) -> None:
-    """A new run starts in an empty folder, or one where a start failed before its first step."""
+    """Require an empty folder, or one whose earlier start failed before its first step."""
     if (out / RUN).exists():
-        raise InputError(
-            "the folder already holds a run",
-            "add --resume to go on, or use another folder",
-            field="out",
-            value=str(out),
-        )
+        remedy = "add --resume to go on, or use another folder"
+        raise _refused("the folder already holds a run", remedy, out)
     if (out / DATA / durable.MANIFEST).is_file():
         durable.remove_folder(out / DATA)
     foreign = sorted(path.name for path in out.iterdir() if path.name != LOCK)
     if foreign:
-        raise InputError(
-            f"the folder already holds {foreign[0]!r}", "use an empty folder", field="out", value=str(out)
-        )
+        raise _refused(f"the folder already holds {foreign[0]!r}", "use an empty folder", out)
+
+
+def _refused(problem: str, remedy: str, out: Path) -> InputError:
+    return InputError(problem, remedy, field="out", value=str(out))

@@ -1,9 +1,10 @@
-"""What the progress bar shows of the device: peak memory and how busy it is."""
+"""Device readings during training: peak memory and utilisation."""
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -14,11 +15,11 @@ from trainfit.measurement.nvml import Nvml
 from trainfit.step import Batch, Step
 
 SAMPLE_EVERY_S = 0.25
-"""The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t); asking more often tells nothing new."""
+"""The driver averages utilisation over 1/6 to 1 s (nvml.h, nvmlUtilization_t)."""
 
 
 class _NvmlBusy(Nvml):
-    """The share of time in which any kernel ran, as nvidia-smi prints it."""
+    """Utilisation as nvidia-smi prints it: share of time in which a kernel ran."""
 
     def share(self) -> float | None:
         rates = self._ask("nvmlDeviceGetUtilizationRates")
@@ -26,7 +27,7 @@ class _NvmlBusy(Nvml):
 
 
 class Busy:
-    """How busy the device is, since the last sample: 0 to 1. None where nobody tells."""
+    """Utilisation of the device since the last sample, 0 to 1; None where it is unknown."""
 
     def __init__(self, device: torch.device):
         self._nvml = _NvmlBusy(device.index or 0) if device.type == "cuda" else None
@@ -49,10 +50,10 @@ class Busy:
 
 
 class PeakMemory:
-    """The highest allocated bytes: on CUDA of all steps, as its allocator counts; on a CPU live tensors of one step.
+    """Peak allocated bytes: of all steps by CUDA's allocator, or of one step's live tensors on a CPU.
 
-    Following live tensors costs time in every operation, so on a CPU one steady step is followed and told apart
-    (``follows``). Compiled code cannot be followed there: the peak stays None.
+    Counting live tensors slows every operation, so only one steady step is counted, outside the step times.
+    It does not see compiled code: there the peak stays None.
     """
 
     def __init__(self, step: Step, num_steps: int):
@@ -61,24 +62,23 @@ class PeakMemory:
         self.num_bytes: int | None = None
         self._cuda = step.device.type == "cuda"
         # The first step has no optimizer state yet; the second is like all others.
-        self._followed = None if self._cuda or step.recipe.compile else min(1, num_steps - 1)
+        self._counted = None if self._cuda or step.recipe.compile else min(1, num_steps - 1)
         if self._cuda:
             self.kind = "cuda-allocated"
             torch.cuda.reset_peak_memory_stats(step.device)
 
-    def follows(self, index: int) -> bool:
-        """Whether this process's ``index``-th step (from 0) runs inside ``following``."""
-        return index == self._followed
-
-    def following(self, batches: Sequence[Batch]) -> LiveBytes:
-        """A context that follows live tensors; ``take`` it afterwards."""
+    @contextmanager
+    def around(self, index: int, batches: Sequence[Batch]) -> Iterator[bool]:
+        """Run step ``index`` of this process (from 0); yield whether its live tensors are counted."""
+        if index != self._counted:
+            yield False
+            return
         live = LiveBytes(self._step.device)
         live.assign([*self._step.model.parameters(), *self._step.model.buffers()], "weights")
         live.assign(optimizer_tensors(self._step), "optimizer")
         live.assign([tensor for batch in batches for tensor in batch.values()], "activations")
-        return live
-
-    def take(self, live: LiveBytes) -> None:
+        with live:
+            yield True
         self.kind, self.num_bytes = "live-tensors", live.take_peak()[0]
 
     def read(self) -> int | None:

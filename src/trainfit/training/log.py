@@ -1,11 +1,13 @@
-"""The JSONL log: one line a step and one an evaluation, append-only, each line a JSON object with ``kind``.
+"""Logs of a run: ``log.jsonl`` (JSON Lines) and TensorBoard event files (extra ``tensorboard``).
 
-A resumed run cuts the lines after its checkpoint's step, because those steps are taken again. Where lines before it are
-missing, it says so, and notes it in a line of kind ``gap``.
+``log.jsonl`` has one JSON object per step and evaluation. A resumed run drops the lines after its
+checkpoint's step, because those steps run again; missing lines are reported in a line of kind ``gap``.
 """
 
 import json
 import os
+import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,30 +16,58 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.optional import optional
 from trainfit.spec.storage import Appender, write_text
 from trainfit.spec.value import Value
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
 LOG = "log.jsonl"
+SCALARS = (
+    "train/loss", "train/learning_rate", "train/gradient_norm", "speed/step_s", "speed/tokens_per_s",
+    "speed/mfu", "speed/hfu", "device/peak_memory_bytes", "device/busy",
+)  # fmt: skip
+"""TensorBoard tags: a group, and a field of StepMetrics."""
+FILE_VERSION = "brain.Event:2"
+"""First event of every file (tensorboard/summary/writer/event_file_writer.py)."""
 
 
-class JsonlLog:
-    """Writes ``log.jsonl`` in the run's folder.
+class _FileLog:
+    """Base of observers that append to a file opened by ``on_start``."""
+
+    _file: Appender | None = None
+
+    def on_checkpoint(self, step: int, path: Path) -> None:
+        self._open_file.sync()
+
+    def on_end(self, summary: TrainSummary) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def _open_file(self) -> Appender:
+        assert self._file is not None, "on_start comes first"
+        return self._file
+
+
+class JsonlLog(_FileLog):
+    """Observer that writes ``log.jsonl``.
 
     Args:
-        say: hears of a resumed log that has not each step once and in order.
+        notify: called with a message if a resumed log does not hold each step once and in order.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        self._say = say
-        self._file: Appender | None = None
+    def __init__(self, notify: Callable[[str], None] = lambda text: None) -> None:
+        self._notify = notify
 
     def on_start(self, run: RunStart) -> None:
         path = Path(run.out) / LOG
         kept = cut_after(path, run.first_step)
         self._file = Appender(path)
         if gaps := kept.gaps(run.first_step):
-            self._say(f"{path} {gaps}; what is there is kept")
+            self._notify(f"{path} {gaps}; the remaining lines are kept")
             if gaps not in kept.noted:
                 self._append({"kind": "gap", "step": run.first_step, "message": gaps})
 
@@ -47,36 +77,69 @@ class JsonlLog:
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write("eval", metrics)
 
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        assert self._file is not None, "on_start comes first"
-        self._file.sync()
-
-    def on_end(self, summary: TrainSummary) -> None:
-        """The lines of the steps say it all."""
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
     def _write(self, kind: str, value: Value) -> None:
         known = {key: item for key, item in value.model_dump(mode="json").items() if item is not None}
         self._append({"kind": kind, **known})
 
     def _append(self, line: dict[str, object]) -> None:
-        assert self._file is not None, "on_start comes first"
-        self._file.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._open_file.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+
+class TensorBoard(_FileLog):
+    """Observer that writes event files; a resumed run hides the events of the steps that run again.
+
+    Events are written in this thread: TensorBoard's own writer has a thread that loses events on a full disk.
+
+    Raises:
+        InputError: TensorBoard is not installed.
+        OSError: an event could not be written.
+    """
+
+    def __init__(self) -> None:
+        modules = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
+        self._proto, self._summary, self._records = (
+            optional(f"tensorboard.{module}", "tensorboard", field="tensorboard") for module in modules
+        )
+
+    def on_start(self, run: RunStart) -> None:
+        folder = Path(run.out) / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
+        self._file = Appender(folder / f"events.out.tfevents.{unique}")
+        self._write(file_version=FILE_VERSION)
+        if run.first_step:
+            start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+            self._write(step=run.first_step + 1, session_log=start)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        values = {tag: getattr(metrics, tag.partition("/")[2]) for tag in SCALARS}
+        self._scalars(metrics.step, {tag: value for tag, value in values.items() if value is not None})
+
+    def on_eval(self, metrics: EvalMetrics) -> None:
+        self._scalars(metrics.step, {"eval/loss": metrics.loss, "eval/perplexity": metrics.perplexity})
+
+    def write(self, record: bytes) -> None:
+        """Append one record of TensorBoard's record writer, header and checksums included."""
+        self._open_file.append(record)
+
+    def _scalars(self, step: int, values: dict[str, float]) -> None:
+        value = [self._summary.Summary.Value(tag=tag, simple_value=number) for tag, number in values.items()]
+        self._write(step=step, summary=self._summary.Summary(value=value))
+
+    def _write(self, **event: Any) -> None:
+        content = self._proto.Event(wall_time=time.time(), **event).SerializeToString()
+        self._records.RecordWriter(self).write(content)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a resumed run keeps of its log: the steps, in the order of their lines."""
+    """Kept lines of a resumed log: step numbers in order of the lines, and earlier gap messages."""
 
     steps: Sequence[int]
     noted: Sequence[object]
-    """What was wrong when it was resumed before."""
 
     def gaps(self, done: int) -> str:
-        """Return what is wrong with the lines of steps 1 to ``done``; nothing where each is there once, in order."""
+        """Describe missing, repeated and unordered lines of steps 1 to ``done``, if any."""
         found = set(self.steps)
         missing = [step for step in range(1, done + 1) if step not in found]
         twice = sorted(step for step, count in Counter(self.steps).items() if count > 1)
@@ -87,11 +150,11 @@ class Kept:
 
 
 def cut_after(path: Path, step: int) -> Kept:
-    """Keep the whole lines up to ``step``; a line that a killed process left unfinished goes too.
+    """Keep the complete lines up to ``step``; drop later lines and the unfinished one of a killed process.
 
     Raises:
-        InputError: a whole line is not one of the log's.
-        OSError: the file cannot be rewritten; it is as before.
+        InputError: a complete line is not a log line.
+        OSError: the file cannot be rewritten; it is unchanged.
     """
     if not path.exists():
         return Kept((), ())
@@ -108,7 +171,7 @@ def cut_after(path: Path, step: int) -> Kept:
 
 
 def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
-    """Cut the file where its beginning is kept, which needs no space; else replace it as a whole."""
+    """Truncate the file if its beginning is kept, which needs no space; otherwise replace it."""
     content, before = b"".join(lines), path.read_bytes()
     if before.startswith(content):
         os.truncate(path, len(content))
@@ -127,13 +190,12 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         int(entry["step"])
         return entry
     except (ValueError, KeyError, TypeError):
-        raise InputError(
-            "the line is not what trainfit wrote", "restore the file, or remove it to log anew", file=where
-        ) from None
+        remedy = "restore the file, or remove it to log anew"
+        raise InputError("the line is not what trainfit wrote", remedy, file=where) from None
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Such as ``step 3`` or ``steps 3 to 5, 9``."""
+    """Format step numbers such as ``step 3`` or ``steps 3 to 5, 9``."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][-1] + 1:

@@ -1,7 +1,4 @@
-"""``train``: a recipe trained on data, watched, saved and resumed.
-
-Enters: a Recipe, TrainOptions, and who listens. Leaves: a TrainSummary, and the run's folder (folder.py).
-"""
+"""``train``: open or resume a run, and train a recipe on data."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,8 +18,7 @@ from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
-from trainfit.training.corpus import Corpora, open_corpora
-from trainfit.training.layout import how_to_go_on
+from trainfit.training.corpus import open_corpora
 from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.session import Session
@@ -38,31 +34,32 @@ def train(
 ) -> TrainSummary:
     """Train ``recipe`` for ``options.steps`` steps, from the start or from the newest checkpoint.
 
-    SIGTERM and SIGINT (in the main thread) save after the step that is running and end with status "stopped". A loss
-    that is not finite ends with status "diverged", no memory with "out-of-memory"; earlier checkpoints stay.
+    SIGTERM and SIGINT (in the main thread) save a checkpoint after the running step and end with status
+    "stopped". A loss that is not finite ends with "diverged", a lack of memory with "out-of-memory"; earlier
+    checkpoints remain.
 
     Args:
-        flops: what one step computes, for MFU and HFU; None leaves them out.
-        observers: hear of every step, evaluation and checkpoint, in this order; all are closed at the end.
+        flops: FLOPs of one step, for MFU and HFU; None leaves them out.
+        observers: called at every step, evaluation and checkpoint, in this order, and closed at the end.
 
     Raises:
-        InputError: bad data, a damaged checkpoint, a resumed run that differs, a used folder, a missing device.
-        StorageError: the disk does not take a file; it names the checkpoint that is whole.
+        InputError: bad data, a damaged checkpoint, another run's folder, a missing device.
+        StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
     device = _device(options)
     registry.check(recipe)
     registry.check_device(recipe, device.type)
-    with _naming_what_is_whole(options), ExitStack() as stack:
+    with _storage_errors(options), ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
         stack.enter_context(folder.locked(options.folder))
-        stack.enter_context(_repeatable(device, options))
+        stack.enter_context(_deterministic(device, options))
         saved = folder.open_run(recipe, options)
         session = _session(recipe, options, device, saved, flops, observers)
         for observer in observers:
             observer.on_start(session.run)
         with StopSignal() as stop:
-            return session.go(stop)
+            return session.train(stop)
 
 
 def _session(
@@ -74,35 +71,18 @@ def _session(
     observers: Sequence[Observer],
 ) -> Session:
     step = _assemble(recipe, device)
-    corpora = open_corpora(
-        options.folder / folder.DATA, options, vocabulary=vocabulary(step.model), seq=recipe.batch.seq
-    )
+    data = options.folder / folder.DATA
+    corpora = open_corpora(data, options, vocabulary=vocabulary(step.model), seq=recipe.batch.seq)
     newest = saved.checkpoint if saved else None
     progress = checkpoint.load(newest, step) if newest else Progress(0, None)
     if progress.step > options.steps:
-        raise InputError(
-            f"the run already has {progress.step} steps",
-            "ask for at least as many",
-            field="steps",
-            value=options.steps,
-        )
+        problem, remedy = f"the run already has {progress.step} steps", "ask for at least as many"
+        raise InputError(problem, remedy, field="steps", value=options.steps)
     described = folder.describe(recipe, options) | {"environment": _environment(device)}
     folder.write_run(options.folder, described)
-    notes = (*_changes(saved, described), *corpora.notes, *_about_the_loss(recipe))
-    run = _run_start(step, options, corpora, progress, newest and str(newest), notes)
-    return Session(step, corpora, options, run, described, flops, observers, progress, newest)
-
-
-def _run_start(
-    step: Step,
-    options: TrainOptions,
-    corpora: Corpora,
-    progress: Progress,
-    resumed: str | None,
-    notes: tuple[str, ...],
-) -> RunStart:
+    notes = (*_changes(saved, described), *corpora.notes, *_loss_notes(recipe))
     parameters = list(step.model.parameters())
-    return RunStart(
+    run = RunStart(
         out=options.out,
         model=step.recipe.model.display_name,
         device=_device_name(step.device),
@@ -115,12 +95,13 @@ def _run_start(
         train_tokens=len(corpora.train.tokens),
         eval_tokens=len(corpora.eval.tokens),
         tokenizer_tokens=corpora.index["tokenizer_tokens"],
-        resumed_from=resumed,
+        resumed_from=newest and str(newest),
         notes=notes,
     )
+    return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 
 
-def _about_the_loss(recipe: Recipe) -> tuple[str, ...]:
+def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
     terms = [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
     if not terms:
         return ()
@@ -128,10 +109,11 @@ def _about_the_loss(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _device(options: TrainOptions) -> torch.device:
-    if options.device == "cuda" and not torch.cuda.is_available():
+    available = torch.cuda.is_available()
+    if options.device == "cuda" and not available:
         raise InputError("no CUDA GPU in this machine", "use cpu or auto", field="device", value="cuda")
     if options.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if available else "cpu")
     return torch.device(options.device)
 
 
@@ -145,34 +127,31 @@ def _assemble(recipe: Recipe, device: torch.device) -> Step:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(
-            "out of memory while the model was built",
-            "use a smaller model, or a device with more memory",
-            field="model.config",
-            value=recipe.model.display_name,
-        ) from error
+        problem = "out of memory while the model was built"
+        remedy, name = "use a smaller model, or a device with more memory", recipe.model.display_name
+        raise InputError(problem, remedy, field="model.config", value=name) from error
 
 
 @contextmanager
-def _naming_what_is_whole(options: TrainOptions) -> Iterator[None]:
-    """A full or failed disk ends the run with what to do, and with the checkpoint that goes on once that is done."""
+def _storage_errors(options: TrainOptions) -> Iterator[None]:
+    """Add the remedy and the newest intact checkpoint to the error of a full or failed disk."""
     try:
         yield
     except Exception as error:
         failure = storage_failure(error)
         if failure is None or isinstance(error, InputError):
             raise
-        remedy = f"{REMEDIES[failure.errno or 0]}; {how_to_go_on(options.folder)}"
+        remedy = f"{REMEDIES[failure.errno or 0]}; {folder.how_to_resume(options.folder)}"
         raise StorageError(failure, remedy) from error
 
 
 @contextmanager
-def _repeatable(device: torch.device, options: TrainOptions) -> Iterator[None]:
-    """On CUDA, kernels whose sums run in one order: flash attention's backward, for one, otherwise adds atomically."""
+def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None]:
+    """Use CUDA kernels with a fixed order of sums; flash attention's backward adds atomically by default."""
     if device.type != "cuda" or not options.deterministic:
         yield
         return
-    # cuBLAS asks for it (docs.nvidia.com/cuda/cublas, "Results reproducibility"); read when its handle is made.
+    # Required by cuBLAS (docs.nvidia.com/cuda/cublas, "Results reproducibility") before its handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         with deterministic_kernels():
@@ -180,25 +159,21 @@ def _repeatable(device: torch.device, options: TrainOptions) -> Iterator[None]:
     except RuntimeError as error:
         if "deterministic implementation" not in str(error):
             raise
-        raise InputError(
-            str(error).splitlines()[0].split(". ")[0],
-            "set deterministic to false: faster, and a resumed run's losses may differ in the last bits",
-            field="deterministic",
-            value=True,
-        ) from error
+        problem = str(error).splitlines()[0].split(". ")[0]
+        remedy = "set deterministic to false: faster, and a resumed run's losses may differ in the last bits"
+        raise InputError(problem, remedy, field="deterministic", value=True) from error
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
-    """What the bits of a loss depend on besides the recipe."""
+    """Return what the bits of a loss depend on besides the recipe."""
     return {"torch": torch.__version__, "device": _device_name(device), "threads": torch.get_num_threads()}
 
 
 def _changes(saved: folder.Saved | None, described: dict[str, Any]) -> tuple[str, ...]:
-    if saved is None:
-        return ()
-    before, now = saved.run["environment"], described["environment"]
+    before = saved.run["environment"] if saved else described["environment"]
+    effect = "losses may differ in the last bits from an unbroken run"
     return tuple(
-        f"{name} was {before.get(name)} and is {now[name]}: losses may differ in the last bits from an unbroken run"
-        for name in now
-        if before.get(name) != now[name]
+        f"{name} was {before.get(name)} and is {value}: {effect}"
+        for name, value in described["environment"].items()
+        if before.get(name) != value
     )

@@ -1,6 +1,6 @@
-"""What a run tells while it goes, and who may listen. No torch here.
+"""Metrics of a training run, and the protocol of its observers. Free of torch.
 
-The loop knows no tracker: progress bar (progress.py), TensorBoard (board.py) and JSONL log (log.py) are observers.
+The progress bar (progress.py), the JSON Lines log and TensorBoard (log.py) are observers.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
 
 class StepFlops(Value):
-    """FLOPs of one optimizer step (from the Estimate) and the device's dense peak for the recipe's dtype, if known."""
+    """FLOPs of one optimizer step (from the Estimate), and the device's dense peak for the recipe's dtype."""
 
     model_flops: Flops
     hardware_flops: Flops
@@ -19,7 +19,7 @@ class StepFlops(Value):
 
 
 class RunStart(Value):
-    """What is known before the first step."""
+    """Facts known before the first step."""
 
     out: str
     model: str
@@ -28,7 +28,7 @@ class RunStart(Value):
     params: Count
     trainable_params: Count
     steps: Count
-    """Of the whole run."""
+    """Steps of the whole run."""
     first_step: Count
     """Steps already done: 0, or the resumed checkpoint's."""
     tokens_per_step: Count
@@ -37,7 +37,7 @@ class RunStart(Value):
     tokenizer_tokens: Count
     resumed_from: str | None = None
     notes: tuple[str, ...] = ()
-    """What a person should know, such as versions that changed since the checkpoint."""
+    """Remarks for the user, such as versions that changed since the checkpoint."""
 
 
 class StepMetrics(Value):
@@ -45,7 +45,7 @@ class StepMetrics(Value):
 
     step: Count
     loss: float
-    """What training minimises, nats a token: with ``loss_terms`` not the cross-entropy alone."""
+    """Training loss, nats per token; with ``loss_terms`` it includes them."""
     learning_rate: float
     epoch: float
     """Passes over the training sequences so far."""
@@ -54,11 +54,11 @@ class StepMetrics(Value):
     mfu: Share | None = None
     hfu: Share | None = None
     peak_memory_bytes: Bytes | None = None
-    """Highest allocated bytes so far; on a CPU live tensor bytes of one step."""
+    """Highest allocated bytes so far; on a CPU the live tensors of one step."""
     busy: Share | None = None
-    """GPU utilisation as its driver tells it; on a CPU this process's time over that of all usable cores."""
+    """GPU utilisation by its driver; on a CPU this process's time over that of all usable cores."""
     gradient_norm: float | None = None
-    """Of all gradients together before clipping; None without clipping."""
+    """Norm of all gradients before clipping; None without clipping."""
 
 
 class EvalMetrics(Value):
@@ -66,31 +66,31 @@ class EvalMetrics(Value):
 
     step: Count
     loss: float
-    """Mean next-token cross-entropy, nats a token, whatever training minimises."""
+    """Mean next-token cross-entropy, nats per token, without ``loss_terms``."""
     perplexity: float
     sequences: Count
     eval_s: Seconds
 
 
 class TrainSummary(Value):
-    """What a run came to: the ``train`` field of a Record. Speeds and losses are of this process's steps."""
+    """Result of a run: the ``train`` field of a Record. Speeds and losses cover this process's steps."""
 
     status: Literal["done", "stopped", "diverged", "out-of-memory"]
-    """stopped: by a signal, and resume goes on; diverged: loss or weights are not finite; see ``message``."""
+    """stopped: by a signal, resumable; diverged: loss or weights are not finite; see ``message``."""
     message: str = ""
-    """Why it ended before its last step, and what to do."""
+    """Why the run ended early, and what to do."""
     steps: Count
-    """Done in the whole run."""
+    """Steps done in the whole run."""
     first_step: Count
-    """Done before this process started."""
+    """Steps done before this process started."""
     final_loss: float | None
-    """What training minimised at its last step: with ``loss_terms`` not the cross-entropy alone. So are ``losses``."""
+    """Training loss of the last step; like ``losses``, it includes ``loss_terms``."""
     losses: tuple[float, ...]
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None
-    """Of the last evaluation."""
+    """Perplexity of the last evaluation."""
     step_s: Seconds | None
-    """Median, the first step left out when there are more."""
+    """Median; the first step is left out if there are more."""
     tokens_per_s: float | None
     """From the median step."""
     mfu: Share | None
@@ -100,20 +100,20 @@ class TrainSummary(Value):
     wall_s: Seconds
     run: RunStart
     checkpoint: str | None
-    """The newest one's folder."""
+    """Folder of the newest one."""
 
     @property
     def exit_code(self) -> int:
-        """0 done; 75 stopped early, can be resumed (EX_TEMPFAIL in sysexits.h); 65 the recipe does not work here."""
+        """0: done; 75: stopped, resumable (EX_TEMPFAIL of sysexits.h); 65: the recipe does not work here."""
         return {"done": 0, "stopped": 75}.get(self.status, EXIT_BAD_INPUT)
 
     def content(self) -> dict[str, Any]:
-        """Plain data, as a Record holds it."""
+        """Return plain data, as a Record holds it."""
         return self.model_dump(mode="json")
 
 
 class Observer(Protocol):
-    """Hears what happens. Errors it raises end the run, as a full disk should."""
+    """Callbacks of a run. An exception that one raises ends the run."""
 
     def on_start(self, run: RunStart) -> None: ...
 
@@ -124,7 +124,7 @@ class Observer(Protocol):
     def on_checkpoint(self, step: int, path: Path) -> None: ...
 
     def on_end(self, summary: TrainSummary) -> None:
-        """The run ended as ``summary`` says. Not called when an exception ended it."""
+        """Handle the end of the run; not called if an exception ended it."""
 
     def close(self) -> None:
-        """The run is over, whichever way. Called once, last."""
+        """Release resources; called once, last, however the run ended."""

@@ -1,6 +1,6 @@
-"""TrainOptions: everything about a run that is not the step itself: where, how long, on which data, what to save.
+"""Options of a training run: folder, length, data, evaluation and checkpoints. Free of torch.
 
-No torch here. The recipe says what a step is; these say how many, and on what.
+The recipe defines one step; the options define how many, and on which data.
 """
 
 import errno
@@ -12,12 +12,12 @@ from pydantic import Field, model_validator
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Count, PositiveInt, Value
 
-MAX_STORIES = 2**24
+MAX_SYNTHETIC = 2**24
 TEXT_SUFFIXES = (".txt", ".md", ".text", ".jsonl")
 
 
-class StoriesData(Value):
-    """Short stories made by a small grammar (stories.py): no download, the same everywhere."""
+class SyntheticData(Value):
+    """Synthetic text from a small grammar (synthetic.py): no download, the same on every machine."""
 
     kind: Literal["stories"] = "stories"
     num_documents: PositiveInt = 4000
@@ -25,10 +25,10 @@ class StoriesData(Value):
 
 
 class TextData(Value):
-    """A text file, a ``.jsonl`` file with a ``text`` field a line, or a folder of such files.
+    """A text file, a ``.jsonl`` file with a ``text`` field per line, or a folder of such files.
 
-    ``separator``: the text that ends a document. None: ``<|endoftext|>`` where a file has it; otherwise files are cut
-    at blank lines into documents of a few thousand characters.
+    ``separator`` ends a document. None: ``<|endoftext|>`` if the file has it; otherwise the file is cut at
+    blank lines into documents of a few thousand characters.
     """
 
     kind: Literal["text"] = "text"
@@ -47,41 +47,41 @@ class HubData(Value):
     max_documents: PositiveInt | None = None
 
 
-DataSpec = Annotated[StoriesData | TextData | HubData, Field(discriminator="kind")]
+DataSpec = Annotated[SyntheticData | TextData | HubData, Field(discriminator="kind")]
 
 
 class TrainOptions(Value):
-    """One training run.
+    """Options of one training run.
 
-    A resumed run may change the fields in ``MAY_CHANGE``; any other difference is refused, because losses would no
-    longer be those of an uninterrupted run.
+    A resumed run may change the fields in ``MAY_CHANGE``. Other changes are refused: the losses would differ
+    from those of an uninterrupted run.
     """
 
     out: str
-    """The run's folder: made if missing, refused if it holds another run and ``resume`` is off."""
+    """Folder of the run, made if missing."""
     steps: PositiveInt = 100
     """Optimizer steps of the whole run, counted from its first start."""
     resume: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    data: DataSpec = StoriesData()
+    data: DataSpec = SyntheticData()
     eval_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.05
-    """Share of documents kept for evaluation, chosen by a hash of their text; 0: no evaluation."""
+    """Share of documents held out, chosen by a hash of their text; 0: no evaluation."""
     tokenizer: str | None = None
     """Path of a ``tokenizer.json``. None: a byte-level BPE is trained on the training documents."""
     eval_every: PositiveInt | None = None
-    """Evaluate every so many steps; None: only at the end."""
+    """Steps between evaluations; None: only at the end."""
     eval_sequences: PositiveInt = 64
-    """At most so many sequences an evaluation."""
+    """Sequences per evaluation at most."""
     save_every: PositiveInt | None = None
-    """Save every so many steps; None: at the end, and when the run is told to stop."""
+    """Steps between checkpoints; None: at the end, and when a signal stops the run."""
     save_last: bool = True
-    """Save after the last step; off where only the numbers of a run are wanted."""
+    """Save after the last step."""
     keep: PositiveInt = 2
-    """Checkpoints kept, newest first."""
+    """Number of newest checkpoints kept."""
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: Count = 0
     deterministic: bool = True
-    """On CUDA, only kernels that give the same bits every time: what a bit-identical resume needs."""
+    """On CUDA, use kernels that repeat bit by bit, as a bit-identical resume requires."""
     tensorboard: bool = True
 
     @model_validator(mode="after")
@@ -103,7 +103,7 @@ MAY_CHANGE = (
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file or folder has this name; a name that no file system takes is not there."""
+    """Return whether the path exists; a name that is too long for the file system does not."""
     try:
         return path.exists()
     except OSError as error:
@@ -112,8 +112,8 @@ def is_there(path: Path) -> bool:
         return False
 
 
-def data_from(text: str) -> StoriesData | TextData | HubData:
-    """What ``--data`` says: ``stories``, ``stories:5000``, ``hub:NAME`` or a path.
+def data_from(text: str) -> SyntheticData | TextData | HubData:
+    """Parse ``--data``: ``stories``, ``stories:5000``, ``hub:NAME`` or a path.
 
     Raises:
         InputError: no such file or folder, or not a count.
@@ -122,21 +122,16 @@ def data_from(text: str) -> StoriesData | TextData | HubData:
     if "\0" in text:
         raise InputError("not a path", "name a text file or a folder", field="data", value=text)
     if kind == "stories" and not is_there(Path(text)):
-        if colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:20]) <= MAX_STORIES):
-            remedy = f"write such as stories:5000, at most stories:{MAX_STORIES}"
-            raise InputError("not a number of stories", remedy, field="data", value=text)
-        return StoriesData(num_documents=int(rest)) if colon else StoriesData()
+        if colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:20]) <= MAX_SYNTHETIC):
+            remedy = f"write such as stories:5000, at most stories:{MAX_SYNTHETIC}"
+            raise InputError("not a number of documents", remedy, field="data", value=text)
+        return SyntheticData(num_documents=int(rest)) if colon else SyntheticData()
     if kind == "hub" and colon:
         if not rest:
-            raise InputError(
-                "no dataset named", "write such as hub:roneneldan/TinyStories", field="data", value=text
-            )
+            remedy = "write such as hub:roneneldan/TinyStories"
+            raise InputError("no dataset named", remedy, field="data", value=text)
         return HubData(name=rest)
     if not is_there(Path(text)):
-        raise InputError(
-            "no such file or folder",
-            "name a text file, a folder, 'stories' or 'hub:NAME'",
-            field="data",
-            value=text,
-        )
+        remedy = "name a text file, a folder, 'stories' or 'hub:NAME'"
+        raise InputError("no such file or folder", remedy, field="data", value=text)
     return TextData(path=text)

@@ -1,34 +1,50 @@
-"""The order of training sequences: a pure function of (seed, step), so that a resumed run needs no state for it.
+"""Functions of the step number: which sequences a step trains on, and its learning rate.
 
-Each epoch is a permutation of all sequences. It is computed number by number (a Feistel network over the index's bits,
-walked until it lands inside the range: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2), so
-a billion sequences cost no memory.
+A resumed run therefore needs no state for either. Each epoch is a permutation of all sequences, computed
+index by index in constant memory: a Feistel network over the index's bits, repeated until the result is in
+range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainfit.training.corpus import Corpus
+from trainfit.training.options import TrainOptions
 
 if TYPE_CHECKING:
     import torch
 
 ROUNDS = 6
 UINT = np.uint64
+FLOOR = 0.1
+"""Final share of the recipe's rate under the cosine schedule (Hoffmann et al., "Training Compute-Optimal
+Large Language Models", 2022, appendix A: decay by 10x over the run)."""
+
+
+def learning_rate(base: float, step: int, options: TrainOptions) -> float:
+    """Return the rate of ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
+    warmup_steps = options.warmup_steps
+    if step < warmup_steps:
+        return base * (step + 1) / warmup_steps
+    if options.schedule == "constant":
+        return base
+    done = (step - warmup_steps) / max(1, options.steps - 1 - warmup_steps)
+    return base * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
 @dataclass(frozen=True)
 class StepSequences:
-    """Which sequences each step trains on, read: a source of the loader (measurement/feed.py)."""
+    """Sequences of each training step: a source of the loader (techniques/loader.py)."""
 
     corpus: Corpus
     seed: int
     per_step: int
 
     def __call__(self, step: int) -> "torch.Tensor":
-        """Those of the step with this number (from 0), int64 [per_step, s]."""
+        """Return the sequences of ``step`` (from 0), int64 [per_step, s]."""
         import torch
 
         numbers = sequence_numbers(self.seed, step, self.per_step, len(self.corpus))
@@ -36,12 +52,12 @@ class StepSequences:
 
 
 def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndarray:
-    """Which sequences step ``step`` (from 0) trains on, int64 [per_step], out of ``count``.
+    """Return the sequences that ``step`` (from 0) trains on, out of ``count``, as int64 [per_step].
 
-    A step that crosses an epoch's end takes the rest from the next epoch's permutation.
+    A step that crosses the end of an epoch continues with the next epoch's permutation.
     """
-    places = step * per_step + np.arange(per_step, dtype=np.int64)
-    epochs, within = places // count, places % count
+    positions = step * per_step + np.arange(per_step, dtype=np.int64)
+    epochs, within = positions // count, positions % count
     numbers = np.empty(per_step, dtype=np.int64)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
@@ -50,11 +66,12 @@ def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndar
 
 
 def permuted(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a permutation of range(``count``), one for each (seed, epoch), takes ``indices`` (int64)."""
+    """Map ``indices`` (int64) by the permutation of range(``count``) that belongs to (seed, epoch)."""
     half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
-    keys = _keys(seed, epoch)
+    rounds = np.arange(ROUNDS, dtype=UINT)
+    keys = _mix(_mix(_mix(np.full(ROUNDS, seed, dtype=UINT)) + UINT(epoch)) + rounds)
     moved = _feistel(indices.astype(UINT), half_bits, keys)
-    # The network permutes a power of 4; a number outside is sent on until it comes back inside.
+    # The network permutes a power of 4: apply it again to results that are out of range.
     while (outside := moved >= UINT(count)).any():
         moved[outside] = _feistel(moved[outside], half_bits, keys)
     return moved.astype(np.int64)
@@ -68,13 +85,8 @@ def _feistel(numbers: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarra
     return (left << shift) | right
 
 
-def _keys(seed: int, epoch: int) -> np.ndarray:
-    rounds = np.arange(ROUNDS, dtype=UINT)
-    return _mix(_mix(_mix(np.full(ROUNDS, seed, dtype=UINT)) + UINT(epoch)) + rounds)
-
-
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    """Apply SplitMix64's finaliser (Steele, Lea and Flood, 2014), so that every input bit counts."""
     with np.errstate(over="ignore"):
         values = values + UINT(0x9E3779B97F4A7C15)
         values = (values ^ (values >> UINT(30))) * UINT(0xBF58476D1CE4E5B9)

@@ -1,12 +1,12 @@
-"""A step's state as named tensors and plain data, and back, bit for bit.
+"""Convert a step's state to named tensors and plain data, and back, bit for bit.
 
-Enters: a Step. Leaves: ``model`` and ``optimizer`` tensors by name (an optimizer's are ``PARAMETER/KEY``), and JSON for
-the rest: which names are one tensor (tied weights), the optimizers' groups and scalars, the loss scaler, and the random
-generators of torch, Python and numpy. Nothing is pickled, so loading runs no code of the file's.
+Tensors are the model's by name and the optimizers' as ``PARAMETER/KEY``. The rest is JSON: tied weights,
+groups and scalars of the optimizers, the loss scaler, and the random generators of torch, Python and NumPy.
+Nothing is pickled, so loading a file runs no code.
 """
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,28 +16,34 @@ from torch import Tensor
 from trainfit.offload.blocks import is_moment
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
-from trainfit.training.saved_state import OptimizerPlain, RandomPlain, check_group, check_parameter_state
+from trainfit.training.saved_state import (
+    OptimizerPlain,
+    RandomPlain,
+    check_group,
+    check_parameter_state,
+    unlike,
+)
 
 Tensors = Mapping[str, Tensor]
 
 
 def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's parameters and buffers, each storage once, and for every further name the one it shares."""
+    """Return parameters and buffers, each storage once, and for every tied name the one that it shares."""
     kept: dict[str, Tensor] = {}
     shared: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in step.model.state_dict().items():
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.numel() and place in first:
-            shared[name] = first[place]
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in first:
+            shared[name] = first[key]
             continue
-        first[place] = name
+        first[key] = name
         kept[name] = tensor
     return kept, shared
 
 
-def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
-    """Copy ``tensors`` into the model's own.
+def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str], file: str) -> None:
+    """Copy ``tensors`` into the model.
 
     Raises:
         InputError: names, shapes or dtypes are not this model's.
@@ -45,23 +51,21 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
     own = step.model.state_dict()
     if set(own) != set(tensors) | set(shared):
         different = sorted(set(own) ^ (set(tensors) | set(shared)))
-        raise _unlike(different[0], "in only one of checkpoint and model")
+        raise unlike(different[0], "in only one of checkpoint and model", file)
     for name, tensor in own.items():
         source = shared.get(name, name)
         if source not in tensors:
-            raise _unlike(name, f"shares {source}, which is not in the checkpoint")
+            raise unlike(name, f"shares {source}, which is not in the checkpoint", file)
         saved = tensors[source]
         if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
-            raise _unlike(
-                name,
-                f"{saved.dtype} {tuple(saved.shape)}, the model has {tensor.dtype} {tuple(tensor.shape)}",
-            )
+            own_form = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {own_form}", file)
         with torch.no_grad():
             tensor.copy_(saved)
 
 
 def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizers' tensors by ``PARAMETER/KEY``; their other values and their groups as plain data."""
+    """Return the optimizers' tensors by ``PARAMETER/KEY``, and their scalars and groups as plain data."""
     step.settle()
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -69,49 +73,36 @@ def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     for optimizer in step.optimizers:
         for parameter, values in optimizer.state.items():
             for key, value in values.items():
-                place = f"{names[id(parameter)]}/{key}"
-                if isinstance(value, Tensor):
-                    tensors[place] = value
-                else:
-                    scalars[place] = value
+                target = tensors if isinstance(value, Tensor) else scalars
+                target[f"{names[id(parameter)]}/{key}"] = value
     groups = [[_group(group, names) for group in optimizer.param_groups] for optimizer in step.optimizers]
     return tensors, {"scalars": scalars, "groups": groups}
 
 
 def check_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain, file: str) -> None:
-    """Check that the saved state is one that the step's optimizers could have left; nothing is loaded.
-
-    Raises:
-        InputError: other groups, settings, parameters, keys, shapes, dtypes or values.
-    """
+    """Raise InputError unless the saved state fits the step's optimizers; nothing is loaded."""
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     if [len(groups) for groups in plain.groups] != [len(one.param_groups) for one in step.optimizers]:
-        raise _unlike("optimizer groups", "other groups than the recipe's")
+        raise unlike("optimizer groups", "other groups than the recipe's", file)
     parameters: dict[str, Tensor] = {}
     for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             check_group(group, saved, [names[id(parameter)] for parameter in group["params"]], file)
             parameters |= {names[id(parameter)]: parameter for parameter in group["params"]}
-    keys: dict[str, list[str]] = {}
-    for place in (*tensors, *plain.scalars):
-        name, _, key = place.rpartition("/")
+    paths: dict[str, dict[str, str]] = {}
+    for path in (*tensors, *plain.scalars):
+        name, _, key = path.rpartition("/")
         if name not in parameters:
-            raise _unlike(place, "state of a parameter that does not train here")
-        keys.setdefault(name, []).append(key)
-    for name, found in keys.items():
-        state = {key: _saved(tensors, plain.scalars, f"{name}/{key}") for key in found}
+            raise unlike(path, "state of a parameter that does not train here", file)
+        paths.setdefault(name, {})[key] = path
+    scalars = plain.scalars
+    for name, found in paths.items():
+        state = {key: tensors[path] if path in tensors else scalars[path] for key, path in found.items()}
         check_parameter_state(step.recipe.optimizer.name, name, parameters[name], state, file)
 
 
-def _saved(tensors: Tensors, scalars: Mapping[str, Any], place: str) -> Any:
-    return tensors[place] if place in tensors else scalars[place]
-
-
 def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
-    """Give every optimizer the saved state, with the dtypes that were saved.
-
-    ``Optimizer.load_state_dict`` would cast state to its parameter's dtype, which is not what was saved.
-    """
+    """Load the saved state with its dtypes, which ``Optimizer.load_state_dict`` would change."""
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -125,30 +116,26 @@ def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    for place, value in (*tensors.items(), *plain.scalars.items()):
-        name, _, key = place.rpartition("/")
+    for path, value in (*tensors.items(), *plain.scalars.items()):
+        name, _, key = path.rpartition("/")
         optimizer, group, parameter = owners[name]
-        # A moment of weights that wait on the host is fetched from there (offload/optimizer_state.py).
+        # A moment of offloaded weights stays on the host (offload/optimizer_state.py).
         stays = id(parameter) in waiting and is_moment(value, parameter)
-        optimizer.state[parameter][key] = value if stays else _placed(value, key, group, parameter)
+        optimizer.state[parameter][key] = value if stays else _on_device(value, key, group, parameter)
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """States of every random generator that a training step on ``device`` may draw from."""
+    """Return the states of all random generators that a training step on ``device`` may use."""
     tensors = {"host": torch.get_rng_state()}
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
-    name, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
-    plain = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), place, has_gauss, gauss]}
+    name, keys, *rest = np.random.get_state(legacy=True)
+    plain = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
     return tensors, plain
 
 
 def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain, file: str) -> None:
-    """Set every generator; a run that moves between CPU and GPU starts the GPU's anew.
-
-    Raises:
-        InputError: not a generator's state.
-    """
+    """Set every generator; a run that moves from a CPU to a GPU starts the GPU's anew."""
     version, values, gauss = plain.python
     try:
         torch.set_rng_state(tensors["host"])
@@ -163,27 +150,13 @@ def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain
 
 
 def first_not_finite(step: Step) -> str | None:
-    """Name of a parameter that holds NaN or infinity."""
-    values = step.model.state_dict()  # Of blocks that wait on the host, the values are there.
+    """Return the name of a parameter that holds NaN or infinity."""
+    values = step.model.state_dict()  # It has the values of offloaded blocks too.
     for name, parameter in step.model.named_parameters():
         value = values.get(name, parameter)
         if value.is_floating_point() and not torch.isfinite(value).all():
             return name
     return None
-
-
-def shards(tensors: Tensors, max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The tensors in order, cut into parts of at most ``max_bytes`` (or one tensor): what is in host memory at once."""
-    part: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > max_bytes:
-            yield part
-            part, size = {}, 0
-        part[name] = tensor
-        size += tensor.nbytes
-    if part:
-        yield part
 
 
 def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -193,15 +166,9 @@ def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]
     }
 
 
-def _placed(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor) -> Any:
-    """Where torch keeps it: beside the parameter, but a step count on the host unless a fused kernel reads it."""
+def _on_device(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor) -> Any:
+    """Move state to its parameter's device, but a step count only if a fused kernel reads it."""
     if not isinstance(value, Tensor):
         return value
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return value.to("cpu" if on_host else parameter.device)
-
-
-def _unlike(name: str, problem: str) -> InputError:
-    return InputError(
-        f"checkpoint and recipe do not fit: {problem}", "resume with the recipe it was saved with", field=name
-    )

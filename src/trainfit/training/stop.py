@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT: work that has something to save ends after its current step, other work ends at once.
+"""SIGTERM and SIGINT: end a training run after its current step, and other work at once.
 
-No torch here: ``trainfit`` listens before its first slow import.
+Free of torch: the ``trainfit`` command installs the handlers before its first slow import.
 """
 
 import os
@@ -14,16 +14,16 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_S = 1.0
-"""A signal that follows the first one sooner is the same one: ``timeout`` sends it to the process and to its group."""
+"""A second signal within this time is ignored: ``timeout`` signals the process and its group."""
 NOTHING_SAVED = "nothing had been saved: the same command starts again"
 
 
 class Stopped(BaseException):
-    """A signal ended the work. No ``Exception``, so that nothing that handles failures swallows it.
+    """A signal ended the work. Not an ``Exception``, so that error handlers do not swallow it.
 
     Args:
-        name: the signal's.
-        saved: what is saved and what goes on from it.
+        name: name of the signal.
+        saved: what is saved, and how to continue.
     """
 
     def __init__(self, name: str, saved: str = NOTHING_SAVED):
@@ -32,11 +32,11 @@ class Stopped(BaseException):
 
 
 class StopSignal:
-    """While entered, the first signal sets ``name`` and, where ``raises`` is on, raises ``Stopped``.
+    """Context manager: the first signal sets ``name`` and, if ``raises`` is set, raises ``Stopped``.
 
-    A second signal, at least ``REPEATED_S`` later, acts as it did before. Outside the main thread Python lets nobody
-    listen to signals: there nothing is changed. A signal that an outer StopSignal has taken before is this one's too,
-    in case its exception was lost in a library.
+    A second signal at least ``REPEATED_S`` later acts as it did before the context. Python allows handlers in
+    the main thread only; elsewhere nothing is installed. A signal that an enclosing StopSignal received
+    counts here too, in case a library lost its exception.
     """
 
     def __init__(self, *, raises: bool = False, signals: Sequence[signal.Signals] = SIGNALS) -> None:
@@ -48,7 +48,7 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._came) for number in self._signals}
+            self._before = {number: signal.signal(number, self._receive) for number in self._signals}
             outer = [getattr(handler, "__self__", None) for handler in self._before.values()]
             names = [one.name for one in outer if isinstance(one, StopSignal) and one.name is not None]
             self.name = self.name or next(iter(names), None)
@@ -60,7 +60,7 @@ class StopSignal:
     def __exit__(self, *exception: object) -> None:
         self._restore()
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
             self.name, self._since_s = signal.Signals(number).name, time.monotonic()
             if self.raises:
@@ -77,7 +77,7 @@ class StopSignal:
 
 @contextmanager
 def resumable(saved: Callable[[], str]) -> Iterator[None]:
-    """Make a signal that ends the block a ``Stopped`` that tells what ``saved`` returns then.
+    """Raise ``Stopped`` with the text that ``saved`` returns when a signal ends the block.
 
     Raises:
         Stopped: SIGTERM, or SIGINT as Python raises it.

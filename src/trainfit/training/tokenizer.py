@@ -1,7 +1,6 @@
-"""The tokenizer of a run: a byte-level BPE trained on the run's documents, or a ``tokenizer.json`` of one's own.
+"""The tokenizer of a run: a byte-level BPE trained on the run's documents, or a given ``tokenizer.json``.
 
-Byte-level: every text has a tokenisation, so no token is unknown. A file of one's own may say otherwise; what it does to
-the text is counted by corpus.py.
+A byte-level tokenizer encodes every text without loss; ``RoundTrip`` counts what a given file loses.
 """
 
 import contextlib
@@ -9,31 +8,33 @@ import json
 import os
 import sys
 import tempfile
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.training.documents import END_OF_TEXT
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 BYTES = 256
 MAX_TOKENIZER_BYTES = 256 * 10**6
-"""The largest published ones are some 35 MB."""
+"""Published files reach about 35 MB."""
 SAMPLE_CHARS = 50_000_000
-"""Training reads at most so many characters: merges of common words do not change after that."""
+"""Characters that a tokenizer is trained on at most: merges of common words do not change after that."""
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
-"""How tokenizers call the token that ends a document, in the order in which it is looked for."""
+"""Names of the token that ends a document, in the order in which they are tried."""
 
 CANNOT_ENCODE = "the tokenizer cannot encode the text"
 ADD_UNKNOWN = "add an unknown token to its model, or use a byte-level tokenizer"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
-    """A byte-level BPE of at most ``vocabulary`` tokens; fewer when the texts have no more pairs that repeat.
+    """Train a byte-level BPE of at most ``vocabulary`` tokens; fewer if no more pairs repeat.
 
     Raises:
         InputError: the vocabulary is too small for the 256 bytes and the end token.
@@ -41,12 +42,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocabulary <= BYTES:
-        raise InputError(
-            f"a byte-level tokenizer needs {BYTES + 1} tokens",
-            f"use a model whose vocab_size is at least {BYTES + 1}, or give a tokenizer.json",
-            field="model.config.vocab_size",
-            value=vocabulary,
-        )
+        problem = f"a byte-level tokenizer needs {BYTES + 1} tokens"
+        remedy = f"use a model whose vocab_size is at least {BYTES + 1}, or give a tokenizer.json"
+        raise InputError(problem, remedy, field="model.config.vocab_size", value=vocabulary)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,29 +59,48 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     return tokenizer
 
 
+def _sample(texts: Iterable[str]) -> Iterator[str]:
+    left = SAMPLE_CHARS
+    for text in texts:
+        yield text
+        left -= len(text)
+        if left <= 0:
+            return
+
+
 class LoadedTokenizer(NamedTuple):
-    """A tokenizer that encodes every document whole, and the settings of its file that were switched off for it."""
+    """A tokenizer of whole documents, and the settings of its file that were switched off for that."""
 
     tokenizer: "Tokenizer"
     switched_off: tuple[str, ...]
 
 
-def load_tokenizer(path: Path) -> LoadedTokenizer:
-    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout.
-
-    Those three serve a model's input, one text at a time. On training documents truncation drops text, padding adds tokens
-    that count as text, and dropout splits words at random, differently at each call.
+def open_tokenizer(path: Path) -> BinaryIO:
+    """Open a ``tokenizer.json``.
 
     Raises:
-        InputError: not there, or not a tokenizer.
+        InputError: no such file, or not a regular file.
     """
-    from tokenizers import Tokenizer
-
     try:
-        text = files.read_text(path, MAX_TOKENIZER_BYTES)
+        return files.open_regular(path, MAX_TOKENIZER_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         problem, remedy = "no such file", "name a tokenizer.json"
         raise InputError(problem, remedy, field="tokenizer", value=str(path)) from None
+
+
+def load_tokenizer(path: Path) -> LoadedTokenizer:
+    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout.
+
+    These prepare the input of a model. On training documents truncation drops text, padding adds tokens that
+    count as text, and dropout splits words at random, differently at each call.
+
+    Raises:
+        InputError: no such file, or not a tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    open_tokenizer(path).close()
+    text = files.read_text(path, MAX_TOKENIZER_BYTES)
     with library(str(path)):
         tokenizer = Tokenizer.from_str(text)
         switched_off = _switch_off(tokenizer)
@@ -95,7 +112,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
 
 
 def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
-    """Switch off what changes a text on its way to tokens; return the names of what was on."""
+    """Switch off what changes a text before it becomes tokens; return the names of what was on."""
     found: list[str] = []
     if tokenizer.truncation is not None:
         found.append(f"truncation (max_length {tokenizer.truncation['max_length']})")
@@ -109,47 +126,93 @@ def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
     return tuple(found)
 
 
-def unknown_token(tokenizer: "Tokenizer") -> int | None:
-    """Return the id that stands for text the vocabulary lacks; None: the tokenizer has none."""
-    model = tokenizer.model
-    if hasattr(model, "unk_token"):
-        return None if model.unk_token is None else tokenizer.token_to_id(model.unk_token)
-    return json.loads(tokenizer.to_str())["model"].get("unk_id")  # Unigram's is in its file only.
+def end_token(tokenizer: "Tokenizer") -> int:
+    """Return the id of the token written after each document; InputError if END_NAMES has none."""
+    for name in END_NAMES:
+        found = tokenizer.token_to_id(name)
+        if found is not None:
+            return found
+    remedy = f"add one named {' or '.join(END_NAMES[:2])}"
+    raise InputError("the tokenizer has no end-of-document token", remedy, field="tokenizer")
 
 
-def left_out(tokenizer: "Tokenizer", characters: Iterable[str]) -> str:
-    """Return those of ``characters``, sorted, that are left out of a text without a token of any kind.
+class RoundTrip:
+    """Count unknown tokens, and characters of the text that decoding its tokens does not give back.
 
-    BPE alone does so, without byte fallback and without an unknown token; other models fail. White space and what the
-    normalizer removes are not counted: removing them is what the file is for.
+    Case and compatible forms of a character (NFKD) count as the same character.
     """
-    from tokenizers import models
 
-    if not isinstance(tokenizer.model, models.BPE) or tokenizer.model.unk_token is not None:
-        return ""
-    normalizer = tokenizer.normalizer
-    return "".join(
-        character
-        for character in sorted(characters)
-        if not character.isspace()
-        and (normalizer is None or normalizer.normalize_str(character).strip())
-        and not tokenizer.encode(character, add_special_tokens=False).ids
-    )
+    def __init__(self, tokenizer: "Tokenizer"):
+        content = json.loads(tokenizer.to_str())
+        self._unknown = _unknown_token(tokenizer, content["model"])
+        self._decode = _decoder(tokenizer, content)
+        self._num_unknown, self._num_characters = 0, 0
+        self._lost: Counter[str] = Counter()
+
+    def add(self, text: str, encoding: "Encoding") -> None:
+        """Compare a text with its encoding."""
+        tokens, known = encoding.tokens, text
+        if self._unknown is not None and self._unknown in encoding.ids:
+            rows = list(zip(encoding.ids, encoding.tokens, encoding.offsets, strict=True))
+            tokens = [token for number, token, _ in rows if number != self._unknown]
+            self._num_unknown += len(rows) - len(tokens)
+            for start, end in reversed([span for number, _, span in rows if number == self._unknown]):
+                known = known[:start] + known[end:]
+        self._num_characters += len(text)
+        decoded = self._decode(tokens)
+        if decoded != known:
+            self._lost += Counter(_folded(known)) - Counter(_folded(decoded))
+
+    def notes(self, num_tokens: int) -> list[str]:
+        """Return one line for each kind of loss."""
+        notes: list[str] = []
+        if self._num_unknown:
+            notes.append(f"{self._num_unknown:,} of {num_tokens:,} tokens are the tokenizer's unknown token")
+        if self._lost:
+            some = ", ".join(f"{character!r} ({count:,})" for character, count in self._lost.most_common(3))
+            lost = f"{self._lost.total():,} of the text's {self._num_characters:,} characters"
+            notes.append(f"the tokenizer leaves out {lost}, most often {some}")
+        return notes
+
+
+def _unknown_token(tokenizer: "Tokenizer", model: dict[str, Any]) -> int | None:
+    """Return the id of the unknown token; None: the tokenizer has none."""
+    if not hasattr(tokenizer.model, "unk_token"):
+        return model.get("unk_id")  # Only the file holds Unigram's.
+    name = getattr(tokenizer.model, "unk_token", None)
+    return None if name is None else tokenizer.token_to_id(name)
+
+
+def _decoder(tokenizer: "Tokenizer", content: dict[str, Any]) -> Callable[[list[str]], str]:
+    """Return the tokenizer's decoder; if it has none, one that inverts its pre-tokenizer."""
+    from tokenizers import decoders
+
+    if tokenizer.decoder is not None:
+        return tokenizer.decoder.decode
+    before = json.dumps(content["pre_tokenizer"])
+    for kind in ("ByteLevel", "Metaspace"):
+        if f'"{kind}"' in before:
+            return getattr(decoders, kind)().decode
+    return " ".join if content["model"]["type"] in ("WordLevel", "WordPiece") else "".join
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKD", text).casefold().replace("▁", " ")
 
 
 @contextlib.contextmanager
 def library(
     file: str | None, problem: str = "not a tokenizer.json", remedy: str = "save one with tokenizers"
 ) -> Iterator[None]:
-    """Turn what the tokenizers library raises over a ``tokenizer.json`` into one line.
+    """Convert exceptions of the tokenizers library into one line.
 
-    Its Rust code panics on some files: that is a BaseException, and its own report goes to the process's standard error,
-    which is held back while this is entered.
+    Its Rust code panics on some files: that raises a BaseException and prints a report to standard error,
+    which is held back.
 
     Raises:
         InputError: the library failed.
     """
-    with _held_back() as release:
+    with _standard_error_held() as release:
         try:
             yield
         except BaseException as error:
@@ -162,51 +225,20 @@ def library(
 
 
 @contextlib.contextmanager
-def _held_back() -> Iterator[Callable[[], None]]:
-    """Keep what is written to standard error's descriptor, and write it there at the end if the given function is called."""
+def _standard_error_held() -> Iterator[Callable[[], None]]:
+    """Buffer standard error's descriptor; write the content at the end if the yielded function was called."""
     sys.stderr.flush()
     kept = os.dup(2)
-    wanted = False
-
-    def release() -> None:
-        nonlocal wanted
-        wanted = True
-
+    wanted: list[bool] = []
     with tempfile.TemporaryFile() as buffer:
         os.dup2(buffer.fileno(), 2)
         try:
-            yield release
+            yield lambda: wanted.append(True)
         finally:
             sys.stderr.flush()
             os.dup2(kept, 2)
             os.close(kept)
             if wanted:
                 buffer.seek(0)
-                with contextlib.suppress(OSError):  # Nobody reads standard error any more.
+                with contextlib.suppress(OSError):  # Standard error may be closed.
                     os.write(2, buffer.read())
-
-
-def end_token(tokenizer: "Tokenizer") -> int:
-    """Id of the token written after each document.
-
-    Raises:
-        InputError: the tokenizer has none of END_NAMES.
-    """
-    for name in END_NAMES:
-        found = tokenizer.token_to_id(name)
-        if found is not None:
-            return found
-    raise InputError(
-        "the tokenizer has no end-of-document token",
-        f"add one named {' or '.join(END_NAMES[:2])}",
-        field="tokenizer",
-    )
-
-
-def _sample(texts: Iterable[str]) -> Iterator[str]:
-    left = SAMPLE_CHARS
-    for text in texts:
-        yield text
-        left -= len(text)
-        if left <= 0:
-            return

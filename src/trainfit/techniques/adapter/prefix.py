@@ -105,16 +105,13 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="prefix_tuning",
     order=50,
-    doc=__doc__,
     title="Prefix tuning",
     fields=("adapter",),
-    turned_on_by="`adapter: {kind: prefix}`",
-    use_when="the same",
-    main_cost="attention needs a mask",
     covers={"adapter.kind": ("prefix",)},
     check=check,
     apply=apply,
     describe=describe_tokens,
+    variants=({"adapter": {"kind": "prefix", "dtype": "base"}},),
     examples=({"adapter": {"kind": "prefix"}},),
     draw=Draw(alone=_draw),
     # On hf the prefix is one tensor for all layers.

@@ -145,16 +145,13 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="soft_prompts",
     order=40,
-    doc=__doc__,
     title="Prompt tuning and p-tuning",
     fields=("adapter",),
-    turned_on_by="`adapter: {kind: prompt}`, `p-tuning`",
-    use_when="many small adaptations",
-    main_cost="quality below LoRA",
     covers={"adapter.kind": ("prompt", "p-tuning")},
     check=check,
     apply=apply,
     describe=describe_tokens,
+    variants=({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
     examples=({"adapter": {"kind": "prompt"}},),
     draw=Draw(alone=_draw),
 )

@@ -33,12 +33,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="compile_block",
     order=150,
-    doc=__doc__,
     title="Compile by block",
     fields=("compile",),
-    turned_on_by="`compile: block`",
-    use_when="speed",
-    main_cost="compile time in the first step",
     covers={"compile": ("block",)},
     apply=apply,
     describe=lambda recipe: "compile block",

@@ -25,12 +25,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="compile_model",
     order=160,
-    doc=__doc__,
     title="Compile the model",
     fields=("compile",),
-    turned_on_by="`compile: model`",
-    use_when="speed and memory",
-    main_cost="longer compile time",
     covers={"compile": ("model",)},
     apply=apply,
     describe=lambda recipe: "compile model",

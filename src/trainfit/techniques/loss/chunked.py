@@ -62,12 +62,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="chunked_loss",
     order=120,
-    doc=__doc__,
     title="Chunked loss",
     fields=("loss",),
-    turned_on_by="`loss: chunked`",
-    use_when="logits are the peak",
-    main_cost="small chunks",
     covers={"loss": ("chunked",)},
     check=check,
     check_device=check_device,

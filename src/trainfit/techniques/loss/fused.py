@@ -82,12 +82,8 @@ def _draw(chance: random.Random, recipe: Data) -> Data:
 TECHNIQUE = Technique(
     name="fused_loss",
     order=130,
-    doc=__doc__,
     title="Fused loss",
     fields=("loss",),
-    turned_on_by="`loss: fused`",
-    use_when="the same, on a GPU with Triton",
-    main_cost="none in quality",
     covers={"loss": ("fused",)},
     check=check,
     check_device=check_device,

@@ -83,12 +83,8 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="loss_terms",
     order=140,
-    doc=__doc__,
     title="Loss terms",
     fields=("loss_terms",),
-    turned_on_by="`loss_terms.*`",
-    use_when="overconfidence, drifting logits",
-    main_cost="training loss is no cross-entropy",
     check=check,
     apply=apply,
     when=lambda recipe: recipe.loss_terms != LossTerms(),

@@ -57,12 +57,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="offload_activations",
     order=180,
-    doc=__doc__,
     title="Activation offload",
     fields=("offload.activations",),
-    turned_on_by="`offload.activations: true`",
-    use_when="deep models, long sequences",
-    main_cost="PCIe traffic",
     covers={"offload.activations": (True,)},
     check=check,
     apply=apply,

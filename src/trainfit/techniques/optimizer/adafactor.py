@@ -87,16 +87,18 @@ def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimiz
 TECHNIQUE = Technique(
     name="adafactor",
     order=270,
-    doc=__doc__,
     title="Adafactor",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
-    turned_on_by="`adafactor`",
-    use_when="moments do not fit at all",
-    main_cost="new learning rate, less exact second moment",
     covers={"optimizer.name": ("adafactor",)},
     check=check,
     apply=apply,
     describe=describe_optimizer,
+    variants=(
+        {"optimizer": {"name": "adafactor", "implementation": "foreach", "momentum": 0.0}},
+        {"optimizer": {"name": "adafactor", "implementation": "foreach", "momentum": 0.9}},
+        {"optimizer": {"name": "adafactor", "implementation": "fused", "momentum": 0.0}},
+        {"optimizer": {"name": "adafactor", "implementation": "fused", "momentum": 0.9}},
+    ),
     examples=(
         {"optimizer": {"name": "adafactor"}},
         {"optimizer": {"name": "adafactor", "implementation": "fused"}},

@@ -98,16 +98,16 @@ def _options(chance: random.Random) -> Data:
 TECHNIQUE = Technique(
     name="adamw",
     order=240,
-    doc=__doc__,
     title="AdamW",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
-    turned_on_by="`optimizer.name: adamw`",
-    use_when="default",
-    main_cost="two moments",
     covers={"optimizer.name": ("adamw",)},
     check=check,
     apply=apply,
     describe=_describe,
+    variants=(
+        {"optimizer": {"name": "adamw", "implementation": "fused"}},
+        {"optimizer": {"name": "adamw", "implementation": "forloop"}},
+    ),
     examples=({"optimizer": {"implementation": "foreach"}},),
     draw=Draw(weights={"optimizer.name": {"adamw": 5}}, options=_options),
 )

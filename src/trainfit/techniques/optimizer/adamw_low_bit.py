@@ -56,16 +56,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="adamw_low_bit",
     order=250,
-    doc=__doc__,
     title="8-bit and 4-bit AdamW",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
-    turned_on_by="`adamw8bit`, `adamw4bit`",
-    use_when="moments are the largest part",
-    main_cost="rounded moments",
     covers={"optimizer.name": tuple(BITS)},
     check=check,
     apply=apply,
     describe=describe_optimizer,
+    variants=({"optimizer": {"name": "adamw4bit", "implementation": "forloop"}},),
     examples=({"optimizer": {"name": "adamw8bit"}}, {"optimizer": {"name": "adamw4bit"}}),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": chance.choice(tuple(BITS))}}),
 )

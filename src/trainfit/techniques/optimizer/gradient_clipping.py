@@ -81,12 +81,8 @@ def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 TECHNIQUE = Technique(
     name="gradient_clipping",
     order=310,
-    doc=__doc__,
     title="Gradient clipping",
     fields=("optimizer.clip_norm",),
-    turned_on_by="`optimizer.clip_norm: x`",
-    use_when="rare large gradients",
-    main_cost="one pass over the gradients",
     check=check,
     apply=apply,
     when=lambda recipe: recipe.optimizer.clip_norm is not None,

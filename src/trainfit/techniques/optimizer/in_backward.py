@@ -112,16 +112,13 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="optimizer_in_backward",
     order=300,
-    doc=__doc__,
     title="Optimizer in backward",
     fields=("optimizer.in_backward",),
-    turned_on_by="`optimizer.in_backward: true`, `block`",
-    use_when="gradients stand at the peak",
-    main_cost="no global norm",
     covers={"optimizer.in_backward": (True, "block")},
     check=check,
     apply=apply,
     describe=_describe,
+    variants=({"optimizer": {"in_backward": "block"}},),
     examples=({"optimizer": {"in_backward": True}},),
     draw=Draw(
         alone=lambda chance, _: {"optimizer": {"in_backward": "block"}, "batch": {"accumulate": 1}},

@@ -86,16 +86,13 @@ def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.op
 TECHNIQUE = Technique(
     name="muon",
     order=280,
-    doc=__doc__,
     title="Muon",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
-    turned_on_by="`muon`",
-    use_when="pretraining",
-    main_cost="extra matrix products",
     covers={"optimizer.name": ("muon",)},
     check=check,
     apply=apply,
     describe=describe_optimizer,
+    variants=({"optimizer": {"name": "muon", "momentum": 0.0}},),
     examples=({"optimizer": {"name": "muon"}},),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": "muon"}}),
 )

@@ -84,15 +84,12 @@ def _options(chance: random.Random) -> Data:
 TECHNIQUE = Technique(
     name="sgd",
     order=260,
-    doc=__doc__,
     title="SGD",
     fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
-    turned_on_by="`sgd`",
-    use_when="lower bound on memory",
-    main_cost="quality on transformers",
     covers={"optimizer.name": ("sgd",)},
     apply=apply,
     describe=describe_optimizer,
+    variants=({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
     examples=({"optimizer": {"name": "sgd"}},),
     draw=Draw(weights={"optimizer.name": {"sgd": 2}}, options=_options),
 )

@@ -70,12 +70,8 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="stochastic_rounding",
     order=290,
-    doc=__doc__,
     title="Stochastic rounding",
     fields=("optimizer.stochastic_rounding",),
-    turned_on_by="`optimizer.stochastic_rounding: true`",
-    use_when="bf16 weights",
-    main_cost="noise in the last bit",
     covers={"optimizer.stochastic_rounding": (True,)},
     check=check,
     describe=lambda recipe: "stochastic rounding",

@@ -33,15 +33,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 TECHNIQUE = Technique(
     name="precision",
     order=190,
-    doc=__doc__,
     title="Precision",
     fields=("precision",),
-    turned_on_by="`precision: bf16`, `amp-bf16`, `amp-fp16`",
-    use_when="always on recent GPUs",
-    main_cost="bf16: small updates are lost",
     covers={"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16")},
     apply=apply,
     when=lambda recipe: recipe.precision.startswith("amp-"),
+    variants=({"precision": "amp-fp16"},),
     examples=({"precision": "fp32"}, {"precision": "amp-bf16"}),
     draw=Draw(weights={"precision": {"bf16": 5, "fp32": 2, "amp-bf16": 2, "amp-fp16": 2}}),
 )

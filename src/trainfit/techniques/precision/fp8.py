@@ -147,12 +147,8 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="fp8",
     order=60,
-    doc=__doc__,
     title="fp8",
     fields=("precision",),
-    turned_on_by="`precision: fp8`",
-    use_when="large models with `compile: block`",
-    main_cost="3-bit and 2-bit mantissas in products",
     covers={"precision": ("fp8",)},
     check=check,
     check_device=check_device,

@@ -81,12 +81,8 @@ def _draw(chance: random.Random, _: Data) -> Data:
 TECHNIQUE = Technique(
     name="recompute_budget",
     order=100,
-    doc=__doc__,
     title="Compiler budget",
     fields=("recompute",),
-    turned_on_by="`recompute: {budget: x}` with `compile`",
-    use_when="compiled models that miss by a little",
-    main_cost="peak is not monotonic in x",
     covers={"recompute": ("budget",)},
     check=check,
     apply=apply,

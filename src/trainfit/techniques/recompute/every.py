@@ -67,12 +67,8 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="recompute_every",
     order=80,
-    doc=__doc__,
     title="Every k-th block",
     fields=("recompute",),
-    turned_on_by="`recompute: {every: k}`",
-    use_when="`full` frees more than needed",
-    main_cost="a part of that",
     covers={"recompute": ("every",)},
     apply=apply,
     describe=_describe,

@@ -61,12 +61,8 @@ def _enable_own(model: Any) -> None:
 TECHNIQUE = Technique(
     name="recompute_full",
     order=70,
-    doc=__doc__,
     title="Full recomputation",
     fields=("recompute",),
-    turned_on_by="`recompute: full`",
-    use_when="activations do not fit",
-    main_cost="about one more forward",
     covers={"recompute": ("full",)},
     apply=apply,
     when=_applies,

@@ -51,15 +51,12 @@ def _describe(recipe: Recipe) -> str:
 TECHNIQUE = Technique(
     name="recompute_selective",
     order=90,
-    doc=__doc__,
     title="Selective recomputation",
     fields=("recompute",),
-    turned_on_by="`recompute: selective`",
-    use_when="it misses by a little",
-    main_cost="little GPU time, host time",
     covers={"recompute": ("selective",)},
     apply=apply,
     describe=_describe,
+    variants=({"recompute": {"selective": {"save": ["attention"]}}},),
     examples=({"recompute": "selective"},),
     draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(DRAWN)}),
 )

@@ -1,0 +1,68 @@
+"""Records of ``results/``, and predictions joined with the measurements made with the same library versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from trainfit.records import load
+from trainfit.report.compare import Comparison
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import Record
+from trainfit.spec.value import parse
+
+RESULTS = Path(__file__).parents[2] / "results"
+UNNAMED = ("2.11.0", "5.17.0")
+"""Versions of torch and transformers of the predictions made before estimates named them (results/README.md)."""
+
+
+@cache
+def records(*patterns: str) -> tuple[Record, ...]:
+    """Return the records of the files of ``results/`` that match the patterns, in the order of the files' names."""
+    files = sorted({file for pattern in patterns for file in RESULTS.glob(pattern)})
+    return tuple(record for file in files for record in load(file))
+
+
+def recipe_of(record: Record) -> Recipe:
+    """Return the record's recipe."""
+    return parse(Recipe, record.recipe, file=f"record of {record.created_at}")
+
+
+def versions_of(record: Record) -> tuple[str, str]:
+    """Return the versions of torch and transformers that a prediction or a measurement was made with."""
+    if record.measurement is not None:
+        environment = record.measurement.environment
+        found = (environment.torch, environment.transformers or "")
+    else:
+        named = record.estimate.versions if record.estimate is not None else {}
+        found = (named.get("torch", UNNAMED[0]), named.get("transformers", UNNAMED[1]))
+    torch, transformers = (version.partition("+")[0] for version in found)
+    return torch, transformers
+
+
+def join(some: Iterable[Record]) -> list[Comparison]:
+    """Return a comparison of each measured recipe, versions and device; ordered by recipe id.
+
+    The newest prediction and the newest measurement count. A prediction made with other versions of torch or
+    transformers than the measurement is not joined with it.
+    """
+    predicted: dict[tuple[str, tuple[str, str]], Record] = {}
+    measured: dict[tuple[str, tuple[str, str], str], Record] = {}
+    for record in sorted(some, key=lambda record: record.created_at):
+        if record.estimate is not None:
+            predicted[record.recipe_id, versions_of(record)] = record
+        elif record.measurement is not None:
+            device = record.measurement.environment.device
+            measured[record.recipe_id, versions_of(record), device] = record
+    return [_comparison(predicted.get(key[:2]), record) for key, record in sorted(measured.items())]
+
+
+def _comparison(prediction: Record | None, measurement: Record) -> Comparison:
+    estimate = prediction.estimate if prediction is not None else None
+    return Comparison(recipe_of(measurement), estimate, measurement.measurement)
+
+
+def errors(pairs: Sequence[Comparison], field: str) -> list[float]:
+    """Return (predicted - measured) / measured of a field, of the recipes that have both."""
+    return [error for one in pairs if (error := one.error(field)) is not None]

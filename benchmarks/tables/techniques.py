@@ -1,0 +1,305 @@
+"""Tables and figures of docs/results/techniques.md and docs/reference/techniques.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables.joined import recipe_of, records, versions_of
+from benchmarks.technique_suite import (
+    COMBINED,
+    REFERENCE,
+    Data,
+    alone,
+    control,
+    in_a_recipe,
+    told,
+    written,
+)
+from trainfit.report.plot import Panel, Series, draw
+from trainfit.report.table import NOTHING, markdown_grid
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import merge, recipe_from
+from trainfit.spec.result import Measurement
+from trainfit.spec.units import GIB
+from trainfit.spec.value import canonical_json
+from trainfit.techniques import registry
+
+MEASURED = ("techniques/measured.jsonl", "h200-*.jsonl")
+VERSIONS = ("2.11.0", "5.17.0")
+TRAINED = ("ladder-llama-3.2-1b/records.jsonl", "technique-quality/records.jsonl")
+STEPS = 100
+"""Of training, after which perplexities are compared."""
+MS = 1e-3
+NEAREST, FARTHEST = 0.04, 1.0
+"""Changes within and beyond which a technique is not drawn; beyond are fp32 and eager attention."""
+
+REFERENCE_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "techniques.md"
+
+
+def titles() -> dict[str, str]:
+    """Return the headings of techniques by name, in the order of REFERENCE_PAGE; those without a heading last."""
+    headings = re.findall(r"^### (.*)$", REFERENCE_PAGE.read_text("utf-8"), re.M)
+    place = {heading: number for number, heading in enumerate(headings)}
+    ordered = sorted(registry.in_order(), key=lambda one: place.get(one.title, len(place)))
+    return {technique.name: technique.title for technique in ordered}
+
+
+TITLES = titles()
+ALL = registry.techniques()
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A technique's recipe and the same recipe without it, measured."""
+
+    technique: str
+    recipe: Recipe
+    with_it: Measurement
+    without: Measurement
+
+    def change(self, field: str) -> float:
+        """Return how much larger a field of the measurement is with the technique, a share."""
+        return getattr(self.with_it, field) / getattr(self.without, field) - 1
+
+    @property
+    def perplexity(self) -> float | None:
+        """Of held-out text after training, where the recipe was trained."""
+        return perplexities().get(_key(self.recipe))
+
+
+@cache
+def _measurements() -> dict[str, Measurement]:
+    """Return the newest finished measurement of each recipe, by recipe id."""
+    found = [
+        one for one in records(*MEASURED) if one.measurement is not None and versions_of(one) == VERSIONS
+    ]
+    found.sort(key=lambda one: one.created_at)
+    return {
+        one.recipe_id: one.measurement
+        for one in found
+        if one.measurement and one.measurement.status == "done"
+    }
+
+
+def reference() -> Measurement:
+    """Return the measurement of the reference recipe."""
+    return _measurements()[recipe_from(REFERENCE).id]
+
+
+@cache
+def effects() -> tuple[Effect, ...]:
+    """Return each technique's measured effect, by each way to ask for it."""
+    found = []
+    for technique in TITLES:
+        for recipe in alone(technique):
+            without = control(technique, recipe)
+            assert without is not None
+            sides = (_measurements()[recipe.id], _measurements()[without.id])
+            found.append(Effect(technique, recipe, *sides))
+    return tuple(found)
+
+
+@cache
+def perplexities() -> dict[str, float]:
+    """Return the perplexity after 100 steps of training, by the recipe without its seed and learning rate."""
+    found = {}
+    for file in TRAINED:
+        for record in records(file):
+            run = record.train
+            if run is not None and run["status"] == "done" and run["steps"] == STEPS:
+                found[_key(recipe_of(record))] = run["eval_perplexity"]
+    return found
+
+
+def _key(recipe: Recipe) -> str:
+    content = recipe.content()
+    del (
+        content["seed"],
+        content["optimizer"]["lr"],
+        content["hardware"]["price_per_hour"],
+        content["model"]["name"],
+    )
+    return canonical_json(content)
+
+
+def measured() -> str:
+    """Memory, step time and perplexity with each technique, against the same recipe without it."""
+    rows = [["(reference)", "", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
+    for one in effects():
+        own = written(told(one.recipe, ALL[one.technique].fields))
+        needed = written(ALL[one.technique].needs)
+        cells = _cells(one.with_it, one, one.perplexity)
+        rows.append([TITLES[one.technique], f"`{own}`", f"`{needed}`" if needed else "", *cells])
+    heads = [
+        "technique",
+        "in a recipe",
+        "both with",
+        "allocated, GiB",
+        "device, GiB",
+        "step, ms",
+        "perplexity",
+    ]
+    return markdown_grid(heads, rows, num_text=3)
+
+
+def _cells(held: Measurement, effect: Effect | None, perplexity: float | None) -> list[str]:
+    units = {"peak_allocated_bytes": (GIB, 2), "peak_device_bytes": (GIB, 2), "step_s": (MS, 1)}
+    cells = []
+    for field, (unit, digits) in units.items():
+        change = f" ({percent(effect.change(field))})" if effect is not None else ""
+        cells.append(f"{getattr(held, field) / unit:.{digits}f}{change}")
+    return [*cells, NOTHING if perplexity is None else f"{perplexity:,.2f}"]
+
+
+def percent(share: float) -> str:
+    """Return a change in per cent, with its sign."""
+    text = f"{share * 100:+.1f} %"
+    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
+
+
+ADAFACTOR = {
+    "control": "fp32, torch's Adafactor",
+    "bf16_only": "bf16, torch's Adafactor",
+    "bf16_fused_kernel": "bf16, trainfit's Adafactor, rounded to nearest",
+    "best_resident": "bf16, trainfit's Adafactor, stochastic rounding",
+}
+"""Rows of the peak-memory experiment that differ in precision and optimizer."""
+
+
+@cache
+def adafactor_perplexities() -> dict[str, float]:
+    """Return the perplexity after training of the rows of ``ADAFACTOR``."""
+    runs = [one for one in records("peak-memory/records.jsonl") if one.train is not None]
+    by_row = {row: one.train for one in runs for row in ADAFACTOR if f"variant:{row}" in one.tags}
+    return {row: by_row[row]["eval_perplexity"] for row in ADAFACTOR if by_row[row]}
+
+
+def adafactor() -> str:
+    """Perplexity of bf16 weights under two implementations of Adafactor."""
+    found = adafactor_perplexities()
+    rows = [
+        [title, f"`{row}`", f"{found[row]:.2f}", percent_2(found[row] / found["control"] - 1)]
+        for row, title in ADAFACTOR.items()
+    ]
+    return markdown_grid(
+        ["weights and optimizer", "row of the experiment", "perplexity", "against fp32"], rows, num_text=2
+    )
+
+
+def percent_2(share: float) -> str:
+    """Return a change in per cent with two decimals."""
+    return f"{share * 100:+.2f} %" if share else "0 %"
+
+
+def together() -> str:
+    """Combinations of techniques, measured."""
+    rows = []
+    for recipe in (recipe_from(merge(REFERENCE, fields)) for fields in COMBINED):
+        rows.append([f"`{written(told(recipe))}`", *_cells(_measurements()[recipe.id], None, None)[:3]])
+    rows.sort(key=lambda row: float(row[1]))
+    return markdown_grid(["techniques", "allocated, GiB", "device, GiB", "step, ms"], rows)
+
+
+def tradeoff() -> str:
+    """Change of device memory against change of step time, of the techniques that change either."""
+    changes = [(one, one.change("peak_device_bytes"), one.change("step_s")) for one in effects()]
+    shown = [row for row in changes if NEAREST < max(abs(row[1]), abs(row[2])) < FARTHEST]
+    points = Series(
+        "", [slower * 100 for _, _, slower in shown], x=[larger * 100 for _, larger, _ in shown],
+        kind="scatter", text=[_label(one) for one, _, _ in shown],
+    )  # fmt: skip
+    panel = Panel(
+        [points], x_label="change of peak device memory, %", y_label="change of step time, %", lines=[0.0]
+    )
+    return draw([panel], "techniques-tradeoff", size=(8.5, 6))
+
+
+def _label(one: Effect) -> str:
+    """Return the technique's heading, and the value of its recipe where it has several."""
+    if len(ALL[one.technique].examples) == 1:
+        return TITLES[one.technique]
+    own = told(one.recipe, ALL[one.technique].fields)
+    return ", ".join(map(str, own.values()))
+
+
+def combinations() -> str:
+    """How each technique is asked for, and with which others a recipe is refused."""
+    never, partly = refusals()
+    rows = [
+        [f"[{title}](#{_anchor(title)})", in_a_recipe(name), _names(never[name]), _names(partly[name])]
+        for name, title in TITLES.items()
+    ]
+    return markdown_grid(
+        ["technique", "in a recipe", "refused with", "refused with some variants of"], rows, num_text=4
+    )
+
+
+def _names(techniques: set[str]) -> str:
+    return ", ".join(TITLES[name] for name in TITLES if name in techniques)
+
+
+def _anchor(title: str) -> str:
+    return "".join(letter for letter in title.lower().replace(" ", "-") if letter.isalnum() or letter == "-")
+
+
+@cache
+def refusals() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Return technique -> techniques with which every recipe, and with which some recipes, are refused."""
+    never: dict[str, set[str]] = {name: set() for name in ALL}
+    partly: dict[str, set[str]] = {name: set() for name in ALL}
+    for first in ALL:
+        for second in ALL:
+            is_choice = ALL[first].fields == ALL[second].fields
+            found = set(_refused(first, second)) if first < second and not is_choice else set()
+            if True in found:
+                kind = partly if False in found else never
+                kind[first].add(second)
+                kind[second].add(first)
+    return never, partly
+
+
+def _refused(first: str, second: str) -> Iterator[bool]:
+    """Yield whether a recipe is refused, for each combination of the variants that stand alone."""
+    for one in (*ALL[first].examples, *ALL[first].variants):
+        for other in (*ALL[second].examples, *ALL[second].variants):
+            alone_too = [
+                merge(REFERENCE, _laid(name, data)) for name, data in ((first, one), (second, other))
+            ]
+            if not clash(one, other) and all(map(_is_allowed, alone_too)):
+                yield not _is_allowed(merge(merge(alone_too[0], _laid(second, other)), one))
+
+
+def _laid(technique: str, variant: Data) -> Data:
+    """Return the variant with what it cannot be without."""
+    needed = {} if _is_allowed(merge(REFERENCE, variant)) else ALL[technique].needs
+    return merge(needed, variant)
+
+
+def _is_allowed(data: Data) -> bool:
+    return _check(json.dumps(data, sort_keys=True))
+
+
+@cache
+def _check(text: str) -> bool:
+    try:
+        registry.check(recipe_from(json.loads(text)))
+    except InputError:
+        return False
+    return True
+
+
+def clash(first: Data, second: Data) -> bool:
+    """Return whether both write one field with different values, which makes them a choice."""
+    for key in first.keys() & second.keys():
+        one, other = first[key], second[key]
+        both: Any = isinstance(one, dict) and isinstance(other, dict) and key not in ("recompute", "adapter")
+        if clash(one, other) if both else one != other:
+            return True
+    return False

@@ -1,0 +1,83 @@
+"""``trainfit trace``: predict a training script of the user's own, without a GPU and without a recipe."""
+
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainfit.cli.options import Json, only_json, print_json
+from trainfit.cli.predict import EXIT_DOES_NOT_FIT
+from trainfit.spec.errors import InputError
+from trainfit.spec.printable import say
+
+Script = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT", help="A Python file that trains a torch module on cuda, run as __main__."
+    ),
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    context = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+    app.command("trace", context_settings=context)(run)
+
+
+def run(
+    script: Script,
+    arguments: Arguments = None,
+    gpu: str = typer.Option("h200", "--gpu", metavar="NAME", help="An NVIDIA GPU of trainfit gpus."),
+    steps: int = typer.Option(3, "--steps", min=1, metavar="N", help="Optimizer steps that are traced."),
+    json: Json = False,
+    check: bool = typer.Option(False, "--check", help="Exit with 1 where it does not fit."),
+) -> int:
+    """Predict a training script's memory, FLOPs and time. Needs no GPU; options stand before SCRIPT."""
+    path = Path(script)
+    if not path.is_file():
+        raise InputError("no such file", "name a Python file that trains", field="SCRIPT", value=script)
+    from trainfit.api.calls import trace
+    from trainfit.report.prediction_text import show
+
+    def train() -> None:
+        _run_script(path, arguments or [])
+
+    train.__qualname__ = path.name
+    with only_json(json):
+        estimate = trace(train, gpu=gpu, steps=steps)
+    if json:
+        print_json(estimate)
+    else:
+        show(None, estimate)
+    return EXIT_DOES_NOT_FIT if check and not estimate.fits else 0
+
+
+def _run_script(path: Path, arguments: list[str]) -> None:
+    """Run the file as Python does: its folder first on the path, its own ``sys.argv``; a clean exit is a return.
+
+    Raises:
+        InputError: the script raised an exception, whose traceback is printed on standard error.
+    """
+    kept = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.resolve().parent)]
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise InputError(
+                f"the script ended with exit code {error.code}",
+                "correct it, or its arguments",
+                file=str(path),
+            ) from None
+    except InputError:
+        raise
+    except Exception as error:
+        say("".join(traceback.format_exception(error)), err=True, end="")
+        raise InputError(f"{type(error).__name__}: {error}", "correct the script", file=str(path)) from None
+    finally:
+        sys.argv, sys.path[:] = kept

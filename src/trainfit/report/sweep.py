@@ -1,0 +1,280 @@
+"""A sweep's rows as a table, as lines of progress and as plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Panel, Series, draw
+from trainfit.report.table import NOTHING, Column, Table, number_text, percent, share_text
+from trainfit.spec.result import Outcome
+from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
+from trainfit.spec.units import GIB, MIB, format_count
+
+if TYPE_CHECKING:
+    import rich.table
+
+KINDS = {
+    "done": "good",
+    WAITING: "waiting",
+    RUNNING: "running",
+    "refused": "warning",
+    "out-of-memory": "warning",
+}
+"""Kinds of cells by status; those of other statuses are bad."""
+VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
+LONGEST_MESSAGE = 160
+"""Characters of a message in a line of progress."""
+SHORT = {"out-of-memory": "OOM"}
+MAX_ROWS = 60
+"""Bars of more variants are not drawn; the page says so."""
+CUT = 1.5
+"""Bars end at this multiple of the longest one that was measured: a recipe far over the memory would flatten the rest."""
+SPREAD = 6.0
+"""An axis is logarithmic where the largest value is more than this multiple of the smallest."""
+
+Values = Sequence[float | None]
+
+
+def unit(rows: Sequence[Row]) -> tuple[str, int]:
+    """Return GiB, or MiB where the largest measured (else predicted) peak is below one GiB; and its bytes."""
+    measured = [size for row in rows if (size := row.measured_bytes) is not None]
+    sizes = measured or [size for row in rows if (size := row.predicted_bytes) is not None]
+    return ("GiB", GIB) if not sizes or max(sizes) >= GIB else ("MiB", MIB)
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """Return the columns in which some row has a value; the name and the status are always there."""
+    name, size = unit(rows)
+
+    def memory(read: Callable[[Row], int | None], digits: int = 2) -> Callable[[Row], str]:
+        return lambda row: number_text(_over(read(row), size), f"{{:,.{digits}f}}")
+
+    only_predicted = not any(row.samples_per_s for row in rows)
+    every = [
+        Column("verdict", lambda row: row.verdict or NOTHING, False, kind=lambda row: VERDICTS.get(row.verdict, "")),
+        Column(f"device {name}", memory(lambda row: row.predicted_device_bytes), rank=3 if only_predicted else 0),
+        Column(f"headroom {name}", memory(lambda row: row.headroom_bytes), rank=2),
+        Column(f"predicted {name}", memory(lambda row: row.predicted_bytes, 3), rank=4),
+        Column(f"measured {name}", memory(lambda row: row.measured_bytes, 3)),
+        Column("error", lambda row: percent(row.error), rank=1),
+        Column("samples/s predicted", lambda row: number_text(row.predicted_samples_per_s), rank=8),
+        Column("tokens/s predicted", lambda row: _count(row.predicted_tokens_per_s), rank=1 if only_predicted else 7),
+        Column("samples/s", lambda row: number_text(row.samples_per_s)),
+        Column("samples/s overall", lambda row: number_text(overall_samples_per_s(row)), rank=5),
+        Column("tokens/s", lambda row: _count(row.tokens_per_s), rank=6),
+        Column("MFU", lambda row: share_text(row.mfu), rank=1),
+        Column("HFU", lambda row: share_text(row.hfu), rank=9),
+        Column("perplexity", lambda row: number_text(row.perplexity), rank=1),
+    ]  # fmt: skip
+    filled = Table(every, rows).filled().columns
+    variant = Column("variant", lambda row: row.variant, False)
+    return [variant, *filled, Column("status", lambda row: row.status, False, kind=_kind)]
+
+
+def _kind(row: Row) -> str:
+    return KINDS.get(row.status, "bad")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table of all filled columns, with the variants of the frontier marked."""
+    best = marked(rows).variants
+    return Table(columns(rows), rows, lambda row: row.variant in best)
+
+
+def text_table(
+    rows: Sequence[Row], width: int, *, seconds: dict[str, float] | None = None
+) -> rich.table.Table:
+    """Return a table that fits ``width`` columns. ``seconds``: how long each running variant has been running."""
+
+    def status(row: Row) -> str:
+        if row.status == RUNNING:
+            return f"{row.message} {(seconds or {}).get(row.variant, 0.0):.0f} s"
+        return f"to {row.message}" if row.status == WAITING else SHORT.get(row.status, row.status)
+
+    shown = table(rows).fitted(width)
+    *others, last = shown.columns
+    best = marked(rows)
+    caption = f"* {best.meaning}" if best.variants else ""
+    return replace(shown, columns=[*others, replace(last, cell=status)]).rich(caption)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Return every filled column as a Markdown table; the variants that are ``marked`` are bold."""
+    return table(rows).markdown() + "\n"
+
+
+def marked(rows: Sequence[Row]) -> Frontier:
+    """Return the frontier, if it chooses between variants: one of a single variant marks nothing."""
+    best = frontier(rows)
+    chooses = len(rows) > 1 if best.is_predicted else len(best.variants) > 1
+    return best if chooses else best._replace(variants=())
+
+
+def overall_samples_per_s(row: Row) -> float | None:
+    """Return the speed of the whole training run, its first steps included."""
+    return row.train["speed"]["samples_per_s"] if row.perplexity is not None and row.train else None
+
+
+def line(row: Row, part: str, outcome: Outcome) -> str:
+    """Return the result of one part (predict, measure or train) in one plain line."""
+    if outcome.status != "done":
+        message = first_line(outcome.message)
+        if len(message) > LONGEST_MESSAGE:
+            message = message[: LONGEST_MESSAGE - 1] + "…"
+        return f"{part} {row.variant}: {outcome.status}: {message}".rstrip(": ")
+    name, size = unit([row])
+    overall = overall_samples_per_s(row)
+    peak = f"peak {{:.3f}} {name}"
+    words = {
+        "predict": [_words(_over(row.predicted_bytes, size), peak)],
+        "measure": [
+            _words(_over(row.measured_bytes, size), peak),
+            f"error {percent(row.error)}" if row.error is not None else "",
+            _words(row.samples_per_s, "{:.4g} samples/s"),
+        ],
+        "train": [_words(row.perplexity, "perplexity {:.4g}"), _words(overall, "{:.4g} samples/s")],
+    }[part]
+    return f"{part} {row.variant}: {', '.join(word for word in words if word)}  ({outcome.seconds:.1f} s)"
+
+
+def first_line(message: str) -> str:
+    """Return the first line of a message, with the last one, where an exception stands, in place of its end."""
+    lines = [part.strip() for part in message.splitlines() if part.strip()]
+    if not lines:
+        return ""
+    return lines[0] if len(lines) == 1 else f"{lines[0].rpartition(': ')[0] or lines[0]}: {lines[-1]}"
+
+
+def _words(value: float | None, pattern: str) -> str:
+    return pattern.format(value) if value else ""
+
+
+def _count(value: float | None) -> str:
+    return NOTHING if value is None else format_count(value) if value >= 1e6 else f"{value:,.0f}"
+
+
+def _over(value: float | None, size: float) -> float | None:
+    return None if value is None else value / size
+
+
+def memory_bars(rows: Sequence[Row]) -> str | None:
+    """Draw peak allocated memory, predicted above measured."""
+    name, size = unit(rows)
+    sides = {
+        "predicted": [_over(row.predicted_bytes, size) for row in rows],
+        "measured": [_over(row.measured_bytes, size) for row in rows],
+    }
+    return _bars(rows, sides, f"peak allocated, {name}", "memory", "{:,.2f}" if name == "GiB" else "{:,.1f}")
+
+
+def speed_bars(rows: Sequence[Row]) -> str | None:
+    """Draw samples a second; tokens a second where the sequences of the variants differ in length."""
+    by = _speed_unit(rows)
+    sides = {
+        "predicted": [_over(row.predicted_samples_per_s, 1 / _per_sample(row, by)) for row in rows],
+        "measured": [_over(row.samples_per_s, 1 / _per_sample(row, by)) for row in rows],
+    }
+    return _bars(rows, sides, f"{by} a second", "speed", "{:,.4g}" if by == "samples" else "{:,.0f}")
+
+
+def perplexity_bars(rows: Sequence[Row]) -> str | None:
+    """Draw perplexity on documents that training did not see."""
+    sides = {"measured": [row.perplexity for row in rows]}
+    return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:.3f}")
+
+
+def _bars(rows: Sequence[Row], sides: dict[str, Values], axis: str, name: str, digits: str) -> str | None:
+    """Draw horizontal bars, a group for each row; a row without a value names its status."""
+    shown = {
+        side: values[:MAX_ROWS]
+        for side, values in sides.items()
+        if any(value is not None for value in values)
+    }
+    if not shown:
+        return None
+    pairs = [pair for pair in zip(*shown.values(), strict=True) if None not in pair]
+    most = CUT * max(map(max, pairs)) if len(shown) > 1 and pairs else float("inf")
+    series = [
+        Series(
+            side, [None if value is None else min(value, most) for value in values], kind="bar",
+            text=[_bar_text(row, side, value, most, digits) for row, value in zip(rows, values, strict=False)],
+            color=PREDICTED if side == "predicted" else MEASURED,
+        )
+        for side, values in shown.items()
+    ]  # fmt: skip
+    names = [_short(row.variant) for row in rows[:MAX_ROWS]]
+    panel = Panel(series, y_label=axis, names=names, is_horizontal=True, y_limits=(0, None))
+    return draw([panel], name, title=axis, is_themed=True)
+
+
+def _bar_text(row: Row, side: str, value: float | None, most: float, digits: str) -> str:
+    """Return the value, or why there is none."""
+    if value is not None:
+        return digits.format(value) + (" (cut)" if value > most else "")
+    if side == "predicted":
+        outcome = row.outcomes.get("predict")
+        return "" if outcome is None or outcome.status == "done" else f"not predicted: {outcome.status}"
+    return "" if row.status in ("done", WAITING, RUNNING) else row.status
+
+
+def front_scatter(rows: Sequence[Row]) -> str | None:
+    """Draw measured memory against speed, with the front of the variants."""
+    points = {row.variant: place for row in rows if (place := row.place()) is not None}
+    return _scatter(rows, points, front(rows), "peak allocated, measured", "measured")
+
+
+def predicted_scatter(rows: Sequence[Row]) -> str | None:
+    """Draw predicted bytes on the device against speed, of the variants that fit, where none is measured."""
+    best = frontier(rows)
+    points = {
+        row.variant: (row.predicted_device_bytes, row.predicted_tokens_per_s)
+        for row in rows
+        if best.is_predicted
+        and row.verdict == "fits"
+        and row.predicted_device_bytes
+        and row.predicted_tokens_per_s
+    }
+    return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted")
+
+
+def _scatter(
+    rows: Sequence[Row], points: dict[str, tuple[int, float]], best: Sequence[str], x_label: str, side: str
+) -> str | None:
+    """Draw points of (bytes, tokens a second), those of ``best`` joined."""
+    if not points:
+        return None
+    shown = [row for row in rows if row.variant in points]
+    (name, size), by = unit(shown), _speed_unit(shown)
+    per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
+    places = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
+    groups = {
+        "front: nothing else is both smaller and faster": ("step", list(best)),
+        "beaten in both": ("scatter", [variant for variant in places if variant not in best]),
+    }
+    series = [
+        Series(
+            label, [places[one][1] for one in group], [places[one][0] for one in group], kind, text=group,
+            color=MUTED if kind == "scatter" else PREDICTED if side == "predicted" else MEASURED,
+        )
+        for label, (kind, group) in groups.items() if group
+    ]  # fmt: skip
+    wide = [max(values) > SPREAD * min(values) for values in zip(*places.values(), strict=True)]
+    panel = Panel(
+        series, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
+        y_label=f"{by} a second, {side} (more is better)",
+    )  # fmt: skip
+    return draw([panel], "front", title=f"Memory against speed, {side}", is_themed=True)
+
+
+def _speed_unit(rows: Sequence[Row]) -> str:
+    return "samples" if len({row.recipe["batch"]["seq"] for row in rows}) <= 1 else "tokens"
+
+
+def _per_sample(row: Row, by: str) -> int:
+    return 1 if by == "samples" else row.recipe["batch"]["seq"]
+
+
+def _short(text: str, limit: int = 34) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,221 @@
+"""Every figure in a sentence of docs/results/techniques.md is that of the records; every technique has its place."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import technique_suite
+from benchmarks.tables import examples, joined, techniques
+from benchmarks.technique_suite import COMBINED, REFERENCE, alone, control, suite
+from page_claims import ROOT, figures
+from trainfit.spec.recipe_file import merge, read_recipes, recipe_from
+from trainfit.spec.units import GIB
+from trainfit.techniques import registry
+
+pytest.importorskip("peft")
+pytest.importorskip("torchao")
+
+PAGE = "docs/results/techniques.md"
+REFERENCE_PAGE = ROOT / "docs/reference/techniques.md"
+ALLOCATED, DEVICE, STEP = "peak_allocated_bytes", "peak_device_bytes", "step_s"
+Figures = tuple[float, ...]
+
+
+def effect(name: str, variant: int = 0) -> techniques.Effect:
+    return [one for one in techniques.effects() if one.technique == name][variant]
+
+
+def change(name: str, *fields: str, variant: int = 0) -> Callable[[], Figures]:
+    """The sizes of the changes, in per cent."""
+    return lambda: tuple(abs(effect(name, variant).change(field)) * 100 for field in fields)
+
+
+def perplexity(*names: str, variant: int = 0) -> Callable[[], Figures]:
+    return lambda: tuple(effect(name, variant).perplexity or 0.0 for name in names)
+
+
+def reference_perplexity() -> float:
+    return techniques.perplexities()[techniques._key(recipe_from(REFERENCE))]
+
+
+def trained(row: str, file: str = "peak-memory/records.jsonl") -> dict[str, float]:
+    (found,) = [
+        one.train for one in joined.records(file) if one.train is not None and f"variant:{row}" in one.tags
+    ]
+    return found
+
+
+def adafactor(row: str) -> Callable[[], Figures]:
+    def found() -> Figures:
+        base = techniques.adafactor_perplexities()["control"]
+        mine = techniques.adafactor_perplexities()[row]
+        return mine, (mine / base - 1) * 100
+
+    return found
+
+
+def in_backward() -> Figures:
+    with_it, without = trained("fused_checkpoint"), trained("checkpoint")
+    return ((1 - with_it["peak_memory_bytes"] / without["peak_memory_bytes"]) * 100,)
+
+
+def combination(**fields: object) -> list[float]:
+    (found,) = [data for data in COMBINED if all(data.get(key) == value for key, value in fields.items())]
+    held = techniques._measurements()[recipe_from(merge(REFERENCE, found)).id]
+    assert held.peak_allocated_bytes
+    assert held.peak_device_bytes
+    assert held.step_s
+    return [held.peak_allocated_bytes / GIB, held.peak_device_bytes / GIB, held.step_s * 1e3]
+
+
+def smallest() -> Figures:
+    held = combination(offload={"activations": True, "weights": True})
+    assert held[0] == min(combination(**data)[0] for data in COMBINED)
+    return held[0], held[1], (held[2] / (techniques.reference().step_s or 0.0) / 1e3 - 1) * 100
+
+
+def fastest() -> Figures:
+    others = [data for data in COMBINED if "adapter" not in data and data.get("precision") != "fp8"]
+    held = min((combination(**data) for data in others), key=lambda one: one[2])
+    return held[2], (1 - held[0] * GIB / (techniques.reference().peak_allocated_bytes or 0)) * 100
+
+
+def times() -> Figures:
+    runs = [
+        one.train for one in joined.records("technique-quality/records.jsonl")
+        if one.train is not None and "variant:reference" in one.tags
+    ]  # fmt: skip
+    return (techniques.reference().step_s or 0.0) * 1e3, runs[0]["step_s"] * 1e3
+
+
+CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
+    (r"the reference took # ms in this table and # ms in the training run", times),
+    (r"`loss: fused` takes # % off the allocated peak and is # % faster", change("fused_loss", ALLOCATED, STEP)),
+    (r"`loss: chunked` takes # % off at # % more time", change("chunked_loss", ALLOCATED, STEP)),
+    (r"it takes # % off the recomputed fp32 control", in_backward),
+    (r"Full recomputation takes # % off for # % more time", change("recompute_full", ALLOCATED, STEP)),
+    (r"\(`selective`\) takes # % off for # %\.", change("recompute_selective", ALLOCATED, STEP)),
+    (r"takes the same # % off for # %,", change("recompute_layers", ALLOCATED, STEP)),
+    (r"with 4 micro-batches of 1 halves the peak for # % more time", change("accumulation", STEP)),
+    (r"full recomputation: allocated # % less, device # % more", change("offload_activations", ALLOCATED, DEVICE)),
+    (r"Muon: allocated # % less", change("muon", ALLOCATED)),
+    (r"8-bit AdamW: allocated # % less, device # % more", change("adamw_low_bit", ALLOCATED, DEVICE)),
+    (r"4-bit AdamW saves # % of both", change("adamw_low_bit", DEVICE, variant=1)),
+    (r"Weight offload: allocated # % less, device # % less", change("offload_weights", ALLOCATED, DEVICE)),
+    (r"Emptying the cache after every step costs # % more time", change("empty_cache", STEP)),
+    (r"fp32 needs # times the allocated memory of bf16 and takes # times as long",
+     lambda: tuple(effect("precision").change(field) + 1 for field in (ALLOCATED, STEP))),
+    (r"fp32 weights at # % more memory and # % more time", change("precision", ALLOCATED, STEP, variant=1)),
+    (r"lose quality: perplexity # against # in fp32 and # under amp-bf16",
+     lambda: (reference_perplexity(), effect("precision").perplexity or 0, effect("precision", 1).perplexity or 0)),
+    (r"gets it back \(#\) at no memory and # % more time",
+     lambda: (*perplexity("stochastic_rounding")(), *change("stochastic_rounding", STEP)())),
+    (r"In the 1.6B experiment, fp32 ends at #\.", lambda: adafactor("control")()[:1]),
+    (r"torch's Adafactor ends at # \(# %\)", adafactor("bf16_only")),
+    (r"rounded to nearest, ends at # \(# %\)", adafactor("bf16_fused_kernel")),
+    (r"# % less memory and # % less time than bf16 under", change("fp8", ALLOCATED, STEP)),
+    (r"at a perplexity of # against #\.", perplexity("fp8", "compile_block")),
+    (r"\(SGD, Adafactor\) saves # %", change("sgd", ALLOCATED)),
+    (r"Muon costs # % more time", change("muon", STEP)),
+    (r"`foreach` AdamW costs # % more time", change("adamw", STEP)),
+    (r"clipping at 1.0 the reference ends at # instead of #\.",
+     lambda: (*perplexity("gradient_clipping")(), reference_perplexity())),
+    (r"\(allocated # %, device # %\) and # % more time", change("lora", ALLOCATED, DEVICE, STEP)),
+    (r"the other way round: # GiB and # ms",
+     lambda: tuple(combination(adapter={"kind": "lora", "dtype": "base"})[index] for index in (0, 2))),
+    (r"A 4-bit base saves # % of LoRA's peak", change("quantize", ALLOCATED)),
+    (r"full recomputation and a chunked loss: # GiB", lambda: (combination(quantize="nf4", loss="chunked")[0],)),
+    (r"Prompt and prefix tuning save # % and #",
+     lambda: (*change("soft_prompts", ALLOCATED)(), *change("prefix_tuning", ALLOCATED)())),
+    (r"Label smoothing changes the loss that is trained, so its # is", perplexity("loss_terms")),
+    (r"The smallest needs # GiB allocated \(# GiB on the device\) at # % more time", smallest),
+    (r"without adapters or fp8 takes # ms with # % less memory", fastest),
+    (r"a model whose training needs # GiB instead of # GiB",
+     lambda: tuple(trained(row)["peak_memory_bytes"] / GIB for row in ("best_fast", "control"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pattern", "values"), CLAIMS, ids=[pattern for pattern, _ in CLAIMS])
+def test_a_figure_of_the_page_is_that_of_the_records(pattern: str, values: Callable[[], Figures]) -> None:
+    for text, value in zip(figures(PAGE, pattern), values(), strict=True):
+        decimals = len(text.partition(".")[2])
+        assert f"{value:.{decimals}f}" == text.lstrip("+"), (text, value)
+
+
+def test_ranges_and_unchanged_figures_of_the_page() -> None:
+    for low, high, field in ((12, 13, ALLOCATED), (18, 19, STEP)):
+        for name in ("compile_block", "block_kernels"):
+            assert low <= round(-effect(name).change(field) * 100) <= high
+    assert effect("compile_model").change(ALLOCATED) < 2 * effect("compile_block").change(ALLOCATED)
+    assert effect("compile_model").change(STEP) > effect("compile_block").change(STEP)
+    assert abs(effect("optimizer_in_backward").change(ALLOCATED)) < 1e-6
+    assert abs(effect("muon").change(DEVICE)) < 1e-4
+    assert abs(effect("adafactor").change(ALLOCATED) - effect("sgd").change(ALLOCATED)) < 1e-3
+    exact = ("recompute_every", "recompute_selective", "recompute_layers", "chunked_loss", "fused_loss",
+             "accumulation", "loader", "empty_cache", "block_kernels")  # fmt: skip
+    runs = [effect(name) for name in exact] + [effect("attention", index) for index in range(3)]
+    assert all(abs((one.perplexity or 0) - reference_perplexity()) < 0.02 for one in runs)
+    assert round(reference_perplexity(), 2) == 4.16
+
+
+def test_every_technique_has_its_heading_and_a_row_in_both_tables() -> None:
+    assert set(techniques.TITLES) == set(registry.techniques())
+    headings = re.findall(r"^### (.*)$", REFERENCE_PAGE.read_text(), re.M)
+    assert headings == list(techniques.TITLES.values())
+    rows = techniques.measured().splitlines()[3:]
+    assert {row.split("|")[1].strip() for row in rows} == set(techniques.TITLES.values())
+
+
+def test_every_recipe_of_the_suite_is_valid_and_has_a_control() -> None:
+    for recipe in suite():
+        registry.check(recipe)
+    for technique in registry.techniques():
+        assert all(control(technique, recipe) is not None for recipe in alone(technique))
+
+
+def test_the_suite_is_written_and_read_again(tmp_path: Path) -> None:
+    assert technique_suite.main([str(tmp_path / "suite.jsonl")]) == 0
+    assert [recipe.id for recipe in read_recipes(tmp_path / "suite.jsonl")] == [one.id for one in suite()]
+
+
+def test_accumulation_is_compared_with_one_micro_batch_of_all_tokens() -> None:
+    (recipe,) = alone("accumulation")
+    assert (recipe.batch.micro, recipe.batch.accumulate) == (1, 4)
+    assert control("accumulation", recipe) == recipe_from(REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [
+        ("gradient_clipping", "optimizer_in_backward", "never"),
+        ("fp8", "lora", "never"),
+        ("compile_model", "offload_activations", "never"),
+        ("stochastic_rounding", "adamw", "partly"),
+        ("offload_weights", "accumulation", "partly"),
+        ("recompute_full", "chunked_loss", ""),
+        ("lora", "quantize", ""),
+        ("adamw", "sgd", ""),
+    ],
+)
+def test_pairs_of_techniques_are_refused_always_in_part_or_not(first: str, second: str, kind: str) -> None:
+    never, partly = techniques.refusals()
+    for one, other in ((first, second), (second, first)):
+        assert ("never" if other in never[one] else "partly" if other in partly[one] else "") == kind
+
+
+def test_values_of_one_field_are_a_choice_and_no_combination() -> None:
+    assert techniques.clash({"recompute": "full"}, {"recompute": {"every": 2}})
+    assert techniques.clash({"optimizer": {"name": "sgd"}}, {"optimizer": {"name": "muon", "momentum": 0.9}})
+    assert not techniques.clash({"optimizer": {"name": "sgd"}}, {"optimizer": {"in_backward": True}})
+
+
+def test_the_figures_of_the_traced_scripts_are_those_of_their_records() -> None:
+    found = {name: [examples.error(row, name) for row in examples.rows()] for name in examples.PEAKS}
+    exact = [sum(error == 0 for error in errors) for errors in found.values()]
+    worst = [f"{max(map(abs, errors)) * 100:.3f}" for errors in found.values()]
+    pattern = (
+        r"Of # runs of seven steps .*? # allocated and # reserved peaks .*? worst errors are # % and # %"
+    )
+    assert figures("docs/guide/trace.md", pattern) == (str(len(examples.rows())), *map(str, exact), *worst)
