@@ -1,0 +1,365 @@
+"""Tables and figures of docs/results/peak-memory.md and docs/results/recompute-budget.md.
+
+Each reads a sweep's file in ``recipes/`` and ``results/NAME/records.jsonl``, which ``trainfit sweep`` writes. A row without a measurement shows its prediction alone, and is filled once it has one.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainfit.catalog.load import model_config
+from trainfit.records import load
+from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
+from trainfit.report.table import NOTHING, Column, Table, markdown_grid, number_text, percent
+from trainfit.spec.explanation import Explanation
+from trainfit.spec.recipe_file import load_recipe
+from trainfit.spec.result import MemoryBreakdown
+from trainfit.spec.sweep import Row
+from trainfit.spec.units import GIB
+from trainfit.spec.value import parse
+from trainfit.sweeps.read import read_sweep
+from trainfit.sweeps.rows import rows_of
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENT = ROOT / "recipes" / "peak-memory"
+SWEEPS = {
+    "trained": EXPERIMENT / "sweep.yaml",
+    "measured": EXPERIMENT / "separate.yaml",
+    "budgets": EXPERIMENT / "pareto.yaml",
+    "llama-3.2-1b": ROOT / "recipes" / "ladder" / "llama-3.2-1b.yaml",
+    "qwen3-4b": ROOT / "recipes" / "ladder" / "qwen3-4b.yaml",
+    "llama-3.1-8b": ROOT / "recipes" / "recompute-budget" / "llama-3.1-8b.yaml",
+}
+ENDINGS = {"waiting": "predicted only", "out-of-memory": "out of memory", "timeout": "out of time"}
+EXPLAINED = ("control", "fused", "checkpoint", "fused_checkpoint")
+COMPILED = ("compile", "fused_compile", "memory_budget_05", "fused_memory_budget_05")
+BLOCKS = ("compile_block", "fused_compile_block", "block_budget_05", "fused_block_budget_05")
+FEWEST_STEPS = 100
+"""Shorter training runs show no perplexity."""
+
+
+@cache
+def sweep(name: str) -> dict[str, Row]:
+    """Return the rows of a sweep of ``SWEEPS`` by variant."""
+    read = read_sweep(SWEEPS[name])
+    records = ROOT / "results" / read.name / "records.jsonl"
+    return {row.variant: row for row in rows_of(read, load(records) if records.is_file() else [])}
+
+
+@cache
+def published() -> dict[str, dict[str, Any]]:
+    """Return the published figures by row."""
+    return tomllib.loads((EXPERIMENT / "published.toml").read_text("utf-8"))["rows"]
+
+
+@cache
+def device_bytes() -> dict[str, int]:
+    """Return the measured peak of the whole process on the device by recipe id, where it was measured."""
+    records = load(ROOT / "results" / "peak-memory" / "device" / "h200.jsonl")
+    return {one.recipe_id: one.measurement.peak_device_bytes or 0 for one in records if one.measurement}
+
+
+@cache
+def explained() -> dict[str, Explanation]:
+    """Return the explanations of the experiment's recipes by row."""
+    lines = (ROOT / "results" / "peak-memory" / "explained.jsonl").read_text("utf-8").splitlines()
+    found = {one.recipe_id: one for one in (parse(Explanation, json.loads(line)) for line in lines)}
+    files = [file for file in EXPERIMENT.glob("*.yaml") if file not in SWEEPS.values()]
+    ids = {file.stem: load_recipe(file).id for file in sorted(files)}
+    return {name: found[recipe_id] for name, recipe_id in ids.items() if recipe_id in found}
+
+
+def late_samples_per_s(row: Row) -> float | None:
+    """Return the measured speed without the first ten steps: of the training run, else of the median step."""
+    if row.train is not None:
+        return row.train["speed"]["late_samples_per_s"] if row.train.get("status") == "done" else None
+    return row.samples_per_s
+
+
+def reduction(row: Row, control: Row) -> float | None:
+    """Return by which share a row's peak is below the control's: measured where both are, else predicted."""
+    for name in ("measured_bytes", "predicted_bytes"):
+        size, base = getattr(row, name), getattr(control, name)
+        if size is not None and base:
+            return 1 - size / base
+    return None
+
+
+def perplexity_change(row: Row, control: Row) -> float | None:
+    """Return the row's perplexity over the control's, minus 1."""
+    known = row.perplexity and control.perplexity and row.train
+    return (
+        row.perplexity / control.perplexity - 1
+        if known and row.train["run"]["steps"] >= FEWEST_STEPS
+        else None
+    )
+
+
+def changes(recipe: dict[str, Any], control: dict[str, Any]) -> str:
+    """Return the fields in which a recipe differs from the control."""
+    found = [f"{path}: {_plain(value)}" for path, value in _leaves(recipe, control)]
+    model, other = recipe["model"], control["model"]
+    if model["implementation"] != other["implementation"]:
+        found.insert(0, f"model.implementation: {model['implementation']}")
+    elif model != other:
+        # Keys of the control's config: another file may only write out more defaults.
+        config, before = model_config(model["config"]), model_config(other["config"])
+        keys = [key for key, value in before.items() if config.get(key) != value]
+        found = [f"model.config.{key}: {_plain(config.get(key))}" for key in keys] + found
+    return ", ".join(f"`{one}`" for one in found) or NOTHING
+
+
+def _leaves(recipe: dict[str, Any], control: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in recipe.items():
+        other = control.get(name)
+        if value == other or (not path and name in ("model", "batch", "hardware", "seed")):
+            continue
+        if not path and name in ("optimizer", "offload", "loader") and isinstance(other, dict):
+            found += _leaves(value, other, f"{name}.")
+        else:
+            found.append((f"{path}{name}", value))
+    return found
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_plain(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if isinstance(value, bool) or value is None else f"{value:g}"
+
+
+def memory(name: str, also: str = "", rows: str = "") -> str:
+    """Return the memory, speed and perplexity of a sweep's rows.
+
+    Args:
+        also: a second sweep, whose rows follow.
+        rows: the only rows, with commas between; by default all.
+    """
+    every = [*sweep(name).values(), *(sweep(also).values() if also else ())]
+    control = sweep(name)["control"]
+    shown = [row for row in every if not rows or row.variant in rows.split(",")]
+    theirs = published() if name == "trained" else {}
+
+    def speed(row: Row) -> str:
+        ours, base = late_samples_per_s(row), late_samples_per_s(control)
+        return NOTHING if not ours else f"{ours:.3g}" + (f" ({ours / base:.2f} x)" if base else "")
+
+    columns = [
+        *_memory_columns(control),
+        Column("samples/s", speed),
+        Column("perplexity", lambda row: percent(perplexity_change(row, control))),
+        Column(
+            "published GiB", lambda row: number_text(theirs.get(row.variant, {}).get("peak_gib"), "{:.2f}")
+        ),
+    ]
+    return _markdown(columns, shown)
+
+
+def _memory_columns(control: Row) -> list[Column]:
+    def measured(row: Row) -> str:
+        return ENDINGS.get(row.status, row.status) if row.measured_bytes is None else _gib(row.measured_bytes)
+
+    return [
+        Column("row", lambda row: f"`{row.variant}`", False),
+        Column("changes", lambda row: changes(row.recipe, control.recipe), False),
+        Column("allocated GiB, predicted", lambda row: _gib(row.predicted_bytes)),
+        Column("measured", measured),
+        Column("error", lambda row: percent(row.error)),
+        Column("less", lambda row: _less(reduction(row, control))),
+        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
+        Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) if row.estimate else NOTHING),
+    ]
+
+
+def _markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
+    """Return the filled columns as a Markdown table of cells that are Markdown."""
+    table = Table(columns, rows).filled()
+    cells = [[column.cell(row) for column in table.columns] for row in rows]
+    numbers = [column.is_number for column in table.columns]
+    return markdown_grid([column.title for column in table.columns], cells, is_number=numbers)
+
+
+def device(name: str = "trained") -> str:
+    """Return the rows whose device bytes were measured, with their allocated bytes."""
+    shown = [row for row in sweep(name).values() if row.recipe_id in device_bytes()]
+    columns = [
+        Column("row", lambda row: f"`{row.variant}`", False),
+        Column("allocated GiB, predicted", lambda row: _gib(row.predicted_bytes)),
+        Column("measured", lambda row: _gib(row.measured_bytes)),
+        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes)),
+        Column("measured", lambda row: _gib(device_bytes()[row.recipe_id])),
+        Column("pinned host GiB, predicted", lambda row: _gib(row.estimate.host_bytes or None, 2)),
+    ]
+    return _markdown(columns, sorted(shown, key=lambda row: -(row.measured_bytes or 0)))
+
+
+def budgets(name: str, control: str) -> str:
+    """Return memory and step time of rows with memory budgets, against the row that recomputes nothing."""
+    rows, base = list(sweep(name).values()), sweep(name)[control]
+    columns = [
+        *_memory_columns(base),
+        Column("step ms, predicted", lambda row: _ms(predicted_step_s(row))),
+        Column("measured", lambda row: _ms(measured_step_s(row))),
+        Column("slower", lambda row: percent(slower(row, base))),
+        Column(
+            "within the budget",
+            lambda row: {None: NOTHING, True: "yes", False: "no"}[within_budget(row)],
+            False,
+        ),
+    ]
+    columns = [column for column in columns if column.title not in ("changes", "device GiB, predicted")]
+    return _markdown(columns, rows)
+
+
+def predicted_step_s(row: Row) -> float | None:
+    """Return the expected time of a step."""
+    return row.estimate.step_s if row.estimate else None
+
+
+def measured_step_s(row: Row) -> float | None:
+    """Return the median of the measured steps."""
+    return row.measurement.step_s if row.measurement and row.measurement.status == "done" else None
+
+
+def slower(row: Row, base: Row, step_s: Callable[[Row], float | None] = measured_step_s) -> float | None:
+    """Return by which share the row's step takes longer than ``base``'s."""
+    seconds, other = step_s(row), step_s(base)
+    return seconds / other - 1 if seconds and other else None
+
+
+def within_budget(row: Row) -> bool | None:
+    """Return whether a row is within its budget in GiB when measured; None where either is missing."""
+    recompute = row.recipe["recompute"]
+    budget = recompute.get("budget_gib") if isinstance(recompute, dict) else None
+    if budget is None or (row.measured_bytes is None and row.status != "out-of-memory"):
+        return None
+    return row.measured_bytes is not None and row.measured_bytes <= budget * GIB
+
+
+def peaks(rows: str) -> str:
+    """Return where the peaks of rows (with commas between) are and what is allocated there."""
+    columns = [
+        Column("row", lambda one: f"`{one[0]}`", False),
+        Column("peak GiB", lambda one: _gib(one[1].peak_allocated_bytes)),
+        Column("at", lambda one: _moment(one[1]), False),
+        *(_part_column(part) for part in ("weights", "gradients", "activations")),
+        Column("other", lambda one: _gib(_other(one[1].breakdown), 2)),
+        Column("most gradients", lambda one: _gib(one[1].most.gradients, 2)),
+    ]
+    names = {"eager": EXPLAINED, "compiled": (*COMPILED, *BLOCKS)}[rows]
+    return _markdown(columns, [(name, explained()[name]) for name in names])
+
+
+def _part_column(part: str) -> Column:
+    return Column(part, lambda one: _gib(getattr(one[1].breakdown, part), 2))
+
+
+def _other(held: MemoryBreakdown) -> int:
+    return held.total - held.weights - held.gradients - held.activations
+
+
+def _moment(one: Explanation) -> str:
+    op, step = one.moment.op, "first step's " if one.moment.step == "first" else ""
+    op = (
+        op if len(op) <= 40 else f"{op[:28]}…{op[-11:]}"
+    )  # A fused kernel is named after all that it computes.
+    where = f" of `{one.moment.module}`" if one.moment.module else ""
+    return f"{step}{one.moment.phase}, `{op}`{where}"
+
+
+def bars() -> str:
+    """Draw the experiment's peaks: predicted, measured and published."""
+    rows = [*sweep("trained").values(), *sweep("measured").values()]
+    theirs = [published().get(row.variant, {}).get("peak_gib") for row in rows]
+    series = [
+        Series("predicted", [_over_gib(row.predicted_bytes) for row in rows], kind="bar", color=PREDICTED),
+        Series("measured, H200", [_over_gib(row.measured_bytes) for row in rows], kind="bar", color=MEASURED),
+        Series("published, RTX 4090", theirs, kind="bar", color="#9aa5b1"),
+    ]
+    panel = Panel(series, y_label="GiB allocated", names=[row.variant for row in rows], is_horizontal=True)
+    return draw([panel], "bars", title="Peak allocated memory of a step")
+
+
+def curves() -> str:
+    """Draw allocated memory through the step with the peak, of the explained rows."""
+    panels = [_curve(name) for name in (*EXPLAINED, *COMPILED, *BLOCKS)]
+    title = "Memory through the step with the peak (in the titles, GiB)"
+    return draw(panels, "curves", title=title, columns=4, size=(10.4, 7.2), share_y=True)
+
+
+def _curve(name: str) -> Panel:
+    one = explained()[name]
+    used = [part for part in CATEGORY_COLORS if any(getattr(point.alive, part) for point in one.curve)]
+    series = [
+        Series(
+            part,
+            [getattr(point.alive, part) / GIB for point in one.curve],
+            kind="area",
+            color=CATEGORY_COLORS[part],
+        )
+        for part in used
+    ]
+    begin = next((index for index, point in enumerate(one.curve) if point.phase == "backward"), 0)
+    title = f"{name}: {one.peak_allocated_bytes / GIB:.2f}"
+    return Panel(series, title=title, y_label="GiB", events={begin: "backward"}, x_ticks={0: ""})
+
+
+def budget_plot(name: str) -> str:
+    """Draw memory against the time of a step: a line for the budgets of each solver."""
+    sides: Sequence[tuple[str, Callable[[Row], int | None], Callable[[Row], float | None]]] = (
+        ("measured", lambda row: row.measured_bytes, measured_step_s),
+        ("predicted", lambda row: row.predicted_bytes, predicted_step_s),
+    )
+    series = []
+    for side, size, step_s in sides:
+        groups: dict[str, list[Row]] = {}
+        for row in sweep(name).values():
+            if size(row) is not None and step_s(row) is not None:
+                groups.setdefault(_solver(row), []).append(row)
+        for solver, rows in groups.items():
+            color = {"budget in GiB": MEASURED, "compiler's budget": PREDICTED}.get(solver, MUTED)
+            series.append(
+                Series(
+                    f"{solver}, {side}", [(step_s(row) or 0) * 1e3 for row in rows],
+                    [(size(row) or 0) / GIB for row in rows], "scatter" if color == MUTED else "line",
+                    text=[_budget(row) for row in rows] if side == "measured" else (), color=color,
+                    marker={MEASURED: "o", PREDICTED: "s"}.get(color, "D"), is_hollow=side == "predicted",
+                )
+            )  # fmt: skip
+    panel = Panel(series, x_label="peak allocated, GiB", y_label="milliseconds a step")
+    return draw([panel], f"budget-{name}", title="Memory against the time of a step", size=(8.2, 5.0))
+
+
+def _solver(row: Row) -> str:
+    recompute = row.recipe["recompute"]
+    kind = next(iter(recompute), "") if isinstance(recompute, dict) else ""
+    return {"budget_gib": "budget in GiB", "budget": "compiler's budget"}.get(kind, "without a budget")
+
+
+def _budget(row: Row) -> str:
+    recompute = row.recipe["recompute"]
+    value = recompute.get("budget_gib", recompute.get("budget")) if isinstance(recompute, dict) else None
+    return row.variant if value is None else f"{value:g}"
+
+
+def _gib(size: float | None, digits: int = 3) -> str:
+    return number_text(_over_gib(size), f"{{:,.{digits}f}}")
+
+
+def _over_gib(size: float | None) -> float | None:
+    return None if size is None else size / GIB
+
+
+def _less(share: float | None) -> str:
+    return NOTHING if share is None else f"{round(share * 100, 1) + 0.0:.1f} %"  # + 0.0: no "-0.0"
+
+
+def _ms(seconds: float | None) -> str:
+    return NOTHING if seconds is None else f"{seconds * 1e3:,.1f}"
