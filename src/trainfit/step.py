@@ -21,7 +21,7 @@ from trainfit.optim.all_or_nothing import one_update
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
-from trainfit.techniques.base import Compiler, ContextFactory, Draft, LossFunction, weight_dtype
+from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction, weight_dtype
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""

@@ -28,7 +28,8 @@ from __future__ import annotations
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 BACKENDS = {
     "flash": "FLASH_ATTENTION",

@@ -22,7 +22,8 @@ import random
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

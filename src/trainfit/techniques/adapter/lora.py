@@ -24,7 +24,8 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter._target_pattern import check_pattern
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn

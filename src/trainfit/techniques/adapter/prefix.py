@@ -24,7 +24,8 @@ from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.adapter.lora import needs_peft
 from trainfit.techniques.adapter.prompt import check_positions, describe_tokens, has_no_matrices, on_hf
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:

@@ -23,7 +23,8 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft, LossFunction
+from trainfit.techniques.draft import Draft, LossFunction
 
 if TYPE_CHECKING:
     import torch

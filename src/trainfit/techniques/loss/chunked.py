@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 if TYPE_CHECKING:

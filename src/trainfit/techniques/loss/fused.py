@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Data, Draft, Draw, LossFunction, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft, LossFunction
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 if TYPE_CHECKING:

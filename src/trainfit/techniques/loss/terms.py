@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import LossTerms, Recipe
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import OWN_FORWARD
 
 if TYPE_CHECKING:

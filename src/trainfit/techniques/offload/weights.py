@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import describe_optimizer, refuse_momentum
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 

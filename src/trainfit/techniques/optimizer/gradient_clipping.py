@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     import torch

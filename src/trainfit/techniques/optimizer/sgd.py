@@ -18,7 +18,8 @@ import random
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.adamw import describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 

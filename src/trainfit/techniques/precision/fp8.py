@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING, Any
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:

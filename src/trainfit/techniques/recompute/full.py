@@ -20,7 +20,8 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft, Draw, Technique
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def _applies(recipe: Recipe) -> bool:

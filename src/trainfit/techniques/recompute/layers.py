@@ -20,7 +20,8 @@ from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
-from trainfit.techniques.base import Data, Draft, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
