@@ -133,7 +133,7 @@ def model(name: str) -> ModelRow:
     """The model called ``name``, such as ``llama-3.1-8b`` or ``meta-llama/Llama-3.1-8B``."""
     table, known = _model_table(), _known_model(name)
     row = {"name": known, **table[known], "config": _config(known)}
-    return parse(ModelRow, row, file="models.toml")
+    return parse(ModelRow, row, file=names.place(names.MODELS, known))
 
 
 def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def recipes() -> dict[str, Path]:
 @functools.cache
 def _gpus() -> dict[str, Gpu]:
     return {
-        name: parse(Gpu, {"name": name, **row}, file=names.GPUS)
+        name: parse(Gpu, {"name": name, **row}, file=names.place(names.GPUS, name))
         for name, row in names.rows(names.GPUS).items()
     }
 
@@ -172,7 +172,7 @@ def _gpus() -> dict[str, Gpu]:
 @functools.cache
 def _links() -> dict[str, Link]:
     return {
-        name: parse(Link, {"name": name, **row}, file="links.toml")
+        name: parse(Link, {"name": name, **row}, file=names.place("links.toml", name))
         for name, row in names.rows("links.toml").items()
     }
 
@@ -187,7 +187,7 @@ def _known_model(name: str) -> str:
 
 @functools.cache
 def _config(name: str) -> dict[str, Any]:
-    path = FOLDER / "models" / f"{name}.json"
+    path = names.folder_of(names.MODELS, name) / "models" / f"{name}.json"
     return check_config(read_json(path), file=str(path))
 
 

@@ -20,6 +20,7 @@ def this_cpu() -> Gpu:
         memory_bytes_per_s=None,
         peak_flops_per_s={},
         link="none",
+        host_link="none",
         gpus_per_host=1,
         source=Source(url="", accessed="now", note="read from the operating system"),
     )

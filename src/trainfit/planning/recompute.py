@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import link
 from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace_whole
-from trainfit.prediction.transfers import SUSTAINED, host_link
+from trainfit.prediction.transfers import SUSTAINED
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
@@ -114,7 +115,9 @@ def candidates(recipe: Recipe) -> Candidates:
     levels = COMPILED_LEVELS if recipe.compile else LEVELS
     found = probe(recipe, levels)
     choices = options(found, levels, offload_levels=_offload_levels(recipe))
-    copy_bytes_per_s = 1.0 if gpu.vendor == "host" else host_link(gpu).bytes_per_s * SUSTAINED * COPY_SHARE
+    copy_bytes_per_s = (
+        1.0 if gpu.vendor == "host" else link(gpu.host_link).bytes_per_s * SUSTAINED * COPY_SHARE
+    )
     accumulate = recipe.batch.accumulate
     rows = assignments(found, choices, copy_bytes_per_s, accumulate)
     numbers = table(found, choices)
