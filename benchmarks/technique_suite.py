@@ -1,7 +1,6 @@
 """Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for
-``benchmarks.accuracy.suite`` and ``trainfit.measurement.suite``.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for ``trainfit sweep``.
 """
 
 import argparse
@@ -81,9 +80,10 @@ def suite() -> list[Recipe]:
 
 
 def control(technique: str, recipe: Recipe) -> Recipe | None:
-    """The same recipe without the technique: its fields at their defaults. Of accumulation: one micro-batch of all tokens.
+    """Return the same recipe with the technique's fields at their defaults.
 
-    None where there is no such recipe (the technique is the default, or the rest needs it).
+    For accumulation: with one micro-batch of all tokens. None where there is no such recipe: the technique is
+    the default, or the rest needs it.
     """
     data = recipe.model_dump(mode="json")
     for field in registry.techniques()[technique].fields:
