@@ -14,16 +14,14 @@ from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
-Precision = Annotated[Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"], Extensible("precision")]
+Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
-Attention = Annotated[Literal[AttentionKernel, "best"], Extensible("attention")]
+Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``planning/attention.py``)."""
-Loss = Annotated[Literal["standard", "chunked", "fused"], Extensible("loss")]
-BlockKernels = Annotated[Literal["standard", "triton"], Extensible("block_kernels")]
-OptimizerName = Annotated[
-    Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"], Extensible("optimizer.name")
-]
-Quantize = Annotated[Literal["nf4", "int8", "fp8"], Extensible("quantize")]
+Loss = Literal["standard", "chunked", "fused"]
+BlockKernels = Literal["standard", "triton"]
+OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
+Quantize = Literal["nf4", "int8", "fp8"]
 
 MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
@@ -114,7 +112,7 @@ class Optimizer(Value):
     smaller than half their last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
     """
 
-    name: OptimizerName = "adamw"
+    name: Annotated[OptimizerName, Extensible("optimizer.name")] = "adamw"
     implementation: Literal["foreach", "fused", "forloop"] = "fused"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -178,17 +176,17 @@ class Recipe(Value):
 
     model: ModelSpec
     batch: Batch = Batch()
-    precision: Precision = "bf16"
-    attention: Attention = "sdpa"
-    block_kernels: BlockKernels = "standard"
+    precision: Annotated[Precision, Extensible("precision")] = "bf16"
+    attention: Annotated[Attention, Extensible("attention")] = "sdpa"
+    block_kernels: Annotated[BlockKernels, Extensible("block_kernels")] = "standard"
     """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
-    loss: Loss = "standard"
+    loss: Annotated[Loss, Extensible("loss")] = "standard"
     loss_terms: LossTerms = LossTerms()
     recompute: Recompute = "none"
     compile: Annotated[Literal[False, "block", "model"], Extensible("compile")] = False
     optimizer: Optimizer = Optimizer()
     adapter: Adapter | None = None
-    quantize: Quantize | None = None
+    quantize: Annotated[Quantize, Extensible("quantize")] | None = None
     offload: Offload = Offload()
     loader: Loader = Loader()
     empty_cache_every: PositiveInt | None = None
