@@ -1,4 +1,4 @@
-"""Techniques whose CUDA kernels are Triton's: the GPUs of the catalog that cannot run them."""
+"""Check for techniques whose CUDA kernels are written in Triton."""
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError

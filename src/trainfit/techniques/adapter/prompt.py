@@ -1,17 +1,10 @@
-"""Prompt tuning and p-tuning: trainable virtual tokens stand before every sequence; the base is frozen.
+"""Prompt tuning and p-tuning: trainable virtual tokens in front of every sequence; the base is frozen.
 
-``prompt``: the virtual tokens' embeddings are the weights (Lester et al., https://arxiv.org/abs/2104.08691).
-``p-tuning``: three linear layers make them from others (Liu et al., https://arxiv.org/abs/2103.10385). Both are PEFT's
-encoders; on ``hf`` PEFT's model runs them too. A sequence of s tokens is one of ``adapter.tokens`` + s to every layer and
-to the logits; the last virtual token predicts the first real one, the others' labels are ignored. Their FLOPs count as the
-model's (the mathematics needs them), they are no tokens a second. Needs the extra ``peft``.
-
-Helps where many small adaptations of one base are kept: a few thousand numbers a task. Activations are those of all blocks,
-since the gradient goes through every one of them down to the first tokens.
-
-Costs more quality than LoRA, most on small models: Lester et al. reach fine-tuning only from about 10 billion weights on.
-
-Refuses more positions than the model has learned, the virtual ones included, and what PEFT itself refuses.
+``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` three
+linear layers that produce them (Liu et al., arXiv:2103.10385). Both are PEFT's encoders, run by PEFT's
+model on ``hf``. Each layer and the logits see ``adapter.tokens`` + s positions; the last virtual token
+predicts the first real one. Their FLOPs count as the model's; they do not count as tokens per second. Needs
+the extra ``peft``.
 """
 
 from __future__ import annotations

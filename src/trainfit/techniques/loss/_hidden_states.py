@@ -1,4 +1,4 @@
-"""What losses have in common that begin at the hidden states and never hold all logits. Not a technique by itself.
+"""Losses that begin at the hidden states and never hold all logits.
 
 Shapes: b micro-batch, s sequence, e hidden size.
 """

@@ -1,19 +1,10 @@
-"""Fused loss: the next-token loss from hidden states in large chunks of tokens, one kernel between the matrix products.
+"""Fused loss: the next-token loss from hidden states in large chunks, one kernel between the matrix products.
 
-For each chunk of c tokens the products make logits, one kernel of ours reads them twice and writes their gradient where they were,
-and two products make the gradients of hidden states and output weight (kernels/cross_entropy/fused.py). Nothing is
-computed twice. Beside those gradients the step holds 2 c v bytes of logits for a vocabulary of v, at most 512 MiB, where
-``standard`` holds 10 n v for all n tokens and ``chunked`` 6 c v of a smaller chunk. It knows soft-capped and scaled logits,
-label smoothing and z-loss. With ``compile: model`` everything below the output layer is compiled, the loss runs as it is.
-Its errors and times are in [kernels.md](../kernels.md).
-
-Helps where the vocabulary is large beside the model, or activations are recomputed: then the logits are the peak.
-
-Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
-
-Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it)
-or has a bias, and experts whose own loss balances them (``output_router_logits``); and NVIDIA GPUs older than
-compute capability 8.0, which Triton does not support.
+For each chunk of c tokens, products make the logits, one kernel overwrites them with their gradient, and
+two products make the gradients of hidden states and output weight (kernels/cross_entropy/fused.py). Nothing
+is computed twice. It holds 2 c v bytes of logits for vocabulary v, at most 512 MiB. Soft-capped and scaled
+logits, label smoothing and z-loss are supported. With ``compile: model`` everything below the output layer
+is compiled.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
-"""Activations on the host: what the blocks keep for their backward waits in pinned host memory.
+"""Activation offload: the input of each recomputed block waits in pinned host memory.
 
-With full recomputation that is each block's input: one [batch, seq, hidden] tensor a block, which on a deep model is the
-largest part of what recomputation leaves. It is copied out while the next block computes and back while the block
-after it runs backward. The idea: https://pytorch.org/blog/activation-checkpointing-techniques/ and Unsloth's offloaded
-checkpointing.
-
-Helps deep models and long sequences under full recomputation. It costs no time where a block computes longer than its
-input needs over PCIe.
-
-Costs no quality: it changes no result.
-
-Refuses models without repeated blocks, and blocks that hand on more than hidden states that need a gradient.
+It is copied out while the next block computes and back while the block after it runs backward. Source:
+https://pytorch.org/blog/activation-checkpointing-techniques/
 """
 
 from __future__ import annotations

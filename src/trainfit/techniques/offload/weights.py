@@ -1,17 +1,8 @@
-"""Weights on the host: the decoder blocks' weights wait in pinned host memory, two or three blocks are on the GPU.
+"""Weight offload: the decoder blocks' weights wait in pinned host memory; two or three blocks are on the GPU.
 
-The next block's weights come while one computes (ZeRO-Infinity, arXiv:2104.07857, does the same). Blocks are recomputed in
-backward, so each is fetched twice a step; a trained one also goes back once, after its optimizer ran, and its moments
-wait on the host with it. Embeddings, the last norm and the head stay on the GPU, and so does what is small of the
-optimizer's state.
-
-Helps models larger than the card, and where the least memory at a usable speed is wanted. Costs time where a block computes
-for less time than its weights need over PCIe: small batches feel it. The largest model it was measured with has 8.5 billion
-parameters; what is larger than the card is only predicted.
-
-Costs no quality: it changes no result.
-
-Refuses models without repeated blocks, and blocks that hand on more than hidden states that need a gradient.
+The next block's weights are copied while one computes (as in ZeRO-Infinity, arXiv:2104.07857). Blocks are
+recomputed, so each is fetched twice a step. A trained block is also copied back once, after its optimizer
+ran, with its moments. Embeddings, the last norm, the head and small optimizer states stay on the GPU.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""AdamW: ``torch.optim.AdamW`` in its three implementations, two moments of each weight's own dtype.
+"""AdamW: ``torch.optim.AdamW`` (Loshchilov and Hutter, arXiv:1711.05101), two moments of each weight's dtype.
 
-With stochastic rounding it is ours (optim/adamw.py): weights and moments in bf16, all rounded at random. A second moment
-that moves by a thousandth each step stands still in bf16 where it is rounded to nearest. Left out, ``implementation`` is
-``fused``: one kernel for many weights, nothing allocated; ``foreach`` holds intermediates of all weights' size while it
-runs, ``forloop`` of one weight's. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
-
-Helps as the optimizer that most recipes were tuned with; others are measured against it.
-
-Costs nothing against itself; its price is memory: two moments, 8 bytes a weight of fp32 weights, 4 of bf16 ones.
-
-Refuses nothing.
+``fused`` is one kernel for many weights and allocates nothing; ``foreach`` holds intermediates of all
+weights' size while it runs, ``forloop`` of one weight's. With stochastic rounding it is trainfit's
+(optim/adamw.py): weights and moments in bf16.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
-"""Gradient clipping: where the norm of all gradients together is over ``clip_norm``, all are scaled down to it.
+"""Gradient clipping: scale all gradients down where their joint norm exceeds ``clip_norm``.
 
-Pascanu et al., https://arxiv.org/abs/1211.5063, as ``torch.nn.utils.clip_grad_norm_`` does it, with two differences: the
-norm is taken in fp32 whatever the gradients' dtype (torch's is in theirs, so bf16 keeps 8 bits of it), and one decoder
-block after the other, so the scratch of a norm is as large as a block's.
-
-Helps runs that would leave their path at a rare large gradient. Every gradient is read once for the norm and once for
-the scaling.
-
-Costs no quality by itself: steps whose norm is below the limit are as without it.
-
-Refuses nothing.
+As ``torch.nn.utils.clip_grad_norm_`` (Pascanu et al., arXiv:1211.5063), but the norm is computed in fp32
+for every dtype, and one decoder block after the other, so its scratch memory is that of one block.
 """
 
 from __future__ import annotations

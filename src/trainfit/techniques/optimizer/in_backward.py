@@ -1,16 +1,8 @@
-"""Optimizer in backward: weights are updated as soon as their gradients are there, and the gradients are freed.
+"""Optimizer in backward: update weights as soon as their gradients are complete, and free the gradients.
 
-``true``: one optimizer a weight, so backward never holds more than a few gradients at once. ``block``: one a decoder
-block, run when the block's last gradient is there: a block's gradients are held together, and one launch updates them
-all. What is outside the blocks (embedding, head, last norm) is updated weight by weight in both.
-Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
-
-Helps where the peak stands at the end of the backward, all gradients alive: with recomputed activations and a chunked loss.
-Where it stands at the backward's begin, or under ``compile: model``, it saves nothing.
-
-Costs no quality: the update is the ordinary one.
-
-Refuses, with ``block`` and weights on the host, blocks of which some weight gets no gradient.
+``true``: one optimizer per weight. ``block``: one per decoder block, run when the block's last gradient is
+complete; weights outside the blocks are updated one by one. Source:
+https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
 
 from __future__ import annotations

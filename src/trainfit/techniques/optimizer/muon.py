@@ -1,18 +1,9 @@
-"""Muon: the update of each hidden matrix is its momentum made orthogonal (Jordan, https://kellerjordan.github.io/posts/muon/).
+"""Muon: the update of each hidden matrix is its orthogonalised momentum (https://kellerjordan.github.io/posts/muon/).
 
-``torch.optim.Muon`` for the two-dimensional weights of the decoder blocks, AdamW (the recipe's ``implementation``) for
-everything else: embeddings, head, norms, biases, stacks of experts. Its updates are scaled to the size of AdamW's (Liu
-et al., arXiv:2502.16982; ``adjust_lr_fn: match_rms_adamw``), so one learning rate and one weight decay serve both. One bf16 or
-fp32 moment a hidden weight instead of two; five Newton-Schulz steps in bf16 for each matrix, which are hardware FLOPs and
-no model FLOPs.
-
-Helps pretraining: fewer steps to the same loss are reported (Liu et al.), and one moment of hidden weights is saved. The
-more tokens a step has, the less its products weigh.
-
-Costs no quality that is known in pretraining; where a run goes on from weights that AdamW trained, Liu et al. found no gain
-over AdamW.
-
-Refuses models in which no block's matrix trains.
+``torch.optim.Muon`` for the two-dimensional weights of the decoder blocks, AdamW for everything else:
+embeddings, head, norms, biases, stacked experts. Updates are scaled to the size of AdamW's (Liu et al.,
+arXiv:2502.16982; ``match_rms_adamw``), so one learning rate and weight decay serve both. The five
+Newton-Schulz steps count as hardware FLOPs, not as model FLOPs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""SGD: ``torch.optim.SGD``, with momentum where the recipe gives one (one buffer of each weight's own dtype).
+"""SGD: ``torch.optim.SGD``, with one momentum buffer of each weight's dtype where the recipe sets momentum.
 
-With stochastic rounding it is ours (optim/sgd.py): bf16 weights and momentum, rounded at random. Left out,
-``implementation`` is ``fused``. On a CPU 16-bit weights are then updated by ``forloop``: torch's fused CPU kernel leaves
-them as they are (https://github.com/pytorch/pytorch/issues/191763).
-
-Helps where no optimizer state fits at all, and as the floor that other optimizers' memory is compared with.
-
-Costs much quality on transformers, whose layers' gradients differ in size by orders of magnitude: one learning rate fits
-few of them. The learning rate has to be found anew.
-
-Refuses nothing.
+With stochastic rounding it is trainfit's (optim/sgd.py). On a CPU, ``fused`` updates 16-bit weights by
+``forloop``, because torch's fused CPU kernel leaves them unchanged
+(https://github.com/pytorch/pytorch/issues/191763).
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
-"""fp8: weights stay bf16, the decoder blocks' linear layers multiply in 8 bits, forward and backward, through torchao.
+"""fp8: weights stay bf16; the decoder blocks' linear layers multiply in 8 bits through torchao, forward and backward.
 
-Each product's two operands are rounded to fp8 when they are needed, by one scale a tensor from its own largest
-magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., https://arxiv.org/abs/2209.05433). That is
-torchao's ``tensorwise`` recipe, the fastest on Hopper. Needs the extra ``torchao``.
+Each operand is rounded by one scale a tensor, from its largest magnitude: input and weight to e4m3,
+gradient to e5m2 (Micikevicius et al., arXiv:2209.05433; torchao's ``tensorwise`` recipe). Needs the extra
+``torchao``.
 
-- Saved for backward are the bf16 input and weight, so without compiling activations take what they take in bf16;
-  compiled, the partitioner chooses what is kept.
-- Without compiling each rounding holds fp32 temporaries, 9 bytes an element of the tensor at its highest.
-- Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
-  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head, experts and linear layers with a
-  forward of their own (routers, Falcon's on ``hf``) stay bf16 too.
-- MFU and HFU are of the GPU's fp8 peak where most FLOPs are in fp8: a small model with a large head has most in bf16.
-- On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
-
-Helps large models that are compiled: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 % by its more exact
-``rowwise`` recipe (torchao/float8/README.md). Without compiling each rounding is a row of kernels with fp32 temporaries, and
-the step is slower than in bf16; with ``compile: block`` they are fused, which is where fp8 pays.
-
-Costs the rounding of both operands of every product to three bits (e4m3) or two (e5m2); weights and sums keep theirs.
-
-Refuses models none of whose blocks' layers would be converted.
+- Saved for backward are the bf16 input and weight; compiled, the partitioner chooses.
+- Without compiling, each rounding holds fp32 temporaries of 9 bytes an element.
+- Layers stay bf16 whose sizes are no multiples of 16, and those with up to 4096 inputs and up to 1024
+  outputs, which gain nothing by torchao's measurements on an H100. So do embeddings, head, experts and
+  linear layers with a forward of their own.
+- MFU and HFU refer to the fp8 peak where most FLOPs are in fp8.
+- On a CPU products are emulated: operands rounded to fp8, multiplied in fp32.
 """
 
 from __future__ import annotations

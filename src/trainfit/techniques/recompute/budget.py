@@ -1,16 +1,9 @@
-"""Recomputation by torch.compile's own choice, within a share of what it would keep: the activation memory budget.
+"""Compiler budget: torch.compile chooses what to recompute within a share of the activations it would keep.
 
-1 keeps what compiled code keeps anyway, 0 only the compiled region's inputs; between them the partitioner solves a knapsack:
-which results to compute again so that the bytes handed from forward to backward stay within the share, for the fewest
-FLOPs (``torch._functorch.config.activation_memory_budget``, pytorch/pytorch#126320). The same partitioner runs when a step
-is predicted. Its objective is not the peak: what the backward holds while it computes results again is not in it, so less
-budget can mean more memory, and published budgets are not monotonic.
-
-Helps compiled models that do not fit by little.
-
-Costs no quality but the rounding of another fusion.
-
-Refuses nothing.
+1 keeps what compiled code keeps anyway, 0 only the inputs of the compiled region; between them the
+partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
+pytorch/pytorch#126320). A prediction runs the same partitioner. Its objective is not the peak, so less
+budget can mean more memory.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
-"""Recomputation and offload decided for every decoder block by itself: ``recompute: {layers: [...]}``.
+"""Plan by block: each decoder block recomputes nothing, its elementwise operations or everything.
 
-What the planner makes of a budget (``recompute: {budget_gib: x}``), and what can be written by hand: each block recomputes
-nothing, its elementwise work or everything, and a share of what it keeps can wait in pinned host memory. How a budget
-becomes a plan: docs/results/recompute-budget.md.
-
-Helps where the card is known: a plan spends exactly the memory that is there, and recomputes no more than it must.
-
-Costs no quality: gradients are equal bit for bit.
-
-Refuses a plan that does not name every block, and models whose blocks write in place into what their backward computes again.
+A share of what a block keeps can wait in pinned host memory. The planner makes such plans of a budget
+(``recompute: {budget_gib: x}``, docs/results/recompute-budget.md); they can also be written by hand.
 """
 
 from __future__ import annotations
