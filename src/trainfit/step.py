@@ -192,7 +192,7 @@ class Step:
     def settle(self) -> None:
         """Wait until what is copied to the host in the background is there."""
         if self.hosted is not None:
-            self.hosted.copy_streams.settle()
+            self.hosted.copy_streams.synchronize()
 
     def parameters_on_host(self) -> set[int]:
         """``id`` of each parameter whose value is on the host, the device's a passing copy."""

@@ -163,7 +163,7 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     step(batches, on_phase=lambda phase: virtual.begin(name, phase))
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
-    for memory in step.hosted.moments.slots() if step.hosted is not None else ():
+    for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
         virtual.tracer.live.own(memory, "optimizer", NOWHERE)
 
 

@@ -48,7 +48,7 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def _num_device_blocks(recipe: Recipe) -> int:
+def _num_buffers(recipe: Recipe) -> int:
     """Blocks on the device: one computes, one comes; of trained weights, one goes back."""
     return 2 if recipe.adapter is not None else 3
 
@@ -82,7 +82,7 @@ def _build(
         device=device,
         attention=recipe.attention,
         quantize=recipe.quantize,
-        num_slots=_num_device_blocks(recipe),
+        num_buffers=_num_buffers(recipe),
         on_model=on_model,
     )
 
@@ -115,7 +115,7 @@ TECHNIQUE = Technique(
     needs={"recompute": "full", "optimizer": {"in_backward": True}},
     draw=Draw(alone=_draw),
     build=_build,
-    min_repeated=_num_device_blocks,
+    min_repeated=_num_buffers,
     # Which weights are still on the device depends on timing between compiled layers.
     trace_whole=lambda recipe: bool(recipe.compile),
 )
