@@ -1,6 +1,7 @@
 """Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for ``trainfit sweep``.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for
+``benchmarks.accuracy.suite`` and ``trainfit.measurement.suite``.
 """
 
 import argparse
@@ -60,7 +61,7 @@ COMBINED: tuple[Data, ...] = (
     {**FULL, "quantize": "nf4", "adapter": {"kind": "prompt"}},
     {"compile": "model", "quantize": "nf4", "adapter": {"kind": "prefix"}},
 )  # fmt: skip
-"""Partners, laid on the reference: fast ones, small ones, and each technique in one at least."""
+"""Combinations, merged into the reference: fast ones, small ones, and each technique at least once."""
 
 
 def alone(technique: str) -> list[Recipe]:
@@ -70,7 +71,7 @@ def alone(technique: str) -> list[Recipe]:
 
 
 def suite() -> list[Recipe]:
-    """Every recipe that the pages show of the reference, each once: controls first, then combinations."""
+    """Return every recipe of the page, each once: controls first, then combinations."""
     recipes = [recipe_from(REFERENCE)]
     for technique in sorted(registry.techniques()):
         for recipe in alone(technique):
@@ -109,42 +110,44 @@ def _reference_data() -> Data:
     return recipe_from({"model": REFERENCE["model"]}).model_dump(mode="json")
 
 
-def told(recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, Any]:
-    """Dotted field -> value, of what is not at its default.
+def differences(recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return dotted field -> value of what is not at its default, or of ``fields`` alone.
 
-    Model, batch, hardware, seed, learning rate and decay are not told; ``fields``: these alone.
+    Model, hardware, seed, the size of the batch, learning rate and weight decay are left out.
     """
-    data = recipe.model_dump(mode="json", exclude_defaults=True, exclude=NOT_TOLD)
+    data = recipe.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT)
     plain = Optimizer(name=recipe.optimizer.name)  # Its implementation and momentum follow from its name.
     data["optimizer"] = {
         name: value
-        for name, value in recipe.optimizer.model_dump(mode="json", exclude=NOT_TOLD_OF_OPTIMIZER).items()
+        for name, value in recipe.optimizer.model_dump(mode="json", exclude=LEFT_OUT_OF_OPTIMIZER).items()
         if value != getattr(plain if name != "name" else Optimizer(), name)
     }
     if recipe.batch.accumulate > 1:
         data["batch"] = {"micro": recipe.batch.micro, "accumulate": recipe.batch.accumulate}
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in data.items():
         if key in WITH_FIELDS_OF_THEIR_OWN:
-            said |= {f"{key}.{name}": inner for name, inner in value.items()}
+            found |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
-            said[key] = value
-    return {name: value for name, value in said.items() if fields is None or name.startswith(tuple(fields))}
+            found[key] = value
+    return {name: value for name, value in found.items() if fields is None or name.startswith(tuple(fields))}
 
 
-NOT_TOLD = {"model", "hardware", "seed", "batch", "optimizer"}
-NOT_TOLD_OF_OPTIMIZER = {"lr", "weight_decay"}
+LEFT_OUT = {"model", "hardware", "seed", "batch", "optimizer"}
+LEFT_OUT_OF_OPTIMIZER = {"lr", "weight_decay"}
 WITH_FIELDS_OF_THEIR_OWN = ("batch", "optimizer", "offload", "loader", "parallel")
 
 
-def written(said: dict[str, Any]) -> str:
-    """What ``told`` tells as one writes it in a recipe: ``loss: chunked, optimizer.name: muon``."""
-    return ", ".join(f"{name}: {_flow(value)}" for name, value in said.items())
+def as_yaml(fields: dict[str, Any]) -> str:
+    """Return fields as a recipe writes them: ``loss: chunked, optimizer.name: muon``."""
+    return ", ".join(f"{name}: {_flow(value)}" for name, value in fields.items())
 
 
 def in_a_recipe(technique: str) -> str:
-    """Every way to ask for it, as Markdown."""
-    ways = [written(told(recipe, registry.techniques()[technique].fields)) for recipe in alone(technique)]
+    """Return the examples of a technique as Markdown, with a value of each field that it covers."""
+    ways = [
+        as_yaml(differences(recipe, registry.techniques()[technique].fields)) for recipe in alone(technique)
+    ]
     for field, values in registry.techniques()[technique].covers.items():
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
@@ -155,7 +158,7 @@ WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}
 
 
 def _flow(value: Any) -> str:
-    """YAML's flow style, as short as it gets."""
+    """Return a value in YAML's flow style."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -166,7 +169,8 @@ def _flow(value: Any) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the suite; exit code 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.technique_suite", description="Write the recipes of the techniques' pages."
+        prog="python -m benchmarks.technique_suite",
+        description="Write the recipes of docs/results/techniques.md."
     )  # fmt: skip
     parser.add_argument("into", type=Path, help="JSON Lines to write, one recipe each")
     into: Path = parser.parse_args(arguments).into

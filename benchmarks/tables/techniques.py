@@ -16,10 +16,10 @@ from benchmarks.technique_suite import (
     REFERENCE,
     Data,
     alone,
+    as_yaml,
     control,
+    differences,
     in_a_recipe,
-    told,
-    written,
 )
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_grid
@@ -95,7 +95,7 @@ def reference() -> Measurement:
 
 @cache
 def effects() -> tuple[Effect, ...]:
-    """Return each technique's measured effect, by each way to ask for it."""
+    """Return each technique's measured effect, by variant."""
     found = []
     for technique in TITLES:
         for recipe in alone(technique):
@@ -133,8 +133,8 @@ def measured() -> str:
     """Memory, step time and perplexity with each technique, against the same recipe without it."""
     rows = [["(reference)", "", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
     for one in effects():
-        own = written(told(one.recipe, ALL[one.technique].fields))
-        needed = written(ALL[one.technique].needs)
+        own = as_yaml(differences(one.recipe, ALL[one.technique].fields))
+        needed = as_yaml(ALL[one.technique].needs)
         cells = _cells(one.with_it, one, one.perplexity)
         rows.append([TITLES[one.technique], f"`{own}`", f"`{needed}`" if needed else "", *cells])
     heads = [
@@ -206,7 +206,9 @@ def together() -> str:
     """Combinations of techniques, measured."""
     rows = []
     for recipe in (recipe_from(merge(REFERENCE, fields)) for fields in COMBINED):
-        rows.append([f"`{written(told(recipe))}`", *_cells(_measurements()[recipe.id], None, None)[:3]])
+        rows.append(
+            [f"`{as_yaml(differences(recipe))}`", *_cells(_measurements()[recipe.id], None, None)[:3]]
+        )
     rows.sort(key=lambda row: float(row[1]))
     return markdown_grid(["techniques", "allocated, GiB", "device, GiB", "step, ms"], rows)
 
@@ -229,12 +231,12 @@ def _label(one: Effect) -> str:
     """Return the technique's heading, and the value of its recipe where it has several."""
     if len(ALL[one.technique].examples) == 1:
         return TITLES[one.technique]
-    own = told(one.recipe, ALL[one.technique].fields)
+    own = differences(one.recipe, ALL[one.technique].fields)
     return ", ".join(map(str, own.values()))
 
 
 def combinations() -> str:
-    """How each technique is asked for, and with which others a recipe is refused."""
+    """How a recipe turns on each technique, and with which others it is refused."""
     never, partly = refusals()
     rows = [
         [f"[{title}](#{_anchor(title)})", in_a_recipe(name), _names(never[name]), _names(partly[name])]
