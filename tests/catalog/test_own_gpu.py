@@ -33,7 +33,11 @@ def trainfit(folder: Path, row: str, *words: str) -> tuple[int, str]:
 
 def test_it_is_listed_and_predicted(tmp_path: Path, row: str) -> None:
     assert "h300" in trainfit(tmp_path, row, "gpus")[1]
-    recipe = {"model": {"config": TINY_LLAMA}, "batch": {"micro": 2, "seq": 16}, "hardware": {"gpu": "NVIDIA H300"}}
+    recipe = {
+        "model": {"config": TINY_LLAMA},
+        "batch": {"micro": 2, "seq": 16},
+        "hardware": {"gpu": "NVIDIA H300"},
+    }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     code, out = trainfit(tmp_path, row, "predict", "recipe.yaml", "--json")
     assert code == 0, out

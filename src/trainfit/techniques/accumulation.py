@@ -12,7 +12,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """The step's loop takes this many micro-batches and divides each loss by it."""
+    """Set the number of micro-batches, by which the step divides each loss."""
     draft.num_micro_batches = recipe.batch.accumulate
 
 

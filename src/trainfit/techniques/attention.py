@@ -32,7 +32,7 @@ CUDA_ONLY = ("cudnn", "efficient")
 
 
 def check(recipe: Recipe) -> None:
-    """Flash and cuDNN attention compute in 16 bits, ours needs a GPU that Triton supports; ``best`` is chosen before a step is built."""
+    """Refuse precisions and GPUs that a kernel does not support; ``best`` must be resolved before."""
     if recipe.attention == "best":
         raise InputError(
             "a step is built from a kernel that has been chosen",
@@ -52,7 +52,7 @@ def check(recipe: Recipe) -> None:
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
-    """Refuse kernels that a real device lacks. The virtual GPU does not ask: it stands for CUDA."""
+    """Refuse kernels that a real device lacks."""
     if device_type == "cpu" and recipe.attention in CUDA_ONLY:
         raise InputError(
             "this kernel runs on CUDA only",
@@ -67,9 +67,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """The backend's context around forward, and around backward, where recomputation runs forward again.
+    """Enter the backend's context around forward, and around backward for recomputation.
 
-    Of ``triton`` the model knows itself; only masks that transformers makes when it is compiled whole are kept away.
+    The model itself selects ``triton``; here only transformers' masks of packed sequences are disabled for
+    a compiled model.
     """
     if recipe.attention == "triton":
         if recipe.compile == "model" and recipe.model.implementation == "hf":

@@ -18,7 +18,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse a GPU too old for Triton; whether a model has this form shows once it is built."""
+    """Refuse a GPU that is too old for Triton."""
     refuse_old_gpu(recipe, "block_kernels", "triton", "block_kernels: standard")
 
 
@@ -30,7 +30,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Give the model's norms, feed-forward parts and attentions forwards with our kernels.
+    """Replace the forwards of norms, feed-forward parts and attentions.
 
     Raises:
         InputError: a model of another form.
@@ -41,7 +41,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
-    """Of models of Llama's form: others are refused, but only once they are built."""
+    """Draw models of Llama's form; others are refused, but only once they are built."""
     drawn: Data = {"block_kernels": "triton"}
     if recipe["model"]["implementation"] == "hf":
         family = chance.choice(("llama", "mistral", "qwen2", "qwen3"))

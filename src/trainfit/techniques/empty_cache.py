@@ -15,7 +15,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Count steps; after every n-th one empty the cache of a CUDA device."""
+    """Empty the cache of a CUDA device after every n-th step."""
     assert recipe.empty_cache_every is not None
     if draft.device.type == "cuda":
         import torch
@@ -24,7 +24,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def every(count: int, call: Callable[[], None]) -> Callable[[], None]:
-    """A function that does ``call`` each ``count``-th time it is called."""
+    """Return a function that runs ``call`` every ``count``-th time it is called."""
     calls = 0
 
     def counted() -> None:

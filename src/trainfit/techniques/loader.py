@@ -15,14 +15,14 @@ from trainfit.techniques.base import Data, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
-    """Only workers prepare anything ahead."""
-    asked = recipe.loader
-    if asked.workers == 0 and asked.prefetch != Loader().prefetch:
+    """Refuse ``prefetch`` without workers."""
+    options = recipe.loader
+    if options.workers == 0 and options.prefetch != Loader().prefetch:
         raise InputError(
             "no worker is there to prepare batches ahead",
             "set loader.workers to 1 or more, or leave loader.prefetch out",
             field="loader.prefetch",
-            value=asked.prefetch,
+            value=options.prefetch,
         )
 
 

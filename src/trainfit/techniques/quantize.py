@@ -17,7 +17,7 @@ from trainfit.techniques.base import Data, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
-    """The spec asks for an adapter; what else computes with the weights' own values cannot."""
+    """Refuse what computes with the weights' own values."""
     if recipe.precision == "fp8":
         raise InputError(
             "fp8 products quantise whole weights at each step, and these are stored quantised",

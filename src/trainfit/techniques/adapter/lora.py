@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """LoRA needs PEFT."""
+    """Refuse missing PEFT."""
     needs_peft(recipe)
 
 
@@ -48,7 +48,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     model: Any = draft.model
     is_hf = recipe.model.implementation == "hf"
     if not is_hf:
-        # PEFT takes a model that does not say so for a checkpointed one, and makes its embedding require a gradient.
+        # Without this attribute PEFT assumes checkpointing and makes the embedding require a gradient.
         model.is_gradient_checkpointing = False
     config = peft.LoraConfig(
         r=adapter.rank,
@@ -71,7 +71,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]:
-    """PEFT's target_modules: its own rule on transformers models; on native ones the blocks' linear layers."""
+    """Return PEFT's target_modules; for ``all-linear`` on native models the blocks' linear layers."""
     if not isinstance(adapter.targets, str):
         return list(adapter.targets)
     if adapter.targets != "all-linear":

@@ -22,7 +22,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse kernels that have no mask and, on ``hf``, what a cache of past tokens cannot go with."""
+    """Refuse kernels without masks and, on ``hf``, what a cache of past tokens excludes."""
     has_no_matrices(recipe)
     if recipe.attention in ("flash", "triton"):
         raise InputError(
@@ -80,7 +80,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _refuse_other_caches(model: Any) -> None:
-    """Refuse models whose layers keep no keys, or other ones than PEFT makes: one a head, or the config's key heads."""
+    """Refuse models whose layers have no key-value cache, or another kind than PEFT fills."""
     config = model.config.get_text_config()
     shared = getattr(config, "multi_query", False) or getattr(config, "kv_lora_rank", None) is not None
     if shared or "past_key_values" not in inspect.signature(model.forward).parameters:

@@ -13,7 +13,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Hand every decoder block to the compiler.
+    """Compile every decoder block.
 
     Raises:
         InputError: the model has no list of repeated blocks.

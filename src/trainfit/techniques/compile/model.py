@@ -12,7 +12,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Hand the model to the compiler, or what a loss of its own calls of it."""
+    """Compile the model, or the part of it that the loss calls."""
     draft.compiler(draft.model if draft.body is None else draft.body)
 
 

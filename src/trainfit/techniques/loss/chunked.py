@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """No adapter may stand around the model's own loss, and Triton must support the GPU."""
+    """Refuse adapters that change the model's own forward, and GPUs too old for Triton."""
     refuse_own_forward(recipe)
     refuse_old_gpu(recipe, "loss", "chunked", "loss: standard")
 
@@ -36,10 +36,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss.
+    """Replace the model's own loss.
 
     Raises:
-        InputError: the way from hidden states to logits is not known for this model.
+        InputError: a model whose output layer is not known.
     """
     from trainfit.kernels.cross_entropy.chunked import linear_cross_entropy
     from trainfit.models.language_head import language_head

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """No adapter may stand around the model's own loss, and Triton must support the GPU."""
+    """Refuse adapters that change the model's own forward, and GPUs too old for Triton."""
     refuse_own_forward(recipe)
     refuse_old_gpu(recipe, "loss", "fused", "loss: standard")
 
@@ -40,10 +40,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss, with the recipe's terms; evaluation without them.
+    """Replace the model's own loss, with the recipe's terms; evaluation is without them.
 
     Raises:
-        InputError: the way from hidden states to logits is not known for this model, or its head has a bias.
+        InputError: a model whose output layer is not known, or whose head has a bias.
     """
     from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy, refuse_bias
     from trainfit.kernels.cross_entropy.terms import Terms
@@ -58,13 +58,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     parts = language_head(draft.model, recipe.loss)
     refuse_bias(parts.layer.bias)
     draft.body = parts.body
-    asked = recipe.loss_terms
-    draft.loss = with_terms(Terms(asked.label_smoothing, asked.z_loss))
+    options = recipe.loss_terms
+    draft.loss = with_terms(Terms(options.label_smoothing, options.z_loss))
     draft.cross_entropy = with_terms(Terms())
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
-    """Gemma 2 more often than its share: its logits are soft-capped."""
+    """Draw Gemma 2 more often than its share: its logits are soft-capped."""
     drawn: Data = {"loss": "fused"}
     if recipe["model"]["implementation"] == "hf" and chance.random() < 0.3:
         drawn["model"] = {"config": chance.choice(FAMILIES["gemma2"])}

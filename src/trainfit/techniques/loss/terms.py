@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """The chunked loss has no terms; adapters with tokens of their own stand around the model's loss."""
-    told = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
+    """Refuse the chunked loss and adapters that change the model's own forward."""
+    context = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
     if recipe.loss == "chunked":
-        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **told)
+        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **context)
     if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
         raise InputError(
             f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
             "leave loss_terms out, or use adapter.kind: lora",
-            **told,
+            **context,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss; ``loss: fused`` has its own.
+    """Replace the model's own loss, except with ``loss: fused``, which adds the terms itself.
 
     Raises:
-        InputError: the model's own loss has more in it than the next token's.
+        InputError: the model's own loss contains more than the next-token loss.
     """
     if recipe.loss != "standard":
         return

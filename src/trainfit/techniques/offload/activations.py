@@ -13,7 +13,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Blocks are followed one by one, each keeping its input."""
+    """Refuse blocks that keep more than their input, and a model compiled whole."""
     if recipe.recompute != "full":
         raise InputError(
             "only the inputs of recomputed blocks are moved",
@@ -31,7 +31,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Every block's input goes to the host and comes back one block ahead.
+    """Copy every block's input to the host, and back one block ahead.
 
     Raises:
         InputError: the model has no list of repeated blocks.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """A block's weights are gone when its backward is over: it must be recomputed, and updated by then."""
+    """Refuse recipes in which a block's weights are needed after its backward."""
     if recipe.recompute != "full":
         raise InputError(
             "the backward would need every block's weights to stay",
@@ -49,12 +49,12 @@ def check(recipe: Recipe) -> None:
 
 
 def _num_buffers(recipe: Recipe) -> int:
-    """Blocks on the device: one computes, one comes; of trained weights, one goes back."""
+    """Return the blocks on the device: one computes, one arrives; of trained weights, one is copied back."""
     return 2 if recipe.adapter is not None else 3
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Each block fetches its weights; with ``offload.activations`` its input waits on the host as well."""
+    """Let each block fetch its weights; ``offload.activations`` also copies its input to the host."""
     from trainfit.checkpointing.whole_block import BlockRuns
     from trainfit.offload.optimizer_state import HostMoments
 

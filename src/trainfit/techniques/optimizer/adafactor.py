@@ -26,50 +26,53 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """The one with momentum is a plain loop."""
-    asked = recipe.optimizer
-    if asked.momentum and asked.implementation != "forloop":
+    """Refuse momentum with an implementation other than ``forloop``."""
+    options = recipe.optimizer
+    if options.momentum and options.implementation != "forloop":
         raise InputError(
             "Adafactor with momentum runs as a plain loop",
             "use forloop or leave it out, or set optimizer.momentum: 0",
             field="optimizer.implementation",
-            value=asked.implementation,
+            value=options.implementation,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """torch's Adafactor; fused: ours; with momentum: transformers'."""
-    asked = recipe.optimizer
-    if asked.implementation == "fused":
+    """Set torch's Adafactor, trainfit's (fused) or transformers' (with momentum)."""
+    options = recipe.optimizer
+    if options.implementation == "fused":
         draft.make_optimizer = _fused(recipe)
         return
-    if asked.momentum:
+    if options.momentum:
         from transformers.optimization import Adafactor
 
         draft.make_optimizer = lambda parameters: Adafactor(
             parameters,
-            lr=asked.lr,
-            weight_decay=asked.weight_decay,
-            beta1=asked.momentum,
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            beta1=options.momentum,
             relative_step=False,
         )
         return
     import torch
 
     draft.make_optimizer = lambda parameters: torch.optim.Adafactor(
-        parameters, lr=asked.lr, weight_decay=asked.weight_decay, foreach=asked.implementation == "foreach"
+        parameters,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        foreach=options.implementation == "foreach",
     )
 
 
 def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     from trainfit.optim.adafactor import FusedAdafactor
 
-    asked, numbers = recipe.optimizer, seeds(recipe)
+    options, numbers = recipe.optimizer, seeds(recipe)
     return lambda parameters: FusedAdafactor(
         parameters,
-        lr=asked.lr,
-        weight_decay=asked.weight_decay,
-        stochastic=asked.stochastic_rounding,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        stochastic=options.stochastic_rounding,
         seed=next(numbers),
     )
 

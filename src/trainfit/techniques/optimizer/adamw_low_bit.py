@@ -19,7 +19,7 @@ BITS = {"adamw8bit": 8, "adamw4bit": 4}
 
 
 def check(recipe: Recipe) -> None:
-    """One kernel a weight, which keeps its own two moments."""
+    """Refuse momentum and other implementations than ``fused``."""
     refuse_momentum(recipe)
     if recipe.optimizer.implementation != "fused":
         raise InputError(
@@ -31,18 +31,18 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """One AdamW; all that are made share the table of levels."""
+    """Set AdamW; all instances share the table of levels."""
     from trainfit.kernels.quantize.codebook import MomentLevels
     from trainfit.optim.adamw import FusedAdamW
 
-    asked = recipe.optimizer
-    levels, numbers = MomentLevels(BITS[asked.name], draft.device), seeds(recipe)
+    options = recipe.optimizer
+    levels, numbers = MomentLevels(BITS[options.name], draft.device), seeds(recipe)
     draft.make_optimizer = lambda parameters: FusedAdamW(
         parameters,
-        asked.lr,
-        asked.weight_decay,
+        options.lr,
+        options.weight_decay,
         levels=levels,
-        stochastic=asked.stochastic_rounding,
+        stochastic=options.stochastic_rounding,
         seed=next(numbers),
     )
 

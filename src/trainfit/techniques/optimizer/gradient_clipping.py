@@ -22,7 +22,7 @@ LEAST_NORM = 1e-6
 
 
 def check(recipe: Recipe) -> None:
-    """The norm is known when every gradient is."""
+    """Refuse an optimizer in the backward: the norm needs every gradient."""
     if recipe.optimizer.in_backward:
         raise InputError(
             "an optimizer in the backward frees each gradient before the norm of all is known",
@@ -33,7 +33,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Before each update: the norm, told as ``readings["gradient_norm"]``, and the scaling."""
+    """Clip before each update, and report the norm as ``readings["gradient_norm"]``."""
     largest = recipe.optimizer.clip_norm
     assert largest is not None
     blocks, others = draft.trainable_by_block()
@@ -46,7 +46,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Tensor:
-    """Scale the gradients of all parts in place; their norm before that, [] fp32. A part's are of one dtype."""
+    """Scale the gradients of all parts in place.
+
+    Returns:
+        Their norm before, [] fp32. The gradients of one part have one dtype.
+    """
     import torch
 
     with torch.no_grad():
@@ -60,13 +64,13 @@ def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Ten
         # In another dtype than the gradients' it would be one kernel a gradient.
         scales = {dtype: scale.to(dtype) for dtype in dict.fromkeys(part[0].dtype for part in gradients)}
         for part in gradients:
-            # Not asked whether it is needed: that would wait for the device.
+            # Unconditional: testing the scale would wait for the device.
             torch._foreach_mul_(part, scales[part[0].dtype])
     return total
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Lists of one dtype each: CUDA's kernels over lists take no mixed ones."""
+    """Split into lists of one dtype each, as CUDA's foreach kernels require."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
     return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
 

@@ -13,7 +13,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Autocast around forward; for amp-fp16 a GradScaler."""
+    """Enter autocast around the forward; for amp-fp16 create a GradScaler."""
     import torch
 
     dtype = torch.float16 if recipe.precision == "amp-fp16" else torch.bfloat16

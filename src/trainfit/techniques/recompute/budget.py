@@ -20,7 +20,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Only the compiler can spend the budget."""
+    """Refuse eager code: only the compiler can spend the budget."""
     assert isinstance(recipe.recompute, Budget)
     if not recipe.compile:
         raise InputError(
@@ -32,7 +32,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Set the budget while the forward runs, and with it compiles: forward and backward are parted then."""
+    """Set the budget while the forward runs, and with it compiles."""
     assert isinstance(recipe.recompute, Budget)
     from torch._functorch import config
 
@@ -43,10 +43,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 @contextmanager
 def grouped_heads_counted() -> Iterator[None]:
-    """Within it torch counts the FLOPs of fused attention over grouped key heads, by which the partitioner weighs it.
+    """Within this context torch counts the FLOPs of fused attention over grouped key heads.
 
-    torch 2.11's count takes equal numbers of heads only: it raised "shapes are incompatible" where flash attention was to
-    be weighed. Here each key head counts once for every query head that reads it, as 2.13's own count has it.
+    The partitioner weighs attention by them. torch 2.11 raised "shapes are incompatible" for unequal
+    numbers of heads. Here each key head counts once for every query head that reads it, as in torch 2.13.
     """
     from torch.utils import flop_counter
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Write on every block what it is to do, before any is cut out of a model that is only traced.
+    """Label every block, before a traced model is shortened.
 
     Raises:
         InputError: the model has no list of repeated blocks.

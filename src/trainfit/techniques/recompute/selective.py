@@ -14,7 +14,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every block, keeping what the listed operations give.
+    """Checkpoint every block, keeping the results of the listed operations.
 
     Raises:
         InputError: an operation that cannot be kept, or a model without repeated blocks.
