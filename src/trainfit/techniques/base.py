@@ -1,4 +1,4 @@
-"""Technique: the declaration of one change to a training step. Imports no torch, so that a recipe can be refused early."""
+"""Technique: the declaration of one change to a training step. Imports no torch, as refusals need none."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Technique:
     check: Callable[[Recipe], None] = lambda recipe: None
     """Raises InputError for what cannot be combined with it."""
     check_device: Callable[[Recipe, str], None] = lambda recipe, device_type: None
-    """Raises InputError where a real device ("cuda", "cpu") lacks something. The virtual GPU does not call it."""
+    """Raises InputError for what a real device ("cuda", "cpu") lacks. Not called for the virtual GPU."""
     describe: Callable[[Recipe], str] = lambda recipe: ""
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()
@@ -64,7 +64,7 @@ class Technique:
     """Fields that the examples, and their control, require."""
     draw: Draw = Draw()
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
-    """Builds the model instead of ``step.assemble``: (recipe, dtype, device, on_model) -> model, hosted blocks."""
+    """Builds the model: (recipe, dtype, device, on_model) -> model, blocks whose weights are on the host."""
     label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None
     """Labels blocks that differ, before a traced model is shortened."""
     min_repeated: Callable[[Recipe], int] = lambda recipe: 1

@@ -1,7 +1,7 @@
 """Discovery of techniques, and the checks of a recipe against them. Imports no torch.
 
-Every module of this package with a ``TECHNIQUE`` is one technique. Packages installed from outside add theirs by an entry
-point of the group ``trainfit.techniques`` that names a ``Technique``.
+Every module of this package with a ``TECHNIQUE`` is one technique. Installed packages add theirs by entry
+points of the group ``trainfit.techniques``, each naming a ``Technique``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""Prefix tuning: every layer's attention also reads trainable keys and values, the same for all sequences.
+"""Prefix tuning: trainable keys and values that every layer's attention reads, equal for all sequences.
 
-Li and Liang, https://arxiv.org/abs/2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT hands them
-over as a cache of past tokens; on ``native`` they are parameters of each block's attention. The sequence's positions begin
-after the prefix. Keys are added to attention and nothing else; but a query sees the whole prefix, so attention takes a mask
-of s x (tokens + s), as a cache makes it, which flash attention has not. Needs the extra ``peft``.
-
-Helps where many small adaptations of one base are kept: ``tokens`` keys and values a layer are all that trains.
-
-Costs more quality than LoRA where the task is far from what the base knows, since no weight changes; and ``tokens``
-positions, where the model has learned ones.
-
-Refuses models whose layers keep no keys and values of the kind that PEFT's prefixes have, and more positions than were learned.
+Source: Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT
+passes them as a cache of past tokens; on ``native`` they are parameters of each block's attention.
+Positions of the sequence begin after the prefix. Attention takes a mask of s x (tokens + s), which flash
+attention does not support. Needs the extra ``peft``.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse kernels that have no mask and, on ``hf``, what a cache of past tokens cannot go with."""
+    """Refuse kernels without masks and, on ``hf``, what a cache of past tokens excludes."""
     has_no_matrices(recipe)
     if recipe.attention in ("flash", "triton"):
         raise InputError(
@@ -87,7 +80,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _refuse_other_caches(model: Any) -> None:
-    """Refuse models whose layers keep no keys, or other ones than PEFT makes: one a head, or the config's key heads."""
+    """Refuse models whose layers have no key-value cache, or another kind than PEFT fills."""
     config = model.config.get_text_config()
     shared = getattr(config, "multi_query", False) or getattr(config, "kv_lora_rank", None) is not None
     if shared or "past_key_values" not in inspect.signature(model.forward).parameters:

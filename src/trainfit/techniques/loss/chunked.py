@@ -1,17 +1,9 @@
-"""Chunked loss: the next-token loss from hidden states, a chunk of tokens at a time, without all logits.
+"""Chunked loss: the next-token loss from hidden states, one chunk of tokens at a time.
 
-In as many FLOPs as ``standard`` (kernels/cross_entropy/chunked.py says how, and how large a chunk is). For a model of vocabulary v
-and hidden size e, n tokens of bf16 hold 10 n v bytes with ``standard`` where the loss begins its backward; here 6 c v for a
-chunk of c tokens, and already the gradients of the output weight (2 e v) and of the hidden states (2 n e). With ``compile:
-model`` everything below the output layer is compiled, the loss runs as it is. ``loss: fused`` is faster and smaller, where it can run.
-
-Helps where the vocabulary is large beside the model, or activations are recomputed: then the logits are the peak.
-
-Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
-
-Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it)
-and experts whose own loss balances them (``output_router_logits``); and NVIDIA GPUs older than
-compute capability 8.0, which Triton does not support.
+Method and chunk size: kernels/cross_entropy/chunked.py. For vocabulary v and hidden size e, n tokens of
+bf16 hold 10 n v bytes with ``standard`` where the loss begins its backward; here 6 c v for a chunk of c
+tokens, 2 e v for the output weight's gradient and 2 n e for that of the hidden states. With ``compile:
+model`` everything below the output layer is compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """No adapter may stand around the model's own loss, and Triton must support the GPU."""
+    """Refuse adapters that change the model's own forward, and GPUs too old for Triton."""
     refuse_own_forward(recipe)
     refuse_old_gpu(recipe, "loss", "chunked", "loss: standard")
 
@@ -44,10 +36,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss.
+    """Replace the model's own loss.
 
     Raises:
-        InputError: the way from hidden states to logits is not known for this model.
+        InputError: a model whose output layer is not known.
     """
     from trainfit.kernels.cross_entropy.chunked import linear_cross_entropy
     from trainfit.models.language_head import language_head

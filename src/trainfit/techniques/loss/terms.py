@@ -1,16 +1,10 @@
-"""Loss terms: label smoothing and z-loss, beside the next-token cross-entropy.
+"""Loss terms: label smoothing and z-loss, in addition to the next-token cross-entropy.
 
-A token's loss is (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2, for its logits x, their log-sum-exp lse and the target t: label
-smoothing s (Szegedy et al., arXiv:1512.00567, section 7) and z-loss z (Chowdhery et al., PaLM, arXiv:2204.02311, section
-5), averaged over the tokens that are not ignored. Logits are as the loss sees them, scaled and soft-capped. With ``loss:
-standard`` PyTorch computes it from all logits in fp32 and holds more copies of them; with ``loss: fused`` our kernel does, at no
-further memory. Both give the same numbers. Training reports this loss; evaluation reports the plain cross-entropy, and perplexity is its exponential.
-
-Helps against overconfident models (label smoothing) and against logits that drift in long runs (z-loss).
-
-Costs the reported training loss its meaning as a cross-entropy: compare runs by their perplexity.
-
-Refuses experts whose own loss balances them (``output_router_logits``).
+A token's loss is (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2, for its logits x, their log-sum-exp
+lse and the target t: label smoothing s (Szegedy et al., arXiv:1512.00567, section 7), z-loss z (Chowdhery
+et al., PaLM, arXiv:2204.02311, section 5), averaged over the tokens that are not ignored. Logits are scaled
+and soft-capped as in the loss. ``loss: standard`` computes it from all logits in fp32, ``loss: fused`` in
+its kernel. Training reports this loss, evaluation the cross-entropy.
 """
 
 from __future__ import annotations
@@ -30,23 +24,23 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> None:
-    """The chunked loss has no terms; adapters with tokens of their own stand around the model's loss."""
-    told = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
+    """Refuse the chunked loss and adapters that change the model's own forward."""
+    context = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
     if recipe.loss == "chunked":
-        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **told)
+        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **context)
     if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
         raise InputError(
             f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
             "leave loss_terms out, or use adapter.kind: lora",
-            **told,
+            **context,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss; ``loss: fused`` has its own.
+    """Replace the model's own loss, except with ``loss: fused``, which adds the terms itself.
 
     Raises:
-        InputError: the model's own loss has more in it than the next token's.
+        InputError: the model's own loss contains more than the next-token loss.
     """
     if recipe.loss != "standard":
         return

@@ -1,17 +1,8 @@
-"""Precision: the weights' own dtype (fp32, bf16; fp8.py adds products), or autocast over fp32 weights (amp-bf16, amp-fp16).
+"""Precision: dtype of the weights (fp32, bf16), or autocast over fp32 weights (amp-bf16, amp-fp16).
 
-amp-fp16 adds a GradScaler: fp16's smallest normal number is 6.1e-5, so the loss is scaled up before backward and
-the gradients down before the update; a step whose gradients overflow is skipped. As in torch's own recipe,
-https://docs.pytorch.org/docs/stable/notes/amp_examples.html: autocast around forward only.
-
-Helps, as bf16, wherever the GPU multiplies faster in 16 bits: half the memory of weights, gradients, moments and most
-activations. amp-bf16 has the speed of 16-bit products without rounding weights; its memory is nearer to fp32's, since
-autocast also keeps 16-bit copies of the weights until the backward has used them.
-
-Costs, as bf16, updates below 2^-9 of a weight, which are lost when rounded to nearest (see stochastic rounding). amp-* keeps
-the weights in fp32; amp-fp16 has less range than bf16 and three bits more.
-
-Refuses nothing.
+Autocast is active around the forward only, as in
+https://docs.pytorch.org/docs/stable/notes/amp_examples.html. amp-fp16 adds a GradScaler; a step whose
+gradients overflow is skipped. Autocast keeps 16-bit copies of the weights until backward has used them.
 """
 
 from __future__ import annotations
@@ -22,7 +13,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Autocast around forward; for amp-fp16 a GradScaler."""
+    """Enter autocast around the forward; for amp-fp16 create a GradScaler."""
     import torch
 
     dtype = torch.float16 if recipe.precision == "amp-fp16" else torch.bfloat16

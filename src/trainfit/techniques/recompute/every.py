@@ -1,15 +1,7 @@
-"""Recomputation of every k-th decoder block: blocks 0, k, 2k, ... keep only their input and run forward again in backward.
+"""Recomputation of every k-th decoder block: blocks 0, k, 2k, ... keep only their input.
 
-The blocks between keep everything, as without recomputation, so memory and time lie between ``none`` and ``full``. The
-last block is a recomputed one only where the number of blocks is one more than a multiple of k: its backward comes next,
-and recomputing it would bring back at once what it had freed.
-
-Helps where ``full`` frees more than is needed; a plan by block (``{budget_gib: x}``) usually does better, because it can keep
-a part of each.
-
-Costs no quality: gradients are equal bit for bit.
-
-Refuses models without repeated blocks.
+The other blocks keep everything. Recomputing the last block would free nothing at the peak; that is the
+case where the number of blocks is one more than a multiple of k.
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Write on every block what it is to do, before any is cut out of a model that is only traced.
+    """Label every block, before a traced model is shortened.
 
     Raises:
         InputError: the model has no list of repeated blocks.

@@ -1,17 +1,9 @@
-"""Full recomputation: keep only each block's input, run the block's forward again in backward.
+"""Full recomputation: keep each block's input and run its forward again in backward.
 
-Chen et al., https://arxiv.org/abs/1604.06174. Always non-reentrant. Random generators are saved and restored, so
-dropout repeats itself. On ``hf`` it is the model's own checkpointing, whatever that does in the installed version
-(5.17 wraps the block's call, 5.23 its forward, so under ``compile: block`` the checkpoint is inside the graph there; both
-make the embedding's output require a gradient, which costs LoRA a backward through all of the first block); on ``native``
-each block's forward is wrapped here.
-
-Helps whenever activations are what does not fit, at the price of about one more forward: most with long sequences and large
-batches. With it gradients and logits become the peak: the optimizer in the backward and a chunked loss go on from there.
-
-Costs no quality: gradients are equal bit for bit.
-
-Refuses ``hf`` models whose code has no checkpointing.
+Source: Chen et al., arXiv:1604.06174. Always non-reentrant, with random generators restored. On ``hf`` it
+is the model's own checkpointing: transformers 5.17 wraps the block's call, 5.23 its forward (so under
+``compile: block`` the checkpoint is inside the graph). Both make the embedding's output require a gradient,
+which costs LoRA a backward through the first block. On ``native`` each block's forward is wrapped here.
 """
 
 from __future__ import annotations

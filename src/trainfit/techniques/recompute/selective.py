@@ -1,16 +1,8 @@
-"""Recomputation by operation: a block's matrix products and attention are kept, everything else is computed again.
+"""Selective recomputation: keep a block's matrix products and attention, recompute everything else.
 
-What is cheap to compute and large to keep (norms, activation functions, rotations, casts, dropout) runs again in backward,
-with autograd's own bookkeeping; what a block's list keeps is not computed twice. ``mm`` is every matrix product over an
-inner dimension of 512 or more that somebody asks for, ``attention`` every fused attention; ``{selective: {save: [...]}}``
-lists others, such as ``[attention]`` alone, or PyTorch's operations by name.
-
-Helps where ``none`` does not fit by little, since it costs little time on the GPU; without compiling, each operation of a
-block also passes through Python twice, which small models feel.
-
-Costs no quality: gradients are equal bit for bit, dropout too.
-
-Refuses operations that PyTorch does not have or that give their input's own memory, and models without repeated blocks.
+Uses autograd's own bookkeeping; kept results are not computed twice. ``mm`` is every matrix product over an
+inner dimension of 512 or more whose result backward needs, ``attention`` every fused attention.
+``{selective: {save: [...]}}`` lists others, also PyTorch's operations by name.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every block, keeping what the listed operations give.
+    """Checkpoint every block, keeping the results of the listed operations.
 
     Raises:
         InputError: an operation that cannot be kept, or a model without repeated blocks.
