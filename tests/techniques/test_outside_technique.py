@@ -1,4 +1,4 @@
-"""A technique from outside: the example of docs/reference/techniques.md, installed as a package, works everywhere."""
+"""A technique of another package: the example of docs/reference/techniques.md."""
 
 import configparser
 import json
@@ -92,3 +92,17 @@ assert list(registry.techniques()).index("doubled_loss") == list(registry.techni
 print(TITLES[technique.name], in_a_recipe(technique.name))
 """
     assert "Doubled loss `loss: doubled`" in run(environment, "-c", code)
+
+
+def test_the_tests_of_every_example_include_it(environment: dict[str, str]) -> None:
+    words = (
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "tests/techniques/test_examples.py",
+        "-k",
+        "doubled_loss",
+    )
+    assert "2 passed" in run(environment, *words)
