@@ -15,7 +15,7 @@ from benchmarks.tables.joined import RESULTS, errors, join, recipe_of, records, 
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
-from trainfit.spec.held_out import is_held_out
+from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Estimate, Record
 from trainfit.spec.units import MIB
 from trainfit.techniques.registry import techniques as all_techniques

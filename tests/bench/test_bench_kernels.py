@@ -32,10 +32,9 @@ from trainfit.bench.harness.timing import Timing
 from trainfit.models.native import attention, decoder
 from trainfit.report.bench_pages import pages
 from trainfit.report.bench_said import of_kernels
-from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.bench import BenchResult, BenchRow, Environment
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
-from trainfit.spec.samples import Environment
 from trainfit.step import Step, assemble
 
 LAYERS = 4

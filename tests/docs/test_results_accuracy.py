@@ -10,7 +10,7 @@ import pytest
 from benchmarks.tables import accuracy, joined
 from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, errors, exact, suite, time_ratios, verdicts, worst
 from page_claims import ROOT, figures, sentences
-from trainfit.spec.held_out import is_held_out
+from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Record
 
 PAGE = "docs/results/accuracy.md"

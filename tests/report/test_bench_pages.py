@@ -9,10 +9,9 @@ from trainfit.report.bench_merge import merged
 from trainfit.report.bench_pages import pages
 from trainfit.report.bench_panels import colours_of
 from trainfit.report.bench_plot import AXES, panels_of, plot_of
-from trainfit.spec.bench import BenchResult, BenchRow, Cell
+from trainfit.spec.bench import BenchResult, BenchRow, Cell, Environment, Spread
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.result import Record
-from trainfit.spec.samples import Environment, Spread
 
 ROOT = Path(__file__).parents[2]
 WHERE = Environment(device="a GPU", device_bytes=1, torch="2.11.0", python="3.11", platform="linux")

@@ -8,8 +8,7 @@ from trainfit.report import bench_said, bench_said_attention, bench_said_device
 from trainfit.report.bench_prose import stories
 from trainfit.report.bench_step_tables import milliseconds, of_streams, verdict
 from trainfit.report.bench_table import Grid
-from trainfit.spec.bench import BenchRow, Cell, Curve
-from trainfit.spec.samples import Spread
+from trainfit.spec.bench import BenchRow, Cell, Curve, Spread
 from trainfit.spec.units import GIB
 
 

@@ -10,10 +10,9 @@ from trainfit.report.bench_pages import pages, pivoted
 from trainfit.report.bench_plot import AXES, lines_of, plot_of
 from trainfit.report.bench_table import aligned, grids
 from trainfit.report.flash_goals import goals
-from trainfit.spec.bench import BenchRow
+from trainfit.spec.bench import BenchRow, Spread
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
-from trainfit.spec.samples import Spread
 
 
 def point(seq: int, name: str) -> dict[str, bool | int | float | str]:

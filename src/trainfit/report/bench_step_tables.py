@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from trainfit.report.bench_rows import COMPILES, having, number, values
 from trainfit.report.bench_table import Grid, cell_text, grids
-from trainfit.spec.bench import BenchRow, Cell
-from trainfit.spec.samples import Spread
+from trainfit.spec.bench import BenchRow, Cell, Spread
 from trainfit.spec.units import GIB, format_seconds
 
 Parts = list[str | Grid]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from trainfit.spec.bench import BenchRow, Cell
-from trainfit.spec.samples import Spread
+from trainfit.spec.bench import BenchRow, Cell, Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
 UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s", "set_kib": "set, KiB", "copied_mib": "copied, MiB"}

@@ -23,10 +23,9 @@ from trainfit.bench.harness.bench import Bench, Part, failures, of_work, told
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.stopwatch import Stopwatch
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
-from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.bench import BenchRow, Cell, Spread
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PeakDtype
-from trainfit.spec.samples import Spread
 
 Kind = Literal["bf16", "fp8", "fp8-casts"]
 KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("bf16", "fp8"), "cuda": ("bf16", "fp8", "fp8-casts")}
