@@ -199,3 +199,13 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch.mcro": 3}, ["batch"], {"precision": "bf17"}, {"hardware.gpu": "h20o"}]
+)
+def test_an_error_of_a_setting_names_the_argument(settings: Any) -> None:
+    with pytest.raises(trainfit.InputError) as refused:
+        trainfit.predict("gpt2", set=settings)
+    assert str(refused.value).startswith("set: ")
+    assert "--set" not in str(refused.value)

@@ -16,9 +16,8 @@ from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, markdown_grid, number_text, percent
-from trainfit.spec.explanation import Explanation
 from trainfit.spec.recipe_file import load_recipe
-from trainfit.spec.result import MemoryBreakdown
+from trainfit.spec.result import Explanation, MemoryBreakdown
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse

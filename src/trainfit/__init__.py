@@ -7,6 +7,9 @@ The functions are described in docs/reference/api.md.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainfit.catalog import names as _names
+from trainfit.spec.name_lookup import provide as _provide
+
 if TYPE_CHECKING:
     from trainfit.api.calls import measure, predict, trace, train
     from trainfit.api.mfu import mfu
@@ -30,6 +33,7 @@ __all__ = [
     "train",
 ]
 
+_provide(_names)
 _MODULES = {
     "Estimate": "spec.result",
     "InputError": "spec.errors",

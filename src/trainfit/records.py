@@ -19,10 +19,10 @@ from typing import Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import write_text
 from trainfit.spec.recipe import ModelSpec
 from trainfit.spec.record_line import REPAIR, from_line, lines_of, to_line
 from trainfit.spec.result import Record
-from trainfit.spec.storage import write_text
 
 APPLICATION_ID = 0x74726669
 """Marks the file as ours (``trfi`` in ASCII), in the place SQLite's header has for that."""

@@ -8,9 +8,10 @@ import pytest
 from pydantic import BaseModel
 
 from trainfit.catalog import load as catalog
+from trainfit.catalog import names
 from trainfit.cli.main import main
 from trainfit.models.hf import hf_config_from
-from trainfit.spec import names, synonyms
+from trainfit.spec import synonyms
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from
@@ -198,6 +199,7 @@ def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
         ("bf16=true", "here it is precision: bf16 (bf16 weights) or amp-bf16"),
         ("hardware.num_gpus=2", "here it is hardware.count"),
         ("learning-rate=1", "here it is optimizer.lr"),
+        ("LEARNING_RATE=1", "here it is optimizer.lr"),
     ],
 )
 def test_names_of_other_tools_are_answered_with_ours(setting: str, answer: str) -> None:
@@ -207,10 +209,11 @@ def test_names_of_other_tools_are_answered_with_ours(setting: str, answer: str) 
 
 
 def test_every_answer_names_fields_and_values_that_there_are() -> None:
-    every = [key for keys in synonyms._FIELDS.values() for key in keys]
+    fields, values = synonyms.synonyms()["fields"], synonyms.synonyms()["values"]
+    every = [key for keys in fields.values() for key in keys]
     assert len(every) == len(set(every)), [key for key in every if every.count(key) > 1]
     assert len(every) > 150
-    for here in synonyms._FIELDS:
+    for here in fields:
         if here == synonyms.STEPS:
             continue
         kind: Any = Recipe
@@ -221,7 +224,7 @@ def test_every_answer_names_fields_and_values_that_there_are() -> None:
                 *getattr(kind.model_fields[part].annotation, "__args__", ()),
             ]
             kind = next((one for one in inner if isinstance(one, type) and issubclass(one, BaseModel)), None)
-    for field, words in synonyms.VALUES.items():
+    for field, words in values.items():
         for here in words:
             word = here.partition(",")[0].partition(" ")[0]
             more = {"adapter": {"kind": "lora"}} if field == "quantize" else {}

@@ -15,12 +15,12 @@ from typing import Any, TypedDict, Unpack
 from pydantic import BaseModel
 
 from trainfit.catalog import load as catalog
+from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.names import find_model
 from trainfit.spec.plain_data import plain
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import SETTINGS, merge, read_json, recipe_from, recipe_of_model
 from trainfit.spec.recipe_file import load_recipe as load_file
-from trainfit.spec.recipe_file import merge, read_json, recipe_from, recipe_of_model
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A repository on the Hub: its owner and its name."""
@@ -95,7 +95,8 @@ def load_recipe(recipe: Source, **fields: Unpack[RecipeFields]) -> Recipe:
 def wanted(source: Source, fields: RecipeFields, *, stacklevel: int) -> Recipe:
     """Return the recipe as ``load_recipe`` does; ``stacklevel``: of its warnings, 2 is this function's caller."""
     over, settings = fields_of(fields)
-    recipe, notes = read(source, settings, over)
+    with _of_call():
+        recipe, notes = read(source, settings, over)
     for note in notes:
         warnings.warn(note, stacklevel=stacklevel)
     return recipe
@@ -246,7 +247,7 @@ def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | Non
             raise
         keys = [setting.partition("=")[0].strip() for setting in settings]
         if any(f"{error.field}.".startswith(f"{key}.") for key in keys):
-            raise error.in_file("--set") from error.__cause__
+            raise error.in_file(SETTINGS) from error.__cause__
         if _gives(over or {}, error.field.split(".")):
             raise
         raise error.in_file(text) from error.__cause__
@@ -256,8 +257,22 @@ def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | Non
 def errors_name(source: Source, fields: RecipeFields) -> Iterator[None]:
     """As ``named``, for what a Python function was called with."""
     over, settings = fields_of(fields)
-    with named(label(source), settings, over):
+    with _of_call(), named(label(source), settings, over):
         yield
+
+
+@contextlib.contextmanager
+def _of_call() -> Iterator[None]:
+    """Name the argument ``set`` in errors where the command line's option would be named."""
+    try:
+        yield
+    except InputError as error:
+        if error.file != SETTINGS:
+            raise
+        remedy = error.remedy.replace("--set field.name=value", 'set={"field.name": value}')
+        raise InputError(
+            error.problem, remedy, field=error.field, value=error.value, file="set"
+        ) from error.__cause__
 
 
 def _gives(data: Any, field: Sequence[str]) -> bool:

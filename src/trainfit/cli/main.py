@@ -33,9 +33,8 @@ from trainfit.cli import (
 )
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
-from trainfit.spec.files import circle
+from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
-from trainfit.spec.storage import one_line, storage_failure, writing
 from trainfit.spec.synonyms import field_here
 from trainfit.training.stop import Stopped, StopSignal
 

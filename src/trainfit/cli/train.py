@@ -17,8 +17,8 @@ from trainfit.cli.options import (
     tell,
     work,
 )
+from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
-from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.training.stop import resumable
 
 Out = Annotated[

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from trainfit.spec.explanation import Explanation
+from trainfit.spec.result import Explanation
 
 
 class Change(NamedTuple):

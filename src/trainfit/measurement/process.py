@@ -21,8 +21,8 @@ from pathlib import Path
 from trainfit.measurement.lifeline import die_with_parent
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import EXIT_IO, InputError
+from trainfit.spec.files import write_text
 from trainfit.spec.result import Measurement
-from trainfit.spec.storage import write_text
 from trainfit.spec.value import parse
 
 LOG = "output.txt"

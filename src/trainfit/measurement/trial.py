@@ -22,10 +22,10 @@ from pydantic import Field
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.lifeline import die_with_parent
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
+from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
-from trainfit.spec.storage import one_line, storage_failure, write_text
 from trainfit.spec.value import Count, Value, parse
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"

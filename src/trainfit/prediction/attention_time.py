@@ -17,7 +17,7 @@ MEASURED_GPU = "h200"
 MASKED = 0.22
 """Share of the peak in 16 bits where a mask is given as a tensor, not by is_causal, to a kernel that was not measured with one; every score
 counts. Median of the three measured
-eager steps of the truth suite of which such attention is over an eighth and that may be learned from (spec/held_out.py): phi-3-mini
+eager steps of the truth suite of which such attention is over an eighth and that may be learned from (spec/recipe.py): phi-3-mini
 2 x 2,048, mistral-7b 4,096 and gemma-3-1b 2 x 19,120 need 0.22, 0.32 and 0.20; the three held out need 0.25 to 0.28. The other four, three
 of them compiled, need 0.28 to 0.33 (docs/log.md). All by cuDNN, torch 2.11."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}

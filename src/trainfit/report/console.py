@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_OUTPUT
-from trainfit.spec.storage import writing
 from trainfit.spec.terminal import Terminal
 
 EIGHTHS = " ▏▎▍▌▋▊▉"

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainfit.report.plots import CATEGORY_COLOURS, INK, MUTED, svg
-from trainfit.spec.explanation import CurvePoint, Explanation
-from trainfit.spec.result import CATEGORIES
+from trainfit.spec.result import CATEGORIES, CurvePoint, Explanation
 from trainfit.spec.units import GIB
 
 NUM_COLUMNS = 4

@@ -7,7 +7,7 @@ A terminal acts on control characters: an escape sequence in a model's name coul
 import sys
 import unicodedata
 
-from trainfit.spec.storage import writing
+from trainfit.spec.files import writing
 
 STANDARD_OUTPUT, STANDARD_ERROR = "standard output", "standard error"
 CONTROL_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})

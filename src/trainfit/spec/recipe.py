@@ -7,9 +7,9 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from trainfit.spec.names import gpu_name, model_name
+from trainfit.spec.name_lookup import names
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
@@ -36,7 +36,7 @@ class ModelSpec(Value):
     @field_validator("config")
     @classmethod
     def _name_of_the_catalog(cls, config: str | dict[str, JsonValue]) -> str | dict[str, JsonValue]:
-        return model_name(config) if isinstance(config, str) else config
+        return (names().find_model(config) or config) if isinstance(config, str) else config
 
     @property
     def display_name(self) -> str:
@@ -131,13 +131,22 @@ class Optimizer(Value):
         return data
 
 
+def _is_pattern(value: Any) -> str:
+    return "names" if isinstance(value, list | tuple) else "pattern"
+
+
+Targets = Annotated[
+    Annotated[str, Tag("pattern")] | Annotated[tuple[str, ...], Tag("names")], Discriminator(_is_pattern)
+]
+
+
 class Adapter(Value):
     """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
 
     kind: Literal["lora", "prompt", "prefix", "p-tuning"]
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
     alpha: PositiveInt | None = None
-    targets: str | tuple[str, ...] = "all-linear"
+    targets: Targets = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     tokens: PositiveInt = 20
@@ -167,7 +176,7 @@ class Hardware(Value):
     @field_validator("gpu")
     @classmethod
     def _name_of_the_catalog(cls, gpu: str) -> str:
-        return gpu_name(gpu)
+        return names().gpu_name(gpu)
 
 
 class Recipe(Value):
@@ -248,3 +257,8 @@ LATER: dict[str, Any] = {
     "loss_terms": LossTerms().model_dump(mode="json"),
 }
 """Fields that recipes got after the first records were made -> their defaults."""
+
+
+def is_held_out(recipe_id: str) -> bool:
+    """Whether a recipe belongs to the half of all recipes that nothing is fitted to, chosen by a hash of its id."""
+    return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from trainfit.spec.value import PositiveInt, Value
 
@@ -101,4 +101,31 @@ class Selective(Value):
     selective: SavedOps
 
 
-Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers | Selective
+OF_KEY = {
+    "every": "Every",
+    "budget": "Budget",
+    "budget_gib": "BudgetGib",
+    "layers": "Layers",
+    "selective": "Selective",
+}
+"""Key of a mapping -> the kind that it is."""
+
+
+def _kind(value: Any) -> str:
+    """Return the tag of the kind that ``value`` is or describes; of a mapping its first known key decides."""
+    if isinstance(value, Value):
+        return type(value).__name__
+    if not isinstance(value, dict):
+        return "name"
+    return OF_KEY[next((key for key in value if key in OF_KEY), "every")]
+
+
+Recompute = Annotated[
+    Annotated[Literal["none", "full", "selective"], Tag("name")]
+    | Annotated[Every, Tag("Every")]
+    | Annotated[Budget, Tag("Budget")]
+    | Annotated[BudgetGib, Tag("BudgetGib")]
+    | Annotated[Layers, Tag("Layers")]
+    | Annotated[Selective, Tag("Selective")],
+    Discriminator(_kind),
+]

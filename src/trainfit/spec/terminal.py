@@ -7,8 +7,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_ERROR, STANDARD_OUTPUT, printable
-from trainfit.spec.storage import writing
 
 
 class Terminal(Console):

@@ -25,9 +25,9 @@ from trainfit.measurement.process import (
 from trainfit.measurement.run import with_utilisation
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
-from trainfit.spec.storage import one_line, storage_failure, write_text
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
 from trainfit.spec.value import Bytes, Value, canonical_json, parse
 

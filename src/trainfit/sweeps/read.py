@@ -13,8 +13,8 @@ from typing import Any
 
 from trainfit.catalog import load as catalog
 from trainfit.catalog.config_checks import ignored
+from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.names import find_model
 from trainfit.spec.plain_data import read_yaml
 from trainfit.spec.recipe_file import (
     merge,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import StorageError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Record
-from trainfit.spec.storage import StorageError
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.value import parse
 from trainfit.sweeps.journal import Journal

@@ -14,7 +14,7 @@ from trainfit.measurement.environment import runs_on_cuda
 from trainfit.measurement.lifeline import die_with_parent
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, ended_by_storage
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
-from trainfit.spec.storage import write_text
+from trainfit.spec.files import write_text
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
 from trainfit.sweeps.parts import Finding, PartRequest

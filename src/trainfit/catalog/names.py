@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FOLDER = Path(__file__).parent.parent / "catalog"
+FOLDER = Path(__file__).parent
 GPUS, MODELS = "gpus.toml", "models.toml"
 CPU = "cpu"
 """This machine's own processor, which is no row."""

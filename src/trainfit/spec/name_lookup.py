@@ -1,0 +1,32 @@
+"""Names of models and GPUs as a recipe holds them; the catalog's rows are provided when the package is imported."""
+
+from typing import Protocol
+
+
+class Names(Protocol):
+    """Functions that find the catalog's name of a model or GPU."""
+
+    def gpu_name(self, text: str) -> str:
+        """Return the catalog's name, or ``text`` itself."""
+        ...
+
+    def gpu_note(self, text: str) -> str | None:
+        """Return a line on what ``text`` leaves open."""
+        ...
+
+    def find_model(self, text: str) -> str | None:
+        """Return the catalog's name, or None."""
+        ...
+
+
+_provided: list[Names] = []
+
+
+def provide(names: Names) -> None:
+    """Set the functions that recipes use."""
+    _provided[:] = [names]
+
+
+def names() -> Names:
+    """Return the functions that recipes use."""
+    return _provided[0]
