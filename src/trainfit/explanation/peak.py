@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
-from trainfit.ledger.replay import BLOCK
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
@@ -101,7 +101,7 @@ def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
     segment = ledger.segments[op.segment]
     made_in = segment.step if segment.step == "init" else f"{segment.step}.{segment.phase}"
     if storage.category in BELONGS_TO_PARAMETERS:
-        return storage.category, merged_path(storage.slot.split("/")[1]), "", made_in
+        return storage.category, merged_path(storage.path.split("/")[1]), "", made_in
     return storage.category, merged_path(op.module), _short(op.name), made_in
 
 
@@ -117,7 +117,7 @@ def _short(op: str) -> str:
 
 def rounded(num_bytes: int) -> int:
     """As the allocator counts: up to a multiple of 512."""
-    return -(-num_bytes // BLOCK) * BLOCK
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 class _Walk:
