@@ -1,4 +1,4 @@
-"""Names of models and GPUs as a recipe holds them; the catalog's rows are provided when the package is imported."""
+"""Lookup of model and GPU names for recipes; the package provides the catalog's functions on import."""
 
 from typing import Protocol
 
