@@ -7,7 +7,6 @@ The functions are described in docs/reference/api.md.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainfit.catalog import names as _names
 from trainfit.spec.name_lookup import provide as _provide
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ __all__ = [
     "train",
 ]
 
-_provide(_names)
+_provide(lambda: importlib.import_module("trainfit.catalog.names"))
 _MODULES = {
     "Estimate": "spec.result",
     "InputError": "spec.errors",

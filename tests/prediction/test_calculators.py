@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.calculators import main, presets_section, put_between_marks, section
 from trainfit.catalog import load
 from trainfit.prediction.calculators import compare, rules, ultrascale
-from trainfit.prediction.calculators.__main__ import main, presets_section, put_between_marks, section
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from

@@ -1,7 +1,7 @@
 """Results that print like the commands do and show as a table in a notebook. No torch here.
 
-Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so the JSON is the
-command's.
+Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so
+the JSON is the command's.
 """
 
 import io
@@ -158,10 +158,10 @@ class Usage(Printed):
     mfu: Share
     hfu: Share
     closed_form: Mapping[str, Any] | None
-    """model_flops, hardware_flops, mfu, hfu and the convention of the closed form; None: the model's shape has none."""
+    """FLOPs, mfu, hfu and convention of the closed form; None: it does not cover the model's shape."""
     ops_without_flops: tuple[str, ...] = ()
     tokens: float | None = None
-    """Of a whole run; this and what follows: None where none was asked for."""
+    """Of a whole run; this and the following fields: None if no run was requested."""
     step_tokens: Count | None = None
     run_s: Seconds | None = None
     gpu_hours: float | None = None

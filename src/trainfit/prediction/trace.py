@@ -33,12 +33,14 @@ from trainfit.virtual.trace.repeated_layers import trim_layers
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups
 
 DETERMINISTIC = (
-    "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
+    "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
+    "what other "
     "operations sort for it (experts' sums, for one) is not"
 )
 
 LOSS_SET = (
-    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; without that transformers '
+    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
+    "without that transformers "
     "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
 )
 
@@ -48,7 +50,7 @@ def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -
 
     Args:
         whole: trace every layer even where layers repeat.
-        deterministic: with the kernels that ``torch.use_deterministic_algorithms`` takes, which this is told by alone.
+        deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
@@ -76,7 +78,7 @@ def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without torch's log of an exception on fake tensors: it is raised as well, and told once."""
+    """Silence torch's log of an exception on fake tensors, which is raised as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -87,8 +89,8 @@ def _unlogged() -> Iterator[None]:
 
 
 def _shortened(recipe: Recipe) -> Ledger:
-    """The ledger told by a few of the layers where that can be, else by all."""
-    # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
+    """Return the ledger by repetition of a few layers where possible, else by all."""
+    # One graph over all layers passes buffers from layer to layer: no layer represents another.
     if recipe.compile != "model" and not names_layers(recipe) and not _moves(recipe):
         try:
             ledger = _trace(recipe, whole=False)
@@ -96,23 +98,23 @@ def _shortened(recipe: Recipe) -> Ledger:
                 pass
             return ledger
         except RepeatError:
-            pass  # The layers share more than the pattern tells: trace them all.
+            pass  # The layers share more than the pattern shows: trace them all.
     return _trace(recipe, whole=True)
 
 
 def _moves(recipe: Recipe) -> bool:
-    """Whether what one layer needs is fetched while another one's compiled code runs, where places are not told."""
+    """Whether a layer's inputs are copied while another layer's compiled code runs, at unknown times."""
     return bool(recipe.compile) and (recipe.offload.activations or recipe.offload.weights)
 
 
 def _least_period(recipe: Recipe) -> int:
-    """Layers of a group at least: which of them find their weights still on the device follows from their number."""
+    """Return the fewest layers of a group: their number decides whose weights are still on the device."""
     slots = offload_weights.num_buffers(recipe) if recipe.offload.weights else 1
     return max(slots, recompute_layers.least_period(recipe))
 
 
 def names_layers(recipe: Recipe) -> bool:
-    """Whether an adapter is asked for in some layers by their numbers, or is one tensor for all: not to be cut."""
+    """Whether an adapter covers some layers by number, or is one tensor for all: no repetition then."""
     if recipe.adapter is not None and recipe.adapter.kind == "prefix" and recipe.model.implementation == "hf":
         return True
     targets = recipe.adapter.targets if recipe.adapter is not None else ()
@@ -138,7 +140,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 return
             for technique in (recompute_every, recompute_layers):
                 technique.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
-            # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
+            # Behind frozen weights the first layer's input has no gradient, and its graph differs.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
             found, repeats, removed = trim_layers(
                 layer_lists(model),

@@ -1,4 +1,4 @@
-"""Time of copies between a GPU and pinned host memory, beside the computation. No torch here."""
+"""Time of copies between a GPU and pinned host memory. No torch here."""
 
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Ledger, Op
@@ -15,7 +15,10 @@ def is_transfer(op: Op) -> bool:
 
 
 def host_link(gpu: Gpu) -> Link:
-    """PCI Express of the GPU's generation: NVIDIA's has 3.0 until Turing, 4.0 from Ampere, 5.0 from Hopper; others 4.0."""
+    """Return the PCI Express link of the GPU's generation: NVIDIA 3.0 until Turing, 4.0 Ampere, 5.0 Hopper.
+
+    Others 4.0.
+    """
     major = 8 if gpu.compute_capability is None else gpu.compute_capability[0]
     return link("pcie3-x16" if major < 8 else "pcie4-x16" if major < 9 else "pcie5-x16")
 

@@ -33,7 +33,7 @@ class Environment(Value):
     throttled: tuple[str, ...] = ()
     """Why the driver held the clocks below their most while the steps were timed (NVML's names)."""
     variables: dict[str, str] = {}
-    """Environment variables that change memory or speed, such as PYTORCH_CUDA_ALLOC_CONF, as they were set."""
+    """Environment variables that change memory or speed, such as PYTORCH_CUDA_ALLOC_CONF."""
     commit: str | None = None
 
 

@@ -1,8 +1,9 @@
 """Read and write files that a user names.
 
-Reading: regular files alone, within a size limit, without waiting. A named pipe would block and a device would never end;
-they are refused before a byte is read. Writing: whole or not at all. Libraries report a full disk by exceptions of their
-own (safetensors, tokenizers, torch); ``writing`` makes them OSErrors that name the file.
+Reading: regular files alone, within a size limit, without waiting. A named pipe would block and a device
+would never end; they are refused before a byte is read. Writing: whole or not at all. Libraries report a full
+disk by exceptions of their own (safetensors, tokenizers, torch); ``writing`` makes them OSErrors that name
+the file.
 """
 
 import contextlib
@@ -141,7 +142,7 @@ def one_line(error: OSError) -> str:
 
 
 def storage_failure(error: BaseException | None) -> OSError | None:
-    """Return the storage's failure that ``error`` is, reports or was raised because of; None: it is something else."""
+    """Return the storage failure that ``error`` is or was caused by; None: another kind of error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -156,7 +157,7 @@ def storage_failure(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Name ``path`` in an OSError that names no file; make one of another library's report of a full or failed disk.
+    """Name ``path`` in an OSError without a file name; turn other libraries' reports of a full disk into one.
 
     Raises:
         OSError: of the block, with its file.
@@ -181,7 +182,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 class Appender:
-    """A file to which whole pieces are added; made if missing. A piece that the disk does not take leaves nothing."""
+    """A file to which whole pieces are appended; made if missing. A failed write leaves it unchanged."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -243,7 +244,7 @@ class Appender:
 
 
 def _code_in(text: str) -> int | None:
-    """The errno that another library's message quotes: Rust's "(os error 28)", torch's "(28)", Python's "[Errno 28]"."""
+    """Return the errno quoted by a message: Rust's "(os error 28)", torch's "(28)", Python's "[Errno 28]"."""
     for code in REMEDIES:
         words = os.strerror(code)
         if (

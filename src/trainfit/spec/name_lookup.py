@@ -1,6 +1,7 @@
-"""Names of models and GPUs as a recipe holds them; the catalog's rows are provided when the package is imported."""
+"""Lookup of model and GPU names for recipes; the package provides the catalog's functions on import."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 
 class Names(Protocol):
@@ -19,14 +20,14 @@ class Names(Protocol):
         ...
 
 
-_provided: list[Names] = []
+_provided: list[Callable[[], Any]] = []
 
 
-def provide(names: Names) -> None:
-    """Set the functions that recipes use."""
-    _provided[:] = [names]
+def provide(load: Callable[[], Any]) -> None:
+    """Set the function that loads the implementation of ``Names``, called when a recipe first needs it."""
+    _provided[:] = [load]
 
 
 def names() -> Names:
     """Return the functions that recipes use."""
-    return _provided[0]
+    return _provided[0]()

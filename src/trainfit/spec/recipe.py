@@ -16,7 +16,7 @@ from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Attention = Literal[AttentionKernel, "best"]
-"""``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``planning/attention.py``)."""
+"""``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
 Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
@@ -27,7 +27,9 @@ MAX_MICRO_BATCH_TOKENS = 2**32
 
 
 class ModelSpec(Value):
-    """Which model: a catalog name (or another name of that model) or the mapping of a config.json, and whose code builds it."""
+    """The model: a catalog name (or another name of that model) or the mapping of a config.json, and its
+    code.
+    """
 
     config: str | dict[str, JsonValue]
     implementation: Literal["hf", "native"] = "hf"
@@ -47,7 +49,10 @@ class ModelSpec(Value):
 
 
 class Batch(Value):
-    """Per data-parallel rank: ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens a step."""
+    """Batch of one data-parallel rank.
+
+    ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens.
+    """
 
     micro: PositiveInt = 1
     seq: PositiveInt = 1024
@@ -70,9 +75,10 @@ class Batch(Value):
 
 
 class LossTerms(Value):
-    """What training minimises besides the next-token cross-entropy; evaluation reports the cross-entropy alone.
+    """Terms of the training loss; evaluation reports the cross-entropy alone.
 
-    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike. ``z_loss`` z: plus z times the mean square
+    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike.
+    ``z_loss`` z: adds z times the mean square
     of the logits' log-sum-exp.
     """
 
@@ -83,8 +89,8 @@ class LossTerms(Value):
 class Offload(Value):
     """What waits in pinned host memory until it is needed, copied while the GPU computes.
 
-    ``activations``: what the forward keeps for its backward. ``weights``: the decoder blocks' weights (and what their
-    optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
+    ``activations``: tensors that the forward saves for the backward. ``weights``: the decoder blocks' weights
+    (and what their optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
     """
 
     activations: bool = False
@@ -92,7 +98,7 @@ class Offload(Value):
 
 
 class Loader(Value):
-    """How batches reach the GPU: worker processes, batches each prepares ahead, and whether from pinned memory."""
+    """Data loading: worker processes, batches that each prefetches, and pinned memory."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     prefetch: PositiveInt = 2
@@ -103,12 +109,12 @@ class Optimizer(Value):
     """The optimizer and how its update is run.
 
     ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
-    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id does not
-    depend on writing it; so is Muon's momentum of 0.95.
-    ``momentum``: SGD's and Muon's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
-    ``in_backward``: update each weight as soon as its gradient is there (True), or each decoder block's weights together.
-    ``stochastic_rounding``: round bf16 weights up or down at random, in proportion to what is cut off, so that updates
-    smaller than half their last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
+    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id
+    does not depend on writing it; so is Muon's momentum of 0.95. ``momentum``: SGD's and Muon's momentum, or
+    Adafactor's first moment (beta1); 0 keeps no first moment. ``in_backward``: update each weight as soon as
+    its gradient is complete (True), or each decoder block's together. ``stochastic_rounding``: round bf16
+    weights up or down at random, in proportion to what is cut off, so that updates smaller than half their
+    last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
     """
 
     name: OptimizerName = "adamw"
@@ -220,7 +226,7 @@ class Recipe(Value):
         return isinstance(self.recompute, BudgetGib) or self.attention == "best"
 
     def without_open_fields(self) -> "Recipe":
-        """The recipe with the plain value where a field is open: what can be checked before anything is planned."""
+        """Return the recipe with a plain value for each open field, which can be checked before planning."""
         recompute = "none" if isinstance(self.recompute, BudgetGib) else self.recompute
         attention = "sdpa" if self.attention == "best" else self.attention
         return self.model_copy(update={"recompute": recompute, "attention": attention})
@@ -260,5 +266,5 @@ LATER: dict[str, Any] = {
 
 
 def is_held_out(recipe_id: str) -> bool:
-    """Whether a recipe belongs to the half of all recipes that nothing is fitted to, chosen by a hash of its id."""
+    """Whether a recipe is in the held-out half of all recipes, chosen by a hash of its id."""
     return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1

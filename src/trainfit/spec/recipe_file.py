@@ -1,6 +1,6 @@
-"""Recipe files: ``extends`` chains, ``--set a.b=c``, short forms, one-line errors that name the file a value stands in.
+"""Recipe files: ``extends`` chains, ``--set a.b=c``, short forms, and errors that name the file of a value.
 
-Enters: a path and settings. Leaves: a Recipe. Assumes: a relative ``extends`` or config path is beside the file
+A relative ``extends`` or config path is relative to the file
 that names it; one in a setting is relative to the working directory.
 """
 
@@ -30,7 +30,7 @@ REPLACED_WHOLE = ("config", "recompute")
 """Mappings that are one value: an extending recipe replaces them, it does not mix keys into them."""
 
 Layer = tuple[str, dict[str, Any]]
-"""Where values were said (a file, or ``--set``), and which."""
+"""The place of values (a file, or ``--set``), and the values."""
 
 
 def load_recipe(
@@ -47,7 +47,7 @@ def load_recipe(
         notes: gets a line for each name that leaves something open, with what it was taken for.
 
     Raises:
-        InputError: bad content, told in one line with file, field, value and remedy.
+        InputError: bad content; one line with file, field, value and remedy.
         OSError: the file cannot be read.
     """
     return _check([*_chain(Path(path)), (CALL, over or {})], settings or [], notes)
@@ -128,7 +128,7 @@ def recipe_lines(path: Path) -> Iterator[Layer]:
 
 
 def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """``data`` with each ``a.b=c`` set; c is read as YAML, so ``false``, ``1e-4`` and ``{every: 2}`` mean what they say."""
+    """Return ``data`` with each ``a.b=c`` set; c is read as YAML: ``false``, ``1e-4``, ``{every: 2}``."""
     for setting in settings:
         parts, value = _setting(setting)
         data = _set_whole(data, parts, value, setting)
@@ -150,13 +150,13 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _together(layers: list[Layer]) -> dict[str, Any]:
     data: dict[str, Any] = {}
-    for _, said in layers:
-        data = merge(data, said)
+    for _, values in layers:
+        data = merge(data, values)
     return data
 
 
 def _check(layers: list[Layer], settings: list[str], notes: list[str] | None = None) -> Recipe:
-    layers = [(file, written_out(said)) for file, said in layers]
+    layers = [(file, written_out(values)) for file, values in layers]
     data = _together(layers)
     said_last = [(SETTINGS, _set_whole({}, *_setting(setting), setting)) for setting in settings]
     data = with_model_config(apply_settings(data, settings), Path.cwd())

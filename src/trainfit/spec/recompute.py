@@ -1,4 +1,4 @@
-"""What the backward computes again instead of keeping: the values of a recipe's ``recompute``."""
+"""Activation checkpointing: the values of a recipe's ``recompute``."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ class Budget(Value):
 
 
 class BudgetGib(Value):
-    """Keep the step's peak of allocated memory at or under this many GiB (2**30 bytes), by the fastest plan found.
+    """Keep the peak of allocated memory within so many GiB (2**30 bytes), by the fastest plan found.
 
     The planner (``plan/``) turns it into ``Layers``; a step is only built from those.
     """
@@ -35,8 +35,8 @@ class LayerRun(Value):
     """So many decoder blocks in a row that treat what their forward makes alike.
 
     ``recompute``: what their backward computes again. ``elementwise``: all but matrix products and attention.
-    ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and every
-    ``every``-th after it. The model's last block keeps all.
+    ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and
+    every ``every``-th after it. The model's last block keeps all.
     """
 
     recompute: BlockRecompute = "none"

@@ -1,4 +1,4 @@
-"""Turn a pydantic ValidationError into one InputError: the first wrong field, its value, the problem and the remedy.
+"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy.
 
 Unions of several kinds have discriminators, so that the errors are those of the kind that was meant.
 """
@@ -24,7 +24,7 @@ NUMBERS = ("a whole number", "a number")
 
 
 def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, file: str) -> InputError:
-    """The first wrong field of ``data``, told in one line."""
+    """Return the InputError of the first wrong field of ``data``."""
     placed = [(_path(item["loc"], item["type"], data), item) for item in error.errors()]
     path, same = _first_field(placed)
     item = same[0]
@@ -47,13 +47,15 @@ def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, fil
 
 
 def _first_field(placed: list[tuple[list[Any], Any]]) -> tuple[list[Any], list[Any]]:
-    """Return path and complaints: an unknown key first (a typing error explains what is missing), else the first."""
+    """Return path and complaints of the first unknown key (it may explain what is missing), else of the
+    first.
+    """
     path, _ = next((pair for pair in placed if pair[1]["type"] == "extra_forbidden"), placed[0])
     return path, [item for other, item in placed if other == path]
 
 
 def _path(location: Iterable[Any], kind: str, data: Any) -> list[Any]:
-    """The location as people write it: pydantic also puts the branch of a union into it, which no data holds."""
+    """Return the location without the tags of unions that pydantic puts into it."""
     parts = list(location)
     path: list[Any] = []
     for index, part in enumerate(parts):

@@ -1,7 +1,8 @@
 """Other spellings of a recipe's fields and values.
 
-Short forms are written out before a recipe is checked: ``batch: 4``, ``adapter: lora``, ``precision: BF16``. Files then merge
-key by key, and ids do not depend on the form. Names of other tools (synonyms.toml) are answered in the refusal.
+Short forms are written out before a recipe is checked: ``batch: 4``, ``adapter: lora``, ``precision: BF16``.
+Files then merge key by key, and ids do not depend on the form. Names of other tools (synonyms.toml) are
+answered in the refusal.
 """
 
 import functools
@@ -26,7 +27,10 @@ NULLABLE = ("adapter", "quantize")
 
 
 def main_key(field: str, value: Any) -> str | None:
-    """The key that a bare ``value`` of the field stands for, such as ``micro`` of ``batch: 4``; None: it is no short form."""
+    """Return the key that a bare ``value`` of the field stands for: ``micro`` of ``batch: 4``.
+
+    None if it has none.
+    """
     key, kinds = MAIN_KEYS.get(field, ("", ()))
     return (
         key
@@ -52,7 +56,7 @@ def _field(field: str, value: Any) -> Any:
 
 
 def with_exact_choices(kind: type[BaseModel], data: Any) -> Any:
-    """``data`` of a ``kind`` in which a word that only differs in case, or in ``_`` for ``-``, is the schema's own."""
+    """Return ``data`` with the schema's spelling of words that differ in case, or in ``_`` for ``-``."""
     if not isinstance(data, dict):
         return data
     changed = dict(data)
@@ -92,14 +96,14 @@ def synonyms() -> dict[str, Any]:
 
 
 def field_here(path: str) -> str | None:
-    """Return a recipe's name of the key at the dotted ``path``, or None: ``batch_size`` is ``batch.micro``."""
+    """Return the recipe's name of another tool's key, or None: ``batch_size`` is ``batch.micro``."""
     known = {key: here for here, keys in synonyms()["fields"].items() for key in keys}
     folded = path.lower().replace("-", "_")
     return known.get(folded) or known.get(folded.rpartition(".")[2])
 
 
 def value_here(field: str, value: object) -> str | None:
-    """Return a recipe's word for ``value`` of the dotted ``field``, or None: ``flash_attention_2`` is ``flash``."""
+    """Return the recipe's word for another tool's value of the field, or None."""
     if not isinstance(value, str | bool | int):
         return None
     word = str(value).lower().replace("-", "_").replace(" ", "_")

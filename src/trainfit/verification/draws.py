@@ -1,6 +1,6 @@
-"""The fields of a recipe drawn at random: model families, sizes, precisions, optimizers and the rest, as plain data.
+"""Draw the fields of a recipe at random: model families, sizes, precisions, optimizers and the rest.
 
-Enters: a random generator. Leaves: recipes that may turn out not to be allowed (truth_suite.py keeps those that are).
+The recipes are plain data and may turn out to be refused; truth_suite.py keeps those that work.
 """
 
 import random
