@@ -1,4 +1,7 @@
-"""Every record carries a digest of its content: a changed one is refused, and nothing is appended to a damaged file."""
+"""Every record carries a digest of its content.
+
+A changed one is refused, and nothing is appended to a damaged file.
+"""
 
 import json
 import sqlite3

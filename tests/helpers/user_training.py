@@ -1,4 +1,7 @@
-"""What tests of ``trainfit.trace`` share: a small model, a training loop as people write it, and a check run inside."""
+"""What tests of ``trainfit.trace`` share.
+
+A small model, a training loop as people write it, and a check run inside.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""A traced callable is one rank: several are refused at once in one line, one runs and leaves no process group behind."""
+"""A traced callable is one rank.
+
+Several are refused at once in one line, one runs and leaves no process group behind.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -81,7 +84,7 @@ def test_one_launched_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_are_refused() -> None:
     with pytest.raises(InputError, match="one process"):
-        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore[reportPrivateImportUsage]
+        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))
 
 
 def test_data_parallel_is_refused(tmp_path: Path) -> None:

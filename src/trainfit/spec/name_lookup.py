@@ -1,33 +1,16 @@
 """Lookup of model and GPU names for recipes; the package provides the catalog's functions on import."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-
-class Names(Protocol):
-    """Functions that find the catalog's name of a model or GPU."""
-
-    def gpu_name(self, text: str) -> str:
-        """Return the catalog's name, or ``text`` itself."""
-        ...
-
-    def gpu_note(self, text: str) -> str | None:
-        """Return a line on what ``text`` leaves open."""
-        ...
-
-    def find_model(self, text: str) -> str | None:
-        """Return the catalog's name, or None."""
-        ...
-
+from typing import Any
 
 _provided: list[Callable[[], Any]] = []
 
 
 def provide(load: Callable[[], Any]) -> None:
-    """Set the function that loads the implementation of ``Names``, called when a recipe first needs it."""
+    """Set the function that loads ``trainfit.catalog.names``, called when a recipe first needs it."""
     _provided[:] = [load]
 
 
-def names() -> Names:
-    """Return the functions that recipes use."""
+def names() -> Any:
+    """Return the module of ``find_model``, ``gpu_name`` and ``gpu_note``."""
     return _provided[0]()
