@@ -1,7 +1,4 @@
-"""The Python functions.
-
-They compute and print what the commands do, refuse bad input in one line, and load nothing early.
-"""
+"""Python functions compute and print what the commands do, and refuse bad input in one line."""
 
 import json
 import pickle
@@ -97,7 +94,7 @@ def test_every_field_of_a_recipe_is_a_keyword() -> None:
 
 BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: trainfit.predict("gpt2", gpu="h2000"),
-    r"hardware\.gpu = 'h2000': no accelerator .*did you mean h200"),
+        r"hardware\.gpu = 'h2000': no accelerator .*did you mean h200"),
     (lambda: trainfit.predict("gpt2", micro=3), r"micro = 3: unknown key; here it is batch\.micro"),
     # pyright: ignore
     (lambda: trainfit.predict("gpt2", seq=1), r"batch\.micro|batch\.seq"),
@@ -185,8 +182,8 @@ def test_the_package_lists_its_functions_and_imports_nothing_for_it() -> None:
     code = (
         "import sys, trainfit; names = dir(trainfit); assert set(trainfit.__all__) <= set(names)\n"
         "for name in ('predict', 'measure', 'train', 'trace', 'mfu', 'load_recipe'): assert name in names\n"
-        "early = {'torch', 'pydantic', 'rich', 'typer', 'numpy'} "
-        "& set(sys.modules); assert not early, early\n"
+        "early = {'torch', 'pydantic', 'rich', 'typer', 'numpy'} & set(sys.modules)\n"
+        "assert not early, early\n"
         "for name in trainfit.__all__: getattr(trainfit, name)\n"
         "trainfit.load_recipe('gpt2', seq=64); assert 'torch' not in sys.modules\n"
         "try: trainfit.plans\n"

@@ -166,7 +166,7 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
-    """Return what the bits of a loss depend on besides the recipe."""
+    """Return what the bits of a loss depend on, other than the recipe."""
     return {"torch": torch.__version__, "device": _device_name(device), "threads": torch.get_num_threads()}
 
 
