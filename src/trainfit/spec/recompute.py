@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from trainfit.spec.outside import Extensible
 from trainfit.spec.value import PositiveInt, Value
 
 
@@ -120,8 +121,9 @@ def _kind(value: Any) -> str:
     return OF_KEY[next((key for key in value if key in OF_KEY), "every")]
 
 
+Policy = Annotated[Literal["none", "full", "selective"], Extensible("recompute")]
 Recompute = Annotated[
-    Annotated[Literal["none", "full", "selective"], Tag("name")]
+    Annotated[Policy, Tag("name")]
     | Annotated[Every, Tag("Every")]
     | Annotated[Budget, Tag("Budget")]
     | Annotated[BudgetGib, Tag("BudgetGib")]
