@@ -60,7 +60,7 @@ def run(
     if json:
         print_json(result)
     else:
-        from trainfit.report.measurement_text import show
+        from trainfit.report.results import show_measurement
 
-        show(asked, result)
+        show_measurement(asked, result)
     return EXIT_CODES[result.status]

@@ -122,7 +122,7 @@ def run(
     if json:
         print_json(summary)
     else:
-        from trainfit.report.training_text import show
+        from trainfit.report.results import show_training
 
-        show(asked, summary)
+        show_training(asked, summary)
     return summary.exit_code

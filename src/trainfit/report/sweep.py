@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Panel, Series, draw
+from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, number_text, percent, share_text
 from trainfit.spec.result import Outcome
 from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
@@ -185,7 +185,7 @@ def perplexity_bars(rows: Sequence[Row]) -> str | None:
     return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:.3f}")
 
 
-def _bars(rows: Sequence[Row], sides: dict[str, Values], axis: str, name: str, digits: str) -> str | None:
+def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str, digits: str) -> str | None:
     """Draw horizontal bars, a group for each row; a row without a value names its status."""
     shown = {
         side: values[:MAX_ROWS]
@@ -249,7 +249,7 @@ def _scatter(
     (name, size), by = unit(shown), _speed_unit(shown)
     per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
     places = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
-    groups = {
+    groups: dict[str, tuple[Kind, list[str]]] = {
         "front: nothing else is both smaller and faster": ("step", list(best)),
         "beaten in both": ("scatter", [variant for variant in places if variant not in best]),
     }
