@@ -1,7 +1,7 @@
 """Fill the marked tables and figures of the documentation from the records in ``results/``.
 
-A page is written by hand. Where it shows figures from records, it holds a marker, and this program writes what
-stands between the marker and the next ``<!-- end -->``::
+A page is written by hand. Where it shows figures from records, it holds a marker, and this program writes
+what is between the marker and the next ``<!-- end -->``::
 
     <!-- table: accuracy.largest of=device -->
     <!-- end -->
@@ -9,13 +9,13 @@ stands between the marker and the next ``<!-- end -->``::
     <!-- figure: accuracy.errors_plot plots/accuracy-errors.svg "Sizes of the errors" -->
     <!-- end -->
 
-``accuracy.largest`` is the function ``largest`` of ``benchmarks/tables/accuracy.py``; options are passed as keyword
-arguments of type str. A table function returns Markdown, a figure function returns an SVG document, which is
-written to the path given (relative to the page).
+``accuracy.largest`` is the function ``largest`` of ``benchmarks/tables/accuracy.py``; options are passed as
+keyword arguments of type str. A table function returns Markdown, a figure function returns an SVG document,
+which is written to the path given (relative to the page).
 
     python -m benchmarks.fill_tables                 fill every page below docs/ and README.md
     python -m benchmarks.fill_tables PAGE ...        fill these pages
-    python -m benchmarks.fill_tables --check         write nothing; exit 1 and name the pages that would change
+    python -m benchmarks.fill_tables --check         write nothing; name the pages that would change, exit 1
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(
-    r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w.]+)(?P<rest>[^\n]*?) -->\n)(?P<body>.*?)(?P<close><!-- end -->)",
+    r"(?P<open><!-- (?P<kind>table|figure): (?P<name>[\w.]+)(?P<rest>[^\n]*?) -->\n)"
+    r"(?P<body>.*?)(?P<close><!-- end -->)",
     re.DOTALL,
 )
 

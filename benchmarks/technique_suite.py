@@ -193,9 +193,10 @@ def suite() -> list[Recipe]:
 
 
 def control(technique: str, recipe: Recipe) -> Recipe | None:
-    """The same recipe without the technique: its fields at their defaults. Of accumulation: one micro-batch of all tokens.
+    """Return the same recipe with the technique's fields at their defaults.
 
-    None where there is no such recipe (the technique is the default, or the rest needs it).
+    For accumulation: with one micro-batch of all tokens. None where there is no such recipe: the technique is
+    the default, or the rest needs it.
     """
     data = recipe.model_dump(mode="json")
     for field in ASKINGS[technique].fields:

@@ -1,4 +1,4 @@
-"""Records of ``results/``, and predictions joined with the measurements made with the same library versions."""
+"""Records of ``results/``, and predictions joined with measurements of the same library versions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainfit.spec.value import parse
 
 RESULTS = Path(__file__).parents[2] / "results"
 UNNAMED = ("2.11.0", "5.17.0")
-"""Versions of torch and transformers of the predictions made before estimates named them (results/README.md)."""
+"""Versions of torch and transformers of the records that name none (results/README.md)."""
 
 
 @cache
 def records(*patterns: str) -> tuple[Record, ...]:
-    """Return the records of the files of ``results/`` that match the patterns, in the order of the files' names."""
+    """Return the records of the files of ``results/`` that match the patterns, ordered by file name."""
     files = sorted({file for pattern in patterns for file in RESULTS.glob(pattern)})
     return tuple(record for file in files for record in load(file))
 

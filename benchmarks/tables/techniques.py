@@ -198,8 +198,12 @@ ADAFACTOR = {
 def adafactor_perplexities() -> dict[str, float]:
     """Return the perplexity after training of the rows of ``ADAFACTOR``."""
     runs = [one for one in records("peak-memory/records.jsonl") if one.train is not None]
-    by_row = {row: one.train for one in runs for row in ADAFACTOR if f"variant:{row}" in one.tags}
-    return {row: by_row[row]["eval_perplexity"] for row in ADAFACTOR if by_row[row]}
+    return {
+        row: one.train["eval_perplexity"]
+        for row in ADAFACTOR
+        for one in runs
+        if one.train and f"variant:{row}" in one.tags
+    }
 
 
 def adafactor() -> str:
