@@ -1,4 +1,4 @@
-"""``trainfit explain``: where a recipe's peak stands, what is alive there, and how another recipe differs.
+"""``trainfit explain``: the peak of a recipe's step by category and holder, and how another recipe differs.
 
 Torch is imported only where a ledger is not cached yet.
 """
@@ -23,15 +23,14 @@ from trainfit.cli.options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainfit.spec.explanation import CurvePoint, Explanation
+    from trainfit.explanation.difference import Change
+    from trainfit.spec.explanation import CurvePoint, Explanation, Holder
     from trainfit.spec.recipe import Recipe
 
 CHART_ROWS = 8
 
-Other = Annotated[
-    str | None, typer.Argument(metavar="[OTHER]", help="A second recipe, to tell what is different.")
-]
-Top = Annotated[int, typer.Option("--top", min=1, metavar="N", help="Holders told, the largest first.")]
+Other = Annotated[str | None, typer.Argument(metavar="[OTHER]", help="A second recipe, to compare with.")]
+Top = Annotated[int, typer.Option("--top", min=1, metavar="N", help="Holders shown, the largest first.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -46,24 +45,24 @@ def run(
     top: Top = 15,
     json: Json = False,
 ) -> None:
-    """Who holds memory at a recipe's peak. Needs no GPU. --set and --gpu change both recipes."""
+    """Explain a recipe's peak memory. Needs no GPU. --set and --gpu change both recipes."""
     settings = with_hardware(settings, gpu, None)
     names = [recipe] if other is None else [recipe, other]
-    asked = [read_recipe(name, settings) for name in names]
+    recipes = [read_recipe(name, settings) for name in names]
     from trainfit.api.planned import planned
     from trainfit.report.console import progress
 
     built: list[Recipe] = []
     found: list[Explanation] = []
-    for name, one in zip(names, asked, strict=True):
+    for name, one in zip(names, recipes, strict=True):
         with (
             work(name, settings, json=json, record=None),
             progress(f"explaining {one.model.display_name}: one step on the virtual GPU"),
         ):
             from trainfit.explanation.peak import explain
 
-            planned_one, said = planned(one)
-            tell(said)
+            planned_one, notes = planned(one)
+            tell(notes)
             built.append(planned_one)
             found.append(explain(built[-1]))
     if json:
@@ -71,44 +70,44 @@ def run(
             found[0] if other is None else {"explanations": [one.model_dump(mode="json") for one in found]}
         )
         return
-    for one, told in zip(built, found, strict=True):
-        show(one, told, top)
+    for one, explained in zip(built, found, strict=True):
+        show(one, explained, top)
     if other is not None:
         show_difference(found[0], found[1], top)
 
 
-def show(recipe: "Recipe", told: "Explanation", top: int) -> None:
-    """The peak for people: where it stands, the step's memory as a chart, what is alive by category and by holder."""
+def show(recipe: "Recipe", explained: "Explanation", top: int) -> None:
+    """Print the peak's moment, the step's memory as a chart, and what is alive by category and by holder."""
     from trainfit.report.console import console
     from trainfit.report.words import describe, holds_for
     from trainfit.spec.units import format_bytes
 
     out = console()
     out.print(describe(recipe), style="bold")
-    at = told.moment
+    at = explained.moment
     where = f" of {at.module}" if at.module else ""
     out.print(
-        f"Peak {format_bytes(told.peak_allocated_bytes)}: {at.step} step, {at.phase}, at {at.op}{where}"
+        f"Peak {format_bytes(explained.peak_allocated_bytes)}: {at.step} step, {at.phase}, at {at.op}{where}"
     )
-    if line := holds_for(told.versions):
+    if line := holds_for(explained.versions):
         out.print(line)
-    _chart(out, told)
-    _categories(out, told)
-    _holders(out, told, top)
+    _chart(out, explained)
+    _categories(out, explained)
+    _holders(out, explained, top)
     out.print()
 
 
-def _chart(out: "Console", told: "Explanation") -> None:
-    """Allocated bytes through the peak's step: a column a stretch, one row an eighth of the peak."""
+def _chart(out: "Console", explained: "Explanation") -> None:
+    """Draw allocated bytes through the step with the peak; a row is an eighth of it."""
     from trainfit.report.console import can_draw, heading
     from trainfit.spec.units import format_bytes
 
-    heading(out, f"Allocated through the {told.moment.step} step (not to scale of time)")
-    highest = max((point.alive.total for point in told.curve), default=0)
+    heading(out, f"Allocated through the {explained.moment.step} step (not to scale of time)")
+    highest = max((point.alive.total for point in explained.curve), default=0)
     if not highest:
         return
     label = len(format_bytes(highest))
-    points = _fitted(told.curve, out.width - label - 3)
+    points = _fitted(explained.curve, out.width - label - 3)
     heights = [point.alive.total / highest * CHART_ROWS for point in points]
     for row in range(CHART_ROWS, 0, -1):
         named = format_bytes(highest * row / CHART_ROWS) if row in (CHART_ROWS, CHART_ROWS // 2) else ""
@@ -118,21 +117,21 @@ def _chart(out: "Console", told: "Explanation") -> None:
 
 
 def _fitted(curve: "Sequence[CurvePoint]", columns: int) -> "Sequence[CurvePoint]":
-    """At most so many points: the highest of each stretch."""
+    """Return at most ``columns`` points, the highest of each stretch."""
     size = -(-len(curve) // max(1, columns))
     stretches = [curve[at : at + size] for at in range(0, len(curve), size)]
     return [max(stretch, key=lambda point: point.alive.total) for stretch in stretches]
 
 
 def _cell(filled: float, *, blocks: bool) -> str:
-    """One character of a column: ``filled`` is how much of it is under the curve."""
+    """Return one character of a column, of which the share ``filled`` is under the curve."""
     if not blocks:
         return "#" if filled >= 0.5 else " "
     return " ▁▂▃▄▅▆▇█"[max(0, min(8, round(filled * 8)))]
 
 
 def _phase_line(phases: Sequence[str]) -> str:
-    """Under the chart: each phase's name where it begins, as far as it has room."""
+    """Return the names of the phases below the chart, each where it begins and as far as it has room."""
     line = ""
     for index, phase in enumerate(phases):
         begins = index == 0 or phases[index - 1] != phase
@@ -142,7 +141,7 @@ def _phase_line(phases: Sequence[str]) -> str:
     return line.rstrip()
 
 
-def _categories(out: "Console", told: "Explanation") -> None:
+def _categories(out: "Console", explained: "Explanation") -> None:
     from trainfit.report.console import bar, can_draw, heading, rows
     from trainfit.spec.result import CATEGORIES
     from trainfit.spec.units import format_bytes
@@ -151,32 +150,32 @@ def _categories(out: "Console", told: "Explanation") -> None:
     width, blocks = max(0, min(40, out.width - 40)), can_draw(out)
     lines = []
     for name in CATEGORIES:
-        size = getattr(told.breakdown, name)
-        share = size / told.peak_allocated_bytes if told.peak_allocated_bytes else 0.0
+        size = getattr(explained.breakdown, name)
+        share = size / explained.peak_allocated_bytes if explained.peak_allocated_bytes else 0.0
         if size:
             lines.append([name, format_bytes(size), f"{share:.1%}", bar(share, width, blocks=blocks)])
     rows(out, lines, "left", "right", "right", "left")
 
 
-def _holders(out: "Console", told: "Explanation", top: int) -> None:
+def _holders(out: "Console", explained: "Explanation", top: int) -> None:
     from trainfit.report.console import heading
     from trainfit.spec.units import format_bytes
 
     heading(out, "Who holds it (equal layers together)")
     lines = [
-        [format_bytes(one.num_bytes), str(one.count), one.category, _what(one.path, one.op), _made_in(one.made_in)]
-        for one in told.holders[:top]
-    ]  # fmt: skip
-    rest = told.holders[top:]
+        [format_bytes(one.num_bytes), str(one.count), one.category, _what(one), _made_in(one.made_in)]
+        for one in explained.holders[:top]
+    ]
+    rest = explained.holders[top:]
     if rest:
         lines.append([format_bytes(sum(one.num_bytes for one in rest)), "", "", f"{len(rest)} more", ""])
-    if told.unsplit_bytes:
-        lines.append([format_bytes(told.unsplit_bytes), "", "", "ends of blocks that are not split", ""])
+    if explained.unsplit_bytes:
+        lines.append([format_bytes(explained.unsplit_bytes), "", "", "ends of blocks that are not split", ""])
     _named_rows(out, [["bytes", "number", "category", "what", "made in"], *lines], "right", "right")
 
 
 def _named_rows(out: "Console", lines: list[list[str]], *numbers: str) -> None:
-    """Rows of ``numbers``, a category, what is told of, and where it was made; long names break at their dots."""
+    """Print rows of numbers, a category, a holder and its phase; long names break at their dots."""
     from trainfit.report.console import broken, rows
 
     what = len(numbers) + 1
@@ -188,16 +187,16 @@ def _named_rows(out: "Console", lines: list[list[str]], *numbers: str) -> None:
 
 
 def _made_in(step_and_phase: str) -> str:
-    """The steady step is what a reader thinks of, so only the others are named."""
+    """Return step and phase, without the name of the steady step."""
     return step_and_phase.removeprefix("steady.").replace(".", " ")
 
 
-def _what(path: str, op: str) -> str:
-    return f"{path} {op}".strip() or "-"
+def _what(one: "Holder | Change") -> str:
+    return f"{one.path} {one.op}".strip() or "-"
 
 
 def show_difference(first: "Explanation", second: "Explanation", top: int) -> None:
-    """What the second recipe holds more and less of than the first, each at its own peak."""
+    """Print the second recipe's peak minus the first's, by category and holder."""
     from trainfit.explanation.difference import difference
     from trainfit.report.console import console, heading, rows
     from trainfit.spec.result import CATEGORIES
@@ -214,10 +213,7 @@ def show_difference(first: "Explanation", second: "Explanation", top: int) -> No
     if not changes:
         return
     heading(out, "By holder, the largest changes")
-    lines = [
-        [_signed(one.num_bytes), one.category, _what(one.path, one.op), _made_in(one.made_in)]
-        for one in changes
-    ]
+    lines = [[_signed(one.num_bytes), one.category, _what(one), _made_in(one.made_in)] for one in changes]
     _named_rows(out, lines, "right")
 
 

@@ -71,7 +71,7 @@ def recover_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A damaged SQLite or JSON Lines file.")],
     out: Annotated[Path, typer.Argument(metavar="NEW.jsonl", help="A new file for its whole records.")],
 ) -> int:
-    """Write the whole records of a damaged file to a new one, and name the lost ones (exit 65). FILE stays as it is."""
+    """Copy the intact records of a damaged file; name the lost ones, and exit 65 if there are any."""
     from trainfit.records import recover
     from trainfit.spec.errors import EXIT_BAD_INPUT
 

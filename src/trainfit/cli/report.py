@@ -54,7 +54,7 @@ def _print(comparisons: "list[Comparison]", markdown: bool) -> None:
 
 
 def _content(one: "Comparison") -> dict[str, Any]:
-    """Both sides as nouns, and the errors as shares of the measured value."""
+    """Return both sides, and the errors as shares of the measured value."""
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_s")
     return {
         "recipe": one.recipe.content(),

@@ -77,8 +77,8 @@ def run(
 ) -> int:
     """Predict, measure and train variants of a recipe; compare them.
 
-    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others go on. Stopped (exit
-    75) or killed, the same command goes on where it stopped.
+    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others go on.
+    Stopped (exit 75) or killed, the same command continues.
     """
     if ray_address is not None and executor != "ray":
         raise typer.BadParameter("--ray-address needs --executor ray")
@@ -122,7 +122,7 @@ def run(
 def executing(
     kind: str, device: Literal["auto", "cpu", "cuda"], jobs: int | None, address: str | None
 ) -> "Iterator[Executor]":
-    """Where the trials run."""
+    """Return the executor of the trials."""
     if kind == "ray":
         from trainfit.sweeps.ray_cluster import RayExecutor
 
@@ -146,7 +146,7 @@ def _go(state: "Run", place: "Executor", view: "View") -> None:
 
 
 class View:
-    """What a person sees while it goes, on standard error: a live table on a terminal, elsewhere a line a result."""
+    """Progress on standard error: a live table on a terminal, elsewhere one line a result."""
 
     def __init__(self, sweep: "Sweep"):
         from trainfit.spec.terminal import Terminal
@@ -156,11 +156,11 @@ class View:
         self._num_variants = len(sweep.variants)
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print one line."""
         self._console.print(text, soft_wrap=True)
 
     def changed(self, run: "Run", request: "PartRequest", record: "Record | None") -> None:
-        """A part began (no record yet) or ended."""
+        """Note that a part began (no record yet) or ended."""
         from trainfit.report.sweep import line
 
         self._since[request.variant] = time.monotonic()
@@ -171,15 +171,15 @@ class View:
 
     @contextmanager
     def showing(self, state: "Run") -> Iterator[None]:
-        """While entered, the table is live."""
+        """Show the live table."""
         if not self._console.is_terminal:
             yield
             return
         from rich.live import Live
 
         with Live(
-            console=self._console, get_renderable=lambda: self._table(state), refresh_per_second=REFRESH_PER_S,
-            transient=True, redirect_stdout=False,
+            console=self._console, get_renderable=lambda: self._table(state), transient=True,
+            refresh_per_second=REFRESH_PER_S, redirect_stdout=False,
         ):  # fmt: skip
             yield
 
@@ -203,7 +203,7 @@ def _report(state: "Run", folder: Path) -> Path:
 
 
 def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
-    """One object: the rows with both sides as nouns, and the numbers that the table shows."""
+    """Return the JSON object: the rows with their results, and the numbers of the table."""
     from trainfit.spec.sweep import front, frontier
     from trainfit.sweeps.journal import RECORDS
 
@@ -224,6 +224,7 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     from trainfit.report.console import console, heading, rows
     from trainfit.report.sweep import first_line, text_table
     from trainfit.report.words import holds_for
+    from trainfit.spec.sweep import RUNNING, WAITING
     from trainfit.sweeps.journal import RECORDS
 
     out, found = console(), state.rows()
@@ -231,14 +232,10 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
     out.print(text_table(found, out.width))
     if line := holds_for(*(row.estimate.versions for row in found if row.estimate)):
         out.print(line)
-    told = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in found if _is_told(row)]
-    if told:
-        rows(out, told, "left", "wrap")
+    ended = [row for row in found if row.message and row.status not in (RUNNING, WAITING)]
+    if ended:
+        rows(
+            out, [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended], "left", "wrap"
+        )
         out.print()
     say(f"records {printable(str(folder / RECORDS))}\nreport  {printable(str(page))}")
-
-
-def _is_told(row: Any) -> bool:
-    from trainfit.spec.sweep import RUNNING, WAITING
-
-    return bool(row.message) and row.status not in (RUNNING, WAITING)

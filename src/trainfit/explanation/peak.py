@@ -1,7 +1,7 @@
-"""Who holds memory at a step's peak: Recipe -> Explanation, by its ledger alone, without a GPU.
+"""Explain the peak of a recipe's step by category, module and operation, from its ledger, without a GPU.
 
-The ledger is replayed on the caching allocator, as for a prediction, so the peak is the prediction's to the byte. What
-is alive then is told by category, module and operation; equal layers are told together.
+The ledger is replayed on the caching allocator, as for a prediction, so both peaks are equal to the byte.
+Holders in equal layers are added up.
 """
 
 import re
@@ -17,7 +17,7 @@ from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown
 
 CURVE_POINTS = 64
 LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
-"""In a slot: a layer's number, or its name within a group of equal layers (``virtual.places.Groups``)."""
+"""A layer's number in a path, or its name within a group of equal layers."""
 OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
 WORKSPACE = "library workspace"
 BELONGS_TO_PARAMETERS = ("weights", "optimizer")
@@ -25,10 +25,10 @@ BELONGS_TO_PARAMETERS = ("weights", "optimizer")
 
 
 def explain(recipe: Recipe) -> Explanation:
-    """What holds memory at the peak of the recipe's step, and how memory goes through that step.
+    """Return the holders of memory at the peak of the recipe's step, and the memory through that step.
 
     Raises:
-        InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
+        InputError: an unknown model or GPU, or techniques that are unavailable or exclude each other.
     """
     gpu = find_gpu(recipe.hardware.gpu)
     ledger = ledger_of(recipe)
@@ -67,7 +67,7 @@ def _moment(ledger: Ledger, events: Sequence[LiveEvent], index: int) -> Moment:
 
 
 def _place(ledger: Ledger, op: Op) -> str:
-    """The module's path; where three layers stand for all, which of them, not its number among the three."""
+    """Return the module's path, with ``first``, ``middle`` or ``last`` for a layer traced for others."""
     if op.group == NO_LAYER or not ledger.repeats:
         return op.module
     name = {FIRST: "first", LAST: "last"}.get(part_of(op.group), "middle")
@@ -86,7 +86,7 @@ def _holders(ledger: Ledger, alive: Iterable[tuple[int, int]]) -> tuple[Holder, 
 
 
 def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
-    """Category, path, operation, and where it was made: equal for the same allocation of equal layers."""
+    """Return category, path, operation and phase, which are the same for equal layers."""
     op = ledger.ops[storage.op] if storage.op >= 0 else None
     if op is None:
         return storage.category, "", WORKSPACE, "any"
@@ -98,22 +98,22 @@ def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
 
 
 def merged_path(path: str) -> str:
-    """A dotted path with a star for the layer's number: ``layers.*.mlp.down``."""
+    """Return a dotted path with a star for the layer's number: ``layers.*.mlp.down``."""
     return LAYER_NUMBER.sub(ONE_OF_EQUAL, path).replace("..", ".").strip(".")
 
 
 def _short(op: str) -> str:
-    """``mm`` for ``aten.mm.default``; a library's own operation keeps its library's name."""
+    """Return ``mm`` for ``aten.mm.default``; other libraries' operations keep the library's name."""
     return OPERATION.sub("", op).removesuffix(".default")
 
 
 def rounded(num_bytes: int) -> int:
-    """As the allocator counts: up to a multiple of 512."""
+    """Return the size rounded up to a multiple of 512 bytes, as the allocator does."""
     return -(-num_bytes // BLOCK) * BLOCK
 
 
 class _Walk:
-    """What is alive, by category, through one step; what is alive before it included."""
+    """Bytes alive by category through one step."""
 
     def __init__(self, ledger: Ledger, events: Sequence[LiveEvent], step: str):
         self.points: list[tuple[str, dict[str, int]]] = []
@@ -133,7 +133,7 @@ class _Walk:
                 self.ends[segment.phase] = MemoryBreakdown(**alive)
 
     def curve(self, num_points: int) -> tuple[CurvePoint, ...]:
-        """The highest moment of each of ``num_points`` equal stretches."""
+        """Return the highest moment of each of ``num_points`` equal stretches."""
         size = -(-len(self.points) // num_points) or 1
         stretches = [self.points[at : at + size] for at in range(0, len(self.points), size)]
         highest = [max(stretch, key=lambda point: sum(point[1].values())) for stretch in stretches]

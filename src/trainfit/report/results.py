@@ -1,4 +1,4 @@
-"""Measurements, training runs and utilisation as text for a terminal, and every result as an HTML table for Jupyter."""
+"""Measurements, training runs and utilisation as text; every result as an HTML table for Jupyter."""
 
 import math
 from collections.abc import Sequence

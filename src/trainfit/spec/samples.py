@@ -1,5 +1,7 @@
 """What every measured number comes with: where it was made, and the samples of it."""
 
+from statistics import median
+
 from trainfit.spec.value import Bytes, Value
 
 
@@ -44,6 +46,4 @@ class Spread(Value):
         def at(share: float) -> float:
             return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
-        middle = len(ordered) // 2
-        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        return cls(samples=tuple(samples), median=median, low=at(0.1), high=at(0.9))
+        return cls(samples=tuple(samples), median=median(ordered), low=at(0.1), high=at(0.9))
