@@ -31,7 +31,7 @@ KERNELS: dict[str, AttentionKernel] = {
 }  # fmt: skip
 """A benchmark's body -> the recipe's word for it; bodies that no recipe can ask for are left out."""
 ADDITIVE = "additive"
-"""The mask of a row whose kernel was given one, as bench/workloads/attention_masks.py has it, which imports torch."""
+"""The mask of a row whose kernel was given one, as bench/workloads/attention.py has it, which imports torch."""
 NEEDED = ("dtype", "head", "causal", "seq", "heads", "batch", "body", "pass")
 FEWEST_ROWS = 65536
 """Queries of all heads and sequences: in tiles of 128 rows, four times as many as an H200 has multiprocessors, 132. One head of 32,768

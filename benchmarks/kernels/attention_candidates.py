@@ -66,7 +66,7 @@ class Candidate:
 
 def _spelled(how: How) -> str:
     if isinstance(how, Tiles):
-        registers = f" r{how.most_registers}" if how.most_registers else ""
+        registers = f" r{how.max_registers}" if how.max_registers else ""
         tile = f"{how.block_m}x{how.block_n} w{how.warps} s{how.stages} heads{how.heads_at_once}"
         return f"triton pointers {tile}{registers}"
     if isinstance(how, Groups):

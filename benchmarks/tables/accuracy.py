@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import cache
-from statistics import median, quantiles
+from statistics import median
 
-from benchmarks.tables.joined import RESULTS, errors, join, recipe_of, records, versions_of
+from benchmarks.tables.errors import exact, percentile_95, share, worst
+from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
 from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.held_out import is_held_out
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import Estimate, Record
 from trainfit.spec.units import MIB
 from trainfit.techniques.registry import techniques as all_techniques
 
 FIRST, ANEW = "as first committed", "predicted anew"
-SUITE = "h200-*.jsonl"
-FIRST_FILE = "first-predicted/h200.jsonl"
 PEAKS = {
     "allocated": "peak_allocated_bytes",
     "reserved": "peak_reserved_bytes",
@@ -43,32 +39,6 @@ def suite() -> dict[str, Pairs]:
     anew = [one for one in join(records(SUITE)) if one.predicted is not None]
     first = [one for one in join([*records(FIRST_FILE), *measured]) if one.predicted is not None]
     return {FIRST: first, ANEW: anew}
-
-
-def share(value: float, *, signed: bool = False) -> str:
-    """Return a share in per cent; only what is 0 reads 0."""
-    size = abs(value)
-    if size == 0:
-        return "0 %"
-    if size < 1e-6:
-        return "< 0.0001 %"
-    sign = "-" if value < 0 else "+" if signed else ""
-    return f"{sign}{size * 100:.{2 if size >= 1e-3 else 4}f} %"
-
-
-def percentile_95(values: Sequence[float]) -> float:
-    """Return the 95th percentile of the values' sizes."""
-    return quantiles(map(abs, values), n=20, method="inclusive")[-1]
-
-
-def worst(values: Iterable[float]) -> float:
-    """Return the value of the largest size, with its sign."""
-    return max(values, key=abs)
-
-
-def exact(values: Sequence[float]) -> int:
-    """Return how many are predicted to the byte."""
-    return sum(value == 0 for value in values)
 
 
 def time_ratios(pairs: Pairs) -> list[float]:
@@ -162,8 +132,8 @@ def _exact_and_worst(pairs: Pairs, name: str = "allocated") -> tuple[str, str]:
 def origin(tags: Iterable[str]) -> str:
     """Return how a recipe came about, by the tags of its records.
 
-    The draws over all fields are tagged ``h200`` and ``truth``, those around one technique ``h200-techniques``, or
-    ``truth`` alone.
+    The draws over all fields are tagged ``h200`` and ``truth``, those around one technique
+    ``h200-techniques`` or ``truth`` alone.
     """
     if "near-card" in tags:
         return "drawn by a seed, near the card's size"
@@ -200,144 +170,6 @@ def origins() -> str:
         "worst",
     ]
     return markdown_grid(heads, rows)
-
-
-BLIND: dict[str, tuple[str, ...]] = {
-    "drawn around one technique, 2026-11-21": ("9d5942d", "47d6eac", "736a8e0"),
-    "drawn around one technique, 2026-11-22": ("7648115",),
-}
-"""Recipes that were predicted before they were measured: title -> commits of their first predictions."""
-SWEEPS = {
-    "sweep: peak memory, 1.6B": "peak-memory/records.jsonl",
-    "sweep: memory budgets, 1.6B": "peak-memory-pareto/records.jsonl",
-    "sweep: separate effects, 1.6B": "peak-memory-separate/records.jsonl",
-    "sweep: recomputation budgets, Llama-3.1-8B": "recompute-budget-llama-3.1-8b/records.jsonl",
-    "sweep: ladder, Llama-3.2-1B": "ladder-llama-3.2-1b/records.jsonl",
-    "sweep: ladder, Qwen3-4B": "ladder-qwen3-4b/records.jsonl",
-    "sweep: quality of techniques, Llama-3.2-1B": "technique-quality/records.jsonl",
-}
-EVERY = ("h200-*.jsonl", "*/records.jsonl", "*/measured.jsonl", "peak-memory/device/*.jsonl")
-"""Every file with measurements."""
-
-
-@dataclass(frozen=True)
-class Blind:
-    """A recipe predicted before any measurement of it, with its first measurement."""
-
-    predicted: Estimate
-    allocated_bytes: int | None
-    """None: it ran out of memory."""
-    device_bytes: int | None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted minus measured allocated peak, over measured."""
-        held = self.allocated_bytes
-        return (self.predicted.peak_allocated_bytes - held) / held if held else None
-
-    @property
-    def device_error(self) -> float | None:
-        """The same of the device's memory."""
-        held = self.device_bytes
-        return (self.predicted.peak_device_bytes - held) / held if held else None
-
-
-@cache
-def blind_groups() -> dict[str, list[Blind]]:
-    """Return the recipes that were predicted before they were measured, by group."""
-    first = records(FIRST_FILE)
-    groups = {
-        title: _blind(one for one in first if (one.commit or "").startswith(commits))
-        for title, commits in BLIND.items()
-    }
-    groups |= {title: _blind(one for one in records(file) if one.estimate) for title, file in SWEEPS.items()}
-    return {**groups, "two versions of transformers": _blind(records("versions/predicted.jsonl"))}
-
-
-def _blind(predictions: Iterable[Record]) -> list[Blind]:
-    found: dict[tuple[str, tuple[str, str]], Blind] = {}
-    for record in sorted(predictions, key=lambda record: record.created_at):
-        key = (record.recipe_id, versions_of(record))
-        measured = _first_measurements().get(key)
-        if measured is None or record.estimate is None or key in found:
-            continue
-        if record.created_at < measured.created_at:
-            found[key] = Blind(record.estimate, *_peaks(measured))
-    return list(found.values())
-
-
-@cache
-def _first_measurements() -> dict[tuple[str, tuple[str, str]], Record]:
-    """Return the oldest measurement, or training run, of each recipe and versions."""
-    ended = [record for record in records(*EVERY) if _status(record) in ("done", "out-of-memory")]
-    newest_first = sorted(ended, key=lambda record: record.created_at, reverse=True)
-    return {(record.recipe_id, versions_of(record)): record for record in newest_first}
-
-
-def _status(record: Record) -> str:
-    if record.measurement is not None:
-        return record.measurement.status
-    return record.train["status"] if record.train is not None else ""
-
-
-def _peaks(record: Record) -> tuple[int | None, int | None]:
-    if _status(record) != "done":
-        return None, None
-    if record.measurement is not None:
-        return record.measurement.peak_allocated_bytes, record.measurement.peak_device_bytes
-    assert record.train is not None
-    return record.train["peak_memory_bytes"], None
-
-
-def blind() -> str:
-    """Recipes predicted before they were measured, by group."""
-    rows = [_blind_row(title, found) for title, found in blind_groups().items()]
-    every = [one for found in blind_groups().values() for one in found]
-    heads = [
-        "recipes",
-        "ran",
-        "to the byte",
-        "worst",
-        "device: recipes",
-        "worst",
-        "out of memory",
-        "predicted not to fit",
-    ]
-    return markdown_grid(heads, [*rows, _blind_row("all", every)])
-
-
-def _blind_row(title: str, found: Sequence[Blind]) -> list[str]:
-    allocated = [one.error for one in found if one.error is not None]
-    device = [one.device_error for one in found if one.device_error is not None]
-    out = [one for one in found if one.allocated_bytes is None]
-    return [
-        title, str(len(allocated)), str(exact(allocated)), share(worst(allocated), signed=True),
-        str(len(device)),
-        share(worst(device), signed=True) if device else NOTHING, str(len(out)),
-        str(sum(not one.predicted.fits for one in out)),
-    ]  # fmt: skip
-
-
-def versions() -> str:
-    """Predictions of one recipe under several versions, and the measurements under the same."""
-    found = records("versions/predicted.jsonl")
-    measured = {
-        (record.recipe_id, versions_of(record)): record.measurement
-        for record in (*records(SUITE), *records("versions/measured.jsonl"))
-        if record.measurement is not None
-    }
-    rows = []
-    for record in sorted(found, key=lambda one: (one.recipe_id, versions_of(one))):
-        assert record.estimate is not None
-        held = measured.get((record.recipe_id, versions_of(record)))
-        peak = held.peak_allocated_bytes if held is not None else None
-        rows.append([
-            _describe(Comparison(recipe_of(record), None, None)), *versions_of(record),
-            f"{record.estimate.peak_allocated_bytes:,}", f"{peak:,}" if peak else NOTHING,
-        ])  # fmt: skip
-    return markdown_grid(
-        ["recipe", "torch", "transformers", "predicted, bytes", "measured, bytes"], rows, num_text=3
-    )
 
 
 def techniques() -> str:
@@ -398,14 +230,16 @@ def largest(of: str, count: str = "5") -> str:
     for error, one in found[: int(count)]:
         off = getattr(one.predicted, PEAKS[of]) - getattr(one.measured, PEAKS[of])
         cause = causes.get(one.recipe.id, "unknown")
-        rows.append([_describe(one), markdown_cell(cause), share(error, signed=True), f"{off / MIB:+.1f}"])
+        rows.append(
+            [describe(one.recipe), markdown_cell(cause), share(error, signed=True), f"{off / MIB:+.1f}"]
+        )
     return markdown_grid(["recipe", "cause", "error", "MiB"], rows, num_text=2)
 
 
 def crashed() -> str:
     """Trials that ended without a result."""
     rows = [
-        [_describe(one), f"`{one.recipe.id}`", markdown_cell(_causes().get(one.recipe.id, "unknown"))]
+        [describe(one.recipe), f"`{one.recipe.id}`", markdown_cell(_causes().get(one.recipe.id, "unknown"))]
         for one in join(records(SUITE))
         if one.status in ("crashed", "timeout")
     ]
@@ -415,40 +249,6 @@ def crashed() -> str:
 @cache
 def _causes() -> dict[str, str]:
     return tomllib.loads((RESULTS / "causes.toml").read_text("utf-8"))["causes"]
-
-
-def _describe(one: Comparison) -> str:
-    return markdown_cell(f"{one.model}, {one.batch}, {one.technique}")
-
-
-def lost_commits() -> tuple[str, ...]:
-    """Return the commits that records name and this repository does not hold."""
-    lines = (RESULTS / "lost-commits.txt").read_text("utf-8").splitlines()
-    return tuple(line for line in lines if line and not line.startswith("#"))
-
-
-@cache
-def commits_by_file() -> dict[str, Counter[str]]:
-    """Return file -> number of rows by the commit that they name."""
-    found: dict[str, Counter[str]] = {}
-    for file in sorted(RESULTS.rglob("*.jsonl")):
-        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        named = Counter(row["commit"] for row in rows if isinstance(row, dict) and row.get("commit"))
-        found[file.relative_to(RESULTS).as_posix()] = named
-    return found
-
-
-def missing_commits() -> str:
-    """Rows whose commit does not exist in this repository, by file."""
-    rows = []
-    for commit in lost_commits():
-        for file, counts in commits_by_file().items():
-            rows += [
-                [f"`{commit[:7]}{commit[40:]}`", f"`results/{file}`", str(num)]
-                for name, num in counts.items()
-                if name == commit
-            ]
-    return markdown_grid(["commit", "file", "rows"], rows, num_text=2)
 
 
 def errors_plot() -> str:

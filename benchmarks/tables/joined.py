@@ -8,11 +8,15 @@ from pathlib import Path
 
 from trainfit.records import load
 from trainfit.report.compare import Comparison
+from trainfit.report.table import markdown_cell
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Record
 from trainfit.spec.value import parse
 
 RESULTS = Path(__file__).parents[2] / "results"
+SUITE = "h200-*.jsonl"
+FIRST_FILE = "first-predicted/h200.jsonl"
+"""The accuracy suite, and its predictions as first committed."""
 UNNAMED = ("2.11.0", "5.17.0")
 """Versions of torch and transformers of the records that name none (results/README.md)."""
 
@@ -27,6 +31,12 @@ def records(*patterns: str) -> tuple[Record, ...]:
 def recipe_of(record: Record) -> Recipe:
     """Return the record's recipe."""
     return parse(Recipe, record.recipe, file=f"record of {record.created_at}")
+
+
+def describe(recipe: Recipe) -> str:
+    """Return model, batch and what sets the recipe apart, as a cell of a table."""
+    one = Comparison(recipe, None, None)
+    return markdown_cell(f"{one.model}, {one.batch}, {one.technique}")
 
 
 def versions_of(record: Record) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
 from trainfit.techniques.base import Compiler, ContextFactory, Draft, LossFunction
-from trainfit.techniques.offload.weights import num_slots
+from trainfit.techniques.offload.weights import num_buffers
 from trainfit.techniques.precision.dtypes import weight_dtype
 
 Batch = dict[str, Tensor]
@@ -109,14 +109,13 @@ def _build(
     """The bare model in training mode, and where its blocks' weights are if not on the device."""
     dtype = weight_dtype(recipe)
     if recipe.offload.weights:
-        slots = num_slots(recipe)
         model, hosted = build_on_host(
             recipe.model,
             dtype=dtype,
             device=device,
             attention=recipe.attention,
             quantize=recipe.quantize,
-            num_slots=slots,
+            num_buffers=num_buffers(recipe),
             on_model=on_model,
         )
         return model.train(), hosted
@@ -244,7 +243,7 @@ class Step:
     def settle(self) -> None:
         """Wait until what is copied to the host in the background is there."""
         if self.hosted is not None:
-            self.hosted.copy_streams.settle()
+            self.hosted.copy_streams.synchronize()
 
     def parameters_on_host(self) -> set[int]:
         """``id`` of each parameter whose value is on the host, the device's a passing copy."""

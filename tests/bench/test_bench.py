@@ -9,24 +9,17 @@ import pytest
 import torch
 
 from trainfit.bench.experiments import accumulation, autocast, dataloader, transformer
-from trainfit.bench.harness.runner import experiment_names, run
-from trainfit.report.bench_pages import pages
-from trainfit.report.bench_plot import AXES, OWN_PLOTS
-from trainfit.report.bench_prose import stories
+from trainfit.bench.harness.discovery import experiment, experiment_names
+from trainfit.bench.harness.runner import run
+from trainfit.report.bench_plot import plot_of
 from trainfit.report.bench_table import grids, reasons
 from trainfit.spec.bench import BenchResult
 from trainfit.spec.errors import InputError
-from trainfit.spec.provenance import new_bench_record
-from trainfit.spec.result import Record
 
 
 @pytest.fixture(scope="module", params=experiment_names())
 def tiny(request: pytest.FixtureRequest) -> BenchResult:
     return run(request.param, device="cpu", form="tiny")
-
-
-def full(result: BenchResult) -> Record:
-    return new_bench_record(result.model_copy(update={"form": "full"}))
 
 
 def test_every_experiment_runs_on_a_cpu_in_seconds(tiny: BenchResult) -> None:
@@ -37,13 +30,16 @@ def test_every_experiment_runs_on_a_cpu_in_seconds(tiny: BenchResult) -> None:
     assert len(points) == len(set(points))
 
 
-def test_every_experiment_has_a_table_and_a_page(tiny: BenchResult) -> None:
-    for grid in grids(tiny.rows):
+def test_every_number_has_a_declared_column_and_every_plot_something_to_draw(tiny: BenchResult) -> None:
+    one = experiment(tiny.experiment)
+    declared = {name for column in one.columns for name in (column.value, column.deviation)}
+    plain = {"dtype", "shape", "MiB", "MB", "GB"}  # Shown under their own names.
+    assert {name for row in tiny.rows for name in row.numbers} <= declared | plain
+    for grid in grids(tiny.rows, one.columns):
         assert len({len(line) for line in (grid.titles, *grid.lines)}) == 1
-    page = pages([full(tiny)])[tiny.experiment]
-    assert stories()[tiny.experiment].title in page.text
-    drawn = {*AXES, *OWN_PLOTS} - {"streams"}  # A CPU has no second stream, so no gain to draw.
-    assert set(page.plots) == ({f"{tiny.experiment}-cpu.svg"} if tiny.experiment in drawn else set())
+    drawn = plot_of(tiny, one.plots)
+    # A CPU has no second stream, so no gain to draw.
+    assert (drawn is not None) == (bool(one.plots) and tiny.experiment != "streams")
 
 
 def test_a_limit_of_no_time_leaves_rows_that_say_so() -> None:

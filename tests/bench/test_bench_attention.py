@@ -1,6 +1,5 @@
 """Attention as the experiments time it: bodies that agree, counted work, plans, and what is impossible."""
 
-import re
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -9,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench_rows import result_of
 from trainfit.bench.experiments import attention as attention_experiment
 from trainfit.bench.experiments import flash
 from trainfit.bench.harness.bench import Bench
 from trainfit.bench.harness.runner import RULES
 from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.bench.workloads import attention
-from trainfit.bench.workloads.attention import Case
-from trainfit.bench.workloads.attention_masks import MaskKind, mask_of
+from trainfit.bench.workloads.attention import Case, MaskKind, mask_of
 from trainfit.catalog import load as catalog
-from trainfit.report.bench_pages import pages
 from trainfit.spec.bench import BenchRow
 from trainfit.spec.errors import InputError
-from trainfit.spec.provenance import new_bench_record
 
 CPU = torch.device("cpu")
 BODIES = ("eager", "compiled", "pytorch", *attention.BACKENDS, "flex", "plain", "ours")
@@ -88,7 +83,7 @@ def test_bodies_that_take_no_mask_say_so() -> None:
     for name in BODIES:
         case = replace(CASE, body=name, dtype="bf16", is_causal=False, mask="additive")
         refused = name not in attention.MASKABLE
-        with pytest.raises(InputError, match="given no mask") if refused else nullcontext():
+        with pytest.raises(InputError, match="takes no mask") if refused else nullcontext():
             attention.check(case, torch.device("cuda"))
     rows = [*attention.rows(bench, replace(CASE, body="ours", is_causal=False, mask="boolean"), bench.rule)]
     assert {row.status for row in rows} == {"refused"}
@@ -154,15 +149,14 @@ def test_the_published_mistake_is_flagged() -> None:
         patch.setattr(attention, "tensors", lambda case, device: (None,) * 4)
         (row,) = attention.unsynchronised(bench, long)
     assert (row.status, row.numbers, row.point["pass"]) == ("impossible", {}, "forward, not synchronised")
-    text = pages([new_bench_record(result_of(row, experiment="attention"))])["attention"].text
-    assert re.search(r"\| [\d.]+ [num]s: impossible \|", text)
 
 
-def test_a_plan_of_flash_has_the_goals_first_and_no_case_twice() -> None:
+def test_a_plan_of_flash_has_the_compared_shapes_first_and_no_case_twice() -> None:
     cases = list(flash.cases("full"))
     assert len(cases) == len(set(cases))
     first = {
-        (case.head, case.seq) for case in cases[: len(flash.GOALS["full"]) * len(flash.GOAL_BODIES["full"])]
+        (case.head, case.seq)
+        for case in cases[: len(flash.COMPARED["full"]) * len(flash.COMPARED_BODIES["full"])]
     }
     assert first == {(128, 8192), (128, 16384), (64, 16384)}
     assert {case.body for case in cases if case.seq > 65536} == {"ours"}

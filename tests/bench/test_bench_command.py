@@ -5,19 +5,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trainfit.bench.experiments import accumulation
 from trainfit.bench.harness import runner as bench_run
-from trainfit.bench.harness.bench import Bench, Experiment, failures, value
+from trainfit.bench.harness.bench import Bench, failures, value
+from trainfit.bench.harness.experiment import Experiment
 from trainfit.bench.harness.signals import Signalled, Signals
 from trainfit.cli.main import main
 from trainfit.records import read
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
+
+SIGNALS_ITSELF = """
+import os, signal, sys
+from trainfit.bench.experiments import accumulation
+from trainfit.cli.main import main
+
+accumulation.METHODS["naive"] = lambda floats: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(main())
+"""
 
 
 def test_the_command_prints_json_and_keeps_a_record(
@@ -35,18 +44,15 @@ def test_the_command_prints_json_and_keeps_a_record(
 
 
 def test_what_was_measured_before_a_signal_is_printed_and_kept(tmp_path: Path) -> None:
-    """A real run in full form, whose ways to add take seconds together; it is ended in the first of them."""
+    """The first way to add sends the signal to its own process."""
     file = tmp_path / "records.sqlite"
     words = ["bench", "accumulation", "--device", "cpu", "--form", "full", "--record", str(file)]
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from trainfit.cli.main import main; sys.exit(main())", *words],
+        [sys.executable, "-c", SIGNALS_ITSELF, *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stderr is not None
-    told = [process.stderr.readline() for _ in range(4)]
-    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
-    assert all(line.strip().startswith("done  sum") for line in told)
+    assert all(line.strip().startswith("done  sum") for line in err.splitlines()[:4])
     assert process.returncode == 75, err
     assert "Traceback" not in err
     assert "SIGTERM: stopped" in err
@@ -100,8 +106,8 @@ class Broken:
 
 
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = SimpleNamespace(EXPERIMENT=Experiment("accumulation", Broken().run, limit_s=1))
-    monkeypatch.setattr(bench_run, "importlib", SimpleNamespace(import_module=lambda name: module))
+    one = Experiment("title", "question", Broken().run, limit_s=1)
+    monkeypatch.setattr(bench_run, "experiment", lambda name: one)
 
 
 def test_an_error_of_an_experiment_loses_no_row(

@@ -1,16 +1,13 @@
 """What an experiment says of the device: whose times they are, what L2 is read in, how phases are held against each other."""
 
-import json
-
 import pytest
 
 from trainfit.bench.experiments import memory
-from trainfit.bench.harness.memory_prediction import Told
-from trainfit.bench.harness.runner import experiment, experiment_names, run
+from trainfit.bench.harness.discovery import experiment, experiment_names
+from trainfit.bench.harness.memory_prediction import RunMemory
+from trainfit.bench.harness.runner import run
 from trainfit.bench.workloads.memory_levels import stride
-from trainfit.cli.main import main
 from trainfit.measurement.environment import cpu_name
-from trainfit.report.bench_prose import stories
 
 
 def test_the_hosts_experiment_names_the_cpu_though_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +46,7 @@ def test_a_block_of_a_large_set_is_read_again_as_late_as_it_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "before", "said"),
+    ("phases", "before", "expected"),
     [
         ({"forward": 10, "backward": 30}, 5, "+0 bytes"),
         ({"forward": 524_298, "backward": 30}, 5, "+524,288 bytes (forward)"),
@@ -57,23 +54,10 @@ def test_a_block_of_a_large_set_is_read_again_as_late_as_it_allows() -> None:
         ({"forward": 10, "backward": 30}, 1, "-4 bytes (before)"),
     ],
 )
-def test_the_worst_phase_of_a_prediction_is_told(phases: dict[str, int], before: int, said: str) -> None:
+def test_the_worst_phase_of_a_prediction_is_named(phases: dict[str, int], before: int, expected: str) -> None:
     """Though the peaks are equal."""
-    measured = Told(5, {"forward": 10, "backward": 30}, 30, None)
-    found = Told(before, phases, 30, None)
-    assert memory.largest_difference(found, measured) == said
+    measured = RunMemory(5, {"forward": 10, "backward": 30}, 30, None)
+    found = RunMemory(before, phases, 30, None)
+    assert memory.largest_difference(found, measured) == expected
     row = memory._row({"source": "predicted"}, found, measured)
-    assert row.numbers["phase_off_by"] == said
-
-
-def test_without_a_name_the_experiments_are_listed_with_their_questions(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == experiment_names()
-    assert all(line.endswith(stories()[line.split()[0]].title) for line in lines)
-    assert main(["bench", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["experiments"] == experiment_names()
-    assert printed["titles"]["attention"] == stories()["attention"].title
+    assert row.numbers["phase_off_by"] == expected

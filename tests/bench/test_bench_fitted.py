@@ -2,11 +2,9 @@
 
 import pytest
 
-from trainfit.bench.harness.runner import experiment_names
 from trainfit.cli.bench import show
 from trainfit.cli.fitted import broken, fitted, width_of
-from trainfit.report.bench_table import Grid, grids, title
-from trainfit.report.bench_words import WORDS, words
+from trainfit.report.bench_table import Grid, grids
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.samples import Environment, Spread
 
@@ -46,11 +44,11 @@ def test_a_wide_table_becomes_tables_that_fit_and_keeps_each_number(width: int) 
     assert width_of(grid) > 118
     tables = fitted(grid, width)
     assert all(width_of(table) <= width for table in tables)
-    told = cells(tables) + [table.same for table in tables]
+    shown = cells(tables) + [table.same for table in tables]
     for line in grid.lines:
         for cell in line[grid.num_keys :]:
-            assert cell in told or any(cell in same for same in told)
-    assert sum(cell.endswith("iB") for cell in told) == 8 * 9
+            assert cell in shown or any(cell in same for same in shown)
+    assert sum(cell.endswith("iB") for cell in shown) == 8 * 9
     for table in tables:  # Each line still says which one it is.
         assert len({line[: table.num_keys] for line in table.lines}) == len(table.lines)
 
@@ -76,7 +74,7 @@ def test_how_a_line_ended_stands_in_the_first_table() -> None:
     assert not any("status" in table.titles for table in tables[1:])
 
 
-def test_a_line_without_any_number_is_told_once() -> None:
+def test_a_line_without_any_number_is_shown_once() -> None:
     lines = (("a", *("123456789",) * 4), ("b", "", "", "", ""))
     grid = Grid(("key", "one", "two", "three", "four"), lines, (False, *(True,) * 4), "")
     tables = fitted(grid, 30)
@@ -145,14 +143,5 @@ def test_what_is_printed_fits_the_terminal(
     assert "Rows without a result" in printed
     assert "no time was left" in printed
     assert "unsteady: the time cap came before" in printed
-    assert "busy: the sum of the kernels' times" in printed
+    assert "busy: sum of the kernels' times" in printed
     assert "busy share" not in printed
-
-
-def test_words_are_of_titles_that_there_are() -> None:
-    assert set(WORDS) <= set(experiment_names())
-    assert words(
-        result("memory", [BenchRow(point={"a": 1}, status="done", numbers={"before_bytes": 1})])
-    ) == ["before: the built model, before any step"]
-    assert words(result("gpu", [BenchRow(point={"a": 1}, status="done", numbers={"b": 1})])) == []
-    assert title("first_peak_bytes") in WORDS["memory"]

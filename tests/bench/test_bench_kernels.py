@@ -1,4 +1,4 @@
-"""``bench kernels``: parts of the model are told apart, on a CPU for real and on a GPU by events as its profiler makes them."""
+"""``bench kernels``: kernels get the part of the model that launched them, on a CPU and from a GPU's events."""
 
 import gzip
 import json
@@ -30,11 +30,8 @@ from trainfit.bench.harness.runner import RULES, run
 from trainfit.bench.harness.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.harness.timing import Timing
 from trainfit.models.native import attention, decoder
-from trainfit.report.bench_pages import pages
-from trainfit.report.bench_said import of_kernels
-from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.bench import BenchResult
 from trainfit.spec.errors import InputError
-from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.samples import Environment
 from trainfit.step import Step, assemble
 
@@ -82,7 +79,9 @@ def bench(stopwatch: Stopwatch) -> Bench:
 
 
 def tiny_step(precision: str = "fp32") -> Step:
-    recipe = kernels.recipe_of(bench(CpuStopwatch()), "tiny-llama-demo", 32, kernels.PRECISIONS[precision])
+    recipe = kernels.recipe_of(
+        bench(CpuStopwatch()), {"model": "tiny-llama-demo", "precision": precision, "context": 32}
+    )
     return assemble(recipe, torch.device("cpu"))
 
 
@@ -224,8 +223,8 @@ def test_kernels_that_no_operation_accounts_for_are_no_result() -> None:
 def test_more_kernels_than_a_step_has_time_for_are_a_failure(seconds: float, believed: bool) -> None:
     timing = Timing(laps={"total": [3.6] * 6}, runs=list(range(6)))
     found = [Launch("forward", "MLP", "aten::mm", "gemm", seconds)]
-    told = kernels._believed(found, timing)
-    assert told == (found if believed else ("failed", "3.9 s of kernels in a step of 3.6 s"))
+    checked = kernels._plausible(found, timing)
+    assert checked == (found if believed else ("failed", "3.9 s of kernels in a step of 3.6 s"))
 
 
 def test_a_profiler_that_saw_no_kernel_is_no_result() -> None:
@@ -264,7 +263,7 @@ def test_the_largest_kernels_of_a_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
@@ -279,8 +278,8 @@ def test_the_largest_kernels_of_a_pass() -> None:
         ("Memset (Device)", "Memset"),
     ],
 )
-def test_a_kernels_short_name(name: str, told: str) -> None:
-    assert kernels.short(name) == told
+def test_a_kernels_short_name(name: str, expected: str) -> None:
+    assert kernels.short(name) == expected
 
 
 def test_a_step_under_held_clocks_is_profiled_again_and_then_given_up() -> None:
@@ -313,7 +312,7 @@ def test_a_pass_is_the_sum_of_its_phases() -> None:
     assert rows["whole step"].numbers["optimizer_share"] == 0.5
 
 
-def test_the_tiny_run_has_its_tables_its_trace_and_its_page(tiny: tuple[BenchResult, Path]) -> None:
+def test_the_tiny_run_has_its_shares_and_its_trace(tiny: tuple[BenchResult, Path]) -> None:
     result, folder = tiny
     assert {row.status for row in result.rows} <= {"done", "unsteady"}
     shares = [row.numbers for row in result.rows if "profiled" in row.point]
@@ -322,40 +321,8 @@ def test_the_tiny_run_has_its_tables_its_trace_and_its_page(tiny: tuple[BenchRes
     assert [float(numbers["flops_ratio"]) for numbers in core] == pytest.approx([4 * 32 / 5, 8 * 32 / 4] * 2)
     trace = json.loads(gzip.decompress((folder / "kernels-tiny-llama-demo-fp32-64.json.gz").read_bytes()))
     assert {"part: softmax", "phase: optimizer"} <= {one.get("name") for one in trace["traceEvents"]}
-    page = pages([new_bench_record(result.model_copy(update={"form": "full"}))])["kernels"]
-    assert "attention's core in" in page.text
-    assert set(page.plots) == {"kernels-cpu.svg"}
 
 
 def test_files_are_refused_where_there_are_none(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="files"):
         run("accumulation", device="cpu", folder=tmp_path / "x")
-
-
-def test_the_pages_sentences_are_of_its_rows() -> None:
-    def of(mode: str, name: str, **numbers: float) -> BenchRow:
-        point: kernels.Point = {"model": "small", "precision": mode, "context": 64, "pass": name}
-        return BenchRow(point=point, status="done", numbers={**numbers})
-
-    core: kernels.Point = {
-        "model": "small",
-        "precision": "fp32",
-        "context": 64,
-        "attention's core in": "forward",
-    }
-    rows = [
-        of("fp32", "forward", softmax_share=0.025),
-        of("amp-bf16", "forward", softmax_share=0.22),
-        of("fp32", "whole step", softmax_share=0.5, optimizer_share=0.122),
-        BenchRow(point={**core, "pass": "forward"}, status="failed", message="no"),
-        BenchRow(point=core, status="done", numbers={"time_ratio": 3.02, "flops_ratio": 51.2}),
-    ]
-    assert of_kernels(rows) == [
-        "Softmax takes 2.5% (small, fp32, context 64) to 22.0% (small, amp-bf16, context 64) of a forward's busy time, "
-        "less than 10% in 1 of 2 cases.",
-        "The optimizer takes 12.2% (small, fp32, context 64) to 12.2% (small, fp32, context 64) of a whole step's, less than 10% in 0 of "
-        "1 cases.",
-        "In fp32 the two products of attention's core take 3.02 to 3.02 times as long as softmax in the forward, with 51 to 51 times "
-        "its FLOPs.",
-    ]
-    assert of_kernels([]) == []

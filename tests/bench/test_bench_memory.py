@@ -13,7 +13,7 @@ from trainfit.bench.harness.bench import Bench
 from trainfit.bench.harness.memory_prediction import (
     FORWARD_ONLY,
     WHOLE_STEP,
-    Told,
+    RunMemory,
     forward_ledger,
     predictions,
 )
@@ -22,11 +22,9 @@ from trainfit.bench.harness.runner import RULES, run
 from trainfit.bench.harness.stopwatch import CpuStopwatch
 from trainfit.models.native import attention
 from trainfit.prediction.estimate import ledger_of, predict
-from trainfit.report.bench_curves import memory_curves
-from trainfit.report.bench_pages import pages
+from trainfit.report.bench_plot import plot_of
 from trainfit.spec.bench import BenchResult, BenchRow, Curve
 from trainfit.spec.errors import InputError
-from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import GIB, MIB
@@ -66,7 +64,7 @@ def test_an_accounts_peaks_and_what_is_alive_at_the_highest() -> None:
     assert whole.columns == {
         "weights": (4, 4, 4, 4, 4), "gradients": (0, 0, 0, 1, 1), "activations": (2, 2, 2, 2, 0), "temporary": (0, 3, 0, 0, 0),
     }  # fmt: skip
-    # A stretch is told by its highest moment, so a peak is in no curve lost.
+    # A stretch keeps its highest moment, so no curve loses a peak.
     assert account.curve(2).columns["temporary"] == (3, 0)
 
 
@@ -128,12 +126,6 @@ def test_every_prediction_of_the_tiny_run_is_exact(tiny: BenchResult) -> None:
         assert row.numbers["before_bytes"] == pytest.approx(4 * MIB, rel=0.01)
 
 
-def test_the_tiny_run_has_its_page(tiny: BenchResult) -> None:
-    page = pages([new_bench_record(tiny.model_copy(update={"form": "full"}))])["memory"]
-    assert set(page.plots) == {"memory-cpu.svg"}
-    assert "decoder.py:" in page.text
-
-
 def test_a_table_of_the_course_from_the_ledger_alone() -> None:
     """2.7B, fp32, batch 4: a published report has 51.39 and 51.38 GiB at contexts 128 and 512, which are first steps."""
     phases = {}
@@ -167,8 +159,10 @@ def test_out_of_memory_is_one_runs_and_leaves_the_rest(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(memory, "whole_step", full)
-    foretold = {kind: Told(1, {"forward": 2}, 2, None, fits=False) for kind in (FORWARD_ONLY, WHOLE_STEP)}
-    rows = list(memory._rows(bench(), POINT, memory.recipe_of(bench(), POINT), lambda _: foretold))
+    predicted = {
+        kind: RunMemory(1, {"forward": 2}, 2, None, fits=False) for kind in (FORWARD_ONLY, WHOLE_STEP)
+    }
+    rows = list(memory._rows(bench(), POINT, memory.recipe_of(bench(), POINT), lambda _: predicted))
     status = {(row.point["pass"], row.point["source"]): row.status for row in rows if "source" in row.point}
     assert status == {
         (WHOLE_STEP, "measured"): "out-of-memory", (WHOLE_STEP, "predicted"): "done",
@@ -177,7 +171,7 @@ def test_out_of_memory_is_one_runs_and_leaves_the_rest(monkeypatch: pytest.Monke
     assert {row.numbers["fits"] for row in rows if row.point.get("source") == "predicted"} == {False}
 
 
-def test_the_allocators_peaks_are_told_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocators_peaks_are_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now, highest = [100], [100]
 
     def allocate(num_bytes: int) -> None:
@@ -201,7 +195,7 @@ def test_the_allocators_peaks_are_told_by_phase(monkeypatch: pytest.MonkeyPatch)
     assert peaks == {"forward": 75, "backward": 95, "optimizer": 51}
 
 
-def test_no_time_left_is_told() -> None:
+def test_without_time_nothing_is_predicted() -> None:
     def predict(recipe: Recipe) -> Any:
         raise AssertionError("must not be predicted")
 
@@ -237,7 +231,9 @@ def test_snapshots_need_cuda(tmp_path: Path) -> None:
 
 def test_a_run_without_curves_has_no_plot(tiny: BenchResult) -> None:
     bare = BenchRow(point={"tensor": "x"}, status="done", numbers={"bytes": 1})
-    assert memory_curves(tiny.model_copy(update={"rows": (bare,)})) is None
+    plots = memory.EXPERIMENT.plots
+    assert plot_of(tiny.model_copy(update={"rows": (bare,)}), plots) is None
+    assert plot_of(tiny, plots) is not None
 
 
 def test_a_point_starts_with_the_workspaces_given_back_and_their_segments_after_them(

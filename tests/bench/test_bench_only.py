@@ -1,18 +1,19 @@
-"""``--only`` and a limit of no time: what is not asked for is not built, in any experiment."""
+"""``--only`` and a limit of no time: what is not selected is not built, in any experiment."""
 
 from typing import Any
 
 import pytest
 
 from trainfit.bench.experiments import accumulation, autocast, kernels, memory, transformer
-from trainfit.bench.harness import bench as experiment
+from trainfit.bench.harness import bench as harness
 from trainfit.bench.harness import memory_prediction
 from trainfit.bench.harness.bench import cell_name
-from trainfit.bench.harness.runner import experiment_names, run
+from trainfit.bench.harness.discovery import experiment_names
+from trainfit.bench.harness.runner import run
 from trainfit.spec.errors import InputError
 
-HEARD = (
-    (experiment, "take"), (kernels, "assemble"), (memory, "assemble"), (transformer, "assemble"),
+WATCHED = (
+    (harness, "take"), (kernels, "assemble"), (memory, "assemble"), (transformer, "assemble"),
     (memory_prediction, "predict_memory"), (autocast, "operation_dtypes"), (autocast, "component_dtypes"),
     (accumulation, "thousand_hundredths"), (accumulation, "spread_out"),
 )  # fmt: skip
@@ -20,16 +21,16 @@ HEARD = (
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Hears of everything that is built, timed or found."""
-    heard: list[str] = []
+    """Record everything that is built, timed or found."""
+    calls: list[str] = []
 
-    def hear(name: str, real: Any) -> Any:
-        return lambda *a, **k: (heard.append(name), real(*a, **k))[1]
+    def watched(name: str, real: Any) -> Any:
+        return lambda *a, **k: (calls.append(name), real(*a, **k))[1]
 
-    for module, name in HEARD:
-        monkeypatch.setattr(module, name, hear(name, getattr(module, name)))
+    for module, name in WATCHED:
+        monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
     monkeypatch.setattr(kernels, "_profiled", lambda *_: ("failed", "takes seconds, and is no part of this"))
-    return heard
+    return calls
 
 
 @pytest.mark.parametrize("name", experiment_names())
@@ -39,7 +40,7 @@ def test_with_no_time_nothing_is_built_and_every_point_says_so(name: str, built:
     assert built == []
 
 
-ASKED: list[tuple[str, dict[str, list[str]], list[str]]] = [
+SELECTED: list[tuple[str, dict[str, list[str]], list[str]]] = [
     ("kernels", {"precision": ["amp-bf16"], "context": ["64"], "pass": ["forward"]}, ["assemble", "take"]),
     ("transformer", {"warm-up": ["5", "0"], "precision": ["bf16"]}, ["assemble", "take"]),
     ("memory", {"source": ["predicted"], "precision": ["fp32"]}, ["predict_memory"]),
@@ -51,7 +52,11 @@ ASKED: list[tuple[str, dict[str, list[str]], list[str]]] = [
     ("streams", {"case": ["softmaxes of few rows"], "streams": ["one"]}, ["take"]),
     ("streams", {"size": ["64"]}, ["take"] * 3),
     ("dataloader", {"data": ["on the device"]}, ["take"]),
-    ("dataloader", {"workers": ["0"], "data": ["loaded"]}, ["take"] * 2),  # Waits are beside the step alone.
+    (
+        "dataloader",
+        {"workers": ["0"], "data": ["loaded"]},
+        ["take"] * 2,
+    ),  # Waits need the time of the step alone.
     ("autocast", {"operation": ["sum"], "autocast": ["bf16"]}, ["operation_dtypes"]),
     ("autocast", {"component": ["loss"], "autocast": ["bf16"]}, ["component_dtypes"]),
     ("accumulation", {"sum": ["fp16"]}, ["thousand_hundredths"]),
@@ -62,22 +67,22 @@ ASKED: list[tuple[str, dict[str, list[str]], list[str]]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "only", "expected"), ASKED, ids=lambda case: "" if isinstance(case, list) else str(case)
+    ("name", "only", "expected"), SELECTED, ids=lambda case: "" if isinstance(case, list) else str(case)
 )
-def test_only_what_is_asked_for_is_built(
+def test_only_what_is_selected_is_built(
     name: str, only: dict[str, list[str]], expected: list[str], built: list[str]
 ) -> None:
-    heard: list[Any] = []
-    result = run(name, device="cpu", form="tiny", only=only, on_row=heard.append)
+    rows: list[Any] = []
+    result = run(name, device="cpu", form="tiny", only=only, on_row=rows.append)
     assert result.rows
-    assert list(result.rows) == heard
+    assert list(result.rows) == rows
     for row in result.rows:
         assert row.status in ("done", "unsteady"), row.message
         assert all(cell_name(row.point[key]) in values for key, values in only.items())
     assert sorted(built) == sorted(expected)
 
 
-def test_only_the_points_asked_for_are_run() -> None:
+def test_only_the_selected_points_are_run() -> None:
     result = run("gpu", device="cpu", form="tiny", only={"cache": ["warm"], "copied_mib": ["4", "0.25"]})
     assert [(row.point["cache"], row.point["copied_mib"]) for row in result.rows] == [
         ("warm", 0.25),
@@ -100,14 +105,14 @@ def test_only_one_warm_up_of_a_transformer() -> None:
     ]
 
 
-def test_what_a_number_is_made_with_runs_though_its_row_is_not_asked_for() -> None:
+def test_what_a_number_is_made_with_runs_though_its_row_is_not_selected() -> None:
     rows = run("fusion", device="cpu", form="tiny", only={"body": ["eager"]}).rows
     assert all("of_a_copy" in row.numbers for row in rows)
     (row,) = run("dataloader", device="cpu", form="tiny", only={"workers": ["0"], "data": ["loaded"]}).rows
     assert "waiting_share" in row.numbers
 
 
-def test_every_length_of_a_body_can_be_asked_for() -> None:
+def test_every_length_of_a_body_can_be_selected() -> None:
     """In full form the list of points has the longest, though no run would come to it out of memory."""
     rows = run("attention", device="cpu", form="full", limit_s=0).rows
     assert {row.point["seq"] for row in rows} >= {256, 16384, 131072}

@@ -117,7 +117,7 @@ def cuda_stopwatch(asked: list[tuple[int, tuple[str, ...]]]) -> CudaStopwatch:
     return watch
 
 
-def test_the_clocks_of_a_sample_that_was_thrown_away_are_not_told() -> None:
+def test_the_clocks_of_a_sample_that_was_discarded_do_not_count() -> None:
     watch = cuda_stopwatch([(1980, ()), (1320, CAP), (1905, ()), (1500, CAP)])
     for _ in range(4):
         if not watch.held_until(Events(0)):
@@ -126,7 +126,7 @@ def test_the_clocks_of_a_sample_that_was_thrown_away_are_not_told() -> None:
 
 
 def test_the_lowest_clock_of_a_long_sample_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.bench.harness.stopwatch.ASK_EACH_S", -1.0)
+    monkeypatch.setattr("trainfit.bench.harness.stopwatch.POLL_S", -1.0)
     watch = cuda_stopwatch([(1980, ()), (1800, ()), (1900, ())])
     assert watch.held_until(Events(2)) == ()
     watch.kept()

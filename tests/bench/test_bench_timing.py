@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from trainfit.bench.harness.bench import Bench, Part, told
+from trainfit.bench.harness.bench import Bench, Part, failure_of
 from trainfit.bench.harness.roofline import Work, is_impossible, least_seconds
 from trainfit.bench.harness.stopwatch import BUSY_S, CpuStopwatch, Stopwatch
 from trainfit.bench.harness.timing import (
@@ -35,10 +35,10 @@ class ScriptedStopwatch(Stopwatch):
         self.seconds, self.held = seconds, held
         self.now, self.samples, self.events, self.rests = 0.0, 0, [], []
         self.host, self.spins = 0.0, []
-        self.asking_s: Callable[[int], float] = lambda spin: 0.0
+        self.issue_s: Callable[[int], float] = lambda spin: 0.0
 
     def ran(self) -> None:
-        self.host += self.asking_s(max(0, len(self.spins) - 1))
+        self.host += self.issue_s(max(0, len(self.spins) - 1))
         self.now += self.seconds(self.samples)
         self.events.append("run")
 
@@ -64,7 +64,7 @@ class ScriptedStopwatch(Stopwatch):
 
     def reached(self, mark: float) -> bool:
         """What spins for less than the host took is over too early."""
-        return self.spins[-1] < self.asking_s(len(self.spins) - 1)
+        return self.spins[-1] < self.issue_s(len(self.spins) - 1)
 
     def host_now(self) -> float:
         return self.host
@@ -119,7 +119,8 @@ def test_the_median_of_fewer_than_six_samples_is_not_known() -> None:
 
 
 def test_the_confidence_interval_has_the_published_ranks() -> None:
-    # Le Boudec, Performance Evaluation, table A.1: of 100 samples the 95 % interval is from the 40th to the 61st.
+    # Le Boudec, Performance Evaluation, table A.1: of 100 samples the 95 % interval is from the 40th to the
+    # 61st.
     samples = [float(rank) for rank in range(1, 101)]
     assert spread_of_median(samples) * Spread.of(samples).median == pytest.approx(61 - 40)
 
@@ -144,7 +145,7 @@ def test_the_device_is_kept_busy_after_the_flush_and_only_if_asked() -> None:
 
 def test_the_device_spins_longer_than_the_host_asked_in_the_warm_up() -> None:
     watch = ScriptedStopwatch(lambda sample: 1.0)
-    watch.asking_s = lambda spin: 4e-3
+    watch.issue_s = lambda spin: 4e-3
     timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
     assert watch.spins == [6e-3] * 6
     assert timing.host["total"] == pytest.approx([4e-3] * 6)
@@ -155,7 +156,7 @@ def test_the_device_spins_longer_than_the_host_asked_in_the_warm_up() -> None:
 
 def test_a_sample_that_the_device_came_to_too_early_is_taken_again_after_a_longer_spin() -> None:
     watch = ScriptedStopwatch(lambda sample: 1.0)
-    watch.asking_s = lambda spin: 9e-3 if spin == 2 else 1e-3
+    watch.issue_s = lambda spin: 9e-3 if spin == 2 else 1e-3
     timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
     assert (timing.status, timing.runs) == ("done", [1, 2, 4, 5, 6, 7])
     assert watch.spins == pytest.approx([1.5e-3] * 3 + [13.5e-3] * 4)
@@ -165,11 +166,11 @@ def test_a_sample_that_the_device_came_to_too_early_is_taken_again_after_a_longe
 
 def test_work_that_waits_for_the_device_has_no_hidden_time() -> None:
     watch = ScriptedStopwatch(lambda sample: 1.0)
-    watch.asking_s = lambda spin: 2.0 * watch.spins[-1] if watch.spins else 1e-3
+    watch.issue_s = lambda spin: 2.0 * watch.spins[-1] if watch.spins else 1e-3
     watch.reached = lambda mark: True
     timing = timed(watch, Rule(warmup=0, min_samples=6, hide=True))
     assert (timing.status, timing.laps) == ("failed", {})
-    assert "before the host had asked" in timing.message
+    assert "before the host had issued" in timing.message
 
 
 def test_a_rule_may_ask_for_a_rest_before_every_sample() -> None:
@@ -293,7 +294,8 @@ def one_row(bench: Bench, part: Part, build: Callable[[], Callable[[Lap], object
 
 
 def test_a_published_attention_time_is_impossible(bench: Bench) -> None:
-    # 0.23 ms is published for an attention forward, timed without synchronisation. Of 8 x 16,384 tokens, head 64, fp32 it is impossible.
+    # 0.23 ms is published for an attention forward, timed without synchronisation. Of 8 x 16,384 tokens, head
+    # 64, fp32 it is impossible.
     work = Work(4.0 * 8 * 16384**2 * 64, "fp32")
     assert is_impossible(2.3e-4, least_seconds(work, gpu("h200"), 0))
     watch = bench.stopwatch
@@ -337,7 +339,7 @@ def failing(error: Exception) -> Callable[[], Callable[[Lap], object]]:
 def test_a_failed_point_is_a_typed_row_without_a_number(bench: Bench, error: Exception, status: str) -> None:
     row = one_row(bench, Part({"seq": 1}), failing(error))
     assert (row.status, row.times, row.numbers) == (status, None, {})
-    assert told(error)[1] == row.message
+    assert failure_of(error)[1] == row.message
     assert "\n" not in row.message
 
 

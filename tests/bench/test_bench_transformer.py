@@ -43,7 +43,7 @@ def test_without_the_first_step_there_is_no_number_without_warm_up() -> None:
     assert rows[1].times == rows[2].times
 
 
-def test_steps_that_do_not_count_are_told_and_the_next_ones_count() -> None:
+def test_steps_that_do_not_count_are_discarded_and_the_next_ones_count() -> None:
     rows = rows_of({3, 7})
     assert {w: row.numbers["steps_before"] for w, row in rows.items()} == {0: 0, 1: 1, 2: 2, 5: 5}
     assert {w: row.discarded for w, row in rows.items()} == {0: 2, 1: 2, 2: 2, 5: 1}

@@ -35,7 +35,7 @@ def test_flops_are_the_three_products():
     assert case.flops == 3 * 2 * 40 * 130 * 16
 
 
-def test_a_way_that_fails_is_told_and_the_others_go_on():
+def test_a_way_that_fails_has_a_row_and_the_others_go_on():
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such kernel")
 

@@ -11,7 +11,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_what_the_backward_makes_is_told_by_its_node_and_its_operation(name: str) -> None:
+def test_what_the_backward_makes_is_named_by_its_node_and_its_operation(name: str) -> None:
     device = torch.device(name)
     model = {"config": "tiny-llama-demo", "implementation": "native"}
     step = assemble(

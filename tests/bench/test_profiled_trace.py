@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from trainfit.bench.harness.profiled_trace import ON_GPU, in_parts, write_trace
-from trainfit.bench.harness.profiling import PHASE, launches, part, places, profiler
+from trainfit.bench.harness.profiling import PHASE, launches, operation_parts, part, profiler
 from trainfit.bench.harness.runner import run
 
 KNOWN = {
@@ -61,11 +61,11 @@ def ranges_of(events: list[dict[str, Any]], cat: str) -> list[tuple[str, float, 
 def test_each_kernel_has_the_phase_and_part_of_its_operation() -> None:
     raw = gpu_trace()
     found = in_parts(raw, KNOWN)
-    told = {one["ts"]: one["args"] for one in found if one.get("cat") in ("kernel", "gpu_memset")}
-    assert (told[40.0]["phase"], told[40.0]["part"]) == ("backward", "softmax")
-    assert (told[10.0]["phase"], told[10.0]["part"]) == ("forward", "scores")
-    assert told[10.0]["stream"] == 7
-    assert "part" not in told[70.0]
+    ran = {one["ts"]: one["args"] for one in found if one.get("cat") in ("kernel", "gpu_memset")}
+    assert (ran[40.0]["phase"], ran[40.0]["part"]) == ("backward", "softmax")
+    assert (ran[10.0]["phase"], ran[10.0]["part"]) == ("forward", "scores")
+    assert ran[10.0]["stream"] == 7
+    assert "part" not in ran[70.0]
     (operation,) = (one for one in found if one.get("cat") == "cpu_op")
     assert "part" not in operation["args"]
     assert raw == gpu_trace()
@@ -109,16 +109,16 @@ def test_a_cpus_trace_has_the_tables_attribution(tmp_path: Path) -> None:
             weights.backward(torch.ones_like(weights))
     events = list(seen.events() or ())
     path = tmp_path / "trace.json.gz"
-    write_trace(seen, places(events, on_gpu=False), path)
+    write_trace(seen, operation_parts(events, on_gpu=False), path)
     trace = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    told = [
+    ran = [
         (one["args"]["phase"], one["args"]["part"], one["name"])
         for one in trace
         if one.get("cat") == "cpu_op" and "part" in one["args"]
     ]
-    assert sorted(told) == sorted((one.phase, one.part, one.op) for one in launches(events, on_gpu=False))
-    assert ("backward", "scores", "aten::mm") in told
-    assert ("backward", "softmax", "aten::_softmax_backward_data") in told
+    assert sorted(ran) == sorted((one.phase, one.part, one.op) for one in launches(events, on_gpu=False))
+    assert ("backward", "scores", "aten::mm") in ran
+    assert ("backward", "softmax", "aten::_softmax_backward_data") in ran
     assert [one[0] for one in ranges_of(trace, "phases")] == ["forward", "backward"]
     parts = ranges_of(trace, "parts")
     assert [one[0] for one in parts if one[0] in ("scores", "softmax")] == [
@@ -131,14 +131,14 @@ def test_a_cpus_trace_has_the_tables_attribution(tmp_path: Path) -> None:
         assert start + duration <= following + 0.002  # Rounded to a nanosecond.
 
 
-def test_places_are_those_of_the_launches() -> None:
+def test_parts_are_those_of_the_launches() -> None:
     with profiler(torch.device("cpu")) as seen, record_function(f"{PHASE}optimizer"):
         torch.ones(3).add_(1)
     events = list(seen.events() or ())
-    assert set(places(events, on_gpu=False).values()) == {("optimizer", "optimizer")}
+    assert set(operation_parts(events, on_gpu=False).values()) == {("optimizer", "optimizer")}
     with pytest.raises(RuntimeError, match="CUPTI"):
         launches(events, on_gpu=True)
-    assert places(events, on_gpu=True) == {}
+    assert operation_parts(events, on_gpu=True) == {}
 
 
 @pytest.mark.gpu

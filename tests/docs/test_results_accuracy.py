@@ -7,8 +7,10 @@ from statistics import median
 
 import pytest
 
-from benchmarks.tables import accuracy, joined
-from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, errors, exact, suite, time_ratios, verdicts, worst
+from benchmarks.tables import accuracy, blind, commits, joined
+from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, time_ratios, verdicts
+from benchmarks.tables.errors import exact, share, worst
+from benchmarks.tables.joined import errors
 from page_claims import ROOT, figures, sentences
 from trainfit.spec.held_out import is_held_out
 from trainfit.spec.result import Record
@@ -35,9 +37,9 @@ def of(side: str, *names: str) -> Callable[[], Figures]:
     return lambda: tuple(headline(side)[name] for name in names)
 
 
-def blind(title: str) -> Callable[[], Figures]:
+def blind_figures(title: str) -> Callable[[], Figures]:
     def found() -> Figures:
-        sizes = [one.error for one in accuracy.blind_groups()[title] if one.error is not None]
+        sizes = [one.error for one in blind.by_title()[title] if one.error is not None]
         return len(sizes), exact(sizes), abs(worst(sizes)) * 100
 
     return found
@@ -45,21 +47,21 @@ def blind(title: str) -> Callable[[], Figures]:
 
 def made_after_measuring() -> Figures:
     measured = {}
-    for record in joined.records(accuracy.SUITE):
+    for record in joined.records(joined.SUITE):
         if record.measurement is not None:
             at = measured.setdefault(record.recipe_id, record.created_at)
             measured[record.recipe_id] = min(at, record.created_at)
     ids = {one.recipe.id for one in suite()[FIRST]}
-    first = [one for one in joined.records(accuracy.FIRST_FILE) if one.recipe_id in ids]
+    first = [one for one in joined.records(joined.FIRST_FILE) if one.recipe_id in ids]
     return sum(one.created_at > measured[one.recipe_id] for one in first), len(first)
 
 
 def device_errors(title: str) -> list[float]:
-    return [one.device_error for one in accuracy.blind_groups()[title] if one.device_error is not None]
+    return [one.device_error for one in blind.by_title()[title] if one.device_error is not None]
 
 
 def sweep_errors() -> Figures:
-    found = [one.error * 100 for one in accuracy.blind_groups()["sweep: separate effects, 1.6B"] if one.error]
+    found = [one.error * 100 for one in blind.by_title()["sweep: separate effects, 1.6B"] if one.error]
     return max(found), min(found)
 
 
@@ -89,21 +91,19 @@ def first_forward() -> Figures:
 
 
 def lost_rows() -> Figures:
-    lost = accuracy.lost_commits()
+    lost = commits.lost()
     rows = {
         file: sum(num for commit, num in counts.items() if commit in lost)
-        for file, counts in accuracy.commits_by_file().items()
+        for file, counts in commits.rows_by_file().items()
     }
     kernels, bench = "kernels/h200.jsonl", "bench.jsonl"
-    whole = accuracy.commits_by_file()
+    whole = commits.rows_by_file()
     assert rows[kernels] == whole[kernels].total()
     return sum(rows.values()), rows[kernels], rows[bench], whole[bench].total()
 
 
 def crashes() -> Figures:
-    found = [
-        one for one in joined.join(joined.records(accuracy.SUITE)) if one.status in ("crashed", "timeout")
-    ]
+    found = [one for one in joined.join(joined.records(joined.SUITE)) if one.status in ("crashed", "timeout")]
     causes = [accuracy._causes()[one.recipe.id] for one in found]
     return len(found), sum("positions, the model has" in cause for cause in causes)
 
@@ -128,8 +128,9 @@ CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
     (r"step times were # to # times the predicted ones, median #", of(FIRST, "lowest", "highest", "median")),
     (r"- # of the # first predictions were made after", made_after_measuring),
     (r"The # drawn around one technique: # to the byte, worst error # %",
-     blind("drawn around one technique, 2026-11-21")),
-    (r"The # drawn on 2026-11-22: # to the byte, worst # %", blind("drawn around one technique, 2026-11-22")),
+     blind_figures("drawn around one technique, 2026-11-21")),
+    (r"The # drawn on 2026-11-22: # to the byte, worst # %",
+     blind_figures("drawn around one technique, 2026-11-22")),
     (r"less than predicted \(# % and # %\)", sweep_errors),
     (r"The device error of # %", lambda: (worst(device_errors("sweep: memory budgets, 1.6B")) * 100,)),
     (r"# recipes were chosen by hand", chosen),
@@ -172,12 +173,7 @@ def test_a_figure_of_the_readme_is_that_of_the_records(pattern: str, values: Cal
 
 
 def test_the_readmes_blind_recipes_are_those_of_the_records() -> None:
-    found = [
-        one.error
-        for title in accuracy.BLIND
-        for one in accuracy.blind_groups()[title]
-        if one.error is not None
-    ]
+    found = [one.error for title in blind.BLIND for one in blind.by_title()[title] if one.error is not None]
     check("README.md", r"Of # drawn recipes predicted before they were measured, # are exact, worst # %",
           (len(found), exact(found), abs(worst(found)) * 100))  # fmt: skip
 
@@ -193,7 +189,7 @@ def test_figures_that_only_the_log_holds_are_in_the_log() -> None:
 
 def test_one_environment_measured_every_recipe() -> None:
     found = [
-        one.measurement.environment for one in joined.records(accuracy.SUITE) if one.measurement is not None
+        one.measurement.environment for one in joined.records(joined.SUITE) if one.measurement is not None
     ]
     kinds = {(one.device, one.torch, one.transformers, one.cuda, one.driver) for one in found}
     assert kinds == {("NVIDIA H200", "2.11.0", "5.17.0", "13.0", "580.159.04")}
@@ -205,7 +201,7 @@ def test_compiled_predictions_without_versions_state_the_versions_they_count_for
     """`joined.UNNAMED` is what the assumptions of every compiled recipe say."""
     compiled = [
         one.estimate.assumptions
-        for one in joined.records(accuracy.SUITE)
+        for one in joined.records(joined.SUITE)
         if one.estimate is not None and not one.estimate.versions and one.recipe.get("compile")
     ]
     assert len(compiled) > 70
@@ -254,11 +250,11 @@ def test_the_halves_are_about_even_and_fixed() -> None:
     [(0.0, "0 %"), (1e-9, "< 0.0001 %"), (0.00012, "+0.0120 %"), (-0.0123, "-1.23 %"), (0.1679, "+16.79 %")],
 )
 def test_a_share_that_is_not_0_never_reads_0(value: float, shown: str) -> None:
-    assert accuracy.share(value, signed=True) == shown
+    assert share(value, signed=True) == shown
 
 
 def test_the_lost_commits_are_those_that_git_does_not_hold() -> None:
-    named = sorted({commit for counts in accuracy.commits_by_file().values() for commit in counts})
+    named = sorted({commit for counts in commits.rows_by_file().values() for commit in counts})
     asked = "".join(f"{commit}^{{commit}}\n" for commit in named)
     command = ["git", "-C", str(ROOT), "cat-file", "--batch-check"]
     answer = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
@@ -268,10 +264,10 @@ def test_the_lost_commits_are_those_that_git_does_not_hold() -> None:
     lines = zip(named, answer.stdout.splitlines(), strict=True)
     assert (
         tuple(name for name, line in lines if not line.partition(" ")[2].startswith("commit"))
-        == accuracy.lost_commits()
+        == commits.lost()
     )
 
 
 def test_first_predictions_are_of_the_measured_recipes() -> None:
-    first = {one.recipe_id for one in joined.records(accuracy.FIRST_FILE)}
+    first = {one.recipe_id for one in joined.records(joined.FIRST_FILE)}
     assert {one.recipe.id for one in suite()[ANEW]} <= first

@@ -5,7 +5,6 @@ kernels compute alone is in the tests of each.
 """
 
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -211,23 +210,23 @@ def _states(step: Step) -> list[dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """By the recipe's id, from processes that see no GPU."""
-    jobs = str(min(16, os.cpu_count() or 1))
-    return of_a_suite("benchmarks.accuracy.suite", tmp_path_factory.mktemp("predicted"), "--jobs", jobs)
+    return swept(tmp_path_factory.mktemp("predicted"), "--predict-only")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     """By the recipe's id, each from a new process: segments that others left decide which cached block fits."""
-    how = ("--device", "cuda", "--steps", "0", "--warmup", "2")
-    return of_a_suite("trainfit.measurement.suite", tmp_path_factory.mktemp("measured"), *how)
+    how = ("--measure-only", "--device", "cuda", "--steps", "0", "--warmup", "2")
+    return swept(tmp_path_factory.mktemp("measured"), *how)
 
 
-def of_a_suite(module: str, folder: Path, *how: str) -> dict[str, Record]:
-    """Return the records that ``python -m MODULE`` makes of every recipe here."""
+def swept(folder: Path, *how: str) -> dict[str, Record]:
+    """Return the records that ``trainfit sweep`` makes of every recipe here."""
     asked = [recipe(CASES[name].fields, code, larger=True) for name, code in TOGETHER]
     recipes, records = folder / "recipes.jsonl", folder / "records.jsonl"
     recipes.write_text("".join(one.model_dump_json() + "\n" for one in asked))
-    command = [sys.executable, "-m", module, str(recipes), str(records), *how]
+    program = "import sys; from trainfit.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "sweep", str(recipes), "--out", str(records), *how]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return {record.recipe_id: record for record in read_jsonl(records)}

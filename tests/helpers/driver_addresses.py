@@ -25,7 +25,6 @@ from trainfit.measurement import trial
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.lifeline import die_with_parent
 from trainfit.measurement.process import run_in
-from trainfit.measurement.suite import ready_to_fork
 from trainfit.measurement.trial import TrialRequest
 from trainfit.prediction.estimate import ledger_of
 from trainfit.records import read_jsonl
@@ -33,6 +32,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
+from trainfit.sweeps.slot import ready_to_fork
 
 ADDRESSES = "addresses.json"
 
@@ -89,12 +89,12 @@ def predictions(recipes: Iterable[Recipe], folder: Path) -> dict[str, Record]:
     """Every recipe's prediction by its id, from processes that see no GPU."""
     asked, records = _written(recipes, folder), folder / "records.jsonl"
     _python(
-        "-m",
-        "benchmarks.accuracy.suite",
+        "-c",
+        "import sys; from trainfit.cli.main import main; sys.exit(main(sys.argv[1:]))",
+        "sweep",
         str(asked),
+        "--out",
         str(records),
-        "--jobs",
-        str(min(16, os.cpu_count() or 1)),
     )
     return {record.recipe_id: record for record in read_jsonl(records)}
 

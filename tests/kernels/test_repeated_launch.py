@@ -49,7 +49,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launches, "JITFunction", Kernel)
     monkeypatch.setattr(launches, "CompiledKernel", Compiled)
     monkeypatch.setattr(launches, "driver", type("Drivers", (), {"active": Driver()}))
-    monkeypatch.setattr(launches, "_known", {})
+    monkeypatch.setattr(launches, "_cache", {})
     return Kernel()
 
 
@@ -105,7 +105,7 @@ def test_constants_in_another_order_are_seen(kernel: Kernel):
 
 def test_known_launches_keep_no_tensor(kernel: Kernel):
     launch(kernel, empty(1, 2, 64, 64), empty(64))
-    (known,) = launches._known.values()
+    (known,) = launches._cache.values()
     assert not any(isinstance(x, torch.Tensor) for fields in known.fields for x in fields.values())
 
 

@@ -1,7 +1,6 @@
 """Measurements of a tiny model on this machine's CPU, and what becomes of trials that end badly."""
 
 import gc
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,12 +18,9 @@ from trainfit.measurement.environment import host_environment
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.measurement.nvml import visible_device
 from trainfit.measurement.run import measure, with_utilisation
-from trainfit.measurement.suite import main as suite
 from trainfit.measurement.trial import RESULT, TrialRequest, compiled_before
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import read_recipes
-from trainfit.spec.record_line import from_line
 from trainfit.spec.result import Measurement
 from trainfit.spec.units import MIB
 from trainfit.spec.value import parse
@@ -205,74 +200,6 @@ def test_a_copys_collections_pass_over_what_its_maker_made(tmp_path: Path, monke
     assert not ending.exit_code
     assert int((tmp_path / "count").read_text()) > 0.9 * len(gc.get_objects())
     assert gc.get_freeze_count() == 0
-
-
-def test_suite_forks_measures_refuses_and_goes_on(tmp_path: Path):
-    """The suite in a process of its own: two good recipes, one refused, one too large; a second run has nothing to do."""
-    recipes, records = tmp_path / "recipes.jsonl", tmp_path / "records.jsonl"
-    asked = [
-        recipe(), recipe(precision="bf16"), recipe(precision="fp8"), recipe(batch={"micro": 512, "seq": 256}),
-    ]  # fmt: skip
-    recipes.write_text("".join(json.dumps(one.content()) + "\n" for one in asked))
-    command = [
-        sys.executable,
-        "-m",
-        "trainfit.measurement.suite",
-        recipes,
-        records,
-        "--device",
-        "cpu",
-        "--steps",
-        "1",
-    ]
-    command += ["--warmup", "0", "--memory-limit-gib", "0.3", "--tag", "test"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert "trials start by fork" in done.stdout
-    written = [from_line(line, "records") for line in records.read_text().splitlines()]
-    assert [record.recipe_id for record in written] == [one.id for one in asked]
-    results = [record.measurement for record in written if record.measurement]
-    assert [result.status for result in results] == ["done", "done", "crashed", "out-of-memory"]
-    assert "fp8" in results[2].message
-    assert results[1].phases is not None
-    assert results[0].phases is not None
-    assert (
-        results[1].phases.after_init < 0.51 * results[0].phases.after_init
-    )  # bf16 weights are half as large
-    assert written[0].tags == ("test",)
-
-
-def test_suite_says_which_line_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    recipes = tmp_path / "recipes.jsonl"
-    recipes.write_text(json.dumps(recipe().content()) + '\n\n{"modle": 1}\n')
-    with pytest.raises(InputError, match=":3"):
-        read_recipes(recipes)
-    assert suite([str(recipes), str(tmp_path / "out.jsonl")]) == 65
-    assert "did you mean 'model'?" in capsys.readouterr().err
-
-
-def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(
-    tmp_path: Path, measured: Measurement, monkeypatch: pytest.MonkeyPatch
-):
-    recipes, records = tmp_path / "recipes.jsonl", tmp_path / "records.jsonl"
-    recipes.write_text(json.dumps(recipe().content()) + "\n")
-    steps: list[int] = []
-
-    def trial(_: Recipe, **settings: Any) -> Measurement:
-        steps.append(settings["steps"])
-        return measured
-
-    monkeypatch.setattr("trainfit.measurement.suite.measure", trial)
-    common = [str(recipes), str(records), "--device", "cpu", "--spawn", "--again", "--steps", "4"]
-    assert suite(common) == suite([*common, "--shared"]) == 0
-    alone, shared = (from_line(line, "records").measurement for line in records.read_text().splitlines())
-    assert steps == [4, 0]
-    assert alone is not None
-    assert shared is not None
-    assert alone.peak_device_bytes is not None
-    assert shared == alone.model_copy(update={"peak_device_bytes": None})
 
 
 def test_utilisation(measured: Measurement):

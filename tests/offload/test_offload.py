@@ -1,4 +1,4 @@
-"""What waits on the host changes no result, costs the device what is predicted, and is refused where it cannot be."""
+"""Offloading changes no result, takes the predicted memory, and is refused where it is not supported."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.offload.blocks import is_moment
-from trainfit.offload.slot_buffer import ALIGN
+from trainfit.offload.device_ring import ALIGN
 from trainfit.prediction.estimate import ledger_of, predict
 from trainfit.prediction.roofline import roofline
 from trainfit.spec.errors import InputError
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 IN_BACKWARD = Optimizer(name="sgd", lr=0.1, in_backward=True, implementation="foreach")
 BOTH = Offload(activations=True, weights=True)
 CONFIG = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "vocab_size": 512,
 }  # fmt: skip
 WAYS = [Offload(activations=True), Offload(weights=True), BOTH]
 
@@ -62,7 +63,7 @@ def test_adapters_accumulation_and_dropout(implementation: str) -> None:
 
 
 def test_equal_seeds_start_from_equal_weights() -> None:
-    """Of native models; transformers' constructors draw random numbers that a model built on meta does not."""
+    """For native models; transformers' constructors draw random numbers, but not on meta."""
     fields = {"implementation": "native", "optimizer": IN_BACKWARD}
     plain, moved = assemble(variant(**fields), CPU), assemble(variant(BOTH, **fields), CPU)
     ours, theirs = moved.state_dict()["model"], plain.state_dict()["model"]
@@ -71,7 +72,7 @@ def test_equal_seeds_start_from_equal_weights() -> None:
 
 @pytest.mark.parametrize("implementation", ["hf", "native"])
 @pytest.mark.parametrize("quantize", ["nf4", "int8", "fp8"])
-def test_quantised_blocks_wait_as_codes(implementation: str, quantize: str) -> None:
+def test_quantised_blocks_are_offloaded_as_codes(implementation: str, quantize: str) -> None:
     fields = {
         "implementation": implementation,
         "quantize": quantize,
@@ -97,7 +98,7 @@ def test_quantised_blocks_wait_as_codes(implementation: str, quantize: str) -> N
     ],
     ids=str,
 )
-def test_moments_wait_with_the_weights(way, optimizer: dict) -> None:
+def test_moments_are_offloaded_with_the_weights(way, optimizer: dict) -> None:
     fields = {"optimizer": Optimizer(**optimizer, lr=0.01, in_backward=way), "precision": "bf16"}
     plain, moved = assemble(variant(**fields), CPU), assemble(variant(BOTH, **fields), CPU)
     moved.load_state_dict(plain.state_dict())
@@ -113,11 +114,11 @@ def test_moments_wait_with_the_weights(way, optimizer: dict) -> None:
         for name, t in ours.items()
         if "layers." in name and is_moment(t, moved.model.get_parameter(name.rpartition("/")[0]))
     }
-    assert len(moments) == (5 if momentum else 0)  # One piece of host memory a block.
+    assert len(moments) == (5 if momentum else 0)  # One piece of host memory per block.
 
 
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path) -> None:
-    """Weights and moments are saved from the host and loaded to it, between steps of the same run and of a new one."""
+def test_a_checkpoint_resumes_bit_for_bit(tmp_path) -> None:
+    """Weights and moments are saved from and loaded to the host, in the same run and in a new one."""
     fields = {"optimizer": Optimizer(lr=0.01, in_backward=True), "precision": "bf16"}
     expected = trained(assemble(variant(BOTH, **fields), CPU), 6)
     first, second = (assemble(variant(BOTH, seed=0, **fields), CPU) for _ in range(2))
@@ -135,7 +136,7 @@ def test_a_checkpoint_goes_on_to_the_bit(tmp_path) -> None:
 
 
 def test_random_weights_are_the_models_own_kind() -> None:
-    """Norms are ones, matrices have the config's spread, in every block and not in the slots' guests alone."""
+    """Norms are ones and matrices have the config's spread, also in blocks that are on the host."""
     step = assemble(variant(BOTH, optimizer=IN_BACKWARD), CPU)
     state = step.state_dict()["model"]
     assert all((value == 1).all() for name, value in state.items() if "norm" in name)
@@ -166,7 +167,7 @@ def test_evaluation_reads_every_block() -> None:
 
 
 def test_predicted_memory() -> None:
-    """What leaves the device: 8 blocks' weights and moments less three slots each, and all but a few inputs."""
+    """The device saves 8 blocks' weights and moments less three buffers each, and most inputs."""
     base = {
         "model": {"config": {**CONFIG, "num_hidden_layers": 8}, "implementation": "native"},
         "batch": {"micro": 4, "seq": 256},
@@ -182,16 +183,16 @@ def test_predicted_memory() -> None:
     assert plain.phases.after_init - weights.phases.after_init == 5 * block_bytes
     moments = plain.breakdown.optimizer - weights.breakdown.optimizer
     assert moments == pytest.approx(5 * 2 * block_bytes, rel=0.01)
-    assert weights.host_bytes == 3 * 8 * block_bytes - 8 * 2 * 2 * (2 * 256)  # Vectors' moments stay.
+    assert weights.host_bytes == 3 * 8 * block_bytes - 8 * 2 * 2 * (2 * 256)  # Moments of vectors stay.
     assert plain.host_bytes == 0
     input_bytes = 4 * 256 * 256 * 2
-    assert inputs.host_bytes == 7 * input_bytes  # The last block's is needed at once.
+    assert inputs.host_bytes == 7 * input_bytes  # The last block's is used at once.
     saved = plain.phases.steady.forward - inputs.phases.steady.forward
     assert 5 * input_bytes <= saved <= 7 * input_bytes
 
 
-def test_copies_take_time_beside_the_computation() -> None:
-    """Weights of 8 blocks come in twice and go out once, less those that are still in their slots."""
+def test_copies_take_time_alongside_the_computation() -> None:
+    """Weights of 8 blocks are copied in twice and out once, less those that are still in their buffers."""
     base = {
         "model": {"config": {**CONFIG, "num_hidden_layers": 8}, "implementation": "native"},
         "batch": {"micro": 1, "seq": 8},
@@ -205,7 +206,7 @@ def test_copies_take_time_beside_the_computation() -> None:
     moved = {
         way: sum(op.num_bytes for op in steady if f"copy_to_{way}_" in op.name) for way in ("device", "host")
     }
-    # Three blocks are still there when the forward begins, and the last three when the backward does.
+    # Three blocks are still on the device when the forward begins, and the last three when the backward does.
     assert moved == {"device": (5 + 5) * block_bytes, "host": 8 * block_bytes}
     slow = gpu("h200").model_copy(update={"compute_capability": (7, 5)})  # PCI Express 3.0
     fast, slow_time = roofline(ledger, gpu("h200")), roofline(ledger, slow)
@@ -231,7 +232,7 @@ def test_refusals(fields: dict, remedy: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_second_derivative_is_refused(way: Offload) -> None:
-    """The blocks' inputs are cut from what came before: it would be missing silently."""
+    """The blocks' inputs are detached, so part of the gradient would be missing silently."""
     step = assemble(variant(way, optimizer=IN_BACKWARD), CPU)
     loss, weight = step.loss(step.random_batches(0)[0]), step.model.get_input_embeddings().weight
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -242,7 +243,7 @@ def test_a_second_derivative_is_refused(way: Offload) -> None:
 @pytest.mark.parametrize("offload", WAYS, ids=str)
 @pytest.mark.parametrize("compiled", [False, "block"])
 def test_on_a_gpu_it_is_the_same_to_the_bit(offload: Offload, compiled) -> None:
-    """Where copies really run beside the computation: a missed wait would change a loss."""
+    """Copies overlap the computation here; a missed wait would change a loss."""
     card = torch.device("cuda")
     fields = {
         "implementation": "native",

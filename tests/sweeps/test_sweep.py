@@ -15,7 +15,6 @@ from rich.console import Console
 
 from tiny_sweep import BASE, sweep_of
 from trainfit.measurement import process
-from trainfit.measurement.suite import ready_to_fork
 from trainfit.report.html import sweep_page as page
 from trainfit.report.sweep import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
@@ -29,6 +28,7 @@ from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
+from trainfit.sweeps.slot import ready_to_fork
 
 ENDINGS = (
     BASE

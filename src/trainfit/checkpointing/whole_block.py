@@ -107,27 +107,27 @@ class BlockRuns:
     def arrive(self, index: int) -> None:
         """Block ``index`` may run forward; what the block after it needs is on its way."""
         if self._weights is not None:
-            self._weights.ring.arrive(index, self._at(index + 1))
+            self._weights.ring.acquire(index, self._at(index + 1))
 
     def leave(self, index: int) -> None:
         """Block ``index`` has run forward."""
         if self._weights is not None:
-            self._weights.ring.leave(index, changed=False)
+            self._weights.ring.release(index, changed=False)
 
     def arrive_for_backward(self, index: int) -> None:
         """Block ``index`` may run forward and backward; what the block before it needs is on its way."""
         if self._weights is not None:
-            self._weights.ring.arrive(index, self._at(index - 1), to_change=True)
+            self._weights.ring.acquire(index, self._at(index - 1), to_write=True)
         if self._moments is not None:
-            self._moments.arrive(index, self._at(index - 1))
+            self._moments.acquire(index, self._at(index - 1))
 
     def leave_after_backward(self, index: int) -> None:
         """Block ``index``'s gradients are there, and its optimizer has run if it trains."""
         if self._weights is not None:
             trained = any(parameter.requires_grad for parameter in self._weights.parameters(index))
-            self._weights.ring.leave(index, changed=trained)
+            self._weights.ring.release(index, changed=trained)
         if self._moments is not None:
-            self._moments.leave(index)
+            self._moments.release(index)
 
     def _at(self, index: int) -> int | None:
         return index if 0 <= index < len(self.blocks) else None

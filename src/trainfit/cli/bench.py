@@ -1,10 +1,13 @@
-"""``trainfit bench NAME``: an experiment on this machine's device."""
+"""``trainfit bench NAME``: run an experiment on this machine's device."""
 
 import os
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from textwrap import fill, indent
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from trainfit.cli.options import Json, RecordFile, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
@@ -18,18 +21,28 @@ if TYPE_CHECKING:
 MARGIN = "  "
 
 
+class BenchCommand(TyperCommand):
+    """Lists the experiments below the options of ``--help``."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        from trainfit.bench.harness.discovery import experiment_names
+
+        with formatter.section("Experiments"):
+            formatter.write_text(", ".join(experiment_names()))
+
+
 def register(app: typer.Typer) -> None:
-    app.command("bench")(run)
+    app.command("bench", cls=BenchCommand)(run)
 
 
 def run(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The experiment; without one, those there are.")
+        str | None, typer.Argument(metavar="NAME", help="The experiment; without one, all are listed.")
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
     form: Annotated[
         Literal["tiny", "full"] | None,
-        typer.Option(help="tiny: seconds, to see that it works. Without it: full on a GPU, tiny on a CPU."),
+        typer.Option(help="tiny: seconds, to see that it works. Default: full on a GPU, tiny on a CPU."),
     ] = None,
     limit: Annotated[
         float | None,
@@ -38,35 +51,33 @@ def run(
             metavar="SECONDS",
             min=0,
             callback=finite,
-            help="Begin no further point after so long.",
+            help="Begin no further point after this time.",
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the result.")] = None,
     files: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Also write traces (kernels) or, on CUDA, snapshots (memory) there."
-        ),
+        typer.Option(metavar="DIR", help="Also write the experiment's traces or snapshots there."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE,...", help="Only points whose KEY is one of these, such as compile=model."
-        ),
+        typer.Option(metavar="KEY=VALUE,...", help="Only points with one of these values, as compile=model."),
     ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List the experiments and their questions.")
+    ] = False,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
     """Run an experiment: times with their spread, never a number from a failed or throttled run.
 
-    Stopped by SIGTERM or Ctrl-C (exit 75), what was measured until then is printed and recorded; the other rows are not-run.
+    Stopped by SIGTERM or Ctrl-C (exit 75), it prints and records what was measured; other rows are not-run.
     """
-    from trainfit.bench.harness.runner import experiment_names
     from trainfit.bench.harness.runner import run as run_experiment
     from trainfit.bench.harness.signals import Signalled
 
-    if name is None:
-        _list(experiment_names(), json)
+    if name is None or list_all:
+        _list(json)
         return 0
     _check(record, plot)
     wanted = _wanted(only or [])
@@ -80,14 +91,14 @@ def run(
     try:
         with only_json(json):
             run_experiment(
-                name, device=device, form=form, limit_s=limit, on_row=_tell, folder=files, on_file=_tell_file,
-                only=wanted, keep=keep,
+                name, device=device, form=form, limit_s=limit, on_row=_print_row, folder=files,
+                on_file=_print_file, only=wanted, keep=keep,
             )  # fmt: skip
     except Signalled as signalled:
         rest = "--only runs what is not-run" if results else "nothing was measured"
         say(f"{signalled}: stopped; {rest}", err=True)
         code = EXIT_STOPPED
-    finally:  # Whatever ended it, what was measured is shown.
+    finally:  # Whatever ended the run, what was measured is shown.
         for result in results:
             print_json(result) if json else show(result)
     if plot is not None and results:
@@ -95,20 +106,24 @@ def run(
     return code
 
 
-def _list(names: list[str], json: bool) -> None:
-    """The experiments there are, each with the title of its page."""
-    from trainfit.report.bench_prose import stories
+def _list(json: bool) -> None:
+    """Print the experiments, each with its title and question."""
+    from trainfit.bench.harness.discovery import experiment, experiment_names
 
-    titles = {name: stories()[name].title for name in names}
+    found = {name: experiment(name) for name in experiment_names()}
     if json:
-        print_json({"experiments": names, "titles": titles})
+        titles = {name: one.title for name, one in found.items()}
+        questions = {name: one.question for name, one in found.items()}
+        print_json({"experiments": list(found), "titles": titles, "questions": questions})
         return
-    width = max(map(len, names))
-    say("\n".join(f"{name:<{width}}  {title}" for name, title in titles.items()))
+    width = max(map(len, found))
+    for name, one in found.items():
+        say(f"{name:<{width}}  {one.title}")
+        say(indent(fill(one.question, 78 - width), " " * (width + 2)))
 
 
 def _wanted(only: list[str]) -> dict[str, list[str]]:
-    """Values by key; a key that comes twice has the values of both."""
+    """Return values by key; a key given twice has the values of both."""
     from trainfit.spec.errors import InputError
 
     wanted: dict[str, list[str]] = {}
@@ -123,7 +138,7 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
 
 
 def _check(record: Path | None, plot: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
+    """Refuse before the run files that could not be written after it."""
     from trainfit.spec.errors import InputError
 
     if plot is not None:
@@ -152,50 +167,48 @@ def _keep(record: Path | None, result: "BenchResult") -> None:
 
 
 def _draw(path: Path, result: "BenchResult") -> None:
+    from trainfit.bench.harness.discovery import experiment
     from trainfit.records import replace_text
     from trainfit.report.bench_plot import plot_of
 
-    drawn = plot_of(result)
+    drawn = plot_of(result, experiment(result.experiment).plots)
     if drawn is None:
         say(f"{result.experiment} has nothing to draw", err=True)
     else:
         replace_text(path, drawn)
 
 
-def _tell(row: "BenchRow") -> None:
-    """One line a row on stderr, so that one sees it go on."""
+def _print_row(row: "BenchRow") -> None:
+    """Print one line a row on stderr, to show progress."""
     point = ", ".join(f"{key} {value}" for key, value in row.point.items())
     say(f"{row.status:>13}  {point}", err=True)
 
 
-def _tell_file(path: Path) -> None:
+def _print_file(path: Path) -> None:
     say(f"{'wrote':>13}  {path}", err=True)
 
 
 def show(result: "BenchResult") -> None:
-    """The result for people: where, then a table for each question."""
+    """Print the environment, then a table for each set of keys, then the meaning of the columns."""
+    from trainfit.bench.harness.discovery import experiment
     from trainfit.cli.fitted import fitted
-    from trainfit.report.bench_prose import stories
-    from trainfit.report.bench_table import aligned, grids, reasons
-    from trainfit.report.bench_words import words
+    from trainfit.report import bench_table
     from trainfit.report.console import console, notes
 
-    out = console()
+    out, columns = console(), experiment(result.experiment).columns
     where = result.environment
-    out.print(f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}", style="bold")
+    head = f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}"
+    out.print(head, style="bold")
     if result.gpu is None:
         out.print("No data sheet of this device is known: no time is checked against its peaks.")
-    first = stories()[result.experiment].first(result.rows)
-    for grid in [*grids(result.rows), *([first] if first else [])]:
+    for grid in bench_table.grids(result.rows, columns):
         for table in fitted(grid, out.width - len(MARGIN)):
             out.print(f"\n{table.same}" if table.same else "")
             # Not wrapped: a table that is wider than the terminal is still a table.
-            say("".join(f"{MARGIN}{line}\n" for line in aligned(table)), end="")
-    notes(out, "Rows without a result", reasons(result.rows))
-    notes(out, "Words", words(result))
-    counts = {row.status: 0 for row in result.rows}
-    for row in result.rows:
-        counts[row.status] += 1
+            say("".join(f"{MARGIN}{line}\n" for line in bench_table.aligned(table)), end="")
+    notes(out, "Rows without a result", bench_table.reasons(result.rows))
+    notes(out, "Columns", bench_table.notes(result.rows, columns))
+    counts = Counter(row.status for row in result.rows)
     out.print()
     out.print(
         f"{result.elapsed_s:.1f} s; rows: "

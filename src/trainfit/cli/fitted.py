@@ -1,7 +1,8 @@
-"""A benchmark's table for a terminal of so many columns: what does not fit is told in several tables, and no number is cut.
+"""Fit a benchmark's table into a terminal's width: a wide table becomes several, and no number is cut.
 
-What is the same in every line goes into the heading. Then leading keys may go there, with a table for each of their values; long names
-may break over lines; columns may be dealt out over several tables, each with the keys: whatever is the shortest to read.
+What is the same in every line goes into the heading. Then leading keys may go there, with a table for each of
+their values; long names may break over lines; columns may be dealt out over several tables, each with the
+keys: whatever is the shortest to read.
 """
 
 import re
@@ -11,17 +12,17 @@ from dataclasses import replace
 from trainfit.report.bench_table import STATUS, Grid, aligned
 
 FEWEST_LINES = 4
-"""A table for each value of a key has on average at least so many lines."""
+"""Least average number of lines of a table for each value of a key."""
 NARROWEST = 20
 """Names are not broken into shorter pieces."""
 A_TABLE = 8
-"""A further table is as much to read as so many lines."""
+"""Lines that a further table counts for."""
 PIECE = re.compile(r"[^ /_]*[ /_]|[^ /_]+")
-"""What a name may break after."""
+"""Piece of a name after which it may break."""
 
 
 def fitted(grid: Grid, width: int) -> list[Grid]:
-    """The table as tables of at most ``width`` columns; one is wider only where a key and a single number are."""
+    """Return the table as tables of at most ``width`` characters, unless a key and one number exceed it."""
     if width_of(grid) <= width:
         return [grid]
     choices = [way for tables in _in_headings(grid) for way in _ways(tables, width)]
@@ -30,25 +31,25 @@ def fitted(grid: Grid, width: int) -> list[Grid]:
 
 
 def _ways(tables: list[Grid], width: int) -> Iterator[list[Grid]]:
-    """As they are, with names broken, and with their columns dealt out."""
+    """Yield the tables as they are, with names broken, and with their columns split."""
     yield tables
     yield [_with_broken_names(table, width) for table in tables]
-    yield [part for table in tables for part in _dealt_out(table, width)]
+    yield [part for table in tables for part in _split(table, width)]
 
 
 def _length(tables: list[Grid]) -> int:
-    """How long they are to read: lines, and what it takes to find one's way into another table."""
+    """Return the lines of the tables, plus a cost for each."""
     return sum(len(aligned(table)) + A_TABLE for table in tables)
 
 
 def width_of(grid: Grid) -> int:
-    """Columns that it takes."""
+    """Return the width in characters."""
     return max(len(line) for line in aligned(grid))
 
 
 def _in_headings(grid: Grid) -> Iterator[list[Grid]]:
-    """The table with none of its varied keys in headings, with the first, the first two, while enough lines are left in each."""
-    grid = _told_above(grid, grid.lines)
+    """Yield the table with none, one, two ... of its keys in headings, while each keeps enough lines."""
+    grid = _with_heading(grid, grid.lines)
     yield [grid]
     for count in range(1, grid.num_keys):
         groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
@@ -56,11 +57,11 @@ def _in_headings(grid: Grid) -> Iterator[list[Grid]]:
             groups.setdefault(line[:count], []).append(line)
         if len(grid.lines) / len(groups) < FEWEST_LINES:
             return
-        yield [_told_above(grid, lines) for lines in groups.values()]
+        yield [_with_heading(grid, lines) for lines in groups.values()]
 
 
-def _told_above(grid: Grid, lines: Sequence[tuple[str, ...]]) -> Grid:
-    """Some lines of a table: what is the same in all of several goes above, columns that are empty in all are left out."""
+def _with_heading(grid: Grid, lines: Sequence[tuple[str, ...]]) -> Grid:
+    """Return some lines of a table: equal cells go into the heading, empty columns are left out."""
     same, stays = [grid.same] if grid.same else [], []
     for index, title in enumerate(grid.titles):
         cells = {line[index] for line in lines}
@@ -82,7 +83,7 @@ def _columns(grid: Grid, indices: Sequence[int], lines: Sequence[tuple[str, ...]
 
 
 def _with_broken_names(grid: Grid, width: int) -> Grid:
-    """The widest column of words broken over lines, as narrow as the table needs it."""
+    """Return the table with its widest text column broken over lines."""
     widths = [max(map(len, cells)) for cells in zip(grid.titles, *grid.lines, strict=True)]
     words = [index for index, number in enumerate(grid.is_number) if not number]
     widest = max(words, key=lambda index: widths[index], default=-1)
@@ -93,7 +94,7 @@ def _with_broken_names(grid: Grid, width: int) -> Grid:
 
 
 def broken(text: str, width: int) -> str:
-    """The text on lines of at most ``width``, broken after spaces, slashes and underscores; a longer piece stays whole."""
+    """Return the text on lines of at most ``width``, broken after spaces, slashes and underscores."""
     lines = [""]
     for piece in PIECE.findall(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -102,10 +103,10 @@ def broken(text: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _dealt_out(grid: Grid, width: int) -> list[Grid]:
-    """The columns over as many tables as they need, keys in each; a line is left out where it has nothing to tell.
+def _split(grid: Grid, width: int) -> list[Grid]:
+    """Split the columns over several tables, keys in each; lines without a number are left out.
 
-    How a line ended (the last column, where not all are done) stands in the first table.
+    The status (the last column, where not all are done) is in the first table.
     """
     keys, rest = list(range(grid.num_keys)), list(range(grid.num_keys, len(grid.titles)))
     if rest and grid.titles[rest[-1]] == STATUS:

@@ -1,5 +1,6 @@
 """``trainfit sweep``: variants of a recipe predicted, measured and trained, each in a process of its own."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainfit.cli.options import Json, PeakFlops, Settings, only_json, print_json
+from trainfit.cli.options import Json, PeakFlops, Settings, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import printable, say
 from trainfit.training.stop import resumable
@@ -21,13 +22,23 @@ if TYPE_CHECKING:
     from trainfit.sweeps.run import Executor, Run
 
 REFRESH_PER_S = 4
+MAX_LIVE_ROWS = 60
+"""Longer sweeps print a line for each result."""
 GO_ON = "what has a result is kept: the same command goes on"
 
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep's YAML file (docs/guide/sweep.md).")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="FILE...",
+        help="A sweep's YAML file (docs/guide/sweep.md), or recipe files and .jsonl files of recipes.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FOLDER", help="Records, logs and report (runs/NAME); run again, it goes on."
+        "--out",
+        metavar="FOLDER",
+        help="For records, logs and report (runs/NAME), or a file NAME.jsonl for records alone. An existing one is continued.",
     ),
 ]
 ExecutorOption = Annotated[
@@ -52,6 +63,36 @@ Retry = Annotated[
 PredictOnly = Annotated[
     bool, typer.Option("--predict-only", help="Measure and train nothing; run without it, the rest follows.")
 ]
+Measure = Annotated[bool, typer.Option("--measure", help="Measure too, also where the file does not.")]
+MeasureOnly = Annotated[bool, typer.Option("--measure-only", help="Neither predict nor train.")]
+Steps = Annotated[
+    int | None, typer.Option("--steps", min=0, metavar="N", help="Timed steps of a measurement (10).")
+]
+Warmup = Annotated[
+    int | None, typer.Option("--warmup", min=0, metavar="N", help="Untimed steps before them (3).")
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout", min=0.001, metavar="SECONDS", callback=finite, help="End a trial after so long (600)."
+    ),
+]
+StopAfter = Annotated[
+    float | None,
+    typer.Option(
+        "--stop-after", min=0, metavar="SECONDS", callback=finite, help="Start no trial later; exit 75."
+    ),
+]
+MemoryLimit = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-limit-gib", min=0, metavar="GIB", callback=finite, help="What a trial may allocate."
+    ),
+]
+Shared = Annotated[
+    bool, typer.Option("--shared", help="Others use the device too: keep no times and no device memory.")
+]
+Tag = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Added to each record.")]
 Again = Annotated[bool, typer.Option("--again", help="Run everything again, also what has a result.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
@@ -61,7 +102,7 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    file: File,
+    files: Files,
     out: Out = None,
     settings: Settings = None,
     executor: ExecutorOption = "local",
@@ -71,26 +112,47 @@ def run(
     retry: Retry = False,
     again: Again = False,
     predict_only: PredictOnly = False,
+    measure: Measure = False,
+    measure_only: MeasureOnly = False,
+    steps: Steps = None,
+    warmup: Warmup = None,
+    timeout: Timeout = None,
+    stop_after: StopAfter = None,
+    memory_limit_gib: MemoryLimit = None,
+    shared: Shared = False,
+    tag: Tag = None,
     peak_flops: PeakFlops = None,
     markdown: Markdown = False,
     json: Json = False,
 ) -> int:
-    """Predict, measure and train variants of a recipe; compare them.
+    """Predict, measure and train variants of a recipe, or a list of recipes; compare them.
 
     A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others go on.
     Stopped (exit 75) or killed, the same command continues.
     """
     if ray_address is not None and executor != "ray":
         raise typer.BadParameter("--ray-address needs --executor ray")
+    if predict_only and (measure or measure_only):
+        raise typer.BadParameter("--predict-only measures nothing")
     from trainfit.sweeps.journal import Journal
-    from trainfit.sweeps.read import read_sweep
+    from trainfit.sweeps.read import read_sweeps
     from trainfit.sweeps.run import Run
 
-    sweep = read_sweep(file, settings)
+    sweep = read_sweeps(files, settings)
     if predict_only:
-        sweep = replace(sweep, file=sweep.file.model_copy(update={"measure": None, "train": None}))
-    folder = out or Path("runs") / sweep.name
-    with resumable(lambda: GO_ON), only_json(json), Journal(folder, sweep.name) as journal:
+        sweep = replace(
+            sweep, file=sweep.file.model_copy(update={"predict": True, "measure": None, "train": None})
+        )
+    sweep = replace(
+        sweep,
+        file=sweep.file.with_options(
+            measure=measure or measure_only, only=measure_only, steps=steps, warmup=warmup, seconds=timeout,
+            memory_gib=memory_limit_gib,
+        ),
+    )  # fmt: skip
+    deadline_s = math.inf if stop_after is None else time.monotonic() + stop_after
+    out = out or Path("runs") / sweep.name
+    with resumable(lambda: GO_ON), only_json(json), Journal(out, sweep.name, tuple(tag or ())) as journal:
         view = View(sweep)
         state = Run(
             sweep,
@@ -99,39 +161,45 @@ def run(
             peak_flops=peak_flops,
             retry=retry,
             again=again,
+            shared=shared,
+            deadline_s=deadline_s,
             changed=view.changed,
         )
         for note in (*sweep.notes, *journal.notes):
             view.say(f"note: {note}")
-        with executing(executor, device or sweep.file.device, jobs, ray_address) as place:
+        with executing(executor, device or sweep.file.device, jobs, ray_address, deadline_s) as place:
             _go(state, place, view)
-        page = _report(state, folder)
+        page = None if journal.is_file else _report(state, out)
     if json:
-        print_json(_content(state, folder, page))
+        print_json(_content(state, journal.path, page))
     elif markdown:
         from trainfit.report.sweep import markdown_table, marked
 
         best = marked(state.rows())
         say(markdown_table(state.rows()), end=f"\nBold: {best.meaning}.\n" if best.variants else "")
     else:
-        _print(state, folder, page)
+        _print(state, journal.path, page)
     return EXIT_STOPPED if state.stopped else 0
 
 
 @contextmanager
 def executing(
-    kind: str, device: Literal["auto", "cpu", "cuda"], jobs: int | None, address: str | None
+    kind: str,
+    device: Literal["auto", "cpu", "cuda"],
+    jobs: int | None,
+    address: str | None,
+    deadline_s: float,
 ) -> "Iterator[Executor]":
     """Return the executor of the trials."""
     if kind == "ray":
         from trainfit.sweeps.ray_cluster import RayExecutor
 
-        with RayExecutor(device, jobs, address) as cluster:
+        with RayExecutor(device, jobs, address, deadline_s) as cluster:
             yield cluster
     else:
         from trainfit.sweeps.local import LocalExecutor
 
-        yield LocalExecutor(device, jobs)
+        yield LocalExecutor(device, jobs, deadline_s)
 
 
 def _go(state: "Run", place: "Executor", view: "View") -> None:
@@ -142,7 +210,8 @@ def _go(state: "Run", place: "Executor", view: "View") -> None:
     if state.num_kept:
         view.say(f"{state.num_kept} results were there already")
     if state.stopped:
-        view.say(f"{stop.name}: stopped; run the same command again for the rest")
+        why = f"{stop.name}: stopped" if stop.name else "the time is over"
+        view.say(f"{why}; run the same command again for the rest")
 
 
 class View:
@@ -153,7 +222,7 @@ class View:
 
         self._console = Terminal(stderr=True)
         self._since: dict[str, float] = {}
-        self._num_variants = len(sweep.variants)
+        self._is_live = self._console.is_terminal and len(sweep.variants) <= MAX_LIVE_ROWS
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -164,15 +233,14 @@ class View:
         from trainfit.report.sweep import line
 
         self._since[request.variant] = time.monotonic()
-        if record is None or record.outcome is None or self._console.is_terminal:
+        if record is None or record.outcome is None or self._is_live:
             return
-        row = next(row for row in run.rows() if row.variant == request.variant)
-        self.say(line(row, request.part, record.outcome))
+        self.say(line(run.row(request), request.part, record.outcome))
 
     @contextmanager
     def showing(self, state: "Run") -> Iterator[None]:
         """Show the live table."""
-        if not self._console.is_terminal:
+        if not self._is_live:
             yield
             return
         from rich.live import Live
@@ -202,10 +270,9 @@ def _report(state: "Run", folder: Path) -> Path:
     return folder / REPORT
 
 
-def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
+def _content(state: "Run", records: Path, page: Path | None) -> dict[str, Any]:
     """Return the JSON object: the rows with their results, and the numbers of the table."""
     from trainfit.spec.sweep import front, frontier
-    from trainfit.sweeps.journal import RECORDS
 
     rows = state.rows()
     return {
@@ -215,17 +282,16 @@ def _content(state: "Run", folder: Path, page: Path) -> dict[str, Any]:
         "front": list(front(rows)),
         "predicted_front": list(best.variants if (best := frontier(rows)).is_predicted else ()),
         "notes": list(state.sweep.notes),
-        "records": str(folder / RECORDS),
-        "report": str(page),
+        "records": str(records),
+        "report": None if page is None else str(page),
     }
 
 
-def _print(state: "Run", folder: Path, page: Path) -> None:
+def _print(state: "Run", records: Path, page: Path | None) -> None:
     from trainfit.report.console import console, heading, rows
     from trainfit.report.sweep import first_line, text_table
     from trainfit.report.words import holds_for
     from trainfit.spec.sweep import RUNNING, WAITING
-    from trainfit.sweeps.journal import RECORDS
 
     out, found = console(), state.rows()
     heading(out, f"Sweep {state.sweep.name}: {len(found)} variants")
@@ -238,4 +304,6 @@ def _print(state: "Run", folder: Path, page: Path) -> None:
             out, [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended], "left", "wrap"
         )
         out.print()
-    say(f"records {printable(str(folder / RECORDS))}\nreport  {printable(str(page))}")
+    say(f"records {printable(str(records))}")
+    if page is not None:
+        say(f"report  {printable(str(page))}")

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside a plain reference."""
+"""Triton kernels and their PyTorch references, one folder per operation."""

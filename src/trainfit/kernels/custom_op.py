@@ -1,7 +1,8 @@
-"""How an operation of ours becomes one of PyTorch's: ``torch.ops.trainfit.NAME``, known to fake tensors and to compilers.
+"""Declare the custom operators ``torch.ops.trainfit.NAME``.
 
-Declared in PyTorch's dispatcher itself: 10 us a call where ``torch.library.custom_op`` takes 50 to 90 (its autograd is in
-Python, and no operation here has a gradient formula), and an optimizer makes up to three calls a weight.
+They are registered in PyTorch's dispatcher directly. A call takes 10 us on the host; through
+``torch.library.custom_op``, whose autograd is in Python, it takes 50 to 90. Optimizers make up to three a
+weight.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import LEAST_FOR_TRITON
@@ -23,69 +25,78 @@ def declare(
     run: Callable[..., Any],
     fake: Callable[..., Any],
     *,
+    triton: Callable[..., Any] | None = None,
     mutates: Collection[str] = (),
     dry_run: Callable[..., Any] | None = None,
     kernel: Callable[..., str] | None = None,
 ) -> None:
-    """Make ``torch.ops.trainfit.NAME``; once a name.
+    """Define ``torch.ops.trainfit.NAME``; call it once per name.
 
     Args:
-        run: computes it on any device; its annotations are the operation's types.
-        fake: gives results of the same shapes, dtypes and strides without values.
-        mutates: the arguments that ``run`` writes into. Autograd hears of it, so a backward that still needs what was
-            there says so.
-        dry_run: for an operation that allocates more than its results on a GPU: as ``run``, given fake tensors and
-            ``capability`` (that of the GPU), it makes and drops what ``run`` does there, in the same order. The virtual
-            GPU finds it as the operation's attribute of that name (virtual/trace/dry_run.py).
-        kernel: for attention: given the same, the name of the kernel that a GPU takes (virtual/cuda/attention_kernel.py).
+        run: Implementation for any device; its annotations are the operator's schema.
+        fake: Returns results of the same shapes, dtypes and strides without values.
+        triton: Implementation for the tensors that ``uses_triton`` selects.
+        mutates: Names of the arguments that are written in place; their version counters are incremented.
+        dry_run: For an operator that allocates scratch on a GPU. It takes fake tensors and ``capability``
+            (that of the GPU) and allocates and frees what ``run`` does there, in the same order. The virtual
+            GPU calls the attribute of that name (virtual/trace/dry_run.py).
+        kernel: For attention, with the same arguments: the name of the kernel that a GPU runs
+            (virtual/cuda/attention_kernel.py).
     """
-    operation = f"trainfit::{name}"
+    operator = f"trainfit::{name}"
     schema = torch.library.infer_schema(run, mutates_args=tuple(mutates))
-    torch.library.define(operation, schema, tags=(torch.Tag.pt2_compliant_tag,))
-    places = [place for place, argument in enumerate(signature(run).parameters) if argument in mutates]
+    torch.library.define(operator, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    mutated = [position for position, argument in enumerate(signature(run).parameters) if argument in mutates]
 
-    def run_and_tell(*arguments: Any) -> Any:
-        result = run(*arguments)
-        torch.autograd.graph.increment_version([arguments[place] for place in places])
+    def dispatch(*arguments: Any) -> Any:
+        chosen = triton if triton is not None and uses_triton(arguments[0]) else run
+        result = chosen(*arguments)
+        if mutated:
+            torch.autograd.graph.increment_version([arguments[position] for position in mutated])
         return result
 
-    torch.library.impl(operation, "default", run_and_tell if places else run)
-    torch.library.register_fake(operation, fake)
+    torch.library.impl(operator, "default", dispatch)
+    torch.library.register_fake(operator, fake)
     if dry_run is not None:
         getattr(torch.ops.trainfit, name).default.dry_run = dry_run
     if kernel is not None:
         getattr(torch.ops.trainfit, name).default.kernel = kernel
 
 
-def refuse_second_derivative() -> None:
-    """To be called in a backward whose own gradients nothing computes: without it they would count as zero, silently.
+def uses_triton(x: Tensor) -> bool:
+    """Return whether an operator on this tensor runs its Triton kernel: on CUDA, except in fp64."""
+    return x.is_cuda and x.dtype != torch.float64
 
-    In a compiled graph nothing tells whether that is asked for; there it is PyTorch's to refuse, and 2.11 does not always.
+
+def refuse_second_derivative() -> None:
+    """Refuse ``create_graph=True`` in a backward without gradients of its own, which would count as zero.
+
+    A compiled graph does not expose the flag; there PyTorch has to refuse, which 2.11 does not in every case.
 
     Raises:
-        RuntimeError: the gradients are asked for with ``create_graph=True``.
+        RuntimeError: The backward runs with ``create_graph=True``.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "trainfit's kernels have no second derivative, which create_graph=True asks for; take PyTorch's own: "
+            "trainfit's kernels have no second derivative, which create_graph=True needs; use PyTorch's own: "
             "attention: sdpa or eager, loss: standard, block_kernels: standard"
         )
 
 
 @cache
 def has_module(name: str) -> bool:
-    """Whether the module is installed; it is not imported, its packages are."""
+    """Return whether a module is installed, without importing it (its parent packages are imported)."""
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # One of the packages that it would be in.
+    except ModuleNotFoundError:  # One of its parent packages is missing.
         return False
 
 
 def require_triton(device_type: str, field: str, value: str, instead: str) -> None:
-    """Nothing, where the kernels can run: on CUDA they are Triton's.
+    """Check that Triton kernels can run on this type of device.
 
     Raises:
-        InputError: CUDA without Triton, or an NVIDIA GPU that it does not support.
+        InputError: CUDA without Triton, or an NVIDIA GPU that Triton does not support.
     """
     if device_type == "cuda" and not has_module("triton"):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Which of two kernels of one operation torch takes: the fastest, or one that gives the same bits every time."""
+"""Switch PyTorch between its fastest kernels and deterministic ones."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def deterministic_kernels(wanted: bool = True) -> Iterator[None]:
-    """Inside, kernels that repeat bit by bit if ``wanted``, else any; afterwards what it was before.
+    """Set ``torch.use_deterministic_algorithms(wanted)`` and restore the previous setting on exit.
 
-    ``torch.use_deterministic_algorithms``, without its filling of new memory: nothing here reads what it has not written.
+    Uninitialised memory is not filled meanwhile: no code here reads memory that it has not written.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),

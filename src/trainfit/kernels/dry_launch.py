@@ -1,8 +1,8 @@
-"""Launchers run without a GPU and without Triton: what they allocate is real, their launches do nothing.
+"""Run a kernel's launcher without a GPU or Triton: tensors are allocated, kernels are not launched.
 
-A dry launcher is the launcher's own code; only what it imports from Triton, and the kernels that it imports from
-files of this package, are answered by a stand-in that takes every call. So given fake tensors it makes and drops the
-same tensors in the same order as on a GPU, and no second list of them can fall behind. The virtual GPU asks for it.
+A dry launcher is the launcher's own code, in which every import from Triton and every kernel of this package
+is replaced by a stand-in that accepts any call. Given fake tensors it allocates and frees the same tensors in
+the same order as on a GPU. The virtual GPU takes scratch memory from it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 
 def holds_kernels(package: str, module: str) -> bool:
-    """Return whether a module holds kernels or what only their launches need: nothing there makes a tensor.
+    """Return whether a module holds kernels, or code that only launches need; none of it allocates a tensor.
 
-    Kernels are in ``triton.py``, ``*_triton.py`` and ``triton_*.py`` of an operation's folder, and in ``hopper/``; the
-    launchers, ``triton_launch.py`` and ``hopper/launch.py``, make the tensors.
+    Kernels are in ``triton.py``, ``*_triton.py`` and ``triton_*.py`` of an operation's folder, and in
+    ``hopper/``. The launchers, ``triton_launch.py`` and ``hopper/launch.py``, allocate.
     """
     if module.endswith("launch"):
         return False
@@ -29,7 +29,7 @@ def holds_kernels(package: str, module: str) -> bool:
 
 
 class StandIn:
-    """Has every attribute, takes every call and launch, and counts as any number."""
+    """Object with every attribute, every call and the arithmetic that launchers do on constants."""
 
     def __getattr__(self, name: str) -> StandIn:
         return self
@@ -50,7 +50,7 @@ class StandIn:
 
 
 def dry_launcher(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """The launcher, a function of a module's top level, and the module's functions that it calls, without launches."""
+    """Return a copy of a top-level launcher and its module's functions, with stand-ins for imports."""
     return _functions(launcher.__module__)[launcher.__name__]
 
 
@@ -67,10 +67,10 @@ def _functions(module_name: str) -> dict[str, Any]:
 
 
 def _import(
-    name: str, module_globals: Any = None, module_locals: Any = None, wanted: Any = (), level: int = 0
+    name: str, module_globals: Any = None, module_locals: Any = None, fromlist: Any = (), level: int = 0
 ) -> Any:
     if name.partition(".")[0] == "triton":
         return StandIn()
-    if wanted and all(holds_kernels(name, each) for each in wanted):
+    if fromlist and all(holds_kernels(name, each) for each in fromlist):
         return StandIn()
-    return builtins.__import__(name, module_globals, module_locals, wanted, level)
+    return builtins.__import__(name, module_globals, module_locals, fromlist, level)

@@ -110,10 +110,10 @@ def build_on_host(
     device: torch.device,
     attention: str = "sdpa",
     quantize: str | None = None,
-    num_slots: int,
+    num_buffers: int,
     on_model: Callable[[nn.Module], None],
 ) -> tuple[nn.Module, HostBlocks]:
-    """The same model with its decoder blocks' weights on the host, ``num_slots`` blocks at most on ``device``.
+    """The same model with its decoder blocks' weights on the host, ``num_buffers`` blocks at most on ``device``.
 
     Args:
         on_model: called with the model while it is on ``meta``; it may take blocks out.
@@ -132,7 +132,7 @@ def build_on_host(
     blocks = decoder_blocks(model)
     visited = [module for module in visited if block_of.get(id(module)) in (None, *blocks)]
     _to_device([module for module in visited if id(module) not in block_of], device)
-    hosted = HostBlocks(blocks, device, num_slots)
+    hosted = HostBlocks(blocks, device, num_buffers)
     for module, following in zip(visited, [*visited[1:], None], strict=True):
         if module in quantized:
             load_random(quantized[module], module, device, partial(_initialise, model))
@@ -140,7 +140,7 @@ def build_on_host(
             _initialise(model, module)
         block = block_of.get(id(module))
         if block is not None and block is not block_of.get(id(following)):
-            hosted.keep(blocks.index(block))
+            hosted.store(blocks.index(block))
     return model, hosted
 
 

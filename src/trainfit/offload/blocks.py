@@ -1,10 +1,9 @@
-"""Decoder blocks whose weights wait on the host: a few slots on the device hold the blocks that are at work.
+"""Decoder blocks whose weights live in pinned host memory; a ring of device buffers holds active ones.
 
-Enters: a model built on ``meta``. Leaves: its parameters on the device, those of block i as views of slot i % S, and the
-values of every block in one pinned buffer each. A model larger than the card's memory is built so, since no more than
-S blocks are ever on the device: each is initialised in its slot and copied out.
-
-The parameters never move: block i computes with its weights only between ``arrive(i)`` and another block takes the slot.
+A model is built on ``meta``. The parameters of block i become views of device buffer i % S, and its values
+one pinned host buffer. At most S blocks are on the device, each is initialised there and copied out, so
+models larger than the device's memory can be built. A parameter's value is valid from ``acquire(i)`` until
+another block takes the buffer.
 """
 
 from __future__ import annotations
@@ -17,34 +16,32 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainfit.offload.copies import CopyStreams
-from trainfit.offload.slot_buffer import SlotBuffer, padded, view
+from trainfit.offload.device_ring import DeviceRing, padded, view
 
 
 class HostBlocks:
-    """The weights of ``blocks``, kept on the host.
+    """The weights of ``blocks`` on the host; ``num_buffers`` as in ``DeviceRing``."""
 
-    Args:
-        num_slots: as ``SlotBuffer``'s.
-    """
-
-    def __init__(self, blocks: list[nn.Module], device: torch.device, num_slots: int):
+    def __init__(self, blocks: list[nn.Module], device: torch.device, num_buffers: int):
         self.blocks, self.copy_streams = blocks, CopyStreams(device)
-        self._places = [_places(block) for block in blocks]
-        self.ring = SlotBuffer(self.copy_streams, num_slots, max(num_bytes for _, num_bytes in self._places))
-        self.moments = SlotBuffer(self.copy_streams, num_slots)
-        """For what optimizers keep of the weights (offload/optimizer_state.py)."""
+        self._layouts = [_layout(block) for block in blocks]
+        self.ring = DeviceRing(
+            self.copy_streams, num_buffers, max(num_bytes for _, num_bytes in self._layouts)
+        )
+        self.moments = DeviceRing(self.copy_streams, num_buffers)
+        """Optimizer state of the weights (offload/optimizer_state.py)."""
         for index, block in enumerate(blocks):
             self._bind(index, block)
 
     def _bind(self, index: int, block: nn.Module) -> None:
-        places, num_bytes = self._places[index]
-        self.ring.invite(index, num_bytes)
+        layout, num_bytes = self._layouts[index]
+        self.ring.add(index, num_bytes)
         for module in block.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = torch.empty_like(buffer, device=self.copy_streams.device)
-        for owner, name, tensor, start in places:
-            value = view(self.ring.room(index), start, tensor)
+        for owner, name, tensor, start in layout:
+            value = view(self.ring.buffer(index), start, tensor)
             if isinstance(tensor, nn.Parameter):
                 owner._parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
             else:
@@ -52,47 +49,47 @@ class HostBlocks:
         block.register_state_dict_post_hook(self._saving(index))
         block.register_load_state_dict_pre_hook(self._loading(index))
 
-    def keep(self, index: int) -> None:
-        """What was written into block ``index``'s parameters is its value from now on, while the model is built."""
-        self.ring.keep(index)
+    def store(self, index: int) -> None:
+        """Store what was written into block ``index``'s parameters while the model is built."""
+        self.ring.store(index)
 
     def values(self, index: int) -> Iterator[tuple[str, Tensor]]:
-        """Dotted names within the block, as they are now, and the host's views of its weights, to read or to write."""
-        self.copy_streams.settle()
-        self.ring.overwritten(index)
-        # Adapters may have put the modules deeper since.
+        """Yield current dotted names within the block, and host views of its weights to read or write."""
+        self.copy_streams.synchronize()
+        self.ring.invalidate(index)
+        # Adapters may have wrapped the modules.
         paths = {id(module): path for path, module in self.blocks[index].named_modules()}
-        for owner, name, tensor, start in self._places[index][0]:
+        for owner, name, tensor, start in self._layouts[index][0]:
             value = view(self.ring.host(index), start, tensor)
             yield f"{paths[id(owner)]}.{name}".removeprefix("."), value
 
     def parameters(self, index: int) -> list[nn.Parameter]:
-        """Block ``index``'s parameters that share a slot with other blocks'."""
-        found = [owner._parameters.get(name) for owner, name, _, _ in self._places[index][0]]
+        """Return block ``index``'s parameters that live in the ring."""
+        found = [owner._parameters.get(name) for owner, name, _, _ in self._layouts[index][0]]
         return [parameter for parameter in found if parameter is not None]
 
     def _saving(self, index: int) -> Any:
-        def values_of_the_host(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        def read_host(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
             for name, value in self.values(index):
                 if prefix + name in state:
                     state[prefix + name] = value
 
-        return values_of_the_host
+        return read_host
 
     def _loading(self, index: int) -> Any:
-        def into_the_host(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-            # What loading writes into the parameters themselves is overwritten by the next block in the slot.
+        def write_host(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+            # The parameters themselves, which loading also writes, are overwritten by the next block.
             for name, value in self.values(index):
                 if prefix + name in state:
                     value.copy_(state[prefix + name])
 
-        return into_the_host
+        return write_host
 
 
 def is_moment(value: Any, parameter: Tensor) -> bool:
-    """Whether what an optimizer keeps of a weight that waits on the host waits there too: it is a matrix of its shape.
+    """Return whether optimizer state moves with an offloaded weight: matrices of the weight's shape do.
 
-    8-bit states, several tensors in one, do not.
+    Tensor subclasses, such as 8-bit states, stay on the device.
     """
     return (
         isinstance(value, Tensor)
@@ -102,18 +99,17 @@ def is_moment(value: Any, parameter: Tensor) -> bool:
     )
 
 
-Places = list[tuple[nn.Module, str, Tensor, int]]
-"""A submodule, the name in it, the parameter (or a quantised weight's codes, a buffer) as built on meta, where it begins
-(bytes)."""
+Layout = list[tuple[nn.Module, str, Tensor, int]]
+"""Module, name in it, parameter or buffer of quantised codes as built on meta, and its offset in bytes."""
 
 
-def _places(block: nn.Module) -> tuple[Places, int]:
-    places: Places = []
+def _layout(block: nn.Module) -> tuple[Layout, int]:
+    layout: Layout = []
     end = 0
     for module in block.modules():
         codes = module._buffers if getattr(module, "num_quantized", 0) else {}
         for name, tensor in (*module._parameters.items(), *codes.items()):
             if tensor is not None:
-                places.append((module, name, tensor, end))
+                layout.append((module, name, tensor, end))
                 end += padded(tensor.numel() * tensor.element_size())
-    return places, end
+    return layout, end

@@ -1,12 +1,12 @@
-"""Copies between the GPU and pinned host memory, beside the computation, and what they are on a virtual GPU.
+"""Asynchronous copies between a device and pinned host memory, real and on the virtual GPU.
 
-On CUDA a ``CopyStream`` is a stream of its own: it waits for the computation where it must, never the other way round unless
-asked. On a CPU, real or virtual, copies run at once. On the virtual GPU the host's side is a fake tensor on ``meta``,
-which costs nothing and counts as no device memory, and a copy is the operation ``trainfit::copy_to_host_`` or
-``trainfit::copy_to_device_``, so that the ledger knows its bytes and their direction.
+On CUDA a ``CopyStream`` is a CUDA stream; the computation waits for it only through ``wait``. On CPUs copies
+are synchronous. On the virtual GPU the host side is a fake tensor on ``meta``, which is no device memory, and
+a copy is the operator ``trainfit::copy_to_host_`` or ``trainfit::copy_to_device_``, which puts its bytes and
+direction into the ledger.
 
-Nothing here records streams with the allocator: who frees a device tensor has first made the computation wait for its
-copies (``wait``). So which memory is free when never depends on how fast a copy was.
+Streams are not recorded with the allocator: before a device tensor is freed, the computation waits for its
+copies. So free memory does not depend on the speed of copies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from trainfit.kernels.custom_op import declare
 
 Event = Any
-"""A ``torch.cuda.Event``; None where nothing need be waited for (a CPU)."""
+"""A ``torch.cuda.Event``, or None if there is nothing to wait for (on a CPU)."""
 
 
 def host_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, like: Tensor) -> Tensor:
-    """Memory on the host: pinned where ``like`` is on CUDA, ``meta`` where it is fake. Its values mean nothing."""
+    """Return uninitialised host memory: pinned if ``like`` is on CUDA, on ``meta`` if it is fake."""
     if isinstance(like, FakeTensor):
         return torch.empty(shape, dtype=dtype, device="meta")
     if like.is_cuda:
@@ -37,12 +37,12 @@ def host_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, like:
 
 
 def _pinned(num_bytes: int) -> Tensor:
-    """Bytes in whole pages of the host, pinned by themselves until they are freed.
+    """Allocate and pin whole pages of host memory, until they are freed.
 
-    PyTorch's own pinned allocator takes the next power of two of every size, which of a 70B model is 30 GB more.
+    PyTorch's pinned allocator rounds every size up to a power of two: 30 GB more for a 70B model.
 
     Raises:
-        RuntimeError: the system does not pin as much.
+        RuntimeError: The system cannot pin that much.
     """
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     cudart: Any = torch.cuda.cudart()
@@ -55,7 +55,7 @@ def _pinned(num_bytes: int) -> Tensor:
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """``target`` takes ``source``'s values, one of them on the host; asynchronous between CUDA and pinned memory."""
+    """Copy between device and host; asynchronous between CUDA and pinned memory."""
     with torch.no_grad():
         if isinstance(target, FakeTensor) or isinstance(source, FakeTensor):
             _virtual_copy("copy_to_host_" if target.is_meta else "copy_to_device_")(target, source)
@@ -65,7 +65,7 @@ def copy(target: Tensor, source: Tensor) -> None:
 
 @cache
 def _virtual_copy(name: str) -> Any:
-    """The virtual GPU's copy in one direction: it has a name and bytes, and computes nothing."""
+    """Return the virtual GPU's operator of one direction, which computes nothing."""
 
     def run(target: Tensor, source: Tensor) -> None:
         raise RuntimeError(f"trainfit::{name} copies fake tensors only; real ones copy with Tensor.copy_")
@@ -75,13 +75,13 @@ def _virtual_copy(name: str) -> Any:
 
 
 class CopyStream:
-    """One direction of copying."""
+    """A stream of copies in one direction."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor, *after: Event) -> Event:
-        """Copy once all of ``after`` has happened; the event of its end."""
+        """Copy after the events ``after``; return the event of its end."""
         if self._stream is None:
             copy(target, source)
             return None
@@ -92,14 +92,14 @@ class CopyStream:
             copy(target, source)
             return self._stream.record_event()
 
-    def settle(self) -> None:
-        """Wait, on the host, until all copies asked for so far are done."""
+    def synchronize(self) -> None:
+        """Block the host until all copies so far have ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class CopyStreams:
-    """Both directions between one device and its host. All that moves shares them: what is asked for first comes first."""
+    """Copy streams of one device in both directions, shared by all offloading; copies run in order."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -107,25 +107,25 @@ class CopyStreams:
         self._like = torch.empty(0, device=device)
 
     def host_empty(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that this device copies from and to."""
+        """Return uninitialised host memory for copies with this device."""
         return host_empty(shape, dtype, like=self._like)
 
     def now(self) -> Event:
-        """The event that everything the computation has issued so far is done."""
+        """Return ``now`` of this device."""
         return now(self.device)
 
-    def settle(self) -> None:
-        """Wait, on the host, until what was sent so far has arrived: the host's memory may be read and written."""
-        self.to_host.settle()
-        self.to_device.settle()
+    def synchronize(self) -> None:
+        """Block the host until all copies so far have ended; host memory can then be read and written."""
+        self.to_host.synchronize()
+        self.to_device.synchronize()
 
 
 def now(device: torch.device) -> Event:
-    """The event that everything the computation has issued so far is done."""
+    """Return the event that the computation has reached this point."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait(event: Event) -> None:
-    """What the computation issues from now on comes after ``event``."""
+    """Make everything that the computation issues from here on wait for ``event``."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)

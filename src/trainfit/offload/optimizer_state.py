@@ -1,9 +1,9 @@
-"""What optimizers keep of weights that wait on the host, waiting with them. No technique by itself.
+"""Offloading of the optimizer state of weights that live on the host, for optimizers that step in backward.
 
-Enters: the optimizers' state after an update in backward. Of it, each matrix of its weight's own shape (AdamW's two moments, a
-momentum) is a moment: it goes to the host when its block leaves and comes back with the block's backward. Between the two
-``optimizer.state`` holds the host's memory, so whoever saves or loads the state does so as ever. What is small (step
-counts, Adafactor's rows and columns, all of vectors) stays on the device.
+State matrices of their weight's shape (AdamW's two moments, a momentum) move to the host when their block is
+released and back for the block's backward. In between ``optimizer.state`` holds the host tensors, so state is
+saved and loaded as usual. Step counts, Adafactor's rows and columns and the state of vectors stay on the
+device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from trainfit.offload.blocks import HostBlocks, is_moment
 from trainfit.offload.copies import wait
-from trainfit.offload.slot_buffer import padded, view
+from trainfit.offload.device_ring import padded, view
 
 
 class _Moment(NamedTuple):
-    """One state tensor of one weight, and its place."""
+    """One state tensor of one weight, its host memory and its byte offset in the block's buffer."""
 
     parameter: nn.Parameter
     key: str
@@ -29,10 +29,10 @@ class _Moment(NamedTuple):
 
 
 class HostMoments:
-    """The moments of the weights of ``hosted``.
+    """The optimizer state of the weights of ``hosted``.
 
     Args:
-        optimizers: all that train, once the step is complete.
+        optimizers: Returns all optimizers, once the step is assembled.
     """
 
     def __init__(self, hosted: HostBlocks, optimizers: Callable[[], list[torch.optim.Optimizer]]):
@@ -41,29 +41,29 @@ class HostMoments:
         self._moments: dict[int, list[_Moment]] = {}
         self._optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
 
-    def arrive(self, index: int, then: int | None) -> None:
-        """Block ``index``'s weights may be updated from here on; what block ``then`` needs for that is on its way."""
+    def acquire(self, index: int, then: int | None) -> None:
+        """Wait until block ``index``'s state can be updated; start to copy in that of block ``then``."""
         self._adopt(index)
         if index in self._ring:
-            self._ring.arrive(index, then, to_change=True)
+            self._ring.acquire(index, then, to_write=True)
         for moment in self._moments.get(index, ()):
-            self._state(moment.parameter)[moment.key] = self._room(index, moment)
+            self._state(moment.parameter)[moment.key] = self._on_device(index, moment)
 
-    def leave(self, index: int) -> None:
-        """Block ``index`` has been updated."""
+    def release(self, index: int) -> None:
+        """Copy block ``index``'s updated state back to the host."""
         for moment in self._moments.get(index, ()):
             state = self._state(moment.parameter)
-            value, room = state[moment.key], self._room(index, moment)
+            value, target = state[moment.key], self._on_device(index, moment)
             assert isinstance(value, Tensor)
-            if value.untyped_storage()._cdata != room.untyped_storage()._cdata:
-                room.copy_(value)  # An optimizer may make its state anew.
+            if value.untyped_storage()._cdata != target.untyped_storage()._cdata:
+                target.copy_(value)  # An optimizer may replace its state.
             state[moment.key] = moment.host
         if index in self._ring:
-            self._ring.leave(index, changed=True)
+            self._ring.release(index, changed=True)
         self._adopt(index)
 
     def _adopt(self, index: int) -> None:
-        """Give moments that are not on the host yet (after a first update, or loaded) their place there."""
+        """Move state to the host that is not there yet: after a first update, or loaded."""
         found = list(self._found(index))
         known = self._moments.get(index, [])
         if [(p, k) for p, k, _ in found] == [(m.parameter, m.key) for m in known] and all(
@@ -74,29 +74,28 @@ class HostMoments:
         for _, _, value in found:
             starts.append(end)
             end += padded(value.numel() * value.element_size())
-        self._hosted.copy_streams.settle()
-        host = self._ring.invite(index, end)
+        self._hosted.copy_streams.synchronize()
+        host = self._ring.add(index, end)
         self._moments[index] = []
         for (parameter, key, value), start in zip(found, starts, strict=True):
             moment = _Moment(parameter, key, view(host, start, value), start)
-            self._take_over(index, value, moment.host)
+            self._store(index, value, moment.host)
             self._state(parameter)[key] = moment.host
             self._moments[index].append(moment)
 
-    def _room(self, index: int, moment: _Moment) -> Tensor:
-        return view(self._ring.room(index), moment.start, moment.host)
+    def _on_device(self, index: int, moment: _Moment) -> Tensor:
+        return view(self._ring.buffer(index), moment.start, moment.host)
 
-    def _take_over(self, index: int, value: Tensor, host: Tensor) -> None:
-        """The host's memory gets a value that has been on the device, or on the host elsewhere."""
+    def _store(self, index: int, value: Tensor, host: Tensor) -> None:
+        """Copy a value from the device, or from other host memory, into the block's host memory."""
         if value.device == host.device:
             host.copy_(value)
         else:
             copy_streams = self._hosted.copy_streams
-            # Once a moment and run: the computation waits, so the device's memory can be given up, and whoever reads
-            # the host's comes after it.
+            # Once per state tensor and run: the computation waits, so the device memory can be freed.
             event = copy_streams.to_host.copy(host, value, copy_streams.now())
             wait(event)
-            self._ring.wrote(index, event)
+            self._ring.record_write(index, event)
 
     def _found(self, index: int) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         for parameter in self._hosted.parameters(index):

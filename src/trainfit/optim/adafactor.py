@@ -1,12 +1,12 @@
-"""Adafactor without momentum, computed in fp32 whatever the weights' dtype, with no wait for the host.
+"""Adafactor without momentum (Shazeer and Stern, arXiv:1804.04235), in fp32 without host synchronisation.
 
-The same function as ``torch.optim.Adafactor`` (Shazeer and Stern, arXiv:1804.04235) with fp32's epsilon and an fp32
-second moment, so bf16 weights train as fp32 ones do. (On bf16 weights torch's own takes bf16's epsilon, 2^-7, which
-holds every update back whose gradient is smaller than that.) Nothing of the parameter's size is allocated: three passes
-read the gradient and one writes the weights, with stochastic rounding where asked for.
+It equals ``torch.optim.Adafactor`` on fp32 weights. On bf16 weights PyTorch takes bf16's epsilon, 2^-7, which
+damps every update with a smaller gradient; here epsilon and second moment are fp32. Nothing of the
+parameter's size is allocated: three passes read the gradient and one writes the weights, optionally with
+stochastic rounding.
 
-Each pass is an operation of ``torch.ops.trainfit``: Triton on CUDA, plain PyTorch elsewhere, known to fake tensors.
-Shapes: parameter and gradient [b, r, c] (b: leading dimensions); vectors take torch's way, in fp32.
+Each pass is an operator ``torch.ops.trainfit.adafactor_*``: Triton on CUDA, PyTorch elsewhere.
+Shapes: parameter and gradient [b, r, c] (b: leading dimensions); vectors are updated by PyTorch operations.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.custom_op import declare
-from trainfit.kernels.stochastic_rounding.op import round_stochastically, seed_of
-from trainfit.optim.per_parameter import WeightByWeight
+from trainfit.kernels.stochastic_rounding.op import seed_of
+from trainfit.kernels.stochastic_rounding.reference import round_stochastically
+from trainfit.optim.per_parameter import PerParameterOptimizer
 
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
-"""The paper's decay of beta2, its clipping threshold d, its epsilon2: torch's defaults."""
+"""Decay of beta2, clipping threshold d and epsilon2 of the paper; PyTorch's defaults."""
 EPS = torch.finfo(torch.float32).eps
 ROWS_A_PART = 512
-"""Rows whose column sums one program adds up."""
+"""Rows per partial column sum."""
 
 
-class FusedAdafactor(WeightByWeight):
-    """One tensor after another, as its gradient is; state: ``step``, ``row_var`` and ``col_var``, or ``variance`` (fp32).
+class FusedAdafactor(PerParameterOptimizer):
+    """Adafactor with state ``step``, and ``row_var`` and ``col_var`` or ``variance`` in fp32.
 
     Args:
-        stochastic: round bf16 weights at random (``stochastic_rounding``); other dtypes are rounded to nearest.
-        seed: of the rounding; with the step's number it decides every bit of it.
+        stochastic: Round bf16 weights stochastically; other dtypes are rounded to nearest.
+        seed: Seed of the rounding; each parameter and step derives its own.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class FusedAdafactor(WeightByWeight):
 
 def _new_state(parameter: Tensor) -> dict[str, Tensor]:
     wide = {"dtype": torch.float32, "device": parameter.device}
-    step = torch.tensor(0.0)  # On the host, as torch keeps it: reading it waits for nothing.
+    step = torch.tensor(0.0)  # On the host, as in PyTorch: reading it does not synchronise.
     if parameter.dim() < 2:
         return {"step": step, "variance": torch.zeros(parameter.shape, **wide)}
     b, r, c = _sizes(parameter)
@@ -80,8 +81,8 @@ def _sizes(t: Tensor) -> tuple[int, int, int]:
 
 
 def _matrix(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], one_minus_beta2: float, rate: float, keep: float,
-    stochastic: bool, seed: int,
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], one_minus_beta2: float, rate: float,
+    keep: float, stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     b, r, c = _sizes(parameter)
     p, g = parameter.view(b, r, c), gradient.contiguous().view(b, r, c)
@@ -96,15 +97,15 @@ def _matrix(
 
 
 def _step_size(weights: Tensor, updates: Tensor, numel: int, rate: float) -> Tensor:
-    """What the update is multiplied by ([] fp32): the weights' root mean square times the rate, clipped."""
+    """Return the update's factor ([] fp32): root mean square of the weights times rate, clipped."""
     scale = weights.sum().div_(numel).sqrt_().clamp_(min=LEAST_SCALE)
     clip = updates.sum().div_(numel).sqrt_().div_(CLIP).clamp_(min=1.0)
     return scale.div_(clip).mul_(rate)
 
 
 def _vector(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], one_minus_beta2: float, rate: float, keep: float,
-    stochastic: bool, seed: int,
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], one_minus_beta2: float, rate: float,
+    keep: float, stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     g, p = gradient.float(), parameter.float()
     variance = state["variance"].lerp_(g.square(), one_minus_beta2)
@@ -116,11 +117,26 @@ def _vector(
         parameter.copy_(p)
 
 
-# -- the passes ---------------------------------------------------------------------------------------------------------
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.adafactor_squares``, ``_update_squares`` and ``_apply_``."""
+    declare("adafactor_squares", plain_squares, lambda p, g: _empty_squares(g), triton=triton_squares)
+    declare(
+        "adafactor_update_squares",
+        plain_update_squares,
+        lambda g, row, col, mean: g.new_empty(row.numel(), dtype=torch.float32),
+        triton=triton_update_squares,
+    )
+    declare("adafactor_apply_", plain_apply, lambda *_: None, triton=triton_apply, mutates=("p",))
 
 
 def plain_squares(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Means of the gradient's squares by row [b, r], their sums by column in parts [b, parts, c], p's by row [b r]."""
+    """Sum the squares of gradient and parameter.
+
+    Returns:
+        Row means of g^2 [b, r]; column sums of g^2 over ROWS_A_PART rows each [b, parts, c]; row sums of p^2
+        [b r].
+    """
     b, r, _ = g.shape
     squares = g.float().square()
     parts = [part.sum(1) for part in squares.split(ROWS_A_PART, dim=1)]
@@ -128,22 +144,15 @@ def plain_squares(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def plain_update_squares(g: Tensor, row: Tensor, col: Tensor, mean: Tensor) -> Tensor:
-    """Sums of the update's squares by row, [b r]."""
+    """Return the row sums of the squared update, [b r]."""
     return _plain_update(g, row, col, mean).square().sum(2).flatten()
 
 
 def plain_apply(
-    p: Tensor,
-    g: Tensor,
-    row: Tensor,
-    col: Tensor,
-    mean: Tensor,
-    size: Tensor,
-    keep: float,
-    stochastic: bool,
+    p: Tensor, g: Tensor, row: Tensor, col: Tensor, mean: Tensor, size: Tensor, keep: float, stochastic: bool,
     seed: int,
-) -> None:
-    """p = keep * p - size * update, in place."""
+) -> None:  # fmt: skip
+    """Compute p = keep * p - size * update in place."""
     new = p.float() * keep - size * _plain_update(g, row, col, mean)
     if stochastic:
         round_stochastically(p, new, seed)
@@ -157,42 +166,31 @@ def _plain_update(g: Tensor, row: Tensor, col: Tensor, mean: Tensor) -> Tensor:
 
 
 def triton_squares(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``plain_squares``."""
-    from triton import cdiv
-
+    """Compute ``plain_squares`` in two kernels."""
     b, r, c = g.shape
     row_mean, col_parts, weights = _empty_squares(g)
     kernels = _kernels()
     kernels.row_squares_kernel[(b * r,)](g, p, row_mean, weights, c, BLOCK=_block(c))
-    kernels.column_squares_kernel[(cdiv(c, 64), col_parts.shape[1], b)](
+    kernels.column_squares_kernel[(-(-c // 64), col_parts.shape[1], b)](
         g, col_parts, r, c, ROWS_A_PART=ROWS_A_PART, BLOCK_R=32, BLOCK_C=64
     )
     return row_mean, col_parts, weights
 
 
 def triton_update_squares(g: Tensor, row: Tensor, col: Tensor, mean: Tensor) -> Tensor:
-    """As ``plain_update_squares``."""
+    """Compute ``plain_update_squares`` in one kernel."""
     b, r, c = g.shape
     sums = torch.empty(b * r, dtype=torch.float32, device=g.device)
     _kernels().update_squares_kernel[(b * r,)](g, row, col, mean, sums, EPS * EPS, r, c, BLOCK=_block(c))
     return sums
 
 
-def triton_apply(
-    p: Tensor,
-    g: Tensor,
-    row: Tensor,
-    col: Tensor,
-    mean: Tensor,
-    size: Tensor,
-    keep: float,
-    stochastic: bool,
-    seed: int,
-) -> None:
-    """As ``plain_apply``; other random bits."""
+def triton_apply(p: Tensor, g: Tensor, *arguments: Any) -> None:
+    """Compute ``plain_apply`` in one kernel, with other random bits."""
+    *moments_and_size, keep, stochastic, seed = arguments
     b, r, c = g.shape
     _kernels().apply_kernel[(b * r,)](
-        p, g, row, col, mean, size, keep, EPS * EPS, seed, r, c, STOCHASTIC=stochastic, BLOCK=_block(c)
+        p, g, *moments_and_size, keep, EPS * EPS, seed, r, c, STOCHASTIC=stochastic, BLOCK=_block(c)
     )
 
 
@@ -211,40 +209,3 @@ def _empty_squares(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     wide = {"dtype": torch.float32, "device": g.device}
     parts = -(-r // ROWS_A_PART)
     return torch.empty(b, r, **wide), torch.empty(b, parts, c, **wide), torch.empty(b * r, **wide)
-
-
-# -- the operations -----------------------------------------------------------------------------------------------------
-
-
-@cache
-def register() -> None:
-    """Make ``torch.ops.trainfit.adafactor_*``; a second call does nothing."""
-    declare("adafactor_squares", _squares, lambda p, g: _empty_squares(g))
-    declare(
-        "adafactor_update_squares",
-        _update_squares,
-        lambda g, row, col, mean: g.new_empty(row.numel(), dtype=torch.float32),
-    )
-    declare("adafactor_apply_", _apply, lambda *_: None, mutates=("p",))
-
-
-def _squares(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (triton_squares if g.is_cuda else plain_squares)(p, g)
-
-
-def _update_squares(g: Tensor, row: Tensor, col: Tensor, mean: Tensor) -> Tensor:
-    return (triton_update_squares if g.is_cuda else plain_update_squares)(g, row, col, mean)
-
-
-def _apply(
-    p: Tensor,
-    g: Tensor,
-    row: Tensor,
-    col: Tensor,
-    mean: Tensor,
-    size: Tensor,
-    keep: float,
-    stochastic: bool,
-    seed: int,
-) -> None:
-    (triton_apply if g.is_cuda else plain_apply)(p, g, row, col, mean, size, keep, stochastic, seed)

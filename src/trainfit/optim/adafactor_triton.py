@@ -1,7 +1,7 @@
-"""Adafactor's passes over a matrix in Triton: sums of squares, the update's norm, the update.
+"""Adafactor's passes over a matrix in Triton: sums of squares, norm of the update, update.
 
-Shapes: the parameter and its gradient are [b, r, c], contiguous (b: leading dimensions, such as experts). Everything is
-computed in fp32 from what is read; every sum has a fixed order, so a run repeats itself bit for bit.
+Shapes: parameter and gradient are [b, r, c], contiguous (b: leading dimensions, such as experts). Arithmetic
+is in fp32, and every sum has a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainfit.kernels.stochastic_rounding.triton import rounded_at_random
 
 @triton.jit
 def row_squares_kernel(G, P, ROW, PARTS, num_columns, BLOCK: tl.constexpr):
-    """One program a row: the mean of the gradient's squares, and the sum of the parameter's."""
+    """Compute one row per program: the mean of the gradient's squares and the sum of the parameter's."""
     row = tl.program_id(0).to(tl.int64)
     squares, weights = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_columns, BLOCK):
@@ -32,7 +32,7 @@ def row_squares_kernel(G, P, ROW, PARTS, num_columns, BLOCK: tl.constexpr):
 def column_squares_kernel(
     G, COLUMN, num_rows, num_columns, ROWS_A_PART: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """One program: the sum of squares of ROWS_A_PART rows in BLOCK_C columns of one matrix."""
+    """Compute the sums of squares of ROWS_A_PART rows in BLOCK_C columns of one matrix per program."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     part, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
     squares = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -47,9 +47,9 @@ def column_squares_kernel(
 
 
 @triton.jit
-def _update(g, row, columns_var, mean, eps_squared):
-    """The gradient over the root of its factored second moment."""
-    variance = row * columns_var / mean
+def _update(g, row, column_var, mean, eps_squared):
+    """Return the gradient over the root of its factored second moment."""
+    variance = row * column_var / mean
     return g * tl.rsqrt(tl.maximum(variance, eps_squared))
 
 
@@ -57,17 +57,17 @@ def _update(g, row, columns_var, mean, eps_squared):
 def update_squares_kernel(
     G, ROW, COLUMN, MEAN, PARTS, eps_squared, num_rows, num_columns, BLOCK: tl.constexpr
 ):
-    """One program a row: the sum of the update's squares."""
+    """Compute one row per program: the sum of the update's squares."""
     row = tl.program_id(0).to(tl.int64)
     matrix = row // num_rows
-    of_row, mean = tl.load(ROW + row), tl.load(MEAN + matrix)
+    row_var, mean = tl.load(ROW + row), tl.load(MEAN + matrix)
     squares = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_columns, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < num_columns
         g = tl.load(G + row * num_columns + columns, mask=inside, other=0.0).to(tl.float32)
-        of_column = tl.load(COLUMN + matrix * num_columns + columns, mask=inside, other=1.0)
-        u = _update(g, of_row, of_column, mean, eps_squared)
+        column_var = tl.load(COLUMN + matrix * num_columns + columns, mask=inside, other=1.0)
+        u = _update(g, row_var, column_var, mean, eps_squared)
         squares += u * u
     tl.store(PARTS + row, tl.sum(squares, 0))
 
@@ -77,18 +77,18 @@ def apply_kernel(
     P, G, ROW, COLUMN, MEAN, SIZE, keep, eps_squared, seed, num_rows, num_columns,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: p = keep * p - size * update; STOCHASTIC: rounded to bf16 at random."""
+    """Compute one row per program: p = keep * p - size * update; STOCHASTIC rounds to bf16."""
     row = tl.program_id(0).to(tl.int64)
     matrix = row // num_rows
-    of_row, mean, size = tl.load(ROW + row), tl.load(MEAN + matrix), tl.load(SIZE)
+    row_var, mean, size = tl.load(ROW + row), tl.load(MEAN + matrix), tl.load(SIZE)
     for first in range(0, num_columns, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < num_columns
         at = row * num_columns + columns
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         p = tl.load(P + at, mask=inside, other=0.0).to(tl.float32)
-        of_column = tl.load(COLUMN + matrix * num_columns + columns, mask=inside, other=1.0)
-        p = p * keep - size * _update(g, of_row, of_column, mean, eps_squared)
+        column_var = tl.load(COLUMN + matrix * num_columns + columns, mask=inside, other=1.0)
+        p = p * keep - size * _update(g, row_var, column_var, mean, eps_squared)
         if STOCHASTIC:
             p = rounded_at_random(p, seed, at)
         tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)

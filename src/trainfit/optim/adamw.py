@@ -1,11 +1,10 @@
-"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) in one pass over a weight, for what torch's own does not do:
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101) in one pass over a weight, for what PyTorch's does not do:
 
-- bf16 weights and moments rounded at random, so that small updates are not lost (``stochastic_rounding``);
-- moments in 8 or 4 bits (``codebook``). The states and the function are torchao's AdamW8bit and AdamW4bit, which a
-  test compares step by step; torchao compiles its step anew for each shape, and the program holds two fp32 copies of the
-  weight while it runs.
+- stochastic rounding of bf16 weights and moments, which keeps small updates;
+- moments in 8 or 4 bits, with the states and results of torchao's AdamW8bit and AdamW4bit. torchao compiles
+  its step for each shape, and holds two fp32 copies of the weight while it runs.
 
-Everything is computed in fp32. Triton on CUDA, plain PyTorch elsewhere; nothing of the weight's size is allocated.
+Arithmetic is in fp32: Triton on CUDA, which allocates nothing, and PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from torch import Tensor, nn
 
 from trainfit.kernels.custom_op import declare
 from trainfit.kernels.quantize.codebook import BLOCK, Codes, MomentLevels, decode, encode, zeros
-from trainfit.kernels.stochastic_rounding.op import generator_of, round_stochastically, seed_of
-from trainfit.optim.per_parameter import WeightByWeight
+from trainfit.kernels.stochastic_rounding.op import seed_of
+from trainfit.kernels.stochastic_rounding.reference import generator_of, round_stochastically
+from trainfit.optim.per_parameter import PerParameterOptimizer
 
 LEAST_NUMEL = 4096
-"""Smaller tensors keep fp32 moments, as in bitsandbytes and torchao (which keeps the weight's dtype)."""
+"""Smaller tensors have fp32 moments, as in bitsandbytes; torchao keeps them in the weight's dtype."""
 TILE = 1024
-"""Elements that one program updates."""
+"""Elements per program."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Numbers(NamedTuple):
-    """One update's scalars."""
+    """Scalars of one update."""
 
     lr: float
     decay: float
@@ -43,7 +43,7 @@ class Numbers(NamedTuple):
     correction1: float
     """1 - beta1^step."""
     correction2: float
-    """The root of 1 - beta2^step."""
+    """sqrt(1 - beta2^step)."""
 
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Numbers:
@@ -54,16 +54,16 @@ class Numbers(NamedTuple):
         )  # fmt: skip
 
 
-class FusedAdamW(WeightByWeight):
-    """One tensor after another; state: ``step`` (on the host) and two moments.
+class FusedAdamW(PerParameterOptimizer):
+    """AdamW with state ``step`` (on the host) and two moments.
 
-    A moment is ``exp_avg`` and ``exp_avg_sq`` in the weight's dtype (in fp32 where moments are quantised but the tensor is
-    small), or the same names with ``_codes`` and ``_scales``.
+    Moments are ``exp_avg`` and ``exp_avg_sq`` in the weight's dtype (fp32 for small tensors where moments are
+    quantised), or ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``.
 
     Args:
-        levels: for 8-bit or 4-bit moments; optimizers may share it.
-        stochastic: round bf16 weights, and moments in bf16, at random; other dtypes are rounded to nearest.
-        seed: of the rounding; with the parameter's number and the step it decides every bit of it.
+        levels: Codebooks of 8-bit or 4-bit moments; optimizers may share them.
+        stochastic: Round bf16 weights and moments stochastically; other dtypes are rounded to nearest.
+        seed: Seed of the rounding; each parameter and step derives its own.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FusedAdamW(WeightByWeight):
         self._levels, self._stochastic, self._seed = levels, stochastic, seed
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
-        assert parameter.is_contiguous(), "kernels take a weight flat"
+        assert parameter.is_contiguous(), "the kernels read a flat weight"
         state = self.state[parameter]
         if not state:
             state.update(self._new_state(parameter))
@@ -103,7 +103,7 @@ class FusedAdamW(WeightByWeight):
         )
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(0.0)}  # On the host, as torch keeps it: reading it waits for nothing.
+        state = {"step": torch.tensor(0.0)}  # On the host, as in PyTorch: reading it does not synchronise.
         if self._levels is None:
             return state | {name: torch.zeros_like(parameter) for name in MOMENTS}
         if parameter.numel() < LEAST_NUMEL:
@@ -114,13 +114,18 @@ class FusedAdamW(WeightByWeight):
         return state
 
 
-# -- moments as they are ------------------------------------------------------------------------------------------------
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.adamw_`` and ``adamw_coded_``."""
+    declare("adamw_", plain_adamw, lambda *_: None, triton=triton_adamw, mutates=("p", "m", "v"))
+    coded = ("p", "m_codes", "m_scales", "v_codes", "v_scales")
+    declare("adamw_coded_", plain_adamw_coded, lambda *_: None, triton=triton_adamw_coded, mutates=coded)
 
 
 def plain_adamw(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], stochastic: bool, seed: int
 ) -> None:
-    """Update in place; ``stochastic``: weights and moments in bf16 are rounded at random."""
+    """Update in place; ``stochastic`` rounds bf16 weights and moments stochastically."""
     generator = generator_of(seed, p.device)
     wide, m_wide, v_wide = (t.float() for t in (p, m, v))
     for target, values in zip(
@@ -130,7 +135,7 @@ def plain_adamw(
 
 
 def updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2 of arXiv:1711.05101 with decoupled decay: the new weight and its moments, from wide ones."""
+    """Return the new weight and moments in fp32 (arXiv:1711.05101, algorithm 2)."""
     p = p - numbers.decay * p
     m = m.lerp(g, numbers.take1)
     v = v.lerp(g.square(), numbers.take2)
@@ -148,24 +153,19 @@ def _write(target: Tensor, values: Tensor, generator: torch.Generator | None) ->
         target.copy_(values)
 
 
-def triton_adamw(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], stochastic: bool, seed: int
-) -> None:
-    """As ``plain_adamw``; other random bits."""
-    numel = p.numel()
+def triton_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], *rounding: Any) -> None:
+    """Compute ``plain_adamw`` in one kernel, with other random bits."""
+    (stochastic, seed), numel = rounding, p.numel()
     _kernels().adamw_kernel[(-(-numel // TILE),)](
         p, g, m, v, *numbers, seed, numel, STOCHASTIC=stochastic, BLOCK=TILE
     )
-
-
-# -- moments in codes ---------------------------------------------------------------------------------------------------
 
 
 def plain_adamw_coded(
     p: Tensor, g: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, table: Tensor,
     numbers: list[float], stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
-    """Update in place; table: ``MomentLevels.table``."""
+    """Update in place; ``table`` is ``MomentLevels.table``."""
     bits, numel = _bits(table), p.numel()
     first, second = Codes(m_codes, m_scales), Codes(v_codes, v_scales)
     m, v = decode(first, table[0], bits, numel), decode(second, table[2], bits, numel)
@@ -175,23 +175,16 @@ def plain_adamw_coded(
     _write(p, new.view_as(p), generator_of(seed, p.device) if stochastic else None)
 
 
-def triton_adamw_coded(
-    p: Tensor, g: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, table: Tensor,
-    numbers: list[float], stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    """As ``plain_adamw_coded``; other random bits."""
+def triton_adamw_coded(p: Tensor, g: Tensor, *arguments: Any) -> None:
+    """Compute ``plain_adamw_coded`` in one kernel, with other random bits."""
+    *moments, table, numbers, stochastic, seed = arguments
     bits, numel = _bits(table), p.numel()
-    rows = TILE // BLOCK[bits]
-    num_programs = -(-numel // TILE)
-    arguments = (p, g, m_codes, m_scales, v_codes, v_scales, table, *numbers, seed, numel)
-    if bits == 8:
-        _kernels().adamw8_kernel[(num_programs,)](
-            *arguments, STOCHASTIC=stochastic, ROWS=rows, BLOCK=BLOCK[bits]
-        )
-    else:
-        _kernels().adamw4_kernel[(num_programs,)](
-            *arguments, STOCHASTIC=stochastic, ROWS=rows, PAIRS=BLOCK[bits] // 2
-        )
+    block: dict[str, int] = {"BLOCK": BLOCK[8]} if bits == 8 else {"PAIRS": BLOCK[4] // 2}
+    kernel = _kernels().adamw8_kernel if bits == 8 else _kernels().adamw4_kernel
+    kernel[(-(-numel // TILE),)](
+        p, g, *moments, table, *numbers, seed, numel,
+        STOCHASTIC=stochastic, ROWS=TILE // BLOCK[bits], **block,
+    )  # fmt: skip
 
 
 def _bits(table: Tensor) -> int:
@@ -202,28 +195,3 @@ def _kernels() -> Any:
     from trainfit.optim import adamw_triton
 
     return adamw_triton
-
-
-# -- the operations -----------------------------------------------------------------------------------------------------
-
-
-@cache
-def register() -> None:
-    """Make ``torch.ops.trainfit.adamw_`` and ``adamw_coded_``; a second call does nothing."""
-    declare("adamw_", _adamw, lambda *_: None, mutates=("p", "m", "v"))
-    coded = ("p", "m_codes", "m_scales", "v_codes", "v_scales")
-    declare("adamw_coded_", _adamw_coded, lambda *_: None, mutates=coded)
-
-
-def _adamw(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], stochastic: bool, seed: int
-) -> None:
-    (triton_adamw if p.is_cuda else plain_adamw)(p, g, m, v, numbers, stochastic, seed)
-
-
-def _adamw_coded(
-    p: Tensor, g: Tensor, m_codes: Tensor, m_scales: Tensor, v_codes: Tensor, v_scales: Tensor, table: Tensor,
-    numbers: list[float], stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    run = triton_adamw_coded if p.is_cuda else plain_adamw_coded
-    run(p, g, m_codes, m_scales, v_codes, v_scales, table, numbers, stochastic, seed)

@@ -1,7 +1,6 @@
-"""AdamW's update in Triton, one pass over a weight: moments as they are, or in 8 or 4 bits with a scale a block.
+"""AdamW's update in Triton: one pass over a flat weight, with moments as stored or in 8 or 4 bits.
 
-Everything is computed in fp32 from what is read. Sizes: a weight has ``numel`` elements, taken flat; a block of it shares
-two scales. Random bits follow from a seed and the element's number.
+Arithmetic is in fp32. The random bits of an element follow from a seed and its index.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LEAST_SCALE = tl.constexpr(codebook.LEAST_SCALE)
 
 @triton.jit
 def _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2):
-    """Loshchilov and Hutter, arXiv:1711.05101, algorithm 2: the new weight and its moments."""
+    """Return the new weight and moments (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2)."""
     p -= decay * p
     m += take1 * (g - m)
     v += take2 * (g * g - v)
@@ -27,7 +26,7 @@ def _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)
 
 @triton.jit
 def _rounded_for(TARGET, x, noise):
-    """x rounded at random where TARGET holds bf16; as it is for other dtypes, which are rounded to nearest."""
+    """Round x stochastically if TARGET holds bf16; other dtypes are rounded to nearest when stored."""
     if TARGET.dtype.element_ty == tl.bfloat16:
         x = rounded(x, noise)
     return x
@@ -38,7 +37,7 @@ def adamw_kernel(
     P, G, M, V, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """STOCHASTIC: of weight and moments those in bf16 are rounded at random."""
+    """Update a block; STOCHASTIC rounds the bf16 ones of weight and moments stochastically."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     p = tl.load(P + at, mask=inside, other=0.0).to(tl.float32)
@@ -55,7 +54,7 @@ def adamw_kernel(
 
 
 @triton.jit
-def _written(P, at, inside, p, seed, STOCHASTIC: tl.constexpr):
+def _store_weight(P, at, inside, p, seed, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         p = _rounded_for(P, p, tl.randint(seed, at.to(tl.int32)))
     tl.store(P + at, p.to(P.dtype.element_ty), mask=inside)
@@ -63,7 +62,7 @@ def _written(P, at, inside, p, seed, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _code(x, BOUNDS, BITS: tl.constexpr):
-    """Number of the nearest level: how many of the bounds (ascending, number 0 is not asked) are at or below x."""
+    """Return the index of the nearest level by binary search in the ascending bounds; bound 0 is not read."""
     code = tl.zeros_like(x).to(tl.int32)
     for level in tl.static_range(BITS):
         at_least = x >= tl.load(BOUNDS + code + (1 << (BITS - 1 - level)))
@@ -81,7 +80,7 @@ def adamw8_kernel(
     P, G, MC, MS, VC, VS, LEVELS, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Moments of a byte each. LEVELS: 256 values and 256 bounds of the first, then of the second."""
+    """Update 8-bit moments. LEVELS: 256 values and 256 bounds of the first moment, then of the second."""
     blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside, first = at < numel, blocks * BLOCK < numel
@@ -92,14 +91,14 @@ def adamw8_kernel(
     m = tl.load(LEVELS + m_code) * tl.load(MS + blocks, mask=first, other=0.0)[:, None]
     v = tl.load(LEVELS + 512 + v_code) * tl.load(VS + blocks, mask=first, other=0.0)[:, None]
     p, m, v = _updated(p, g, m, v, lr, decay, take1, take2, eps, correction1, correction2)  # pyright: ignore[reportGeneralTypeIssues]
-    # What lies past the end came from a level that need not be 0.
+    # Code 0 past the end need not stand for 0.
     m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
     m_scale, v_scale = _largest(tl.abs(m)), _largest(v)
     tl.store(MS + blocks, m_scale, mask=first)
     tl.store(VS + blocks, v_scale, mask=first)
     tl.store(MC + at, _code(m / m_scale[:, None], LEVELS + 256, 8).to(tl.uint8), mask=inside)
     tl.store(VC + at, _code(v / v_scale[:, None], LEVELS + 768, 8).to(tl.uint8), mask=inside)
-    _written(P, at, inside, p, seed, STOCHASTIC)
+    _store_weight(P, at, inside, p, seed, STOCHASTIC)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -107,7 +106,7 @@ def adamw4_kernel(
     P, G, MC, MS, VC, VS, LEVELS, lr, decay, take1, take2, eps, correction1, correction2, seed, numel,
     STOCHASTIC: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Two moments a byte, the first of two neighbours in its upper half. LEVELS as above, 16 for 256."""
+    """Update 4-bit moments, the first of two in the byte's upper half. LEVELS as above, 16 for 256."""
     blocks = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pairs = blocks[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     inside, second_inside = 2 * pairs < numel, 2 * pairs + 1 < numel
@@ -137,5 +136,5 @@ def adamw4_kernel(
     v_code = _code(v / v_new[:, None], LEVELS + 48, 4) << 4 | _code(w / v_new[:, None], LEVELS + 48, 4)
     tl.store(MC + pairs, m_code.to(tl.uint8), mask=inside)
     tl.store(VC + pairs, v_code.to(tl.uint8), mask=inside)
-    _written(P, 2 * pairs, inside, p, seed, STOCHASTIC)
-    _written(P, 2 * pairs + 1, second_inside, q, seed, STOCHASTIC)
+    _store_weight(P, 2 * pairs, inside, p, seed, STOCHASTIC)
+    _store_weight(P, 2 * pairs + 1, second_inside, q, seed, STOCHASTIC)

@@ -1,4 +1,4 @@
-"""``torch.optim.Muon`` whose bf16 weights are rounded at random."""
+"""``torch.optim.Muon`` with stochastic rounding of bf16 weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from trainfit.kernels.stochastic_rounding.op import add_rounded, register, seed_of
-from trainfit.optim.per_parameter import WeightByWeight
+from trainfit.optim.per_parameter import PerParameterOptimizer
 
 
-class StochasticMuon(WeightByWeight, torch.optim.Muon):
-    """State: ``step`` (on the host) and ``momentum_buffer``, in the weight's dtype.
+class StochasticMuon(PerParameterOptimizer, torch.optim.Muon):
+    """Muon with state ``step`` (on the host) and ``momentum_buffer`` in the weight's dtype.
 
     Args:
-        seed: of the rounding; with the parameter's number and the step it decides every bit of it.
-        settings: of ``torch.optim.Muon``.
+        seed: Seed of the rounding; each parameter and step derives its own.
+        settings: Arguments of ``torch.optim.Muon``.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], *, seed: int, **settings: Any):

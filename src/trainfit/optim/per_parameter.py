@@ -1,4 +1,4 @@
-"""An optimizer of ours updates one weight after another, each by kernels of its own."""
+"""Base class of optimizers that update one parameter at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 
-class WeightByWeight(torch.optim.Optimizer):
-    """``step`` hands every weight that has a gradient to ``_update``; no lists over all weights, nothing of their size."""
+class PerParameterOptimizer(torch.optim.Optimizer):
+    """Optimizer whose ``step`` calls ``_update`` for each parameter that has a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights; the closure's loss, if one is given."""
+        """Update the parameters; return the closure's loss if one is given."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         number = 0
         for group in self.param_groups:
@@ -27,9 +27,9 @@ class WeightByWeight(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
-        """One weight, in place.
+        """Update one parameter in place.
 
         Args:
-            group: the settings of its parameter group.
-            number: of the weight among all, from 1, whether or not those before it have gradients.
+            group: Its parameter group.
+            number: Its number among all parameters, from 1, with or without gradients.
         """

@@ -1,4 +1,4 @@
-"""SGD on bf16 weights whose every write is rounded at random; nothing of a weight's size is allocated but momentum."""
+"""SGD with stochastic rounding of bf16 weights and momentum."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.stochastic_rounding.op import add_rounded, register, seed_of
-from trainfit.optim.per_parameter import WeightByWeight
+from trainfit.optim.per_parameter import PerParameterOptimizer
 
 
-class StochasticSGD(WeightByWeight):
-    """The function of ``torch.optim.SGD``; state: ``step`` (on the host) and, with momentum, ``momentum_buffer``.
+class StochasticSGD(PerParameterOptimizer):
+    """``torch.optim.SGD`` with state ``step`` (on the host) and, with momentum, ``momentum_buffer``.
 
     Args:
-        seed: of the rounding; with the parameter's number and the step it decides every bit of it.
+        seed: Seed of the rounding; each parameter and step derives its own.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class StochasticSGD(WeightByWeight):
             if momentum:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
         state["step"] += 1
-        # Three sums may be rounded in one update, each by bits of its own.
+        # One update may round three sums, each with its own random bits.
         first = 3 * int(state["step"].item())
-        seeds = [seed_of(self._seed, number, first + place) for place in range(3)]
+        seeds = [seed_of(self._seed, number, first + i) for i in range(3)]
         if not momentum:
             add_rounded(parameter, gradient, 1 - lr * decay, -lr, seeds[0])
             return

@@ -107,7 +107,7 @@ def _moves(recipe: Recipe) -> bool:
 
 def _least_period(recipe: Recipe) -> int:
     """Layers of a group at least: which of them find their weights still on the device follows from their number."""
-    slots = offload_weights.num_slots(recipe) if recipe.offload.weights else 1
+    slots = offload_weights.num_buffers(recipe) if recipe.offload.weights else 1
     return max(slots, recompute_layers.least_period(recipe))
 
 
@@ -179,7 +179,7 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     step(batches, on_phase=lambda phase: virtual.begin(name, phase))
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
-    for memory in step.hosted.moments.slots() if step.hosted is not None else ():
+    for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
         virtual.tracer.live.own(memory, "optimizer", NOWHERE)
 
 

@@ -1,151 +1,166 @@
-"""The plot of a benchmark, as an SVG in text: what is drawn of each experiment. How it is drawn is bench_panels.py's.
+"""The plot of a benchmark, from the plots that its experiment declares."""
 
-Lines over one of the point's numbers, or bars over its names, in as many panels as one key of the point has values.
-"""
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-
-from trainfit.report.bench_bars import gpu_bars, stream_bars
-from trainfit.report.bench_curves import memory_curves, part_bars
-from trainfit.report.bench_panels import Drawn, Look, Panel, draw_panels
-from trainfit.report.bench_rows import COMPILES, PRECISIONS, SIZES, Order, in_order, number
+from trainfit.bench.harness.experiment import MEDIAN, Number, Plot
 from trainfit.report.bench_table import cell_text
+from trainfit.report.plot import CATEGORY_COLORS, INK, Panel, Series, draw
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
+from trainfit.spec.units import GIB
 
-MEDIAN = "median_s"
-UNITS = {MEDIAN: 1e3, "waiting_share": 100.0}
-"""What a number is multiplied with to be drawn: milliseconds, per cent."""
-TOKENS = "tokens in a sequence (1K is 1,024)"
-
-
-@dataclass(frozen=True)
-class Axes:
-    """What is drawn: ``y`` over ``x``, a line for each value of ``lines``, of the rows whose point has one of each key's ``only``.
-
-    ``panels``: the key with a panel for each of its values; ``names``: words for values of lines and panels; ``order``: the rows' order.
-    """
-
-    x: str
-    y: str
-    lines: tuple[str, ...]
-    look: Look
-    only: Mapping[str, tuple[Cell, ...]] = field(default_factory=dict)
-    panels: str = ""
-    names: Mapping[Cell, str] = field(default_factory=dict)
-    order: Order = field(default_factory=dict)
+CURVE = "curve"
+MOST_COLUMNS = 4
+PART_COLORS = (
+    "#9ecae1", "#d9b54a", "#2f6fb2", "#c0567a", "#4a9d7c", "#a6d8c2", "#e07b39", "#7f8c3a", "#1f3f66",
+    "#c9ced4", "#8b6bb1", "#cdbbe3", "#9a6b4f", "#66727f",
+)  # fmt: skip
+"""Colors of stacked numbers, in their order."""
 
 
-AXES: dict[str, Axes] = {
-    "attention": Axes(
-        "seq", MEDIAN, ("body",),
-        Look("Attention of one head of 64, unmasked: forward and backward", TOKENS, "median, ms", x_log=True, y_log=True),
-        {"heads": (1,), "head": (64,), "pass": ("both",)}, "dtype", {"eager": "written out"},
-    ),
-    "flash": Axes(
-        "seq", "tflops_per_s", ("body",),
-        Look("Causal attention, 16 heads, bf16: forward and backward", TOKENS, "TFLOP/s", x_log=True),
-        {"dtype": ("bf16",), "heads": (16,), "pass": ("both",)}, "head",
-        {128: "head size 128", 64: "head size 64", "cudnn": "cuDNN", "flash": "PyTorch's flash", "plain": "ours, plain Triton"},
-    ),
-    "transformer": Axes(
-        "model", MEDIAN, ("precision",),
-        Look("A training step after 5 warm-up steps", "model", "median, ms", y_log=True),
-        {"warm-up": (5,)}, "compile", {mode: name if mode == "false" else f"compiled: {name}" for mode, name in COMPILES.items()},
-        {"compile": tuple(COMPILES), "model": SIZES, "precision": PRECISIONS},
-    ),
-    "accumulation": Axes(
-        "method", "relative_error", ("floats",),
-        Look("Error of a sum of many floats, by the order of addition", "", "relative error", y_log=True, lies=True, digits="{:.1e}"),
-    ),
-    "dataloader": Axes(
-        "workers", "waiting_share", ("pinned",),
-        Look("How long the device waits for data, two batches ahead", "workers", "% of the loop's time", bars=True, digits="{:.1f}"),
-        {"data": ("loaded",), "prefetch": (0, 2)}, "", {False: "pageable memory", True: "pinned memory"},
-    ),
-    "fusion": Axes(
-        "body", "gb_per_s", ("rows",),
-        Look("RMSNorm and SwiGLU: bandwidth of what any way must move", "", "GB/s", lies=True, digits="{:,.0f}", legend="rows"),
-    ),
-}  # fmt: skip
-"""By experiment."""
-OWN_PLOTS: dict[str, Callable[[BenchResult], str | None]] = {
-    "kernels": part_bars, "memory": memory_curves, "gpu": gpu_bars, "streams": stream_bars,
-}  # fmt: skip
-"""Experiments whose plot is of another kind; one that is in neither has no plot."""
-
-
-def plot_of(result: BenchResult) -> str | None:
-    """The experiment's plot; None where it has none, or where no row has what would be drawn."""
-    if result.experiment in OWN_PLOTS:
-        return OWN_PLOTS[result.experiment](result)
-    axes = AXES.get(result.experiment)
-    if axes is None:
+def plot_of(result: BenchResult, plots: Sequence[Plot]) -> str | None:
+    """Return the declared plots as one SVG; None where no row has what would be drawn."""
+    panels = [panel for plot in plots for panel in panels_of(result.rows, plot)]
+    if not panels:
         return None
-    panels = panels_of(result, axes)
-    return draw_panels(panels, axes.look, f"bench-{result.experiment}") if panels else None
+    are_alike = len(plots) == 1
+    title = plots[0].title if are_alike and len(panels) > 1 else ""
+    columns = min(len(panels), MOST_COLUMNS)
+    return draw(panels, f"bench-{result.experiment}", title=title, columns=columns, share_y=are_alike)
 
 
-def panels_of(result: BenchResult, axes: Axes) -> list[Panel]:
-    """A panel for each value of ``axes.panels`` that has something to draw."""
-    rows = in_order(result.rows, axes.order)
-    values = (
-        list(dict.fromkeys(row.point[axes.panels] for row in rows if axes.panels in row.point))
-        if axes.panels
-        else [None]
-    )
-    made: list[Panel] = []
-    for value in values:
-        mine = result.model_copy(
-            update={
-                "rows": tuple(row for row in rows if value is None or row.point.get(axes.panels) == value)
-            }
-        )
-        drawn = lines_of(mine, axes)
-        if drawn:
-            missing = {
-                _name(row, axes): row.status
-                for row in mine.rows
-                if _is_of(row, axes) and _y(row, axes.y) is None
-            }
-            title = "" if value is None else axes.names.get(value, cell_text("", value))
-            made.append(
-                Panel(title, drawn, {key: status for key, status in missing.items() if key[0] in drawn})
-            )
-    return made
+def panels_of(rows: Sequence[BenchRow], plot: Plot) -> list[Panel]:
+    """Return a panel for each combination of values of ``plot.panels`` that has something to draw."""
+    keys = {*plot.panels, *plot.x, *([plot.series] if plot.series else [])}
+    mine = [
+        row
+        for row in rows
+        if keys <= set(row.point) and all(row.point.get(key) in known for key, known in plot.where.items())
+    ]
+    mine = in_order(mine, plot.order)
+    panels: list[Panel] = []
+    for values in product(*(dict.fromkeys(row.point[key] for row in mine) for key in plot.panels)):
+        some = [
+            row
+            for row in mine
+            if all(row.point[key] == value for key, value in zip(plot.panels, values, strict=True))
+        ]
+        title = ", ".join(_name(plot, value) for value in values)
+        panel = _curves(some, title) if plot.y == CURVE else _panel(some, plot, title)
+        if panel is not None:
+            panels.append(panel)
+    return panels
 
 
-def lines_of(result: BenchResult, axes: Axes) -> Drawn:
-    """Points (x, y) of each line; rows without the number, or with an impossible time, are in none."""
-    found: Drawn = {}
-    for row in result.rows:
-        y = _y(row, axes.y)
-        if y is not None and _is_of(row, axes):
-            name, x = _name(row, axes)
-            found.setdefault(name, []).append((x, y * UNITS.get(axes.y, 1.0)))
-    return found
+def in_order(rows: Sequence[BenchRow], order: Mapping[str, Sequence[Cell]]) -> list[BenchRow]:
+    """Return rows sorted by the keys of ``order``; values that it does not list follow, numbers by size."""
+
+    def place(row: BenchRow) -> tuple[tuple[int, float], ...]:
+        found: list[tuple[int, float]] = []
+        for key, known in order.items():
+            cell = row.point.get(key, "")
+            if cell in known:
+                found.append((0, list(known).index(cell)))
+            else:
+                found.append((1, float(cell) if isinstance(cell, int | float) else 0.0))
+        return tuple(found)
+
+    return sorted(rows, key=place)
 
 
-def _is_of(row: BenchRow, axes: Axes) -> bool:
-    return {axes.x, *axes.lines} <= set(row.point) and all(
-        row.point.get(key) in wanted for key, wanted in axes.only.items()
-    )
-
-
-def _name(row: BenchRow, axes: Axes) -> tuple[str, Cell]:
-    """The line's name, and where on it the row is."""
-    name = ", ".join(axes.names.get(row.point[key], _text(row.point[key])) for key in axes.lines)
-    x = row.point[axes.x]
-    return name, str(x) if axes.look.bars else x
-
-
-def _text(cell: Cell) -> str:
-    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else cell_text("", cell)
-
-
-def _y(row: BenchRow, name: str) -> float | None:
+def number(row: BenchRow, wanted: Number) -> float | None:
+    """Return a number of a row that has a result; None where it has none."""
     if row.status not in ("done", "unsteady"):
         return None
-    if name == MEDIAN:
+    if not isinstance(wanted, str):
+        return wanted(row)
+    if wanted == MEDIAN:
         return None if row.times is None else row.times.median
-    return number(row, name)
+    found = row.numbers.get(wanted)
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+
+def _panel(rows: Sequence[BenchRow], plot: Plot, title: str) -> Panel | None:
+    series = list(_series(rows, plot))
+    if not any(y is not None for one in series for y in one.y):
+        return None
+    drawn = {x for one in series for x, y in zip(one.x, one.y, strict=True) if y is not None}
+    ticks = {} if plot.is_bar or not plot.x_log else _ticks(drawn)
+    return Panel(
+        series, title or plot.title, plot.x_label, plot.y_label, is_horizontal=plot.is_horizontal,
+        x_log=plot.x_log, y_log=plot.y_log, x_ticks=ticks,
+        y_limits=(None, None) if plot.y_log else (0, None),
+    )  # fmt: skip
+
+
+def _series(rows: Sequence[BenchRow], plot: Plot) -> Iterator[Series]:
+    kind = "bar" if plot.is_bar else "line"
+    stacked = isinstance(plot.y, tuple)
+    for index, name in enumerate(plot.y if isinstance(plot.y, tuple) else ()):
+        label = name.removesuffix("_share").replace("_", " ")
+        yield _one(rows, plot, name, Series(label, (), kind="bar", stack="all", color=PART_COLORS[index]))
+    groups: dict[str, list[BenchRow]] = {}
+    for row in () if stacked else rows:
+        groups.setdefault(_name(plot, row.point[plot.series]) if plot.series else "", []).append(row)
+    for label, mine in groups.items():
+        assert not isinstance(plot.y, tuple)
+        yield _one(mine, plot, plot.y, Series(label, (), kind=kind, stack=label if plot.is_bar else ""))
+        if plot.bound:
+            bounds = Series(plot.bound_label, (), kind="scatter", marker="|", color=INK)
+            yield _one(mine, plot, plot.bound, bounds)
+
+
+def _one(rows: Sequence[BenchRow], plot: Plot, name: Number, like: Series) -> Series:
+    """Return ``like`` with the values of one number; where a bar has none, its text is the row's status."""
+    values = [number(row, name) for row in rows]
+    text: list[str] = []
+    if plot.text and like.kind == "bar":
+        text = [
+            row.status if value is None else format(value * plot.scale, plot.text)
+            for row, value in zip(rows, values, strict=True)
+        ]
+    scaled = [None if value is None else value * plot.scale for value in values]
+    return Series(
+        like.label, scaled, [_x(row, plot) for row in rows], like.kind, text=text, stack=like.stack,
+        color=like.color, marker=like.marker,
+    )  # fmt: skip
+
+
+def _x(row: BenchRow, plot: Plot) -> float | str:
+    cells = [row.point[key] for key in plot.x]
+    if len(cells) == 1 and not plot.is_bar and isinstance(cells[0], int | float):
+        return float(cells[0])
+    return ", ".join(_name(plot, cell) for cell in cells)
+
+
+def _name(plot: Plot, cell: Cell) -> str:
+    # True equals 1 in a mapping, so the type is compared too.
+    named = {(type(key), key): name for key, name in plot.names.items()}
+    return named.get((type(cell), cell), f"{cell:,}" if type(cell) is int else cell_text(cell))
+
+
+def _ticks(xs: Iterable[float | str]) -> dict[float, str]:
+    """Return ticks at powers of two, as ``4K`` from 1,024 on."""
+    shown = sorted(float(x) for x in xs if math.log2(float(x)).is_integer())
+    return {x: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}" for x in shown}
+
+
+def _curves(rows: Sequence[BenchRow], title: str) -> Panel | None:
+    """Return the curve of the one row, in GiB, with a line where each phase begins."""
+    curve = rows[0].curve if rows else None
+    if curve is None:
+        return None
+    series = [
+        Series(name, [size / GIB for size in curve.columns[name]], kind="area", color=color)
+        for name, color in CATEGORY_COLORS.items()
+        if name in curve.columns
+    ]
+    begins = {float(curve.phases.index(phase)): phase for phase in dict.fromkeys(curve.phases)}
+    return Panel(
+        series,
+        title,
+        y_label="GiB",
+        events={at: name for at, name in begins.items() if at},
+        x_ticks={0.0: ""},
+    )

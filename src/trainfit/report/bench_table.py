@@ -1,121 +1,131 @@
-"""A benchmark's rows as cells, for the terminal and for the docs.
+"""Tables of a benchmark's rows, from the columns that its experiment declares.
 
-Rows that answer the same question (equal keys in their points) make one table: its columns are the keys, then the median with the
-samples' spread, then the numbers, then the status where it is not done. What is the same in every row is told once, above.
+Rows with the same keys in their points make one table: keys, then median, spread and number of samples, then
+the declared numbers, then the status where a row is not done. A key with one value throughout goes into the
+heading.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from trainfit.bench.harness.experiment import Column
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
-UNITS = {"tflops_per_s": "TFLOP/s", "gb_per_s": "GB/s", "set_kib": "set, KiB", "copied_mib": "copied, MiB"}
-SPREAD = "spread"
-"""From the 10th to the 90th percentile, over the median."""
-BEYOND = " Including non-PyTorch memory"
-"""What comes from here on in a message that memory ran out is advice and the process's own sums."""
 STATUS = "status"
-SHARE = "_share"
-"""Its cells say %, so a column's title leaves it out where no other number has the name."""
-SHARES = ("share", "of_a_copy", "of_data_sheet")
-MEAN, DEVIATION = "_mean_s", "_std_s"
-"""Two numbers of one quantity share a column: ``forward_mean_s`` and ``forward_std_s``."""
+TIMES = ("median", "spread", "samples")
+SPREAD_NOTE = "spread: from the samples' 10th to their 90th percentile, over the median"
+UNSTEADY_NOTE = "unsteady: the time cap came before the median was known as well as the experiment requires"
+DEVIATION_NOTE = "a ± b: mean and standard deviation of the samples"
+ADVICE = " Including non-PyTorch memory"
+"""An out-of-memory message is cut here: what follows is advice."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One table: titles, lines of as many cells, which columns are numbers, and what is the same in every row."""
+    """Cells of one table.
+
+    Attributes:
+        same: heading, with the keys that have one value throughout.
+        num_keys: number of leading columns that identify a line.
+    """
 
     titles: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
     is_number: tuple[bool, ...]
     same: str
     num_keys: int = 1
-    """The first columns say which line it is."""
 
 
-def grids(rows: Sequence[BenchRow]) -> list[Grid]:
-    """The tables of these rows, in the order in which their first rows come."""
+def grids(rows: Sequence[BenchRow], columns: Sequence[Column] = ()) -> list[Grid]:
+    """Return the tables of ``rows``; numbers without a declared column come last, under their own names."""
     groups: dict[tuple[str, ...], list[BenchRow]] = {}
     for row in rows:
         groups.setdefault(tuple(row.point), []).append(row)
-    return [_grid(keys, group) for keys, group in groups.items()]
-
-
-def _grid(keys: tuple[str, ...], rows: list[BenchRow]) -> Grid:
-    varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
-    same = ", ".join(f"{key} {cell_text('', rows[0].point[key])}" for key in keys if key not in varied)
-    columns: list[tuple[str, bool, list[str]]] = [
-        (
-            UNITS.get(key, key),
-            not isinstance(rows[0].point[key], str | bool),
-            [cell_text("", row.point[key]) for row in rows],
-        )
-        for key in varied
+    return [
+        _grid(keys, group, {column.value: column for column in columns}) for keys, group in groups.items()
     ]
+
+
+def _grid(keys: tuple[str, ...], rows: list[BenchRow], declared: dict[str, Column]) -> Grid:
+    def column_of(name: str) -> Column:
+        return declared.get(name, Column(name))
+
+    varied = [key for key in keys if len(rows) == 1 or len({row.point[key] for row in rows}) > 1]
+    same = [f"{title(column_of(key))} {cell_text(rows[0].point[key])}" for key in keys if key not in varied]
+    table: list[tuple[str, bool, list[str]]] = []
+    for key in varied:
+        is_number = not isinstance(rows[0].point[key], str | bool)
+        table.append((title(column_of(key)), is_number, [cell_text(row.point[key]) for row in rows]))
     if any(row.times for row in rows):
         cells = [_times(row.times) for row in rows]
-        names = ("median", SPREAD, "samples")
-        columns += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(names)]
-    names = list(dict.fromkeys(name for row in rows for name in row.numbers if not name.endswith(DEVIATION)))
-    quantities = {name.removesuffix("_s") for name in names}
-    for name in names:
-        is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
-        named = title(name.removesuffix(SHARE) if name.removesuffix(SHARE) not in quantities else name)
-        columns.append((named, not is_text, [number_text(row, name) for row in rows]))
+        table += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(TIMES)]
+    names = dict.fromkeys(name for row in rows for name in row.numbers)
+    deviations = {column.deviation for column in declared.values()}
+    for name in [
+        *(name for name in declared if name in names),
+        *(name for name in names if name not in declared),
+    ]:
+        if name not in deviations:
+            is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
+            texts = [number_text(row, column_of(name)) for row in rows]
+            table.append((title(column_of(name)), not is_text, texts))
     if any(row.status != "done" for row in rows):
-        columns.append((STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
-    titles, is_number, cells = zip(*columns, strict=True)
-    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, same, len(varied))
+        table.append((STATUS, False, ["" if row.status == "done" else row.status for row in rows]))
+    titles, is_number, cells = zip(*table, strict=True)
+    return Grid(titles, tuple(zip(*cells, strict=True)), is_number, ", ".join(same), len(varied))
 
 
-def number_text(row: BenchRow, name: str) -> str:
-    """A row's number, with its standard deviation where it has one."""
-    if name not in row.numbers:
+def title(column: Column) -> str:
+    """Return a column's heading; units that its cells show are left out."""
+    if column.title:
+        return column.title
+    return column.value.removesuffix("_bytes").removesuffix("_s").removesuffix("_share").replace("_", " ")
+
+
+def number_text(row: BenchRow, column: Column) -> str:
+    """Return a row's number, with its standard deviation where there is one; empty where it has none."""
+    if column.value not in row.numbers:
         return ""
-    text = cell_text(name, row.numbers[name])
-    deviation = row.numbers.get(name.removesuffix(MEAN) + DEVIATION) if name.endswith(MEAN) else None
-    return text if deviation is None else f"{text} ± {cell_text(DEVIATION, deviation)}"
+    text = cell_text(row.numbers[column.value], column.value, column.format)
+    deviation = row.numbers.get(column.deviation)
+    return text if deviation is None else f"{text} ± {cell_text(deviation, column.deviation, column.format)}"
+
+
+def cell_text(cell: Cell, name: str = "", spec: str = "") -> str:
+    """Format a cell by ``spec``, or by the unit that ``name`` ends with."""
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, str):
+        return cell
+    if spec:
+        return format(cell, spec)
+    if name.endswith("_bytes"):
+        return format_bytes(cell)
+    if name.endswith("_s") and not name.endswith("_per_s"):
+        return format_seconds(cell)
+    if name.endswith("_share"):
+        return f"{cell:.1%}"
+    if cell == int(cell):
+        return str(int(cell))
+    return f"{cell:.0f}" if abs(cell) >= 1e4 else f"{cell:.4g}"
+
+
+def spread(times: Spread) -> float:
+    """Return the range from the 10th to the 90th percentile over the median."""
+    return (times.high - times.low) / times.median if times.median > 0 else 0.0
 
 
 def _times(times: Spread | None) -> tuple[str, str, str]:
     if times is None:
         return "", "", ""
-    share = (times.high - times.low) / times.median if times.median > 0 else 0.0
-    return format_seconds(times.median), f"{share:.0%}", str(len(times.samples))
-
-
-def title(name: str) -> str:
-    """A number's name as a column's title; units that the cells print are left out."""
-    if name in UNITS:
-        return UNITS[name]
-    return name.removesuffix("_bytes").removesuffix(MEAN).removesuffix("_s").replace("_", " ")
-
-
-def cell_text(name: str, cell: Cell) -> str:
-    """A cell for people, by the unit that its name ends with."""
-    if isinstance(cell, bool):
-        return "yes" if cell else "no"
-    if isinstance(cell, str):
-        return cell
-    if name.endswith("_bytes"):
-        return format_bytes(cell)
-    if name.endswith("_s") and not name.endswith("_per_s"):
-        return format_seconds(cell)
-    if name.endswith(SHARE) or name in SHARES:
-        return f"{cell:.1%}"
-    if isinstance(cell, int) or cell == int(cell):
-        return str(int(cell))
-    if abs(cell) >= 1e4:
-        return f"{cell:.0f}"
-    return f"{cell:.4f}" if name == "total" else f"{cell:.4g}"
+    return format_seconds(times.median), f"{spread(times):.0%}", str(len(times.samples))
 
 
 def aligned(grid: Grid) -> list[str]:
-    """The table as lines of text, as wide as it needs to be; a cell may have several lines."""
+    """Return the table as lines of text; a cell may have several lines."""
     rows = [[cell.split("\n") for cell in line] for line in (grid.titles, *grid.lines)]
     widths = [max(len(text) for row in rows for text in row[index]) for index in range(len(grid.titles))]
     return [
@@ -129,16 +139,28 @@ def aligned(grid: Grid) -> list[str]:
 
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:
-    """Why rows are not done: each reason once, with its first point and the number of rows that it is of.
-
-    An unsteady row's spread is in its table, so it needs no line.
-    """
+    """Return why rows have no result: each reason once, with its first point and a count of the others."""
     points: dict[str, list[str]] = {}
     for row in rows:
         if row.status not in ("done", "unsteady"):
-            point = ", ".join(f"{key} {cell_text('', cell)}" for key, cell in row.point.items())
-            points.setdefault(f"{row.status}: {row.message.partition(BEYOND)[0]}", []).append(point)
+            point = ", ".join(f"{key} {cell_text(cell)}" for key, cell in row.point.items())
+            points.setdefault(f"{row.status}: {row.message.partition(ADVICE)[0]}", []).append(point)
     return [
         f"{why} ({found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''})"
         for why, found in points.items()
+    ]
+
+
+def notes(rows: Sequence[BenchRow], columns: Sequence[Column]) -> list[str]:
+    """Return the meaning of each column and status that the rows' tables show."""
+    known = {name for row in rows for name in (*row.point, *row.numbers)}
+    found: list[str] = []
+    if any(row.times for row in rows):
+        found.append(SPREAD_NOTE)
+    if any(column.deviation in known for column in columns):
+        found.append(DEVIATION_NOTE)
+    if any(row.status == "unsteady" for row in rows):
+        found.append(UNSTEADY_NOTE)
+    return found + [
+        f"{title(column)}: {column.note}" for column in columns if column.note and column.value in known
     ]

@@ -39,15 +39,17 @@ class Curve(Value):
 class BenchRow(Value):
     """One point of an experiment.
 
-    status: done: the median's confidence interval is as narrow as asked; unsteady: the time cap came first, and
-    ``times`` says how wide it is; impossible: faster than the device's data sheet allows, so the timing is wrong: its
-    times are kept as evidence and no rate is made of them; throttled: the driver held the clocks down, so there is no time and no
-    rate, only bytes; refused: this device or version does not have it; not-run: the experiment's time limit came first, or the
-    run was ended.
+    status: done: the median's confidence interval is as narrow as asked; unsteady: the time cap came first,
+        and
+    ``times`` says how wide it is; impossible: faster than the device's data sheet allows, so the timing is
+    wrong: its times are kept as evidence and no rate is made of them; throttled: the driver held the clocks
+    down, so there is no time and no rate, only bytes; refused: this device or version does not have it;
+    not-run: the experiment's time limit came first, or the run was ended.
     """
 
     point: dict[str, Cell]
-    """What was asked: the values that tell this row from the others, such as ``{"seq": 256, "pass": "forward"}``."""
+    """What was asked: the values that tell this row from the others, such as ``{"seq": 256, "pass":
+    "forward"}``."""
     status: BenchStatus
     message: str = ""
     times: Spread | None = None
@@ -82,8 +84,10 @@ class BenchResult(Value):
     rows: tuple[BenchRow, ...]
     environment: Environment
     gpu: str | None = None
-    """The catalog's name of the device, whose data sheet bounds the times; None: not in the catalog, nothing is bounded."""
+    """The catalog's name of the device, whose data sheet bounds the times; None: not in the catalog, nothing
+    is bounded."""
     limit_s: Seconds
     elapsed_s: Seconds
     settings: dict[str, Any] = {}
-    """``flush_bytes``: what the cache flush writes; ``cpu``: the host's processor, beside a GPU. (Older records also have a rule's fields, which not every row was taken by.)"""
+    """``flush_bytes``: what the cache flush writes; ``cpu``: the host's processor, beside a GPU. (Older
+    records also have a rule's fields, which not every row was taken by.)"""

@@ -1,5 +1,6 @@
 """Where evidence comes from: the code's commit and version, the time, and a Record that carries them."""
 
+import functools
 import os
 import subprocess
 from datetime import UTC, datetime
@@ -17,10 +18,12 @@ COMMIT_VARIABLE = "TRAINFIT_COMMIT"
 
 
 def commit() -> str | None:
-    """The commit this package runs from, with ``-dirty`` when ``src/`` has uncommitted changes; None outside a checkout."""
-    if given := os.environ.get(COMMIT_VARIABLE):
-        return given
-    package = Path(trainfit.__file__).parent
+    """Return the package's commit, ``-dirty`` when ``src/`` has uncommitted changes; None outside a checkout."""
+    return os.environ.get(COMMIT_VARIABLE) or _checked_out(Path(trainfit.__file__).parent)
+
+
+@functools.cache  # Of the code that runs: a later change to the files is not of this process.
+def _checked_out(package: Path) -> str | None:
     # A package installed inside some other project's checkout is not that project's code: it must be tracked.
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None

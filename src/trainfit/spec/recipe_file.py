@@ -5,6 +5,7 @@ that names it; one in a setting is relative to the working directory.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,20 @@ def recipe_of_model(
 
 
 def read_recipes(path: Path) -> list[Recipe]:
-    """The recipes of a JSON Lines file, all checked; blank lines are passed over.
+    """Return the recipes of a JSON Lines file, all checked; blank lines are passed over.
 
     Raises:
         InputError: a line is not a recipe; it names the file and the line.
     """
-    recipes = []
+    return [recipe_from(data, file=where) for where, data in recipe_lines(path)]
+
+
+def recipe_lines(path: Path) -> Iterator[Layer]:
+    """Yield each recipe of a JSON Lines file as plain data, with its place ``file:number``.
+
+    Raises:
+        InputError: a line is not a mapping.
+    """
     for number, line in enumerate(files.read_text(path, MAX_LINES_BYTES).splitlines(), 1):
         if not line.strip():
             continue
@@ -114,8 +123,7 @@ def read_recipes(path: Path) -> list[Recipe]:
         data = parse_json(line, where)
         if not isinstance(data, dict):
             raise InputError("not a recipe", "write a mapping", value=data, file=where)
-        recipes.append(recipe_from(data, file=where))
-    return recipes
+        yield where, data
 
 
 def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:

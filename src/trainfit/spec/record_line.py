@@ -11,7 +11,6 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.result import Record
-from trainfit.spec.storage import Appender
 from trainfit.spec.value import canonical_json, parse
 
 DIGEST = "digest"
@@ -57,34 +56,6 @@ def lines_of(path: str | Path, content: bytes) -> list[tuple[str, str]]:
         (line, f"{path}:{number}") for number, line in enumerate(content.split(b"\n"), 1) if line.strip()
     ]
     return [(_decoded(line, where), where) for line, where in lines]
-
-
-def check_whole(path: str | Path, content: bytes) -> None:
-    """Refuse a file of records whose last line was cut off, or any of whose records is damaged.
-
-    Raises:
-        InputError: naming the line.
-    """
-    lines = lines_of(path, content)
-    if lines and not content.endswith(b"\n"):
-        raise InputError("the last line is cut off", REPAIR, file=lines[-1][1])
-    for line, where in lines:
-        from_line(line, where)
-
-
-def append_line(path: Path, record: Record) -> None:
-    """Add a record to a JSON Lines file; once this returns it is on the disk. One writer at a time, others wait.
-
-    Raises:
-        InputError: the file's last line is cut off.
-        OSError: the disk does not take it; the file is as before.
-    """
-    with Appender(path) as file:
-        file.lock()
-        content = file.last_byte()
-        if content not in (b"", b"\n"):
-            raise InputError("the last line is cut off", REPAIR, file=str(path))
-        file.append(to_line(record).encode() + b"\n", sync=True)
 
 
 def _decoded(line: bytes, where: str) -> str:

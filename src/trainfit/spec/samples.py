@@ -1,6 +1,6 @@
 """What every measured number comes with: where it was made, and the samples of it."""
 
-from statistics import median
+import statistics
 
 from trainfit.spec.value import Bytes, Value
 
@@ -46,4 +46,4 @@ class Spread(Value):
         def at(share: float) -> float:
             return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
-        return cls(samples=tuple(samples), median=median(ordered), low=at(0.1), high=at(0.9))
+        return cls(samples=tuple(samples), median=statistics.median(ordered), low=at(0.1), high=at(0.9))

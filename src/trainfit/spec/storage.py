@@ -124,10 +124,6 @@ class Appender:
         """Return the whole content."""
         return self.path.read_bytes()
 
-    def last_byte(self) -> bytes:
-        """Return the last byte; none of an empty file."""
-        return os.pread(self._descriptor, 1, max(0, os.fstat(self._descriptor).st_size - 1))
-
     def cut(self, end: int) -> None:
         """Drop everything after the first ``end`` bytes."""
         with writing(self.path):

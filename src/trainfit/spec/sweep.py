@@ -66,6 +66,7 @@ class SweepFile(Value):
     list: tuple[dict[str, JsonValue], ...] = ()
     recipes: tuple[str, ...] = ()
     product: dict[str, tuple[JsonValue, ...]] = {}
+    predict: bool = True
     measure: MeasurePart | None = None
     train: TrainPart | None = None
     limits: Limits = Limits()
@@ -88,15 +89,45 @@ class SweepFile(Value):
         for field in ("list", "recipes", "product"):
             if field in self.model_fields_set and not getattr(self, field):
                 raise disagreement("nothing in it", "write a variant, or leave it out", field=field)
+        if not self.parts():
+            raise disagreement("nothing to do", "write measure, or train", field="predict")
         for field, values in self.product.items():
             if not values:
                 raise disagreement("no values", "write at least one", field=f"product.{field}")
         return self
 
     def parts(self) -> tuple[Part, ...]:
-        """What each trial does; predicting is always there."""
-        asked: dict[Part, bool] = {"predict": True, "measure": self.measure is not None}
-        return tuple(part for part in PARTS if asked.get(part, self.train is not None))
+        """What each trial does, in order."""
+        wanted = (self.predict, self.measure is not None, self.train is not None)
+        return tuple(part for part, is_wanted in zip(PARTS, wanted, strict=True) if is_wanted)
+
+    def with_options(
+        self,
+        *,
+        measure: bool = False,
+        only: bool = False,
+        steps: int | None = None,
+        warmup: int | None = None,
+        **limits: float | None,
+    ) -> "SweepFile":
+        """Return the file with the command line's options set.
+
+        Args:
+            measure: measure also where the file does not.
+            only: neither predict nor train.
+            steps: timed steps of a measurement.
+            warmup: untimed steps of a measurement.
+            limits: fields of ``Limits``; None keeps the file's.
+        """
+        part = self.measure or (MeasurePart() if measure else None)
+        given = {name: value for name, value in (("steps", steps), ("warmup", warmup)) if value is not None}
+        changes: dict[str, Any] = {
+            "measure": part and part.model_copy(update=given),
+            "limits": self.limits.model_copy(
+                update={name: value for name, value in limits.items() if value is not None}
+            ),
+        }
+        return self.model_copy(update=changes | ({"predict": False, "train": None} if only else {}))
 
 
 class Variant(Value):

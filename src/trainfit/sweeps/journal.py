@@ -13,8 +13,9 @@ from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.record_line import from_line, lines_of, to_line
-from trainfit.spec.result import Record
+from trainfit.spec.result import Outcome, Record
 from trainfit.spec.storage import Appender, write_text
+from trainfit.spec.sweep import RESULTS
 from trainfit.sweeps.parts import PartRequest, PartResult
 
 RECORDS, LOGS, REPORT = "records.jsonl", "logs", "report.html"
@@ -23,23 +24,33 @@ SWEEP_TAG, VARIANT_TAG = "sweep:", "variant:"
 
 
 class Journal:
-    """The open journal of ``folder``, made if it is not there; held by one process at a time."""
+    """The open journal of a sweep, held by one process at a time.
 
-    def __init__(self, folder: Path, sweep: str):
-        self.folder = folder
-        self._sweep = sweep
+    Args:
+        out: the sweep's folder, made if it is missing; or a file NAME.jsonl, to which records are appended.
+        sweep: the sweep's name.
+        tags: added to each record.
+    """
+
+    def __init__(self, out: Path, sweep: str, tags: tuple[str, ...] = ()):
+        self.is_file = out.suffix == ".jsonl"
+        self.folder = out.parent if self.is_file else out
+        self.path = out if self.is_file else out / RECORDS
+        self._tags = (*tags, f"{SWEEP_TAG}{sweep}")
         self._file: Appender | None = None
         self.notes: tuple[str, ...] = ()
         """What a person should know of the records that were there."""
         self._newest: dict[str, Record] = {}
+        self._measured: dict[str, Record] = {}
+        """By recipe: results of measurements that ``trainfit measure`` or older programs recorded."""
 
     def __enter__(self) -> "Journal":
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError("is a file", "name a folder", field="out", value=str(self.folder))
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / RECORDS).exists():
-            files.open_regular(self.folder / RECORDS, MAX_RECORDS_BYTES).close()
-        self._file = Appender(self.folder / RECORDS)
+        if self.path.exists():
+            files.open_regular(self.path, MAX_RECORDS_BYTES).close()
+        self._file = Appender(self.path)
         try:
             self._file.lock(wait=False)
             self._read(self._file)
@@ -61,8 +72,13 @@ class Journal:
             self._file.close()
 
     def found(self, request: PartRequest) -> Record | None:
-        """The newest record of what is asked, if there is one."""
-        return self._newest.get(request.id)
+        """Return the newest record of the request, if there is one."""
+        found = self._newest.get(request.id)
+        if found is None and request.part == "measure" and (found := self._measured.get(request.recipe.id)):
+            assert found.measurement is not None, "only measurements are noted"
+            outcome = Outcome(status=found.measurement.status, request_id=request.id)
+            found = found.model_copy(update={"outcome": outcome})
+        return found
 
     def append(self, request: PartRequest, result: PartResult) -> Record:
         """Keep what came of a part; once this returns it is on the disk."""
@@ -70,12 +86,12 @@ class Journal:
         record = new_record(
             request.part, request.recipe,
             estimate=result.estimate, measurement=result.measurement, train=result.train, outcome=result.outcome,
-            tags=(f"{SWEEP_TAG}{self._sweep}", f"{VARIANT_TAG}{request.variant}"),
+            tags=(*self._tags, f"{VARIANT_TAG}{request.variant}"),
             planned=result.planned.content() if result.planned else None,
         )  # fmt: skip
         self._file.append(to_line(record).encode() + b"\n", sync=True)
         self._newest[request.id] = record
-        if result.output:
+        if result.output and not self.is_file:
             self._log(request, result.output)
         return record
 
@@ -88,6 +104,8 @@ class Journal:
         for record in records:
             if record.outcome is not None:
                 self._newest[record.outcome.request_id] = record
+            elif record.measurement and record.measurement.status in RESULTS:
+                self._measured[record.recipe_id] = record
 
     def _set_aside(self, file: Appender, torn: bytes) -> None:
         """Move the beginning of a record that a killed sweep left; that part was not done, and runs again."""

@@ -5,6 +5,7 @@ trial a row ("lost") and is replaced.
 """
 
 import json
+import math
 import os
 import queue
 import selectors
@@ -37,10 +38,10 @@ Events = queue.SimpleQueue[tuple[PartRequest, PartResult] | PartRequest | BaseEx
 
 
 class LocalExecutor:
-    """This machine. ``jobs``: measured trials side by side, at most one a GPU."""
+    """This machine. ``jobs``: measured trials side by side, at most one a GPU; ``deadline_s``: no trial starts later."""
 
-    def __init__(self, device: str, jobs: int | None = None):
-        self._device = device
+    def __init__(self, device: str, jobs: int | None = None, deadline_s: float = math.inf):
+        self._device, self._deadline_s = device, deadline_s
         gpus = [] if device == "cpu" else visible_gpus()
         if jobs is not None and gpus and jobs > len(gpus):
             raise InputError(
@@ -67,7 +68,9 @@ class LocalExecutor:
         halt = threading.Event()
         threads = [
             threading.Thread(
-                target=_serve, args=(role, self._device, one, waiting, events, halt), daemon=True
+                target=_serve,
+                args=(role, self._device, one, waiting, events, halt, self._deadline_s),
+                daemon=True,
             )
             for one in environments
         ]
@@ -111,12 +114,12 @@ def _ends(
 
 def _serve(
     role: str, device: str, environment: dict[str, str], waiting: "queue.SimpleQueue[PartRequest]", events: Events,
-    halt: threading.Event,
+    halt: threading.Event, deadline_s: float,
 ) -> None:  # fmt: skip
     """One thread: a slot, and requests until there are none. It lives as long as its slot, which would die with it."""
     slot: Slot | None = None
     try:
-        while not halt.is_set():
+        while not halt.is_set() and time.monotonic() < deadline_s:
             try:
                 request = waiting.get_nowait()
             except queue.Empty:

@@ -50,6 +50,8 @@ class PartRequest(Value):
     memory_limit_bytes: int | None = None
     measure: MeasurePart | None = None
     train: TrainPart | None = None
+    shared: bool = False
+    """Other processes use the device: neither times nor device memory are kept."""
     model_flops: float | None = None
     hardware_flops: float | None = None
     gpu_peak_flops_per_s: float | None = None
@@ -76,6 +78,7 @@ class PartRequest(Value):
         if settings is not None:
             limit = self.memory_limit_bytes
             plan = {"planned": self.planned.id} if self.planned else {}
+            plan |= {"shared": True} if self.shared else {}
             how |= plan | {
                 "settings": settings.model_dump(mode="json"),
                 "device": self.device,
@@ -143,13 +146,16 @@ def ended(
 def _measure(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str, dict[str, Any]]:
     assert request.measure is not None, "a measuring part says how many steps"
     trial = TrialRequest(
-        recipe=request.built, steps=request.measure.steps, warmup=request.measure.warmup, device=request.device,
+        recipe=request.built, steps=0 if request.shared else request.measure.steps, warmup=request.measure.warmup,
+        device=request.device,
         memory_limit_bytes=request.memory_limit_bytes, environment=host_environment(request.device),
     )  # fmt: skip
     measured, ending = run_and_tell(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
     on_cuda = measured.environment.cuda is not None
     peak = request.peak_flops_per_s(on_cuda)
     measured = with_utilisation(measured, request.model_flops, request.hardware_flops, peak)
+    if request.shared:
+        measured = measured.model_copy(update={"peak_device_bytes": None})
     status = "killed" if measured.status == "crashed" and ending.killed else measured.status
     return status, measured.message, {"measurement": measured}
 

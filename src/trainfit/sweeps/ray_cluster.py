@@ -6,7 +6,9 @@ Every node needs trainfit, in the same versions. Source of the names: docs.ray.i
 """
 
 import json
+import math
 import os
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -28,9 +30,13 @@ class RayExecutor:
     """
 
     def __init__(
-        self, device: Literal["auto", "cpu", "cuda"], jobs: int | None = None, address: str | None = None
+        self,
+        device: Literal["auto", "cpu", "cuda"],
+        jobs: int | None = None,
+        address: str | None = None,
+        deadline_s: float = math.inf,
     ):
-        self._device, self._jobs, self._address = device, jobs, address
+        self._device, self._jobs, self._address, self._deadline_s = device, jobs, address, deadline_s
         self._ray: Any = None
 
     def __enter__(self) -> "RayExecutor":
@@ -67,6 +73,10 @@ class RayExecutor:
         waiting, running = list(requests), {}
         try:
             while (waiting or running) and not stop():
+                if time.monotonic() > self._deadline_s:
+                    waiting.clear()
+                    if not running:
+                        break
                 while waiting and len(running) < side_by_side:
                     request = waiting.pop(0)
                     running[task.remote(request.model_dump_json())] = request

@@ -6,6 +6,7 @@ that names the file, the variant, the field, the value and the remedy.
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,24 @@ from trainfit.catalog.config_checks import ignored
 from trainfit.spec.errors import InputError
 from trainfit.spec.names import find_model
 from trainfit.spec.plain_data import read_yaml
-from trainfit.spec.recipe_file import merge, read_data, recipe_from, set_field, with_model_config
-from trainfit.spec.sweep import SweepFile, TrainPart, Variant
+from trainfit.spec.recipe_file import (
+    merge,
+    read_data,
+    recipe_from,
+    recipe_lines,
+    set_field,
+    with_model_config,
+)
+from trainfit.spec.sweep import FOLDER_NAME, SweepFile, TrainPart, Variant
 from trainfit.spec.value import parse
 from trainfit.training.options import TrainOptions, data_from, is_there
 
 MAX_VARIANTS = 1000
+"""Of a file that varies recipes."""
+MAX_RECIPES = 100_000
+"""Of a list of recipes."""
 MAX_NAME = 100
+LINES = ".jsonl"
 RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 Data = dict[str, Any]
@@ -46,7 +58,32 @@ def read_sweep(path: Path, settings: list[str] | None = None) -> Sweep:
         InputError: bad content, here or in a recipe it names.
         OSError: the file cannot be read.
     """
-    data = read_yaml(path)
+    return _read_sweep(path, read_yaml(path), settings)
+
+
+def read_sweeps(paths: Sequence[Path], settings: list[str] | None = None) -> Sweep:
+    """Read one sweep's file, or a list of recipes: recipe files, and JSON Lines files (.jsonl) of recipes.
+
+    Raises:
+        InputError: bad content, or a sweep's file among several.
+        OSError: a file cannot be read.
+    """
+    starts: list[Start] = []
+    for path in paths:
+        data = None if path.suffix == LINES else read_yaml(path)
+        if isinstance(data, dict) and not {"model", "extends"} & data.keys():
+            if len(paths) > 1:
+                remedy = "run it alone; several files are recipes, or .jsonl files of recipes"
+                raise InputError("not a recipe", remedy, file=str(path))
+            return _read_sweep(path, data, settings)
+        starts += _recipes_in(path)
+    if not starts:
+        raise InputError("no recipes", "write one a line", file=str(paths[0]))
+    name = paths[0].stem if len(paths) == 1 and FOLDER_NAME.fullmatch(paths[0].stem) else "recipes"
+    return _sweep(name, SweepFile(recipes=tuple(map(str, paths))), starts, paths[0], settings)
+
+
+def _read_sweep(path: Path, data: Any, settings: list[str] | None) -> Sweep:
     if not isinstance(data, dict):
         raise InputError("not a mapping", "write fields such as 'base:' and 'product:'", file=str(path))
     for part in ("measure", "train"):
@@ -58,14 +95,21 @@ def read_sweep(path: Path, settings: list[str] | None = None) -> Sweep:
         file = file.model_copy(update={"train": _checked(file.train, path)})
     starts = [*_from_base(file, path), *_from_recipes(file, path)]
     starts = [varied for start in starts for varied in _product(start, file, path)]
-    if len(starts) > MAX_VARIANTS:
-        problem = f"{len(starts):,} variants"
-        raise InputError(problem, f"at most {MAX_VARIANTS:,} are run", field="product", file=str(path))
+    return _sweep(_sweep_name(file, path), file, starts, path, settings)
+
+
+def _sweep(name: str, file: SweepFile, starts: list[Start], path: Path, settings: list[str] | None) -> Sweep:
+    most = MAX_VARIANTS if file.product or file.list else MAX_RECIPES
+    if len(starts) > most:
+        field = "product" if file.product else "list" if file.list else "recipes"
+        raise InputError(
+            f"{len(starts):,} variants", f"at most {most:,} are run", field=field, file=str(path)
+        )
     _refuse_same_names(starts, path)
     notes: list[str] = []
     variants = [_variant(start, settings or [], notes) for start in starts]
     kept, equals = _without_equals(variants)
-    return Sweep(_sweep_name(file, path), file, kept, (*dict.fromkeys(notes), *equals))
+    return Sweep(name, file, kept, (*dict.fromkeys(notes), *equals))
 
 
 def train_options(part: TrainPart, **fields: Any) -> TrainOptions:
@@ -189,8 +233,15 @@ def _from_recipes(file: SweepFile, path: Path) -> list[Start]:
         found = sorted(path.parent.glob(pattern)) if "*" in pattern else [path.parent / pattern]
         if not found or not all(one.is_file() for one in found):
             raise InputError("no such file", "name recipe files, relative to this one", **wrong)
-        starts += [(one.stem, read_data(one), str(one)) for one in found]
+        starts += [start for one in found for start in _recipes_in(one)]
     return starts
+
+
+def _recipes_in(path: Path) -> list[Start]:
+    """A recipe file, or the recipes of a JSON Lines file, which are named by file and line."""
+    if path.suffix != LINES:
+        return [(path.stem, read_data(path), str(path))]
+    return [(where.removeprefix(f"{path.parent}/"), data, where) for where, data in recipe_lines(path)]
 
 
 def _product(start: Start, file: SweepFile, path: Path) -> list[Start]:

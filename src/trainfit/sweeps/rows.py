@@ -80,7 +80,7 @@ def _status(variant: Variant, file: SweepFile, outcomes: Mapping[Part, Outcome])
         decides = part != "predict" or len(parts) == 1 or planned or refused_before_it_ran(outcome)
         if outcome.status != "done" and decides:
             return outcome.status, outcome.message
-    predicted = outcomes["predict"]
-    if predicted.status == "done":
+    predicted = outcomes.get("predict")
+    if predicted is None or predicted.status == "done":
         return "done", ""
     return "done", f"prediction {predicted.status}: {predicted.message}"

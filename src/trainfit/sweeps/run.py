@@ -4,6 +4,8 @@ Enters: a Sweep, its open Journal and an executor. Leaves: a Row a variant, and 
 so that predictions on the CPU do not slow down what is being measured.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -48,12 +50,14 @@ class Run:
         peak_flops: float | None = None,
         retry: bool = False,
         again: bool = False,
+        shared: bool = False,
+        deadline_s: float = math.inf,
         changed: Callable[["Run", PartRequest, Record | None], None] = lambda run, request, record: None,
     ):
         self.sweep = sweep
         self._journal, self._retry, self._again, self._changed = journal, retry, again, changed
         self._device = device or sweep.file.device
-        self._peak_flops = peak_flops
+        self._peak_flops, self._shared, self._deadline_s = peak_flops, shared, deadline_s
         self._records: dict[tuple[str, Part], Record] = {}
         self._running: set[tuple[str, Part]] = set()
         self._refused: set[str] = set()
@@ -81,13 +85,17 @@ class Run:
                     raise StorageError(OSError(result.storage_error), GO_ON)
                 self._note(request, result)
             self._running.clear()
-            if stop():
+            if stop() or time.monotonic() > self._deadline_s:
                 self.stopped = any(row.status == WAITING for row in self.rows())
                 return
 
     def rows(self) -> tuple[Row, ...]:
         """One a variant, in the file's order."""
         return tuple(self._row(variant) for variant in self.sweep.variants)
+
+    def row(self, request: PartRequest) -> Row:
+        """The row of the request's variant."""
+        return self._row(Variant(name=request.variant, recipe=request.recipe))
 
     def _refuse(self, variant: Variant) -> None:
         """Note a recipe that no step can be made of anywhere; no process is started for it."""
@@ -97,7 +105,7 @@ class Run:
             )  # What they can be is found when they are planned.
         except InputError as error:
             self._refused.add(variant.name)
-            request = self._request(variant, "predict")
+            request = self._request(variant, self.sweep.file.parts()[0])
             if not self._kept(request):
                 self._note(request, ended(request, "refused", str(error)))
 
@@ -110,6 +118,7 @@ class Run:
             part=part, variant=variant.name, recipe=variant.recipe, device=self._device,
             timeout_s=file.limits.seconds, memory_limit_bytes=limit_bytes(file.limits.memory_gib),
             measure=file.measure if part == "measure" else None, train=file.train if part == "train" else None,
+            shared=self._shared and part == "measure",
             model_flops=estimate and estimate.model_flops, hardware_flops=estimate and estimate.hardware_flops,
             gpu_peak_flops_per_s=estimate and dense_peak(estimate), own_peak_flops_per_s=self._peak_flops,
             planned=parse(Recipe, planned) if planned else None,

@@ -10,9 +10,12 @@ import json
 import os
 import signal
 import sys
-from typing import Any
+import time
 
 from trainfit.measurement.lifeline import die_with_parent
+from trainfit.measurement.process import forked, spawned
+from trainfit.measurement.trial import import_for_steps
+from trainfit.spec.printable import say
 from trainfit.spec.value import parse
 from trainfit.sweeps.parts import PartRequest, Starter, run_part
 
@@ -42,12 +45,42 @@ def main(role: str, device: str) -> int:
 
 def _starter(role: str, device: str) -> Starter:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that importing leaves CUDA untouched
-    from trainfit.measurement.suite import ready_to_fork
-
     for module in IMPORTS[role]:
         importlib.import_module(module)
-    start: Any = ready_to_fork("cpu" if role == "predict" else device)
-    return start
+    return ready_to_fork("cpu" if role == "predict" else device)
+
+
+def ready_to_fork(device: str) -> Starter:
+    """Import the libraries that trials need; return ``forked`` where a copy of this process can use CUDA, else ``spawned``."""
+    start_s = time.monotonic()
+    import torch
+
+    import_for_steps()  # Once for all copies, which otherwise take seconds each.
+    if "peft" not in sys.modules:
+        say("peft cannot be imported: recipes with an adapter will be refused")
+    can = not torch.cuda.is_initialized() and (device == "cpu" or _copy_can_use_cuda())
+    say(f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can else 'spawn'}")
+    return forked if can else spawned
+
+
+def _copy_can_use_cuda() -> bool:
+    """Whether a forked child can create a CUDA context, or torch has no CUDA at all."""
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return True
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if torch.cuda.is_available():
+                torch.zeros(1, device="cuda")
+            code = 0
+        except RuntimeError as error:
+            say(f"CUDA does not work in a copy of this process: {error}", err=True)
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _leave(number: int, frame: object) -> None:

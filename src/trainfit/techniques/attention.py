@@ -11,7 +11,7 @@ Helps where sequences are long: ``flash``, ``cudnn``, ``efficient`` and ``triton
 ``math`` save for the backward. On Hopper cuDNN's kernel is the fastest of PyTorch's for long sequences; ``triton`` has fast
 kernels for 16-bit heads of 64 and 128 there, and plain ones for all else, fp32 and any head size up to 256 included. In fp32 those multiply
 without tensor cores unless torch allows TF32: on an H200 with heads of 128 they take 17 to 30 times as long as ``sdpa``, of 64 about 4
-times, of 32 up to 2.4 times (docs/results/bench/flash.md); ``best`` takes ``sdpa`` there.
+times, of 32 up to 2.4 times (docs/results/kernels.md); ``best`` takes ``sdpa`` there.
 
 Costs no quality: all compute the same attention, in another order of sums. The last bits of ``triton``'s gradients differ from
 run to run unless ``torch.use_deterministic_algorithms`` is on, when it takes slower kernels. Those and the plain ones make the backward

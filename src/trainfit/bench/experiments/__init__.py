@@ -1,1 +1,1 @@
-"""One file for each experiment: ``EXPERIMENT`` says its name and how it runs."""
+"""One file for each experiment: ``EXPERIMENT`` declares its run, columns and plots."""

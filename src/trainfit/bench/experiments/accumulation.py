@@ -1,7 +1,8 @@
-"""``accumulation``: what happens to a sum of many small floats, by the dtypes of sum and addend, and by the order.
+"""``accumulation``: a sum of many small floats, by dtypes and order of addition.
 
-0.01 is no binary fraction: fp16's nearest is 0.01000213623046875, so a thousand of them are 10.0021 however exactly they are
-added. Between 8 and 16 fp16's numbers lie 2**-7 apart, so each addition there rounds 0.01 to 0.0078125.
+0.01 has no exact binary form: fp16's nearest value is 0.01000213623046875, so a thousand of them sum to
+10.0021 however exactly they are added. Between 8 and 16, fp16 values are 2**-7 apart, so each addition rounds
+0.01 to 0.0078125.
 """
 
 import heapq
@@ -12,7 +13,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.bench import Bench, Part, Point
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.timing import Lap, Rule
 from trainfit.spec.bench import BenchRow, Cell
 
@@ -28,7 +30,7 @@ NUM_FLOATS = {"tiny": 500, "full": 100_000}
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """The four sums, then five ways to add many floats."""
+    """Yield the four sums, then five ways to add many floats."""
     for into, addend, cast, why in SUMS:
         point: Point = {"sum": into, "addend": addend, "cast": cast}
         yield from bench.find(point, partial(_total, into, addend, cast, why))
@@ -41,7 +43,7 @@ def _total(into: str, addend: str, cast: bool, why: str) -> dict[str, Cell]:
 
 
 def _method(bench: Bench, name: str, add: Callable[[np.ndarray], np.float32]) -> Iterator[BenchRow]:
-    """One way to add: its time, and its error against the exact sum."""
+    """Yield the time of one way to add, and its error against the exact sum."""
     numbers: dict[str, Cell] = {}
 
     def build() -> Callable[[Lap], object]:
@@ -56,7 +58,7 @@ def _method(bench: Bench, name: str, add: Callable[[np.ndarray], np.float32]) ->
 
 
 def thousand_hundredths(into: str, addend: str, cast: bool) -> float:
-    """1000 x 0.01 added one by one into a sum of dtype ``into``; ``cast``: each addend is cast to it first."""
+    """Add 0.01 a thousand times into a sum of dtype ``into``; ``cast``: each addend is cast to it first."""
     total = torch.tensor(0, dtype=DTYPES[into])
     for _ in range(NUM_ADDENDS):
         one = torch.tensor(ADDEND, dtype=DTYPES[addend])
@@ -65,13 +67,13 @@ def thousand_hundredths(into: str, addend: str, cast: bool) -> float:
 
 
 def spread_out(count: int) -> np.ndarray:
-    """``count`` positive fp32 of magnitudes from 1e-4 to 1e4, the same each time."""
+    """Return ``count`` positive fp32 of magnitudes from 1e-4 to 1e4, the same each time."""
     random = np.random.default_rng(0)
     return (10.0 ** random.uniform(-4, 4, count)).astype(np.float32)
 
 
 def naive(floats: np.ndarray) -> np.float32:
-    """One after the other."""
+    """Add one after the other."""
     total = np.float32(0)
     for one in floats:
         total += one
@@ -79,12 +81,12 @@ def naive(floats: np.ndarray) -> np.float32:
 
 
 def ascending(floats: np.ndarray) -> np.float32:
-    """One after the other, the smallest first."""
+    """Add one after the other, the smallest first."""
     return naive(np.sort(floats))
 
 
 def pairwise(floats: np.ndarray) -> np.float32:
-    """Halves, each summed so: the error grows with the logarithm of the count (Higham, SIAM J. Sci. Comput., 1993)."""
+    """Add halves recursively: the error grows with log n (Higham, SIAM J. Sci. Comput., 1993)."""
     if len(floats) == 1:
         return floats[0]
     middle = len(floats) // 2
@@ -92,7 +94,7 @@ def pairwise(floats: np.ndarray) -> np.float32:
 
 
 def kahan(floats: np.ndarray) -> np.float32:
-    """What each addition lost is added to the next (Kahan, CACM, 1965)."""
+    """Add what each addition lost to the next addend (Kahan, CACM, 1965)."""
     total = lost = np.float32(0)
     for one in floats:
         corrected = one - lost
@@ -103,7 +105,7 @@ def kahan(floats: np.ndarray) -> np.float32:
 
 
 def smallest_two(floats: np.ndarray) -> np.float32:
-    """The two smallest are replaced by their sum until one is left."""
+    """Replace the two smallest by their sum until one is left."""
     heap = list(floats)
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -118,7 +120,24 @@ METHODS: dict[str, Callable[[np.ndarray], np.float32]] = {
     "Kahan": kahan,
     "smallest two first": smallest_two,
 }
-"""All are plain Python over fp32 scalars, so that their times can be compared with each other and with nothing else."""
+"""Plain Python over fp32 scalars: their times compare only with each other."""
 
-
-EXPERIMENT = Experiment("accumulation", run, limit_s=60, on_host=True)
+EXPERIMENT = Experiment(
+    title="Adding many small floats",
+    question="What does a sum of many small floats lose, by dtype and order?",
+    run=run,
+    limit_s=60,
+    on_host=True,
+    columns=(
+        Column("cast", note="whether each addend is cast to the sum's dtype before it is added"),
+        Column("total", format=".4f"),
+        Column("relative_error", note="against the exactly rounded sum"),
+        Column("why"),
+    ),
+    plots=(
+        Plot(
+            x=("method",), y="relative_error", series="floats", y_log=True, is_bar=True, is_horizontal=True,
+            title="Error of a sum, by the order of addition", y_label="relative error", text=".1e",
+        ),
+    ),
+)  # fmt: skip

@@ -1,18 +1,18 @@
-"""``attention``: one head, batch 8, unmasked, as the published course results have it: written out, compiled, and ours.
+"""``attention``: one head, batch 8, unmasked, as in the course: written out, compiled, trainfit's kernels.
 
-Head sizes 16 to 128 at sequences of 256 to 16,384, size 64 on until memory runs out; forward and backward apart, on the device's own
-clock. The compiled body has every length of size 64, and the shortest and the longest of the other sizes.
-First the published mistake: the same forward by the host's clock, without waiting for the GPU.
+Head sizes 16 to 128 at sequences of 256 to 16,384, size 64 beyond until memory runs out; forward and backward
+apart, by the device's clock. The compiled body runs every length of size 64, and the shortest and longest of
+the others. The first rows time the forward wrongly on purpose: by the host's clock, without synchronization.
 
-Last, 16 heads of 64, 128 and 256 by each of PyTorch's kernels, whose rates predicted times follow from: with a mask as a tensor
-(``--only mask=additive,boolean``), and without one, causal (``--only mask=none``).
+Last, 16 heads of 64, 128 and 256 by each of PyTorch's kernels, the rates that step-time prediction uses: with
+a mask as a tensor (``--only mask=additive,boolean``), and causal without one (``--only mask=none``).
 """
 
 from collections.abc import Iterator
 
-from trainfit.bench.harness.bench import Bench, Experiment
-from trainfit.bench.workloads.attention import Case, rows, rule_of, unsynchronised
-from trainfit.bench.workloads.attention_masks import MaskKind
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.experiment import MEDIAN, Experiment, Plot
+from trainfit.bench.workloads.attention import COLUMNS, Case, MaskKind, rows, rule_of, unsynchronised
 from trainfit.spec.bench import BenchRow
 
 BATCH = {"tiny": 2, "full": 8}
@@ -20,22 +20,22 @@ PLAN = {
     "tiny": (("fp32", 64),),
     "full": tuple((dtype, d) for d in (64, 128, 32, 16) for dtype in ("fp32", "bf16")),
 }
-"""Dtypes and head sizes, the most telling first: the time limit cuts from behind."""
+"""Dtypes and head sizes, the most important first: a time limit cuts from the end."""
 WHOLE = 64
-"""The head size whose every length is compiled, and that goes on until memory runs out."""
+"""The head size whose every length is compiled, and that continues until memory runs out."""
 SEQUENCES = {"tiny": (64, 128), "full": (256, 1024, 4096, 8192, 16384)}
 COMPILED = (256, 16384)
 """Lengths at which the other head sizes are compiled: each shape takes seconds to compile."""
 BEYOND = (("bf16", 32768), ("fp32", 32768), ("bf16", 65536), ("fp32", 65536), ("bf16", 131072))
-"""In full form, until those that hold the scores are out of memory."""
+"""In full form, until the bodies that hold the scores are out of memory."""
 BODIES = {"tiny": ("eager", "ours"), "full": ("eager", "compiled", "ours")}
 HOLDS_NO_SCORES = "ours"
 BEYOND_OURS = "bf16"
-"""In fp32 our kernels take seconds a run there."""
+"""In fp32 the kernels take seconds a run there."""
 
 HEADS = {"tiny": 2, "full": 16}
 TOKENS = {"tiny": 192, "full": 8192}
-"""A batch holds as many sequences as make so many tokens."""
+"""A batch holds as many sequences as make this many tokens."""
 KERNEL_SEQUENCES = (8192, 4096, 2048, 1024)
 Plan = tuple[tuple[MaskKind, str, tuple[int, ...], tuple[int, ...], tuple[str, ...]], ...]
 KERNEL_PLAN: dict[str, Plan] = {
@@ -49,11 +49,12 @@ KERNEL_PLAN: dict[str, Plan] = {
         ("boolean", "bf16", (128, 64, 256), (8192, 2048), ("cudnn", "efficient")),
     ),
 }
-"""Mask, dtype, head sizes, sequences and bodies, the most telling first. A boolean mask costs its conversion on top."""
+"""Mask, dtype, head sizes, sequences and bodies, the most important first. A boolean mask adds its
+conversion."""
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Every point, the bodies of a shape side by side; once a body is out of memory, its longer sequences are left out."""
+    """Yield every point; once a body is out of memory, its longer sequences are left out."""
     if bench.device.type == "cuda":  # On a CPU the host's clock is the right one.
         for name in BODIES[bench.form]:
             yield from unsynchronised(bench, _case(bench, "fp32", WHOLE, SEQUENCES[bench.form][-1], name))
@@ -72,7 +73,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
 
 
 def _shapes(form: str) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
-    """Dtype, head size, length and bodies: one head size on until memory runs out, then the others."""
+    """Yield dtype, head size, length and bodies: one head size until memory runs out, then the others."""
     for dtype, d in PLAN[form]:
         if d == WHOLE:
             for n in SEQUENCES[form]:
@@ -87,7 +88,7 @@ def _shapes(form: str) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
 
 
 def kernel_cases(form: str) -> Iterator[Case]:
-    """Cases of several heads by each kernel, the bodies of a shape side by side; causal by ``is_causal`` where there is no mask."""
+    """Yield cases of several heads by each kernel; causal by ``is_causal`` where there is no mask."""
     for mask, dtype, head_sizes, lengths, bodies in KERNEL_PLAN[form]:
         for d in head_sizes:
             for n in lengths:
@@ -108,4 +109,19 @@ def _rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
     yield from rows(bench, case, bench.rule if bench.tiny else rule_of(case))
 
 
-EXPERIMENT = Experiment("attention", run, limit_s=420)
+EXPERIMENT = Experiment(
+    title="Attention: time and memory",
+    question="What do attention written out, compiled and trainfit's kernels take, until memory runs out?",
+    run=run,
+    limit_s=420,
+    columns=COLUMNS,
+    plots=(
+        Plot(
+            x=("seq",), y=MEDIAN, series="body", panels=("dtype",), x_log=True, y_log=True, scale=1e3,
+            where={"heads": (1,), "head": (64,), "pass": ("both",)}, order={"seq": ()},
+            names={"eager": "written out", "ours": "trainfit"},
+            title="Attention of one head of 64, unmasked: forward and backward",
+            x_label="tokens in a sequence (1K is 1,024)", y_label="median, ms",
+        ),
+    ),
+)  # fmt: skip

@@ -1,6 +1,7 @@
-"""``autocast``: which dtype each operation and each component of a model gets, on the CPU and on CUDA.
+"""``autocast``: the dtype that each operation and each component of a model gets, on the CPU and on CUDA.
 
-Every entry is found by running it: the output's dtype with fp32 inputs, and with inputs in the low precision already.
+Every entry is found by running it: the output's dtype of fp32 inputs, and of inputs in the low precision
+already.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainfit.bench.harness.bench import Bench, Experiment, Point
+from trainfit.bench.harness.bench import Bench, Point
+from trainfit.bench.harness.experiment import Column, Experiment
 from trainfit.spec.bench import BenchRow, Cell
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,7 +50,7 @@ COMPONENTS = ("weights", "fc1", "relu", "layer norm", "fc2 (logits)", "loss", "g
 
 
 class ToyModel(nn.Module):
-    """Linear, ReLU, LayerNorm, Linear: the model that published course results tell the dtypes of."""
+    """Linear, ReLU, LayerNorm, Linear: the model whose dtypes the course tabulates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +58,12 @@ class ToyModel(nn.Module):
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Operations and components on the CPU and, if the device is one, on CUDA."""
+    """Yield operations and components on the CPU and, where the device is a GPU, on CUDA."""
     for device in dict.fromkeys([torch.device("cpu"), bench.device]):
         for low, dtype in LOW.items():
             for name, operation in OPERATIONS.items():
                 point: Point = {"device": device.type, "autocast": low, "operation": name}
-                # An operation that this device has not in this dtype fails, and its row says so.
+                # An operation that the device lacks in this dtype fails, and its row gives the error.
                 yield from bench.find(point, partial(operation_dtypes, operation, device, dtype))
             for name in COMPONENTS:
                 point = {"device": device.type, "autocast": low, "component": name}
@@ -75,14 +77,14 @@ def _component(name: str, device: torch.device, low: torch.dtype) -> dict[str, C
 def operation_dtypes(
     operation: Callable[[Tensor], Tensor], device: torch.device, low: torch.dtype
 ) -> dict[str, Cell]:
-    """The output's dtype under autocast to ``low``, of fp32 inputs and of inputs in ``low``."""
+    """Return the output's dtype under autocast to ``low``, of fp32 inputs and of inputs in ``low``."""
     x = torch.ones(SIZE, SIZE, device=device)
     with torch.autocast(device.type, dtype=low):
         return {"of_fp32": _name(operation(x).dtype), "of_low": _name(operation(x.to(low)).dtype)}
 
 
 def component_dtypes(device: torch.device, low: torch.dtype) -> dict[str, str]:
-    """Every component of the toy model, forward under autocast and backward outside of it."""
+    """Return the dtype of each component of the toy model, forward under autocast and backward outside it."""
     model = ToyModel().to(device)
     x, target = torch.randn(4, SIZE, device=device), torch.zeros(4, dtype=torch.long, device=device)
     with torch.autocast(device.type, dtype=low):
@@ -104,4 +106,13 @@ def _name(dtype: torch.dtype) -> str:
     return short.get(dtype, str(dtype))
 
 
-EXPERIMENT = Experiment("autocast", run, limit_s=60)
+EXPERIMENT = Experiment(
+    title="Which dtype autocast gives",
+    question="Which dtype does each operation and model component get under autocast?",
+    run=run,
+    limit_s=60,
+    columns=(
+        Column("of_fp32", note="the output's dtype where the inputs are fp32"),
+        Column("of_low", note="the output's dtype where the inputs are in autocast's dtype already"),
+    ),
+)

@@ -1,20 +1,21 @@
-"""``flash``: causal FlashAttention, ours against PyTorch's, forward, backward, and both in one run.
+"""``flash``: causal FlashAttention, trainfit's kernels against PyTorch's, forward and backward.
 
-First 16 heads at the lengths that training has, beside PyTorch's backends (what ``attention: best`` chooses by), the shapes of the
-goals also beside FlexAttention and our plain kernels, and 131,072 tokens; then one head of 16 to 128, 128 to 65,536 tokens, the
-published table of this exercise. ``--only dtype=`` and ``--only heads=`` share the work out.
+First 16 heads at the lengths of training, against PyTorch's backends (the source of ``attention: best``);
+three shapes also against FlexAttention and the Triton kernels without Hopper's features; then 131,072 tokens.
+Last, one head of 16 to 128 at 128 to 65,536 tokens, the course's published table.
 """
 
 from collections.abc import Iterator
 
-from trainfit.bench.harness.bench import Bench, Experiment
-from trainfit.bench.workloads.attention import Case, rows, rule_of
+from trainfit.bench.harness.bench import Bench
+from trainfit.bench.harness.experiment import Experiment, Plot
+from trainfit.bench.workloads.attention import COLUMNS, Case, rows, rule_of
 from trainfit.spec.bench import BenchRow
 
 HEADS = 16
-GOALS = {"tiny": ((128, 100),), "full": ((128, 8192), (64, 16384), (128, 16384))}
-"""Head size and sequence."""
-GOAL_BODIES = {"tiny": ("flash", "ours"), "full": ("flash", "cudnn", "flex", "plain", "ours")}
+COMPARED = {"tiny": ((128, 100),), "full": ((128, 8192), (64, 16384), (128, 16384))}
+"""Head size and sequence of the shapes that all bodies run."""
+COMPARED_BODIES = {"tiny": ("flash", "ours"), "full": ("flash", "cudnn", "flex", "plain", "ours")}
 TRAINING = {
     "tiny": (),
     "full": tuple(
@@ -26,7 +27,7 @@ TRAINING_FP32 = {"tiny": (), "full": ((64, 2048), (128, 2048))}
 FP32_BODIES = ("pytorch", "ours")
 LONGEST = {"tiny": (), "full": ((128, 131072), (64, 131072))}
 TOKENS = {"tiny": 100, "full": 8192}
-"""A batch holds as many sequences as make so many tokens, at least one."""
+"""A batch holds as many sequences as make this many tokens, at least one."""
 ONE_HEAD = {
     "tiny": (("fp32", 64),),
     "full": tuple((dtype, d) for dtype in ("bf16", "fp32") for d in (64, 128, 32, 16)),
@@ -36,9 +37,9 @@ ONE_HEAD_BODIES = ("ours", "pytorch")
 
 
 def cases(form: str) -> Iterator[Case]:
-    """Every case, the most important first, the bodies of a shape side by side, so that all see the same clocks."""
-    plan = [("bf16", GOALS, GOAL_BODIES[form]), ("bf16", TRAINING, TRAINING_BODIES), ("bf16", LONGEST, ("ours",)),
-            ("fp32", TRAINING_FP32, FP32_BODIES)]  # fmt: skip
+    """Yield every case, the most important first; bodies of a shape follow each other."""
+    plan = [("bf16", COMPARED, COMPARED_BODIES[form]), ("bf16", TRAINING, TRAINING_BODIES),
+            ("bf16", LONGEST, ("ours",)), ("fp32", TRAINING_FP32, FP32_BODIES)]  # fmt: skip
     for dtype, shapes, bodies in plan:
         for d, n in shapes[form]:
             for name in bodies:
@@ -50,9 +51,28 @@ def cases(form: str) -> Iterator[Case]:
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Rows of every case."""
+    """Yield rows of every case."""
     for case in cases(bench.form):
         yield from rows(bench, case, bench.rule if bench.tiny else rule_of(case))
 
 
-EXPERIMENT = Experiment("flash", run, limit_s=400)
+EXPERIMENT = Experiment(
+    title="FlashAttention against PyTorch",
+    question="How fast is causal attention: trainfit's kernels, flash, cuDNN and FlexAttention?",
+    run=run,
+    limit_s=400,
+    columns=COLUMNS,
+    plots=(
+        Plot(
+            x=("seq",), y="tflops_per_s", series="body", panels=("head",), x_log=True,
+            where={"dtype": ("bf16",), "heads": (16,), "pass": ("both",)},
+            order={"head": (128, 64), "body": ("ours", "cudnn", "flash", "flex", "plain"), "seq": ()},
+            names={
+                128: "head size 128", 64: "head size 64", "cudnn": "cuDNN", "flash": "PyTorch's flash",
+                "flex": "FlexAttention", "ours": "trainfit", "plain": "trainfit, plain Triton",
+            },
+            title="Causal attention, 16 heads, bf16: forward and backward",
+            x_label="tokens in a sequence (1K is 1,024)", y_label="TFLOP/s",
+        ),
+    ),
+)  # fmt: skip

@@ -1,8 +1,8 @@
-"""``fusion``: one elementwise chain, RMSNorm and SwiGLU, run operation by operation, compiled, in Triton and in CUDA C++.
+"""``fusion``: RMSNorm and SwiGLU as one elementwise chain, eager, compiled, in Triton and in CUDA C++.
 
-x [n, 2f] -> y [n, f]: h = x weight / sqrt(mean(x^2) + eps), y = silu(h[:, :f]) h[:, f:]; forward, bf16. Such a chain does next to no
-arithmetic, so its time is its bytes: at least x, the weight and y, each once. The first row is a copy of as many bytes, which is what the
-memory gives in this run. Each body is checked against fp64 before it is timed.
+x [n, 2f] -> y [n, f]: h = x weight / sqrt(mean(x^2) + eps), y = silu(h[:, :f]) h[:, f:]; forward, bf16. The
+chain is memory-bound: it moves at least x, the weight and y, each once. The first row is a copy of as many
+bytes, the bandwidth that this run's memory gives. Each body is checked against fp64 before it is timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,21 +10,22 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.bench import Bench, Part, Point
 from trainfit.bench.harness.counts import compiled_bytes, launches, moved_bytes
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import Lap
 from trainfit.bench.kernels import normed_swiglu
 from trainfit.spec.bench import BenchRow, Cell
 
 SHAPES = {"tiny": ((48, 128),), "full": ((32768, 8192), (512, 8192))}
-"""Rows and their size 2f; the second is small: its time is that of asking for kernels."""
+"""Rows and their size 2f; the second is launch-bound."""
 CHUNK_ROWS = 4096
-"""Rows checked at once: fp64 of all would be four times the data."""
+"""Rows checked at once: fp64 of all would take four times the data."""
 TIMES_EAGER_ERROR = 2.0
-"""A body's error may be so many times that of the chain written out in its dtype."""
+"""A body's error may be this multiple of the eager chain's error in its dtype."""
 Body = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The chain of x and the weight; its own kernels write into the third, which they are given full of NaN."""
+"""The chain of x and the weight; fused kernels write into the third tensor, which is full of NaN at first."""
 ON_ANY: dict[str, Body] = {
     "eager": lambda x, weight, into: normed_swiglu.plain(x, weight),
     "PyTorch's norm": lambda x, weight, into: normed_swiglu.with_pytorchs_norm(x, weight),
@@ -33,7 +34,7 @@ ON_CUDA = ("compiled", "Triton", "CUDA C++")
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Each shape: a copy, then every body; the large shape first."""
+    """Yield for each shape a copy, then every body."""
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     bodies = [*ON_ANY, *(ON_CUDA if bench.device.type == "cuda" else ())]
     for n, size in SHAPES[bench.form]:
@@ -48,7 +49,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
 
 
 def body(name: str) -> Body:
-    """The body called so; a compiled one is compiled anew, for its own shapes."""
+    """Return the body of this name; a compiled one is compiled anew, for its own shapes."""
     if name == "compiled":
         torch._dynamo.reset()
         chain = torch.compile(normed_swiglu.plain, dynamic=False)
@@ -57,7 +58,7 @@ def body(name: str) -> Body:
 
 
 def least_bytes(n: int, size: int, dtype: torch.dtype) -> int:
-    """x and the weight read once, y written once."""
+    """Return the bytes of x and the weight, read once, and of y, written once."""
     return (n * size + size + n * (size // 2)) * dtype.itemsize
 
 
@@ -91,7 +92,7 @@ def _row(bench: Bench, point: Point, dtype: torch.dtype, copied_per_s: float | N
 
 
 def rates(least: int, copied_per_s: float | None) -> Callable[[float], dict[str, Cell]]:
-    """GB/s of the bytes that must be moved, and that over what a copy got."""
+    """Return the GB/s of the bytes that must move, and that over a copy's."""
 
     def of(seconds: float) -> dict[str, Cell]:
         per_s = least / seconds / 1e9
@@ -102,17 +103,17 @@ def rates(least: int, copied_per_s: float | None) -> Callable[[float], dict[str,
 
 
 def inputs(n: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Random x and weight, and a y full of NaN: what a kernel leaves out shows."""
+    """Return random x and weight, and a y full of NaN, which shows what a kernel leaves out."""
     x = 3 * torch.randn(n, size, device=device, dtype=dtype)
     weight = 1 + torch.randn(size, device=device, dtype=dtype) / 4
     return x, weight, torch.full((n, size // 2), float("nan"), device=device, dtype=dtype)
 
 
 def checked(chain: Body, x: Tensor, weight: Tensor, into: Tensor) -> dict[str, Cell]:
-    """The body's error against fp64, |y - exact| / |exact|.
+    """Return the body's error against fp64, |y - exact| / |exact|.
 
     Raises:
-        ArithmeticError: it is more than ``TIMES_EAGER_ERROR`` times that of the chain written out, or no number.
+        ArithmeticError: it is more than ``TIMES_EAGER_ERROR`` times the eager chain's, or no number.
     """
     y = chain(x, weight, into)
     off = eager_off = whole = 0.0
@@ -123,15 +124,15 @@ def checked(chain: Body, x: Tensor, weight: Tensor, into: Tensor) -> dict[str, C
         whole += float(exact.square().sum())
     error, eager = (off / whole) ** 0.5, (eager_off / whole) ** 0.5
     if y.dtype != x.dtype or not error <= TIMES_EAGER_ERROR * eager:
-        raise ArithmeticError(f"error {error:.3g} against fp64 where the chain written out has {eager:.3g}")
+        raise ArithmeticError(f"error {error:.3g} against fp64 where the eager chain has {eager:.3g}")
     return {"relative_error": error}
 
 
 def counted(name: str, run: Callable[[], object], least: int, device: torch.device) -> dict[str, Cell]:
-    """``launches``, and ``moved_bytes``: what the kernels read and write, each of a kernel's tensors once.
+    """Return ``launches``, and ``moved_bytes``: what the kernels read and write, each tensor once.
 
-    Of PyTorch's operations and of compiled kernels they are counted; a kernel of ours has the chain's own tensors and no others.
-    The first run of a compiled chain must be the one here.
+    They are counted for PyTorch's operations and compiled kernels; a fused kernel moves the chain's own
+    tensors. The first run of a compiled chain must happen here.
     """
     count = {"compiled": compiled_bytes, "Triton": lambda run: least, "CUDA C++": lambda run: least}
     moved = count.get(name, moved_bytes)(run)
@@ -140,4 +141,23 @@ def counted(name: str, run: Callable[[], object], least: int, device: torch.devi
     return {**known, "moved_bytes": moved, "least_bytes": least}
 
 
-EXPERIMENT = Experiment("fusion", run, limit_s=60)
+EXPERIMENT = Experiment(
+    title="One elementwise chain, four ways",
+    question="What does fusing an elementwise chain gain: eager, compiled, Triton, CUDA C++?",
+    run=run,
+    limit_s=60,
+    columns=(
+        Column("gb_per_s", "GB/s", note="of the least bytes, so a body that moves more is slower"),
+        Column("of_a_copy", format=".1%", note="GB/s over those of a copy of as many bytes"),
+        Column("launches"),
+        Column("moved_bytes", note="what the kernels read and write, each tensor once"),
+        Column("least_bytes", note="x, the weight and y, each once"),
+        Column("relative_error", note="against fp64"),
+    ),
+    plots=(
+        Plot(
+            x=("body",), y="gb_per_s", series="rows", is_bar=True, is_horizontal=True, text=",.0f",
+            title="RMSNorm and SwiGLU by number of rows: bandwidth of the least bytes", y_label="GB/s",
+        ),
+    ),
+)  # fmt: skip

@@ -1,8 +1,8 @@
-"""``gpu``: what this device is, what each level of its memory gives, what its matrix units give in each dtype.
+"""``gpu``: properties of the device, bandwidth of each memory level, matrix products in each dtype.
 
-Numbers of a data sheet that the driver tells are read; bandwidth and matrix products are measured, on random data (zeros make
-a GPU draw less power and run faster) and beside the data sheet. Last, a linear layer's products in bf16 and fp8 for seconds without a
-pause (``--only sustained=bf16,fp8,fp8-casts``).
+Properties are read from the driver. Bandwidth and products are measured, on random data (zeros make a GPU
+draw less power and run faster), against the data sheet. Last, a linear layer's products in bf16 and fp8 for
+seconds without a pause (``--only sustained=bf16,fp8,fp8-casts``).
 """
 
 from collections.abc import Callable, Iterator
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.harness.bench import Bench, Experiment, Part, fp32_products, of_work
+from trainfit.bench.harness.bench import Bench, Part, fp32_products, of_work
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import Lap
-from trainfit.bench.workloads import memory_levels as levels
-from trainfit.bench.workloads import sustained
+from trainfit.bench.workloads import memory_levels, sustained
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.hardware import PeakDtype
 from trainfit.spec.units import KIB, MIB
@@ -37,14 +37,14 @@ PROPERTIES = {
     "total_memory": "memory, bytes",
     "memory_bus_width": "memory bus, bits",
 }
-"""What ``torch.cuda.get_device_properties`` tells; versions of torch that do not know a name leave it out."""
+"""Attributes of ``torch.cuda.get_device_properties``; names that a torch version lacks are left out."""
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Properties, each level's bandwidth, matrix products, copies cold and warm, copies to and from the host, sustained products."""
+    """Yield properties, bandwidths, matrix products, copies, host copies and sustained products."""
     for quantity, number in properties(bench.device).items():
         yield from bench.find({"property": quantity}, lambda number=number: {"value": number})
-    yield from levels.rows(bench)
+    yield from memory_levels.rows(bench)
     dtypes = CUDA_DTYPES if bench.device.type == "cuda" else CPU_DTYPES
     for size in MATMUL_SIZES[bench.form]:
         for dtype in dtypes:
@@ -60,7 +60,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
 
 
 def properties(device: torch.device) -> dict[str, int]:
-    """What the driver tells of a GPU; of a CPU the threads torch uses."""
+    """Return what the driver reports of a GPU; of a CPU the threads that torch uses."""
     if device.type != "cuda":
         return {"threads that torch uses": torch.get_num_threads()}
     known = torch.cuda.get_device_properties(device)
@@ -69,7 +69,7 @@ def properties(device: torch.device) -> dict[str, int]:
 
 
 def _copy(bench: Bench, num_bytes: int, cache: str) -> Iterator[BenchRow]:
-    """A copy within the device's memory: as many bytes are read as written. Cold: the cache is flushed before each sample."""
+    """Yield a copy within the device's memory; cold: the cache is flushed before each sample."""
 
     def build() -> Callable[[Lap], object]:
         source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=bench.device)
@@ -77,31 +77,25 @@ def _copy(bench: Bench, num_bytes: int, cache: str) -> Iterator[BenchRow]:
         return lambda lap: target.copy_(source)
 
     cold = cache == "cold"
-    work = (
-        Work(cold_read_bytes=num_bytes, write_bytes=num_bytes) if cold else None
-    )  # The cache has no data sheet.
+    # The data sheet gives no bandwidth of a cache.
+    work = Work(cold_read_bytes=num_bytes, write_bytes=num_bytes) if cold else None
     point: dict[str, Cell] = {"copied_mib": num_bytes / MIB, "cache": cache}
     part = Part(point, work=work, rates=of_work(num_bytes=2 * num_bytes))
     yield from bench.time([part], build, replace(bench.rule, flush=cold, hide=True))
 
 
 def _matmul(bench: Bench, dtype: PeakDtype, size: int) -> Iterator[BenchRow]:
-    """One square product of ``size``, held against the data sheet's peak of that dtype."""
+    """Yield one square product, checked against the data sheet's peak of its dtype."""
     flops = 2.0 * size**3
     peak = bench.gpu.peak_flops_per_s.get(dtype) if bench.gpu else None
-
-    def rates(seconds: float) -> dict[str, Cell]:
-        of_peak = {} if peak is None else {"of_data_sheet": flops / seconds / peak}
-        return {**of_work(flops)(seconds), **of_peak}
-
-    part = Part({"dtype": dtype, "size": size}, work=Work(flops, dtype), rates=rates)
+    part = Part({"dtype": dtype, "size": size}, work=Work(flops, dtype), rates=of_work(flops, peak=peak))
     with fp32_products("tf32" if dtype == "tf32" else "fp32"):
         build = partial(product, dtype, size, bench.device)
         yield from bench.time([part], build, replace(bench.rule, hide=True))
 
 
 def product(dtype: PeakDtype, size: int, device: torch.device) -> Callable[[Lap], object]:
-    """A function that multiplies two random matrices [size, size] in ``dtype``; the caller allows tf32 or not."""
+    """Return a product of two random matrices [size, size] in ``dtype``; the caller sets tf32."""
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     if dtype == "fp8":
         one = torch.ones((), device=device)
@@ -125,9 +119,41 @@ def _host_copy(bench: Bench, direction: str, pinned: bool) -> Iterator[BenchRow]
         return lambda lap: into.copy_(source, non_blocking=pinned)
 
     point: dict[str, Cell] = {"host_copy": direction, "pinned": pinned, "copied_mib": num_bytes // MIB}
-    # The host itself copies pageable memory, and no two of its copies take as long: more of them.
+    # The host itself copies pageable memory, which varies more: take more samples.
     rule = bench.rule if pinned else replace(bench.rule, cap_s=5 * bench.rule.cap_s)
     yield from bench.time([Part(point, rates=of_work(num_bytes=num_bytes))], build, rule)
 
 
-EXPERIMENT = Experiment("gpu", run, limit_s=180)
+def _data_sheet_tflops(row: BenchRow) -> float | None:
+    share = row.numbers.get("of_data_sheet")
+    return float(row.numbers["tflops_per_s"]) / float(share) if share else None
+
+
+EXPERIMENT = Experiment(
+    title="Properties and rates of this device",
+    question="What bandwidth does each memory level give, and what rate do matrix products reach?",
+    run=run,
+    limit_s=180,
+    columns=(
+        Column("set_kib", "set, KiB"),
+        Column("copied_mib", "copied, MiB"),
+        Column("value"),
+        Column("tflops_per_s", "TFLOP/s"),
+        Column("gb_per_s", "GB/s"),
+        Column("of_data_sheet", "of data sheet", ".1%", note="rate over the dense peak of the data sheet"),
+        Column("sm_mhz", "SM, MHz", ".0f", note="median of the lowest clock in each sample"),
+        Column("watts", "W", ".0f", note="median power"),
+        Column("held_by", "held by", note="why the driver held the clocks down"),
+    ),
+    plots=(
+        Plot(
+            x=("level", "set_kib"), y="gb_per_s", is_bar=True, is_horizontal=True, text=",.0f",
+            title="Reads by level of memory and KiB of the set", y_label="GB/s",
+        ),
+        Plot(
+            x=("dtype", "size"), y="tflops_per_s", bound=_data_sheet_tflops, bound_label="data sheet, dense",
+            is_bar=True, is_horizontal=True, text=",.0f", title="Matrix products by dtype and size",
+            y_label="TFLOP/s",
+        ),
+    ),
+)  # fmt: skip

@@ -1,7 +1,8 @@
-"""``kernels``: where the time of a training step goes, by kernel, by part of the model and by what attention's core does.
+"""``kernels``: the time of a training step by kernel, by part of the model and within attention.
 
-The native decoder with attention written out, so that its parts are kernels of their own. Each point is first timed by the harness
-without the profiler, then one more step runs under it. Times of parts and kernels are the profiler's; ``median`` is the harness's.
+The native decoder with attention written out, so that its parts are separate kernels. Each point is first
+timed by the harness without the profiler, then one more step runs under it. Times of parts and kernels are
+the profiler's; ``median`` is the harness's.
 """
 
 import re
@@ -12,18 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from trainfit.bench.experiments.transformer import PRECISIONS, Precision
 from trainfit.bench.harness.bench import (
     Bench,
-    Experiment,
     Failure,
     Part,
     Point,
+    failure_of,
     failures,
     fp32_products,
-    told,
     value,
 )
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.profiled_trace import write_trace
 from trainfit.bench.harness.profiling import (
     PARTS,
@@ -31,16 +31,16 @@ from trainfit.bench.harness.profiling import (
     Launch,
     launches,
     num_launched,
-    places,
+    operation_parts,
     profiler,
     ranges,
     run_in_phases,
 )
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing
+from trainfit.bench.workloads.steps import PRECISIONS, SIZES, native_recipe
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.units import format_seconds
 from trainfit.step import Batch, Step, assemble
 
@@ -53,57 +53,51 @@ CASES: dict[str, tuple[tuple[str, int], ...]] = {
         *((size, context) for context in (128, 256, 1024) for size in (SMALLEST, LARGEST)),
     ),
 }
-"""Model and context, the most telling first, what takes longest last."""
+"""Model and context, the most important first, the slowest last."""
 DETAILED = {("tiny-llama-demo", 64), (LARGEST, 512), (SMALLEST, 512)}
-"""Whose single kernels are told, and whose traces are written."""
+"""Cases whose single kernels are listed, and whose traces are written."""
 MODES = ("fp32", "amp-bf16")
 REST_S = 2.0
-"""Rest before a step where one was lost to held clocks: the largest in bf16 is too much work for an H200's power cap."""
+"""Rest before a step after one that throttled: the largest model in bf16 exceeds an H200's power limit."""
 SERIES = Rule(warmup=2, min_samples=6, max_samples=40, spread=0.1, cap_s=15.0, flush=False)
-"""The second step is the first with AdamW's state, so it still asks for memory. Six samples of the longest step take 12 s."""
+"""The second step is the first with AdamW's state and still allocates. Six samples of the longest take 12
+s."""
 TRIES = 3
 """Profiled steps until one runs at full clocks."""
 MOST_BUSY = 1.05
-"""Of a step's time; kernels of one stream run one after another, so more of it was not this step's."""
+"""Largest plausible kernel time over a step's time: kernels of one stream run one after another."""
 TOP = 5
 
 FORWARD, BOTH, WHOLE = "forward", "forward + backward", "whole step"
 PASSES = {FORWARD: ("forward",), BOTH: ("forward", "backward"), WHOLE: ("forward", "backward", "optimizer")}
 SOFTMAX_FLOPS = {"forward": 5, "backward": 4}
-"""A score: compare with the maximum, subtract, exp, add to the sum, divide; its gradient: multiply, add, subtract, multiply."""
+"""FLOPs a score. Forward: compare, subtract, exp, add, divide; backward: multiply, add, subtract,
+multiply."""
 
 
 @dataclass
 class Built:
-    """What a point's series built, for the profiled step after it."""
+    """What a point's timed series built, for the profiled step after it."""
 
     step: Step | None = None
     batches: list[Batch] = field(default_factory=list)
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Both precisions of each case."""
+    """Yield both precisions of each case."""
     for model, context in CASES[bench.form]:
         for name in MODES:
             point: Point = {"model": model, "precision": name, "context": context}
             with fp32_products(PRECISIONS[name].products):
-                yield from _rows(bench, point, recipe_of(bench, model, context, PRECISIONS[name]))
+                yield from _rows(bench, point, recipe_of(bench, point))
             bench.tidy()
 
 
-def recipe_of(bench: Bench, model: str, context: int, precision: Precision) -> Recipe:
-    """The recipe of one point: native, attention written out, fused AdamW on a GPU."""
-    return recipe_from(
-        {
-            "model": {"config": model, "implementation": "native"},
-            "batch": {"micro": BATCH[bench.form], "seq": context},
-            "precision": precision.recipe,
-            "attention": "eager",
-            "optimizer": {
-                "name": "adamw",
-                "implementation": "fused" if bench.device.type == "cuda" else "foreach",
-            },
-        }
+def recipe_of(bench: Bench, point: Point) -> Recipe:
+    """Return the recipe of one point, with attention written out."""
+    precision, seq = PRECISIONS[str(point["precision"])], int(point["context"])
+    return native_recipe(
+        str(point["model"]), precision, BATCH[bench.form], seq, bench.device, attention="eager"
     )
 
 
@@ -120,8 +114,8 @@ def _rows(bench: Bench, point: Point, recipe: Recipe) -> Iterator[BenchRow]:
         yield from timing
         return
     found = _profiled(bench, built, point)
-    if bench.device.type == "cuda":  # On a CPU the profiler's own cost is in what it tells.
-        found = _believed(found, timing)
+    if bench.device.type == "cuda":  # On a CPU the profiler's own cost is in its times.
+        found = _plausible(found, timing)
     for name in PASSES:
         yield _pass_row(
             bench, {**point, "pass": name}, timing, name, [] if isinstance(found, tuple) else found
@@ -136,15 +130,13 @@ def _rows(bench: Bench, point: Point, recipe: Recipe) -> Iterator[BenchRow]:
         yield from top_rows(point, found)
 
 
-def _believed(found: "list[Launch] | Failure", timing: Timing) -> "list[Launch] | Failure":
-    """What the profiler saw, unless it is more than a step has time for."""
+def _plausible(found: "list[Launch] | Failure", timing: Timing) -> "list[Launch] | Failure":
+    """Return what the profiler saw, or a failure where it exceeds the time of a step."""
     times = timing.spread()
     if isinstance(found, tuple) or times is None or seconds_of(found) <= MOST_BUSY * times.median:
         return found
-    return (
-        "failed",
-        f"{format_seconds(seconds_of(found))} of kernels in a step of {format_seconds(times.median)}",
-    )
+    kernels = format_seconds(seconds_of(found))
+    return ("failed", f"{kernels} of kernels in a step of {format_seconds(times.median)}")
 
 
 def _timed(built: Built, lap: Lap) -> object:
@@ -153,7 +145,7 @@ def _timed(built: Built, lap: Lap) -> object:
 
 
 def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list[Launch]) -> BenchRow:
-    """The harness's median of a pass, and of the profiled one what its kernels did."""
+    """Return the harness's median of a pass, with what the kernels of the profiled one did."""
     if timing.runs:
         parts = [timing.laps[phase] for phase in PASSES[name]]
         timing.laps[name] = (
@@ -164,9 +156,7 @@ def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list
     def rates(seconds: float) -> dict[str, Cell]:
         if not mine:
             return {}
-        if (
-            bench.device.type != "cuda"
-        ):  # The profiler's cost is in the operations, so they may take more than the step did.
+        if bench.device.type != "cuda":  # The profiler's cost makes operations longer than the step.
             return busy(mine, "operations")
         return {**busy(mine, "kernels"), "busy_share": seconds_of(mine) / seconds}
 
@@ -174,7 +164,7 @@ def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list
 
 
 def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failure":
-    """What one step launched, at full clocks; or why that is not known."""
+    """Return what one step launched at full clocks, or a failure."""
     assert built.step is not None
     held: tuple[str, ...] = ()
     try:
@@ -189,31 +179,29 @@ def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failu
                     break
                 bench.stopwatch.rest(REST_S)
             else:
-                return (
-                    "throttled",
-                    f"the clocks were held down ({', '.join(held)}) in {TRIES} profiled steps",
-                )
+                reasons = ", ".join(held)
+                return ("throttled", f"the clocks were held down ({reasons}) in {TRIES} profiled steps")
         events, on_gpu = list(profile.events() or ()), bench.device.type == "cuda"
         if (point["model"], point["context"]) in DETAILED:
             name = "kernels-{model}-{precision}-{context}.json.gz".format(**point)
-            bench.keep(name, partial(write_trace, profile, places(events, on_gpu=on_gpu)))
+            bench.keep(name, partial(write_trace, profile, operation_parts(events, on_gpu=on_gpu)))
         found = launches(events, on_gpu=on_gpu)
         if not on_gpu:
             return found
         if (again := num_launched(built.step, built.batches)) != len(found):
             return ("failed", f"{len(found)} kernels in one profiled step, {again} in the next")
         return found
-    except Exception as error:  # Whatever it is, it is this point's result.
-        return told(error)
+    except Exception as error:  # Any error is this point's result.
+        return failure_of(error)
 
 
 def seconds_of(some: Sequence[Launch]) -> float:
-    """Seconds of them together; on a GPU they run one after another."""
+    """Return their total seconds; on a GPU they run one after another."""
     return sum(launch.seconds for launch in some)
 
 
 def busy(some: Sequence[Launch], what: str) -> dict[str, Cell]:
-    """How long the device worked, and on what; ``what`` the profiler saw: kernels, or a CPU's operations."""
+    """Return how long the device worked and on what; ``what``: kernels, or a CPU's operations."""
     total = seconds_of(some)
     return {
         "busy_s": total,
@@ -225,7 +213,7 @@ def busy(some: Sequence[Launch], what: str) -> dict[str, Cell]:
 
 
 def by_part(found: Sequence[Launch]) -> dict[str, Cell]:
-    """Each part's share of the device's working time, forward and backward together."""
+    """Return each part's share of the device's busy time, forward and backward together."""
     total = seconds_of(found)
     return {
         f"{name.replace(' ', '_')}_share": seconds_of([one for one in found if one.part == name]) / total
@@ -234,7 +222,7 @@ def by_part(found: Sequence[Launch]) -> dict[str, Cell]:
 
 
 def core_rows(point: Point, found: Sequence[Launch], model: nn.Module, recipe: Recipe) -> Iterator[BenchRow]:
-    """Softmax against the two products of attention's core, in time and in FLOPs."""
+    """Yield softmax against the two products of attention, in time and in FLOPs."""
     assert isinstance(model, NativeDecoder)
     for phase in ("forward", "backward"):
         mine = [one for one in found if one.phase == phase]
@@ -254,7 +242,7 @@ def core_rows(point: Point, found: Sequence[Launch], model: nn.Module, recipe: R
 
 
 def core_flops(model: NativeDecoder, recipe: Recipe, phase: str) -> tuple[float, float]:
-    """FLOPs of the two products and of softmax, over all layers; written out, attention computes masked scores too."""
+    """Return the FLOPs of the two products and of softmax in all layers, masked scores included."""
     config = model.config
     scores = config.num_hidden_layers * recipe.batch.micro * config.num_attention_heads * recipe.batch.seq**2
     products = {"forward": 2, "backward": 4}[phase] * 2 * scores * config.head_dim
@@ -262,7 +250,7 @@ def core_flops(model: NativeDecoder, recipe: Recipe, phase: str) -> tuple[float,
 
 
 def top_rows(point: Point, found: Sequence[Launch]) -> Iterator[BenchRow]:
-    """The kernels that take the most time of each pass."""
+    """Yield the kernels that take the most time of each pass."""
     for name, phases in PASSES.items():
         mine = [one for one in found if one.phase in phases]
         total = seconds_of(mine)
@@ -282,11 +270,11 @@ def top_rows(point: Point, found: Sequence[Launch]) -> Iterator[BenchRow]:
 
 
 INSIDE = re.compile(r"(cutlass_\w+|\w*Functor\w*|\w+_kernel_(?:cuda|impl)\b)")
-"""What a template that many operations share is of."""
+"""Finds the functor of a template that many operations share."""
 
 
 def short(kernel: str) -> str:
-    """A kernel's name without namespaces, types and parameters, at most 60 letters; of a shared template also what it is of."""
+    """Return a kernel's name without namespaces and parameters, at most 60 letters, with its functor."""
     name = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
     outside, _, inside = name.partition("<")
     plain = outside.partition("(")[0].rpartition("::")[2].strip()
@@ -294,6 +282,41 @@ def short(kernel: str) -> str:
     return (f"{plain} {of[1]}" if of else plain)[:60]
 
 
+def _share(name: str) -> str:
+    return f"{name.replace(' ', '_')}_share"
+
+
 EXPERIMENT = Experiment(
-    "kernels", run, limit_s=150, files="a trace for Perfetto of each detailed point (Chrome JSON, gzip)"
-)
+    title="Where a training step's time goes",
+    question="Which kernels and parts of the model take the time of a training step?",
+    run=run,
+    limit_s=150,
+    files="a trace for Perfetto of each detailed point (Chrome JSON, gzip)",
+    columns=(
+        Column("busy_s", "busy", note="sum of the kernels' times in one step under the profiler"),
+        Column("kernels"),
+        Column("operations", note="PyTorch's operations on a CPU; the profiler's cost is in their times"),
+        Column("products_share", "products", note="matrix products, as a share of busy"),
+        Column("softmax_share", "softmax"),
+        Column("optimizer_share", "optimizer"),
+        Column("busy_share", "busy share", note="busy over the median"),
+        *(Column(_share(name), name) for name in PARTS if name not in ("softmax", "optimizer")),
+        Column("products_s", "products"),
+        Column("softmax_s", "softmax"),
+        Column("scale_and_mask_s", "scale and mask"),
+        Column("flops_ratio", note="FLOPs of attention's two products over softmax's"),
+        Column("time_ratio", note="time of attention's two products over softmax's"),
+        Column("calls"),
+        Column("total_s", "total"),
+        Column("mean_s", "mean"),
+        Column("share", format=".1%"),
+    ),
+    plots=(
+        Plot(
+            x=("model", "precision", "context"), y=tuple(_share(name) for name in PARTS),
+            where={"profiled": (WHOLE,)}, scale=100.0, is_bar=True, is_horizontal=True,
+            order={"model": SIZES, "precision": MODES, "context": ()},
+            title="A whole step by part of the model (model, precision, context)", y_label="% of busy time",
+        ),
+    ),
+)  # fmt: skip

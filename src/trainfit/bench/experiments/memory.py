@@ -1,7 +1,7 @@
-"""``memory``: phases and timeline of the 2.7B model, forward only and a whole step, measured beside predicted.
+"""``memory``: phases and timeline of the 2.7B model, forward only and a whole step, measured and predicted.
 
-On CUDA peaks are the caching allocator's, of steps that nothing looks at; one more step, in which every storage is followed, gives
-the timeline and what holds the peak. On a CPU, which has no caching allocator, the followed step gives both.
+On CUDA the peaks are the caching allocator's, of steps that run unobserved; one more step, in which every
+storage is tracked, gives the timeline and what holds the peak. On a CPU the tracked step gives both.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,17 +9,8 @@ from functools import partial
 
 import torch
 
-from trainfit.bench.experiments.transformer import PRECISIONS
-from trainfit.bench.harness.bench import (
-    Bench,
-    Experiment,
-    Failure,
-    Point,
-    failures,
-    fp32_products,
-    told,
-    value,
-)
+from trainfit.bench.harness.bench import Bench, Failure, Point, failure_of, failures, fp32_products, value
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.memory_measure import (
     Measured,
     allocated,
@@ -32,16 +23,17 @@ from trainfit.bench.harness.memory_prediction import (
     FORWARD_ONLY,
     WHOLE_STEP,
     Prediction,
-    Told,
+    RunMemory,
     predictions,
 )
 from trainfit.bench.harness.memory_timeline import BEFORE, Piece
+from trainfit.bench.workloads.steps import PRECISIONS, native_recipe
 from trainfit.catalog.this_cpu import CPU
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.result import PHASES
 from trainfit.spec.units import GB, MB, MIB
 from trainfit.step import assemble
 
@@ -51,16 +43,17 @@ CASES: dict[str, tuple[tuple[str, int], ...]] = {
     "tiny": (("eager", 64),),
     "full": (("eager", 512), ("eager", 128), ("eager", 256), ("sdpa", 2048), ("eager", 2048)),
 }
-"""Attention and context, the most telling first. Written out, 2048 tokens need more than a GPU has; PyTorch's kernel does not."""
+"""Attention and context, the most important first. Written out, 2048 tokens need more memory than a GPU
+has."""
 DETAILED = {64, 512}
-"""Contexts whose largest holders are told, and whose snapshots are written."""
+"""Contexts whose largest holders are listed, and whose snapshots are written."""
 MODES = ("fp32", "amp-bf16")
 SOURCES = ("measured", "predicted")
 NUM_HOLDERS = 5
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Both precisions of each case: forward only, then whole steps, of one model."""
+    """Yield both precisions of each case: forward only, then whole steps, of one model."""
     if bench.folder is not None and bench.device.type != "cuda":
         raise InputError(
             "snapshots are of CUDA's allocator", "leave it out", field="files", value=str(bench.folder)
@@ -72,8 +65,8 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     ]
     points = [point for point in points if bench.wanted(points_of(point))]
     recipes = [recipe_of(bench, point) for point in points]
-    told_of = [recipe_of(bench, point) for point in points if bench.wanted(points_of(point, "predicted"))]
-    with predictions(told_of if bench.gpu and not bench.late() else (), bench.device) as predict:
+    to_predict = [recipe_of(bench, point) for point in points if bench.wanted(points_of(point, "predicted"))]
+    with predictions(to_predict if bench.gpu and not bench.late() else (), bench.device) as predict:
         for point, recipe in zip(points, recipes, strict=True):
             with fp32_products("fp32"):
                 yield from _rows(bench, point, recipe, predict)
@@ -81,24 +74,19 @@ def run(bench: Bench) -> Iterator[BenchRow]:
 
 
 def points_of(point: Point, *sources: str) -> list[Point]:
-    """Points of the rows that a case has whatever comes of it, of some sources or of both."""
+    """Return the points of a case's rows, of some sources or of both."""
     kinds = (WHOLE_STEP, FORWARD_ONLY)
     return [{**point, "pass": kind, "source": source} for kind in kinds for source in sources or SOURCES]
 
 
 def recipe_of(bench: Bench, point: Point) -> Recipe:
-    """The recipe of one point: native, fused AdamW on a GPU."""
-    on_gpu = bench.device.type == "cuda"
-    return recipe_from(
-        {
-            "model": {"config": point["model"], "implementation": "native"},
-            "batch": {"micro": BATCH[bench.form], "seq": point["context"]},
-            "precision": PRECISIONS[str(point["precision"])].recipe,
-            "attention": point["attention"],
-            "optimizer": {"name": "adamw", "implementation": "fused" if on_gpu else "foreach"},
-            "hardware": {"gpu": bench.gpu.name if bench.gpu else "h200" if on_gpu else CPU},
-        }
-    )
+    """Return the recipe of one point, on this device."""
+    unknown = "h200" if bench.device.type == "cuda" else CPU
+    return native_recipe(
+        str(point["model"]), PRECISIONS[str(point["precision"])], BATCH[bench.form], int(point["context"]),
+        bench.device, attention=point["attention"],
+        hardware={"gpu": bench.gpu.name if bench.gpu else unknown},
+    )  # fmt: skip
 
 
 def _rows(
@@ -115,9 +103,9 @@ def _rows(
         if isinstance(source, tuple):
             yield from failures([at], *source)
         elif isinstance(source, Measured):
-            yield _row(at, source.told)
+            yield _row(at, source.memory)
         elif source is not None:
-            reference = found.told if isinstance(found, Measured) else None
+            reference = found.memory if isinstance(found, Measured) else None
             yield _row(at, source[str(at["pass"])], reference)
     for kind, found in measured.items():
         if isinstance(found, Measured) and point["context"] in DETAILED:
@@ -129,24 +117,24 @@ def _rows(
 def _predicted(
     bench: Bench, point: Point, recipe: Recipe, predict: Callable[[Recipe], Prediction]
 ) -> Prediction | Failure | None:
-    """The prediction, or why there is none; None: it is not asked for."""
+    """Return the prediction or a failure; None where it is not selected."""
     if not bench.wanted(points_of(point, "predicted")):
         return None
     if bench.gpu is None and bench.device.type == "cuda":
         return ("refused", "the catalog does not have this GPU")
     try:
         return predict(recipe)
-    except Exception as error:  # Whatever it is, it is this point's result.
-        return told(error)
+    except Exception as error:  # Any error is this point's result.
+        return failure_of(error)
 
 
 def _measured(
     bench: Bench, point: Point, recipe: Recipe
 ) -> tuple[dict[str, Measured | Failure], torch.Tensor | None]:
-    """Each kind of run that is asked for, measured or why not; and a tensor of the residual stream, on ``meta``."""
+    """Return each selected kind of run, measured or failed, and the residual stream's tensor on ``meta``."""
     rows = bench.wanted(points_of(point, "measured"))
-    asked = [kind for kind in (FORWARD_ONLY, WHOLE_STEP) if any(row["pass"] == kind for row in rows)]
-    if not asked:
+    kinds = [kind for kind in (FORWARD_ONLY, WHOLE_STEP) if any(row["pass"] == kind for row in rows)]
+    if not kinds:
         return {}, None
     found: dict[str, Measured | Failure] = {}
     seen: list[torch.Tensor] = []
@@ -160,24 +148,24 @@ def _measured(
         hook = step.model.layers[-1].register_forward_pre_hook(
             lambda _, inputs: seen.append(inputs[0].to("meta"))
         )
-        for kind in asked:
+        for kind in kinds:
             once = partial(runs[kind], step, batches)
             found[kind] = measure(bench, step, batches, once, built, held, snapshot_name(point, kind))
             hook.remove()
-    except Exception as error:  # Whatever it is, it is the result of what is not measured yet.
-        found = dict.fromkeys(asked, told(error)) | found
+    except Exception as error:  # Any error is the result of what is not measured yet.
+        found = dict.fromkeys(kinds, failure_of(error)) | found
     return found, seen[0] if seen else None
 
 
 def snapshot_name(point: Point, kind: str) -> str:
-    """The file of a detailed point's snapshot; empty: none."""
+    """Return the file name of a detailed point's snapshot; empty: it has none."""
     if point["context"] not in DETAILED:
         return ""
     return "memory-{model}-{precision}-{context}-".format(**point) + f"{kind.replace(' ', '-')}.pickle"
 
 
-def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
-    """Peaks of one source; of a prediction also whether it fits, and where there is a measurement its error, of the peak and by phase."""
+def _row(point: Point, found: RunMemory, measured: RunMemory | None = None) -> BenchRow:
+    """Return the peaks of one source; of a prediction also whether it fits, and its errors."""
     peak = max(found.phases.values())
     numbers: dict[str, Cell] = {"before_bytes": found.before}
     numbers |= {f"{phase}_bytes": size for phase, size in found.phases.items()}
@@ -191,16 +179,16 @@ def _row(point: Point, found: Told, measured: Told | None = None) -> BenchRow:
     return value(point, **numbers).model_copy(update={"curve": found.curve})
 
 
-def largest_difference(found: Told, measured: Told) -> str:
-    """The phase whose peak is foretold worst, what is held before the run included, and by how much."""
-    one, other = ({"before": told.before, **told.phases} for told in (found, measured))
+def largest_difference(found: RunMemory, measured: RunMemory) -> str:
+    """Return the largest error of a phase's peak, or of the bytes before the run, and that phase."""
+    one, other = ({"before": run.before, **run.phases} for run in (found, measured))
     apart = {phase: one[phase] - size for phase, size in other.items()}
     worst = max(apart, key=lambda phase: abs(apart[phase]))
     return f"{apart[worst]:+,} bytes ({worst})" if apart[worst] else "+0 bytes"
 
 
 def holder_rows(point: Point, alive: list[Piece]) -> Iterator[BenchRow]:
-    """What the run itself made and holds at its peak, by the line that made it, the most first."""
+    """Yield what the run allocated and holds at its peak, by the line that allocated it, largest first."""
     groups: dict[tuple[str, str], list[Piece]] = {}
     for piece in alive:
         if piece.phase != BEFORE:
@@ -223,7 +211,7 @@ def _total(pieces: list[Piece]) -> int:
 
 
 def _residual_row(point: Point, recipe: Recipe, residual: torch.Tensor) -> BenchRow:
-    """One tensor of the residual stream, as the last block got it: batch x context x d_model x bytes of its dtype."""
+    """Return the size of the residual stream at the last block: batch x context x d_model x itemsize."""
     batch, context, width = residual.shape
     assert (batch, context) == (recipe.batch.micro, recipe.batch.seq)
     return value(
@@ -238,5 +226,33 @@ def _residual_row(point: Point, recipe: Recipe, residual: torch.Tensor) -> Bench
 
 
 EXPERIMENT = Experiment(
-    "memory", run, limit_s=100, files="snapshots of detailed points for pytorch.org/memory_viz (CUDA)"
-)
+    title="Memory through a step",
+    question="How much memory does a step hold over time, measured and predicted?",
+    run=run,
+    limit_s=100,
+    files="snapshots of detailed points for pytorch.org/memory_viz (CUDA)",
+    columns=(
+        Column("before_bytes", note="the built model, before any step"),
+        *(Column(f"{phase}_bytes") for phase in PHASES),
+        Column("peak_bytes"),
+        Column("first_peak_bytes", note="peak of the very first step; the other columns are of a later one"),
+        Column("fits", note="whether the prediction fits into this device"),
+        Column("error", note="of the predicted peak, relative to the measured one"),
+        Column("off_by", note="the predicted peak minus the measured one"),
+        Column("phase_off_by", note="the same of the phase with the largest difference"),
+        Column("category"),
+        Column("count"),
+        Column("largest_bytes"),
+        Column("together_bytes"),
+        Column("made at", note="line of the model that allocated it; in the backward the autograd node"),
+        Column("bytes", format=",.0f"),
+    ),
+    plots=(
+        Plot(
+            x=(), y="curve", panels=("attention", "context", "precision", "source"), where={"pass": (WHOLE_STEP,)},
+            order={"attention": (), "context": (), "precision": MODES,
+                   "source": ("predicted", "measured")},
+            title="Memory through a whole step, by category",
+        ),
+    ),
+)  # fmt: skip

@@ -1,8 +1,9 @@
-"""``streams``: when a second stream helps and when it does not, and what a clock without synchronisation shows.
+"""``streams``: when a second stream helps, and what a clock without synchronization shows.
 
-Each case is two lists of work that do not need each other: first in one stream, one list after the other; then the first list in a side stream
-while the second is in the current one. ``gain`` is the one time over the other; ``at_most`` is what hiding the shorter list wholly would
-give. Both ways leave the same results, which is checked before anything is timed. A CPU has one stream: no row of two.
+Each case is two independent lists of work: in one stream, one list after the other; then the first list in a
+side stream while the second is in the current one. ``gain`` is the first time over the second; ``at_most`` is
+the gain if the shorter list were hidden completely. Both ways give the same results, which is checked before
+anything is timed. A CPU has one stream, so no rows of two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.harness.bench import Bench, Experiment, Part, Point
+from trainfit.bench.harness.bench import Bench, Build, Part, Point
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import TOTAL, Lap, Timing
 from trainfit.spec.bench import BenchRow, Cell
@@ -23,12 +25,12 @@ COPY_BYTES = {"tiny": MIB // 4, "full": 256 * MIB}
 PRODUCT_SIZE = {"tiny": 64, "full": 8192}
 SMALL_PRODUCT_SIZE = {"tiny": 32, "full": 4096}
 PRODUCTS = {"tiny": 2, "full": 3}
-"""Of 8192: about as long as the copy of pinned memory on an H200 (3 x 1.5 ms and 4.9 ms)."""
+"""Products of 8192: about as long as the copy of pinned memory on an H200 (3 x 1.5 ms and 4.9 ms)."""
 MANY = {"tiny": 10, "full": 200}
 ROWS, ROW_SIZE = {"tiny": 2, "full": 16}, {"tiny": 256, "full": 131072}
-"""Of a softmax with one block of threads a row: 16 multiprocessors work, the others wait."""
+"""Of a softmax with one thread block a row: 16 multiprocessors work, the others idle."""
 TOLERANCE = 1e-2
-"""Of |difference| / |result|: a stream may be given another kernel for the same product in bf16."""
+"""Of |difference| / |result|: streams may select different kernels for the same product in bf16."""
 Do = Callable[[], object]
 
 
@@ -42,14 +44,14 @@ class Case:
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """The clocks, then copies beside products and kernels beside kernels; pageable memory, which is slow, last."""
+    """Yield the clocks, then copies with products and kernels with kernels; pageable memory last."""
     yield from _clocks(bench)
     for name, make in cases(bench.device).items():
         yield from (_both if bench.device.type == "cuda" else _alone)(bench, name, make)
 
 
 def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
-    """By name; those of pinned memory and of CUDA graphs only where there is CUDA."""
+    """Return the cases by name; those of pinned memory and of CUDA graphs on CUDA only."""
     kernels = {
         "two products that each fill the GPU": _two_products,
         "softmaxes of few rows": _softmaxes,
@@ -71,7 +73,7 @@ def _copies(memory: str) -> dict[str, Callable[[Bench], Case]]:
     }
 
 
-# -- the cases ----------------------------------------------------------------------------------------------------------
+# -- the cases --
 
 
 def _copy(bench: Bench, to_host: bool, pinned: bool) -> tuple[Do, Tensor]:
@@ -83,7 +85,7 @@ def _copy(bench: Bench, to_host: bool, pinned: bool) -> tuple[Do, Tensor]:
 
 
 def _products(bench: Bench, size: int, count: int) -> tuple[Do, Tensor]:
-    """``count`` times the same product: it is checked and timed, not used."""
+    """Return ``count`` times the same product, and its result."""
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=bench.device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -105,7 +107,7 @@ def _copy_and_products(to_host: bool, pinned: bool) -> Callable[[Bench], Case]:
 
 
 def _turned(make: Callable[[Bench], Case]) -> Callable[[Bench], Case]:
-    """The second list asked for first."""
+    """Return the case with its lists swapped: the second is issued first."""
 
     def made(bench: Bench) -> Case:
         case = make(bench)
@@ -126,7 +128,7 @@ def _two_products(bench: Bench) -> Case:
 
 
 def _softmaxes(bench: Bench) -> Case:
-    """Many kernels that each use a part of the GPU, for much longer than the host takes to ask for one."""
+    """Return many kernels that each use a part of the GPU, for much longer than a launch takes."""
 
     def one() -> tuple[Do, Tensor]:
         x = torch.randn(ROWS[bench.form], ROW_SIZE[bench.form], device=bench.device)
@@ -138,7 +140,7 @@ def _softmaxes(bench: Bench) -> Case:
 
 
 def _additions(bench: Bench) -> Case:
-    """Many kernels that are over before the host has asked for the next."""
+    """Return many kernels that end before the host has issued the next."""
 
     def one() -> tuple[Do, Tensor]:
         x = torch.randn(1024, device=bench.device)
@@ -149,11 +151,11 @@ def _additions(bench: Bench) -> Case:
     return Case(first, second, (one_out, other_out))
 
 
-# -- one stream and two -------------------------------------------------------------------------------------------------
+# -- one stream and two --
 
 
 def one_stream(case: Case) -> Callable[[Lap], object]:
-    """The lists one after the other, as laps ``first`` and ``second``."""
+    """Return a run of the lists one after the other, as laps ``first`` and ``second``."""
 
     def do(lap: Lap) -> None:
         lap("first")
@@ -165,7 +167,7 @@ def one_stream(case: Case) -> Callable[[Lap], object]:
 
 
 def two_streams(case: Case, device: torch.device) -> Callable[[Lap], object]:
-    """The first list in a side stream, which begins after what was asked before and ends before what is asked after."""
+    """Return a run with the first list in a side stream, ordered with the work before and after."""
     streams: Any = torch.get_device_module(device)
     side = streams.Stream()
 
@@ -181,7 +183,7 @@ def two_streams(case: Case, device: torch.device) -> Callable[[Lap], object]:
 
 
 def in_a_graph(do: Callable[[Lap], object]) -> Callable[[Lap], object]:
-    """The same kernels, captured once and then asked for all at once; its laps are not told."""
+    """Return a run of the same kernels as one CUDA graph; it has no laps."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         do(lambda name: None)
@@ -189,7 +191,7 @@ def in_a_graph(do: Callable[[Lap], object]) -> Callable[[Lap], object]:
 
 
 def _alone(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
-    """A row of one stream, where there is no second. Both ways are still run, so that a machine without a GPU checks them."""
+    """Yield a row of one stream, where there is no second. The check still runs both ways."""
 
     def build() -> Callable[[Lap], object]:
         case = make(bench)
@@ -200,7 +202,7 @@ def _alone(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[B
 
 
 def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
-    """A row of one stream and one of two."""
+    """Yield a row of one stream and one of two."""
     rule = replace(bench.rule, flush=False)
     one: Point = {"case": name, "streams": "one"}
     two: Point = {"case": name, "streams": "two"}
@@ -256,24 +258,26 @@ def check(case: Case, device: torch.device) -> None:
         raise ArithmeticError("one stream and two leave different results")
 
 
-# -- clocks -------------------------------------------------------------------------------------------------------------
+# -- clocks --
 
 
 def _clocks(bench: Bench) -> Iterator[BenchRow]:
-    """The same product by the host's clock without and with synchronisation, and by the device's."""
+    """Yield the same product by the host's clock, without and with synchronization, and by the device's."""
     size = PRODUCT_SIZE[bench.form]
     work = Work(2.0 * size**3, "bf16" if bench.device.type == "cuda" else "fp32")
     rule = replace(bench.rule, flush=False, max_samples=20)
     host, device = "the host's clock", "the device's events"
     for title, on_host, synchronised in (
-        (f"{host}, not synchronised", True, False), (f"{host}, synchronised", True, True), (device, False, False),
+        (f"{host}, not synchronised", True, False),
+        (f"{host}, synchronised", True, True),
+        (device, False, False),
     ):  # fmt: skip
         build = _product_once(bench, size, synchronised=synchronised)
         part = Part({"one product timed by": title, "size": size}, work=work)
         yield from bench.time([part], build, rule, on_host=on_host)
 
 
-def _product_once(bench: Bench, size: int, *, synchronised: bool) -> Callable[[], Callable[[Lap], object]]:
+def _product_once(bench: Bench, size: int, *, synchronised: bool) -> Build:
     def build() -> Callable[[Lap], object]:
         product, _ = _products(bench, size, 1)
         product()
@@ -290,9 +294,25 @@ def _product_once(bench: Bench, size: int, *, synchronised: bool) -> Callable[[]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was asked."""
+    """Wait until the device has finished all issued work."""
     streams: Any = torch.get_device_module(device)
     streams.synchronize()
 
 
-EXPERIMENT = Experiment("streams", run, limit_s=90)
+EXPERIMENT = Experiment(
+    title="When a second stream helps",
+    question="When do two streams overlap work, and what does an unsynchronized clock show?",
+    run=run,
+    limit_s=90,
+    columns=(
+        Column("gain", note="time in one stream over time in two"),
+        Column("at_most", note="the gain if the shorter list were hidden completely"),
+    ),
+    plots=(
+        Plot(
+            x=("case",), y="gain", where={"streams": ("two",)}, bound="at_most", bound_label="at most",
+            is_bar=True, is_horizontal=True, text=".2f", title="Gain of a second stream",
+            y_label="time in one stream over time in two",
+        ),
+    ),
+)  # fmt: skip

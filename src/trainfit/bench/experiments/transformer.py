@@ -1,84 +1,55 @@
-"""``transformer``: forward, backward and AdamW step of the five sizes small to 2.7B, by precision, compilation and warm-up.
+"""``transformer``: forward, backward and AdamW step of five sizes, by precision, compilation and warm-up.
 
-One series of steps from the first one on answers for every number of warm-up steps: with w of them the mean and the standard
-deviation are those of the first ten steps that count, from the one on that w went before. A step that ran at held clocks does not count:
-``discarded`` says how many among them, ``steps_before`` how many steps really went before the first that counts. Without warm-up the
-first step is the question, so where it does not count there is no number. Only the first row's first step also starts the CUDA libraries.
+One series of steps serves every number of warm-up steps: with w of them, mean and standard deviation are
+those of the first ten steps kept from step w on. A throttled step is not kept: ``discarded`` counts those
+among them, and ``steps_before`` the steps before the first one kept. Without warm-up the first step is the
+question, so where it is lost there is no number. Only the first row's first step also starts the CUDA
+libraries.
 """
 
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from trainfit.bench.harness.bench import Bench, Experiment, Part, Point, failures, fp32_products
+from trainfit.bench.harness.bench import Bench, Part, Point, failures, fp32_products
+from trainfit.bench.harness.experiment import MEDIAN, Column, Experiment, Plot
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
+from trainfit.bench.workloads.steps import PRECISIONS, SIZES, native_recipe
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.hardware import PeakDtype
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import PHASES
 from trainfit.step import Batch, assemble
 
 WARMUPS, NUM_TIMED = (0, 1, 2, 5), 10
 SERIES = Rule(warmup=0, min_samples=15, max_samples=15, spread=0.1, cap_s=60.0, flush=False)
 """The first step, with its compile, is not in the cap."""
-SIZES = {"tiny": ("tiny-llama-demo",), "full": ("small", "medium", "large", "xl", "2.7b")}
+MODELS = {"tiny": ("tiny-llama-demo",), "full": SIZES}
 COMPILED = {"tiny": (), "full": ("model", "block")}
 BATCH = {"tiny": (1, 16), "full": (4, 512)}
 
 
-class Precision(NamedTuple):
-    """A recipe's precision, how fp32 products are made, and the data sheet's row for it."""
-
-    recipe: str
-    products: Literal["fp32", "tf32"]
-    peak: PeakDtype
-
-
-PRECISIONS = {
-    "fp32": Precision("fp32", "fp32", "fp32"),
-    "tf32": Precision("fp32", "tf32", "tf32"),
-    "amp-bf16": Precision("amp-bf16", "fp32", "bf16"),
-    "bf16": Precision("bf16", "fp32", "bf16"),
-}
-
-
 def run(bench: Bench) -> Iterator[BenchRow]:
-    """Eager first, so that a short limit has every size; then each size compiled, whole and by block."""
-    sizes = SIZES[bench.form]
+    """Yield every size eager, then each size compiled, whole and by block."""
+    sizes = MODELS[bench.form]
     pairs = [(size, False) for size in sizes]
     pairs += [(size, compiled) for size in sizes for compiled in COMPILED[bench.form]]
     for size, compiled in pairs:
         for name, precision in PRECISIONS.items():
             if name != "tf32" or bench.device.type == "cuda":
                 point: Point = {"model": size, "precision": name, "compile": str(compiled).lower()}
-                recipe = recipe_of(size, precision, compiled, bench)
+                recipe = native_recipe(size, precision, *BATCH[bench.form], bench.device, compile=compiled)
                 with fp32_products(precision.products):
                     yield from _rows(bench, point, recipe, precision.peak)
 
 
-def recipe_of(size: str, precision: Precision, compiled: bool | str, bench: Bench) -> Recipe:
-    """The recipe of one point: native, fused AdamW on a GPU."""
-    micro, seq = BATCH[bench.form]
-    implementation = "fused" if bench.device.type == "cuda" else "foreach"
-    return recipe_from(
-        {
-            "model": {"config": size, "implementation": "native"},
-            "batch": {"micro": micro, "seq": seq},
-            "precision": precision.recipe,
-            "compile": compiled,
-            "optimizer": {"name": "adamw", "implementation": implementation},
-        }
-    )
-
-
 def _rows(bench: Bench, point: Point, recipe: Recipe, peak: PeakDtype) -> Iterator[BenchRow]:
-    """A row for each number of warm-up steps."""
+    """Yield a row for each number of warm-up steps."""
     flops, points = [0.0], [{**point, "warm-up": warmup} for warmup in WARMUPS]
 
     def build() -> Callable[[Lap], object]:
@@ -112,7 +83,7 @@ def _rows(bench: Bench, point: Point, recipe: Recipe, peak: PeakDtype) -> Iterat
 
 
 def moments(timing: Timing) -> dict[str, Cell]:
-    """Mean and standard deviation of each phase, seconds, and of the whole step."""
+    """Return mean and standard deviation of each phase and of the whole step, in seconds."""
     found: dict[str, Cell] = {}
     for name in (*PHASES, TOTAL):
         samples = timing.laps[name]
@@ -122,10 +93,32 @@ def moments(timing: Timing) -> dict[str, Cell]:
 
 
 def least_flops(model: nn.Module, recipe: Recipe) -> float:
-    """FLOPs that one step needs at the very least: 6 for each token and weight of a linear layer; attention is left out."""
+    """Return the least FLOPs of a step: 6 for each token and linear weight, without attention."""
     linear: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(module.weight.numel() for module in linear)
     return 6.0 * weights * recipe.batch.micro * recipe.batch.seq
 
 
-EXPERIMENT = Experiment("transformer", run, limit_s=540)
+EXPERIMENT = Experiment(
+    title="A training step of five sizes",
+    question="What does a training step take, by size, precision, compilation and warm-up?",
+    run=run,
+    limit_s=540,
+    columns=(
+        Column("warm-up", note="steps before the first one kept"),
+        Column("steps_before"),
+        *(
+            Column(f"{phase}_mean_s", name, deviation=f"{phase}_std_s")
+            for phase, name in (*((phase, phase) for phase in PHASES), (TOTAL, "whole step"))
+        ),
+    ),
+    plots=(
+        Plot(
+            x=("model",), y=MEDIAN, series="precision", panels=("compile",), where={"warm-up": (5,)},
+            order={"compile": ("false", "block", "model"), "model": SIZES, "precision": tuple(PRECISIONS)},
+            names={"false": "eager", "block": "compiled: blocks", "model": "compiled: whole model"},
+            scale=1e3, y_log=True, is_bar=True, title="A training step after 5 warm-up steps",
+            x_label="model", y_label="median, ms",
+        ),
+    ),
+)  # fmt: skip

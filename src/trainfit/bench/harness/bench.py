@@ -1,9 +1,9 @@
-"""What every experiment is given, and how its rows come to be.
+"""What every experiment receives, and how its rows are made.
 
-A row is made in one place, so that whatever happens to a point (out of memory, refused, failed, no time left, clocks held down,
-faster than possible) becomes a row that says so, and the experiment goes on to its next point. What makes a row (``Bench.time``,
-``Bench.series``, ``Bench.find``) is told the points that it is for: where none of them is asked for, or no time is left, nothing is
-built.
+A row is made in one place, so whatever happens to a point (out of memory, refused, failed, no time left,
+throttled, faster than possible) becomes a row with that status, and the experiment continues with its next
+point. The methods that make rows receive the points first: where none of them is selected or no time is left,
+nothing is built.
 """
 
 import gc
@@ -28,96 +28,105 @@ from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_seconds
 
 Point = dict[str, Cell]
+Build = Callable[[], Callable[[Lap], object]]
+"""Makes tensors and modules, and returns the function to time."""
 Rates = Callable[[float], Mapping[str, Cell]]
-"""What follows from a median of so many seconds, such as TFLOP/s."""
+"""Computes numbers from a median in seconds, such as TFLOP/s."""
+Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
+"""Status and message of a row without a result."""
 
 
 def cell_name(cell: Cell) -> str:
-    """A point's value as one writes it: ``true``, ``16``, ``bf16``."""
-    return (
-        str(cell).lower() if isinstance(cell, bool) else f"{cell:g}" if isinstance(cell, float) else str(cell)
-    )
+    """Return a point's value as typed on the command line: ``true``, ``16``, ``bf16``."""
+    if isinstance(cell, bool):
+        return str(cell).lower()
+    return f"{cell:g}" if isinstance(cell, float) else str(cell)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A row to be made of one lap of a run: its point, the work it does, and its rates."""
+    """A row to make of one lap of a run.
+
+    Attributes:
+        work: least work of the lap, for the check against the data sheet.
+        held: bytes, which hold for a row without a time too; read when the runs are over.
+        has_host_time: also record ``host_s``, the median host time to issue the lap; not on a CPU.
+    """
 
     point: Point
     lap: str = TOTAL
     work: Work | None = None
     rates: Rates = lambda seconds: {}
     held: Mapping[str, Cell] = field(default_factory=dict)
-    """Bytes, which are true of a row without a time, too; read when the runs are over."""
-    tells_host: bool = False
-    """Also ``host_s``, the median of the host's seconds to ask for this part, until the call returned; never where it is the device."""
+    has_host_time: bool = False
 
 
 @dataclass
 class Bench:
-    """One run of one experiment on one device."""
+    """One run of one experiment on one device.
+
+    Attributes:
+        gpu: data sheet; None: no time is checked against it.
+        ends_at: time on ``time.perf_counter`` after which no further point begins.
+        folder: where traces and snapshots are written; None: nowhere.
+        on_file: called with the path of each file written.
+        only: values selected for each key of a point, as ``cell_name`` writes them.
+    """
 
     device: torch.device
     form: Literal["tiny", "full"]
     stopwatch: Stopwatch
     gpu: Gpu | None
-    """The data sheet; None: nothing is called impossible."""
     rule: Rule
     ends_at: float
-    """On ``time.perf_counter``: no further point begins."""
     folder: Path | None = None
-    """Where files go that are too large for a record (traces, snapshots); None: none are written."""
     on_file: Callable[[Path], None] = lambda path: None
-    """Hears of each file that was written."""
-
     only: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Points that are asked for: the values wanted of each key, as ``cell_name`` writes them."""
-
-    def wants(self, point: Point) -> bool:
-        """Whether a row of this point is asked for."""
-        return all(key in point and cell_name(point[key]) in values for key, values in self.only.items())
-
-    def wanted(self, points: Iterable[Point]) -> list[Point]:
-        """Those of ``points`` of which a row is asked for."""
-        return [point for point in points if self.wants(point)]
-
-    def keep(self, name: str, write: Callable[[Path], object]) -> None:
-        """Have ``write`` make the file ``name``, if files are asked for."""
-        if self.folder is not None:
-            path = self.folder / name
-            write(path)
-            self.on_file(path)
 
     @property
     def tiny(self) -> bool:
         return self.form == "tiny"
 
+    def wants(self, point: Point) -> bool:
+        """Return whether ``point`` is selected."""
+        return all(key in point and cell_name(point[key]) in values for key, values in self.only.items())
+
+    def wanted(self, points: Iterable[Point]) -> list[Point]:
+        """Return the selected ones of ``points``."""
+        return [point for point in points if self.wants(point)]
+
+    def keep(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write the file ``name`` with ``write``, if there is a folder for files."""
+        if self.folder is not None:
+            path = self.folder / name
+            write(path)
+            self.on_file(path)
+
     def left_s(self) -> float:
-        """Seconds of the experiment's limit that are left."""
+        """Return the seconds left of the experiment's limit."""
         return self.ends_at - time.perf_counter()
 
-    def late(self) -> "Failure | None":
-        """What becomes of a point that would begin now; None: it may."""
+    def late(self) -> Failure | None:
+        """Return the failure of a point that would begin now; None: it may begin."""
         return None if self.left_s() > 0 else ("not-run", "the experiment's time limit came first")
 
     def time(
         self,
         parts: list[Part],
-        build: Callable[[], Callable[[Lap], object]],
+        build: Build,
         rule: Rule | None = None,
         *,
         numbers: Mapping[str, Cell] | None = None,
         on_host: bool = False,
         needed_by: Sequence[Point] = (),
     ) -> Iterator[BenchRow]:
-        """Rows of ``parts``, all from one series of runs of what ``build`` returns; none where none is asked for.
+        """Yield rows of ``parts``, all from one series of runs of what ``build`` returns.
 
         Args:
-            build: makes tensors and modules; its memory running out is a row, too.
-            rule: other than the experiment's; the time that is left caps it.
-            numbers: beside the rates in every row; read when the runs are over.
+            rule: replaces the experiment's rule; the time left caps it.
+            numbers: added to every row besides the rates; read when the runs are over.
             on_host: the work is the CPU's, whatever the device.
-            needed_by: points whose numbers are made with these rows' times: where one of them is asked for, these run too.
+            needed_by: points computed from these rows' times: where one is selected, the series runs too.
         """
         rule = rule or self.rule
         points = [part.point for part in parts]
@@ -131,46 +140,43 @@ class Bench:
     def series(
         self,
         points: Sequence[Point],
-        build: Callable[[], Callable[[Lap], object]],
+        build: Build,
         rule: Rule,
         *,
         on_host: bool = False,
         needed_by: Sequence[Point] = (),
-    ) -> "Timing | list[BenchRow]":
-        """The samples that rows of ``points`` are made of, or rows that say why there are none; no rows where none is asked for."""
+    ) -> Timing | list[BenchRow]:
+        """Return the samples for rows of ``points``, or rows with the reason why there are none."""
         if not self.wanted([*points, *needed_by]):
             return []
-        late = self.late()
-        if late is not None:
-            return list(failures(points, *late))
-        rule = replace(rule, cap_s=min(rule.cap_s, self.left_s()))
-        stopwatch = CpuStopwatch() if on_host else self.stopwatch
-        failure: Failure | None = None
-        try:
-            return take(build(), stopwatch, rule)
-        except Exception as error:  # Whatever it is, it is these points' result.
-            failure = told(error)
-        finally:
-            self.tidy()
+        failure = self.late()
+        if failure is None:
+            rule = replace(rule, cap_s=min(rule.cap_s, self.left_s()))
+            try:
+                return take(build(), CpuStopwatch() if on_host else self.stopwatch, rule)
+            except Exception as error:  # Any error is the result of these points.
+                failure = failure_of(error)
+            finally:
+                self.tidy()
         return list(failures(points, *failure))
 
-    def find(self, point: Point, ask: Callable[[], Mapping[str, Cell]]) -> Iterator[BenchRow]:
-        """The row of what ``ask`` finds without a clock, if it is asked for."""
+    def find(self, point: Point, compute: Callable[[], Mapping[str, Cell]]) -> Iterator[BenchRow]:
+        """Yield the row of numbers that ``compute`` returns without timing, if ``point`` is selected."""
         if not self.wants(point):
             return
         failure = self.late()
         if failure is None:
             try:
-                row = value(point, **ask())
-            except Exception as error:  # Whatever it is, it is this point's result.
-                failure = told(error)
+                row = value(point, **compute())
+            except Exception as error:  # Any error is this point's result.
+                failure = failure_of(error)
             else:
                 yield row
                 return
         yield from failures([point], *failure)
 
     def row(self, part: Part, timing: Timing, numbers: Mapping[str, Cell]) -> BenchRow:
-        """One part's row, held against the data sheet."""
+        """Return one part's row, checked against the data sheet."""
         times = timing.spread(part.lap)
         if times is None:
             return BenchRow(
@@ -183,10 +189,11 @@ class Bench:
         known: dict[str, Any] = {"point": part.point, "times": times, "discarded": timing.discarded}
         least_s = self._least_seconds(part.work)
         if least_s is not None and is_impossible(times.median, least_s):
-            why = f"{format_seconds(times.median)} is less than the {format_seconds(least_s)} that the data sheet allows"
+            median = format_seconds(times.median)
+            why = f"{median} is less than the {format_seconds(least_s)} that the data sheet allows"
             return BenchRow(**known, status="impossible", message=why)
         rates = {**numbers, **part.rates(times.median), **part.held}
-        if part.tells_host and self.device.type != "cpu":
+        if part.has_host_time and self.device.type != "cpu":
             rates["host_s"] = Spread.of(timing.host[part.lap]).median
         return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
 
@@ -196,22 +203,19 @@ class Bench:
         return least_seconds(work, self.gpu, self.stopwatch.flush_bytes)
 
     def tidy(self) -> None:
-        """Give back what a point left, so that the next one has the whole memory."""
+        """Free what a point left, so that the next one has the whole memory."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _warm(part: Part) -> Part:
-    """The part where the cache was not flushed: what is read may come from it, so the data sheet bounds no reads."""
+    """Return the part for runs without a flush: reads may come from the cache, so they bound nothing."""
     return part if part.work is None else replace(part, work=replace(part.work, cold_read_bytes=0.0))
 
 
-Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
-
-
-def told(error: BaseException) -> Failure:
-    """What an exception makes of a row: its status and one line."""
+def failure_of(error: BaseException) -> Failure:
+    """Return the status and the one-line message that an exception gives a row."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
     if is_out_of_memory(error):
         return ("out-of-memory", line)
@@ -221,16 +225,16 @@ def told(error: BaseException) -> Failure:
 
 
 def failures(points: Sequence[Point], status: Any, message: str) -> Iterator[BenchRow]:
-    """Rows of points that came to nothing."""
+    """Yield rows of points without a result."""
     for point in points:
         yield BenchRow(point=point, status=status, message=message)
 
 
 def value(point: Point, **numbers: Cell) -> BenchRow:
-    """A row of what is known without a clock.
+    """Return a row of numbers that need no timing.
 
     Raises:
-        ValueError: a number is not finite, which is no result.
+        ValueError: a number is not finite.
     """
     for name, number in numbers.items():
         if isinstance(number, float) and not math.isfinite(number):
@@ -238,8 +242,12 @@ def value(point: Point, **numbers: Cell) -> BenchRow:
     return BenchRow(point=point, status="done", numbers=numbers)
 
 
-def of_work(flops: float = 0.0, num_bytes: float = 0.0) -> Rates:
-    """Rates of so much work: ``tflops_per_s`` and ``gb_per_s``, each where there is such work."""
+def of_work(flops: float = 0.0, num_bytes: float = 0.0, peak: float | None = None) -> Rates:
+    """Return rates of this work: ``tflops_per_s``, ``gb_per_s`` and ``of_data_sheet``, where they apply.
+
+    Args:
+        peak: FLOP/s of the data sheet, or bytes per second where there are no FLOPs.
+    """
 
     def rates(seconds: float) -> dict[str, Cell]:
         found: dict[str, Cell] = {}
@@ -247,6 +255,8 @@ def of_work(flops: float = 0.0, num_bytes: float = 0.0) -> Rates:
             found["tflops_per_s"] = flops / seconds / 1e12
         if num_bytes:
             found["gb_per_s"] = num_bytes / seconds / 1e9
+        if peak:
+            found["of_data_sheet"] = (flops or num_bytes) / seconds / peak
         return found
 
     return rates
@@ -254,24 +264,10 @@ def of_work(flops: float = 0.0, num_bytes: float = 0.0) -> Rates:
 
 @contextmanager
 def fp32_products(kind: Literal["fp32", "tf32"]) -> Iterator[None]:
-    """Products of fp32 matrices in fp32 or in tf32: their peaks differ eightfold, so none is left to chance."""
+    """Compute products of fp32 matrices in fp32 or in tf32 within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """A file of ``experiments/``: what ``trainfit bench NAME`` runs."""
-
-    name: str
-    run: Callable[[Bench], Iterator[BenchRow]]
-    limit_s: float
-    """Seconds it may take in full form unless told otherwise."""
-    on_host: bool = False
-    """All of its work is the CPU's, whatever devices there are; its result is that CPU's."""
-    files: str = ""
-    """Which files it writes beside its rows; empty: none."""

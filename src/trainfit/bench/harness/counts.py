@@ -1,4 +1,4 @@
-"""What a run asks of the device, counted and not timed: bytes that its operations move, and kernels that it launches."""
+"""Count the bytes that a run's operations move and the kernels that it launches."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class MovedBytes(TorchDispatchMode):
-    """While it is active, adds up what each operation reads and writes: its tensors' elements, each once; views move nothing."""
+    """Add up what each operation reads and writes: each tensor once; views move nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,16 +28,16 @@ class MovedBytes(TorchDispatchMode):
 
 
 def moved_bytes(run: Callable[[], object]) -> int:
-    """Bytes that ``run``'s PyTorch operations read and write. A kernel that PyTorch does not dispatch is not seen."""
+    """Return the bytes that the PyTorch operations of ``run`` read and write; other kernels are not seen."""
     with MovedBytes() as moved:
         run()
     return moved.num_bytes
 
 
 def compiled_bytes(first_run: Callable[[], object]) -> int:
-    """Bytes that the kernels of what ``first_run`` compiles read and write, each kernel's buffers once, as Inductor counts them.
+    """Return the bytes that the kernels compiled by ``first_run`` read and write, as Inductor counts them.
 
-    It counts only where its log of metrics is on, and compiles only what is in no cache.
+    Inductor counts only where its log of metrics is on, and compiles only what is in no cache.
 
     Raises:
         RuntimeError: nothing was compiled.
@@ -59,7 +59,7 @@ def compiled_bytes(first_run: Callable[[], object]) -> int:
 
 
 def launches(run: Callable[[], object], device: torch.device) -> int | None:
-    """Kernels and copies that ``run`` starts on a GPU, by the profiler; None where the profiler sees none, as on a CPU."""
+    """Return the kernels and copies that ``run`` starts on a GPU; None where the profiler sees none."""
     if device.type != "cuda":
         return None
     run()

@@ -1,4 +1,4 @@
-"""Memory of a step as it really runs: the allocator's peaks on CUDA, every storage followed on any device, a snapshot for memory_viz."""
+"""Measure the memory of a step: the allocator's peaks on CUDA, the timeline of every storage, a snapshot."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trainfit.bench.harness.bench import Bench
-from trainfit.bench.harness.memory_prediction import NUM_POINTS, Told
+from trainfit.bench.harness.memory_prediction import NUM_POINTS, RunMemory
 from trainfit.bench.harness.memory_timeline import BEFORE, Account, Follower, Piece
 from trainfit.measurement.meter import name_holders, tree_tensors
 from trainfit.step import Batch, Step
@@ -23,29 +23,29 @@ Run = Callable[[Begin], object]
 
 @dataclass
 class Measured:
-    """What was measured of one kind of run, and what held its peak."""
+    """Measured memory of one kind of run, and what held its peak."""
 
-    told: Told
+    memory: RunMemory
     at_peak: list[Piece] = field(default_factory=list)
 
 
 def forward_only(step: Step, batches: list[Batch], begin: Begin) -> object:
-    """A forward without gradients, as for inference."""
+    """Run a forward without gradients, as for inference."""
     begin("forward")
     with torch.no_grad():
         return step.loss(batches[0])
 
 
 def whole_step(step: Step, batches: list[Batch], begin: Begin) -> object:
-    """Forward, backward and optimizer."""
+    """Run forward, backward and optimizer."""
     return step(batches, on_phase=begin)
 
 
 def start_afresh(bench: Bench) -> int:
-    """Leave the allocator as in a new process, and count the harness's own bytes on a GPU.
+    """Reset the allocator to that of a new process, and return the harness's own bytes on a GPU.
 
-    Workspaces (cuBLAS has 32 MiB for each thread that multiplies) are given back first, the segments that they lie in after them. A
-    weight of 25 MiB that comes to lie in such a segment takes 25 MiB, in a segment of its own 26.
+    cuBLAS's workspaces (32 MiB a thread) are freed first, then their segments: a 25 MiB weight placed in such
+    a segment takes 25 MiB, in its own segment 26.
     """
     if bench.device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
@@ -54,17 +54,18 @@ def start_afresh(bench: Bench) -> int:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that CUDA's allocator has handed out; 0 on a CPU, which has none."""
+    """Return the bytes that CUDA's allocator has handed out; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def measure(
     bench: Bench, step: Step, batches: list[Batch], once: Run, built: int, held: int, snapshot: str
 ) -> Measured:
-    """Run it a first time, a second time, and followed; on CUDA once more for the snapshot, where its name is given.
+    """Run ``once`` a first and a second time, and tracked; on CUDA once more for a named snapshot.
 
     Args:
-        built: bytes of the built step on CUDA, ``held`` not counted.
+        built: bytes of the built step on CUDA, without ``held``.
+        held: bytes of the harness.
     """
     start_afresh(bench)
     if bench.device.type != "cuda":
@@ -78,25 +79,27 @@ def measure(
         account = follow(step, batches, once)
     if snapshot:
         bench.keep(snapshot, partial(write_snapshot, once))
-    return Measured(Told(before, steady, max(first.values()), account.curve(NUM_POINTS)), account.at_peak())
+    return Measured(
+        RunMemory(before, steady, max(first.values()), account.curve(NUM_POINTS)), account.at_peak()
+    )
 
 
 class AllocatorPeaks:
-    """The highest bytes that CUDA's allocator handed out in each phase, less ``held``."""
+    """The highest bytes that CUDA's allocator handed out in each phase, minus ``held``."""
 
     def __init__(self, device: torch.device, held: int):
         self.device, self.held, self.phase = device, held, ""
         self.found: dict[str, int] = {}
 
     def of(self, once: Run) -> dict[str, int]:
-        """Run it once. The count is the host's, so it needs no synchronisation."""
+        """Run ``once``; the allocator counts on the host, so no synchronization is needed."""
         torch.cuda.reset_peak_memory_stats(self.device)
         once(self.begin)
         self.begin("")
         return self.found
 
     def begin(self, phase: str) -> None:
-        """A phase begins, the one before it ends."""
+        """Begin a phase and end the one before it."""
         if self.phase:
             peak = torch.cuda.max_memory_allocated(self.device) - self.held
             self.found[self.phase] = max(peak, self.found.get(self.phase, 0))
@@ -105,8 +108,8 @@ class AllocatorPeaks:
 
 
 def follow(step: Step, batches: list[Batch], once: Run) -> Account:
-    """Run it once with every storage followed."""
-    # A parameter's device has its number; the one that was asked for may not, and they would not be equal.
+    """Run ``once`` with every storage tracked."""
+    # A parameter's device has an index; the requested one may have none and would not compare equal.
     follower = Follower(next(step.model.parameters()).device)
     with follower:
         hooks = name_holders(follower, step)
@@ -118,9 +121,9 @@ def follow(step: Step, batches: list[Batch], once: Run) -> Account:
 
 
 def write_snapshot(once: Run, path: Path) -> None:
-    """What pytorch.org/memory_viz reads: the allocations of one run, those of the forward and of the optimizer with their Python stacks.
+    """Write the allocations of one run for pytorch.org/memory_viz.
 
-    The backward's have none: autograd runs in a thread for each GPU, which no Python called. ``Follower`` tells their autograd nodes.
+    Allocations of the backward have no Python stack, because autograd runs in its own threads.
     """
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=MOST_ENTRIES)
     try:

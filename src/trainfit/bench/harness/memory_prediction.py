@@ -1,6 +1,6 @@
-"""What the virtual GPU says of a recipe's memory: of a whole step and of a forward alone.
+"""Predict a recipe's memory on the virtual GPU: a whole step and a forward alone.
 
-On a machine with a GPU this runs in processes that do not see it, beside what is measured there.
+On a machine with a GPU this runs in other processes that do not see it, while the GPU is measured.
 """
 
 import os
@@ -26,13 +26,13 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
 
 NUM_POINTS = 32
-"""Of a curve."""
+"""Points of a curve."""
 NUM_PROCESSES = 2
 FORWARD_ONLY, WHOLE_STEP = "forward only", "whole step"
 
 
-class Told(NamedTuple):
-    """Bytes of one kind of run: before it, each phase's peak when steady, the first run's peak, and how it went."""
+class RunMemory(NamedTuple):
+    """Bytes of one kind of run: before it, each phase's steady peak, the first run's peak, and the curve."""
 
     before: int
     phases: dict[str, int]
@@ -41,28 +41,28 @@ class Told(NamedTuple):
     fits: bool = True
 
 
-Prediction = dict[str, Told]
-"""By kind of run."""
+Prediction = dict[str, RunMemory]
+"""Memory by kind of run."""
 
 
 def predict_memory(recipe: Recipe) -> Prediction:
-    """Both kinds of run of the recipe on its GPU."""
+    """Predict both kinds of run of the recipe on its GPU."""
     return {
-        FORWARD_ONLY: _told(recipe, forward_ledger(recipe)),
-        WHOLE_STEP: _told(recipe, ledger_of(recipe)),
+        FORWARD_ONLY: _memory_of(recipe, forward_ledger(recipe)),
+        WHOLE_STEP: _memory_of(recipe, ledger_of(recipe)),
     }
 
 
-def _told(recipe: Recipe, ledger: Ledger) -> Told:
+def _memory_of(recipe: Recipe, ledger: Ledger) -> RunMemory:
     replayed, fits = replay_on(find_gpu(recipe.hardware.gpu), ledger)
     ran = {segment.phase for segment in ledger.segments}
     steady = {phase: getattr(replayed.phases.steady, phase) for phase in PHASES if phase in ran}
     curve = of_ledger(ledger, "steady").curve(NUM_POINTS)
-    return Told(replayed.phases.after_init, steady, replayed.phases.first.peak, curve, fits)
+    return RunMemory(replayed.phases.after_init, steady, replayed.phases.first.peak, curve, fits)
 
 
 def forward_ledger(recipe: Recipe) -> Ledger:
-    """The ledger of building the model and two forwards without gradients. Every layer is traced."""
+    """Return the ledger of building the model and two forwards without gradients, all layers traced."""
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
@@ -79,7 +79,7 @@ def forward_ledger(recipe: Recipe) -> Ledger:
 
 @contextmanager
 def predictions(recipes: Sequence[Recipe], device: torch.device) -> Iterator[Callable[[Recipe], Prediction]]:
-    """A function that gives the prediction of one of ``recipes``; on a GPU's machine they are made meanwhile."""
+    """Yield a function that returns a recipe's prediction; on a machine with a GPU they run meanwhile."""
     if device.type == "cpu":
         yield predict_memory
         return

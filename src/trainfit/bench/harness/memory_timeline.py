@@ -1,10 +1,11 @@
-"""Memory through a run, storage by storage: the same account of the virtual GPU's ledger and of what really ran.
+"""Memory through a run, storage by storage, in one form for a ledger and for a measured run.
 
-Enters: a ledger, or steps that run inside a ``Follower``. Leaves: an Account: every storage with its size, its category and where it
-was made, and when each began and ended. Sizes are rounded up to the allocator's 512 bytes.
+An ``Account`` is made from a ledger, or by steps that run inside a ``Follower``: every storage with its size,
+category and origin, and when it was allocated and freed. Sizes are rounded up to the allocator's 512 bytes.
 
-Categories are those of ``MemoryBreakdown``, and final ones: what becomes a gradient is one from its first moment, and of what a
-forward makes activations are what is alive as the backward begins, the rest is temporary.
+Categories are those of ``MemoryBreakdown``, assigned for the whole lifetime: a gradient is one from its
+allocation; of a forward's storages those alive when the backward begins are activations, the others
+temporary.
 """
 
 import sys
@@ -24,7 +25,7 @@ from trainfit.spec.result import CATEGORIES, PHASES
 MODELS = Path("trainfit", "models").as_posix()
 OPTIMIZERS = Path("torch", "optim").as_posix()
 BEFORE = "before"
-"""Phase of what is alive as the account begins."""
+"""Phase of storages that are alive when the account begins."""
 
 
 @dataclass
@@ -36,29 +37,30 @@ class Piece:
     phase: str
     op: str
     where: str
-    """``file:line`` of the model that made it, in a backward the autograd node; in a ledger the module."""
+    """``file:line`` of the model that allocated it, in a backward the autograd node; in a ledger the
+    module."""
 
 
 @dataclass
 class Account:
-    """Pieces, and their beginnings (+) and ends (-) in order, each with the phase it happened in."""
+    """Storages, and their allocations and frees in order, each with its phase."""
 
     pieces: list[Piece] = field(default_factory=list)
     events: list[tuple[int, bool, str]] = field(default_factory=list)
-    """Index of the piece, whether it begins, and the phase."""
+    """Index of the piece, whether it is allocated, and the phase."""
 
     def begins(self, piece: Piece) -> int:
-        """A piece begins, in the phase it names; its index."""
+        """Allocate a piece in its phase and return its index."""
         self.pieces.append(piece)
         self.events.append((len(self.pieces) - 1, True, piece.phase))
         return len(self.pieces) - 1
 
     def ends(self, index: int, phase: str) -> None:
-        """The piece is gone."""
+        """Free a piece."""
         self.events.append((index, False, phase))
 
     def peaks(self) -> dict[str, int]:
-        """The highest sum in each phase, what was alive before included."""
+        """Return the highest sum in each phase, including what was alive before."""
         found: dict[str, int] = {}
         now = 0
         for index, begins, phase in self.events:
@@ -68,7 +70,7 @@ class Account:
         return found
 
     def at_peak(self) -> list[Piece]:
-        """What is alive at the highest moment after the beginning."""
+        """Return what is alive at the peak."""
         alive: dict[int, Piece] = {}
         highest, at = -1, {}
         now = 0
@@ -83,7 +85,7 @@ class Account:
         return list(at.values())
 
     def curve(self, num_points: int) -> Curve:
-        """The highest moment of each of so many equal stretches of the events after the beginning."""
+        """Return the highest moment of each of ``num_points`` equal stretches of the events."""
         alive, points = dict.fromkeys(CATEGORIES, 0), []
         for index, begins, phase in self.events:
             piece = self.pieces[index]
@@ -101,7 +103,7 @@ class Account:
 
 
 def of_ledger(ledger: Ledger, step: str) -> Account:
-    """The account of one step (first, steady) of a ledger, with what is alive before it."""
+    """Return the account of one step (first, steady) of a ledger, with what is alive before it."""
     account, alive = Account(), {}
     for event in ledger.expand():
         segment, storage = ledger.segments[event.segment], ledger.storages[event.storage]
@@ -119,7 +121,7 @@ def of_ledger(ledger: Ledger, step: str) -> Account:
 
 
 class Follower(LiveBytes):
-    """Writes the account of what really runs on a device while it is on."""
+    """Records the account of what runs on a device while it is active."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -127,14 +129,14 @@ class Follower(LiveBytes):
         self.phase = BEFORE
         self._op = ""
         self._pieces: dict[int, int] = {}
-        """Index of the piece that each living storage (by its address) is."""
+        """Index of the piece of each living storage, by its address."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._op = str(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def begin(self, phase: str) -> None:
-        """A phase begins; at a backward, what the forward left alive are activations."""
+        """Begin a phase; at a backward, what the forward left alive becomes activations."""
         if phase == "backward":
             for index in self._pieces.values():
                 piece = self.account.pieces[index]
@@ -143,7 +145,7 @@ class Follower(LiveBytes):
         self.phase, self.category = phase, "temporary"
 
     def close(self) -> Account:
-        """The account is complete: what dies from here on is not of the run."""
+        """Return the complete account; later frees are not part of it."""
         for held in self._held.values():
             held.ends.detach()
         return self.account
@@ -166,7 +168,7 @@ class Follower(LiveBytes):
 
 
 def _where() -> str:
-    """The innermost line of the model that runs, else the autograd node, else the optimizer's file."""
+    """Return the autograd node, or the innermost line of the model or the optimizer that runs."""
     node = torch._C._current_autograd_node()
     if node is not None:
         return f"backward: {node.name()}"
@@ -181,5 +183,5 @@ def _where() -> str:
 
 
 def rounded(num_bytes: int) -> int:
-    """As the allocator counts."""
+    """Round up as the allocator does."""
     return -(-num_bytes // BLOCK) * BLOCK

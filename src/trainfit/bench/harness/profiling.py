@@ -1,10 +1,12 @@
-"""Where a step's time goes: parts of the model as ranges for the profiler, and what it saw, part by part.
+"""Attribute a profiled step's kernels to phases and parts of the model.
 
-Enters: a native decoder with ``attention: eager``, and the events of ``torch.profiler`` of one step. Leaves: a Launch for each
-kernel of a GPU (on a CPU: each operation), with its phase and the part of the model that asked for it.
+The parts of a native decoder with ``attention: eager`` become ranges of ``torch.profiler``. From its events
+comes a ``Launch`` for each kernel of a GPU (on a CPU: each operation), with the phase and part that launched
+it.
 
-A kernel of the backward belongs to the part whose forward made its node: autograd gives both the same sequence number
-(``torch.autograd.profiler.emit_nvtx`` says so; of several operations with one number the last one made the node).
+A kernel of the backward belongs to the part whose forward created its autograd node: both have the same
+sequence number (see ``torch.autograd.profiler.emit_nvtx``; of several operations with one number the last
+created the node).
 """
 
 import math
@@ -22,16 +24,16 @@ from trainfit.models.native import attention, decoder
 from trainfit.step import Batch, Step
 
 PHASE, PART = "phase: ", "part: "
-"""What the names of ranges begin with."""
+"""Prefixes of the names of ranges."""
 PARTS = (
-    "embedding", "norms", "projections", "RoPE and copies", "scores", "scale and mask", "softmax", "values", "MLP",
-    "residuals", "head", "loss", "optimizer", "other",
+    "embedding", "norms", "projections", "RoPE and copies", "scores", "scale and mask", "softmax", "values",
+    "MLP", "residuals", "head", "loss", "optimizer", "other",
 )  # fmt: skip
-"""``projections``: query, key, value and output of attention; ``other``: what no part could be found for."""
+"""``projections``: query, key, value and output of attention; ``other``: kernels without a known part."""
 PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
-"""Operations that are a matrix product; helpers that they launch (split-K sums) count as theirs."""
+"""Operations that are a matrix product, including helpers they launch, such as split-K sums."""
 ENGINE = "autograd::engine::evaluate_function"
-"""The engine around one node: it also sums gradients, which is the node's work too."""
+"""The engine around one node, which also sums gradients."""
 OVERHEADS = frozenset(
     {
         "Activity Buffer Request",
@@ -45,8 +47,8 @@ OVERHEADS = frozenset(
         "Unrecognized",
     }
 )
-"""Events of CUPTI's own cost (Kineto, ``overheadKindString``). They can bear an operation's number, and torch then gives them all of
-its kernels once more: the 163 of a 2.7B model's ``_fused_adamw_`` to each of 84 ``Command Buffer Full``."""
+"""CUPTI's overhead events (Kineto, ``overheadKindString``). They can have an operation's number, and torch
+then attributes all of its kernels to them once more."""
 BACKWARD_SCOPE = 1
 """``at::RecordScope::BACKWARD_FUNCTION`` (ATen/record_function.h)."""
 
@@ -62,14 +64,14 @@ class Launch(NamedTuple):
 
 
 def part(name: str) -> Any:
-    """A range around a part of the model; the innermost one counts."""
+    """Return a range around a part of the model; the innermost one counts."""
     assert name in PARTS, name
     return record_function(PART + name)
 
 
 @contextmanager
 def ranges(model: nn.Module) -> Iterator[None]:
-    """The model's modules, its attention's operations and its loss in ranges. The modules keep theirs."""
+    """Put the model's modules, attention's operations and the loss into ranges. Modules keep theirs."""
     assert isinstance(model, decoder.NativeDecoder)
     _wrap(model, "residuals")
     _wrap(model.embed, "embedding")
@@ -104,7 +106,7 @@ def _in_part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """A function of the native decoder's files replaced for a while, as the course's handout has it."""
+    """Replace a function of the native decoder's modules within the context."""
     original = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -120,7 +122,7 @@ def attention_in_ranges(
     bias: Tensor | None,
     softmax: Callable[[Tensor], Tensor] = attention.fused_softmax,
 ) -> Tensor:
-    """``attention.eager_attention``, the same operations in the same order, each step in its range."""
+    """Compute ``attention.eager_attention`` with the same operations in the same order, each in its range."""
     s, d = q_bhsd.shape[2:]
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
     k, v = attention.repeat_heads(k_bksd, groups), attention.repeat_heads(v_bksd, groups)
@@ -138,7 +140,7 @@ def attention_in_ranges(
 
 
 def run_in_phases(step: Step, batches: list[Batch]) -> None:
-    """One step, each phase in its range."""
+    """Run one step, each phase in its range."""
     with ExitStack() as stack:
 
         def begin(phase: str) -> None:
@@ -149,7 +151,7 @@ def run_in_phases(step: Step, batches: list[Batch]) -> None:
 
 
 def profiler(device: torch.device) -> profile:
-    """The profiler for one step on this device. (``acc_events``: without it torch warns of cycles, which there are none of.)"""
+    """Return the profiler for one step on this device (``acc_events`` avoids a warning about cycles)."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -157,15 +159,16 @@ def profiler(device: torch.device) -> profile:
 
 
 def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
-    """What ran, of the events of ``profile.events()``.
+    """Return what ran, from the events of ``profile.events()``.
 
     Raises:
-        RuntimeError: the profiler saw no kernel on a GPU, or not each kernel has one operation that launched it.
+        RuntimeError: the profiler saw no kernel on a GPU, or a kernel has no single operation that launched
+            it.
     """
     events = list(events)
     found = [
-        Launch(*place, event.name, name, seconds)
-        for event, place, ran in _working(events, on_gpu=on_gpu)
+        Launch(*at, event.name, name, seconds)
+        for event, at, ran in _working(events, on_gpu=on_gpu)
         for name, seconds in ran
     ]
     if on_gpu and not found:
@@ -175,35 +178,35 @@ def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
     return found
 
 
-def places(events: Iterable[Any], *, on_gpu: bool) -> dict[int, tuple[str, str]]:
-    """Phase and part by the operation's number (``External id`` in a trace), the very ones that ``launches`` tells."""
-    return {event.id: place for event, place, _ in _working(list(events), on_gpu=on_gpu)}
+def operation_parts(events: Iterable[Any], *, on_gpu: bool) -> dict[int, tuple[str, str]]:
+    """Return phase and part by the operation's number (``External id`` in a trace)."""
+    return {event.id: at for event, at, _ in _working(list(events), on_gpu=on_gpu)}
 
 
 def _working(
     events: list[Any], *, on_gpu: bool
 ) -> Iterator[tuple[Any, tuple[str, str], list[tuple[str, float]]]]:
-    """Each operation that launched kernels (on a CPU: each operation), where it belongs, and what it ran in how many seconds."""
-    told = [event for event in events if event.device_type == DeviceType.CPU]
-    parts = _parts_of_nodes(told)
+    """Yield each operation that launched kernels (on a CPU: any), its phase and part, and its kernels."""
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    parts = _parts_of_nodes(on_host)
     seen: set[int] = set()
-    for event in told:
-        # A range's own "kernels" are the range again, as seen on the GPU; the profiler's overheads have those of some operation.
+    for event in on_host:
+        # A range's "kernels" are the range on the GPU; overhead events repeat those of an operation.
         if _is_range(event) or event.name in OVERHEADS:
             continue
         ran = _kernels(event) if on_gpu else _itself(event)
         if ran and not (on_gpu and event.id in seen):
             seen.add(event.id)
-            yield event, _place(event, parts), ran
+            yield event, _phase_and_part(event, parts), ran
 
 
 def num_on_gpu(events: Iterable[Any]) -> int:
-    """Kernels, copies and fills that ran on a GPU, whoever launched them."""
+    """Return the number of kernels, copies and fills that ran on a GPU."""
     return sum(event.device_type == DeviceType.CUDA and not _is_range(event) for event in events)
 
 
 def num_launched(step: Step, batches: list[Batch]) -> int:
-    """How many of them one more step runs."""
+    """Return the same number for one more step."""
     with profiler(step.device) as seen:
         step(batches)
         torch.cuda.synchronize(step.device)
@@ -219,23 +222,23 @@ def _kernels(event: Any) -> list[tuple[str, float]]:
 
 
 def _itself(event: Any) -> list[tuple[str, float]]:
-    """On a CPU an operation is its own kernel, less the time of the operations that it calls."""
+    """Return a CPU operation as its own kernel, without the time of operations that it calls."""
     return [(event.name, event.self_cpu_time_total / 1e6)] if event.name.startswith("aten::") else []
 
 
 def _parts_of_nodes(events: list[Any]) -> dict[int, str]:
-    """The part whose forward made each autograd node, by its sequence number. Events are in the order in which they began."""
+    """Return the part whose forward created each autograd node, by sequence number; events are in order."""
     found: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and event.scope != BACKWARD_SCOPE:
-            phase, where = _place(event, {})
+            phase, where = _phase_and_part(event, {})
             if phase == "forward":
                 found[event.sequence_nr] = where
     return found
 
 
-def _place(event: Any, parts: dict[int, str]) -> tuple[str, str]:
-    """Phase and part, from the ranges and the autograd node that the event is in."""
+def _phase_and_part(event: Any, parts: dict[int, str]) -> tuple[str, str]:
+    """Return phase and part, from the ranges and the autograd node around the event."""
     where, at = "", event
     while at is not None:
         if at.name.startswith(PART) and not where:
@@ -246,5 +249,5 @@ def _place(event: Any, parts: dict[int, str]) -> tuple[str, str]:
             phase = at.name.removeprefix(PHASE)
             return phase, "optimizer" if phase == "optimizer" else where or "other"
         at = at.cpu_parent
-    # On a GPU the backward runs in a thread of its own, which no range of ours is in.
+    # On a GPU the backward runs in its own thread, which no range covers.
     return "backward", where or "other"

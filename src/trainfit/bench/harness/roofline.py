@@ -1,20 +1,22 @@
-"""The least time that a device's data sheet allows: a shorter one was not measured right."""
+"""The least time that a device's data sheet allows; a shorter measured time is wrong."""
 
 from dataclasses import dataclass
 
 from trainfit.spec.hardware import Gpu, PeakDtype
 
 SLACK = 0.92
-"""A time below this share is impossible. Clocks go above those that data sheets assume: an H200's tensor peak is 132 multiprocessors x
-4096 FLOPs at 1830 MHz, its highest clock 1980 MHz."""
+"""A time below this share of the least is impossible. Clocks exceed those of data sheets: an H200's peak
+assumes 1830 MHz (132 multiprocessors x 4096 FLOPs), its highest clock is 1980 MHz."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What has to be done, at the very least.
+    """The least work of a run.
 
-    flops: multiplications and additions of ``dtype`` operands; cold_read_bytes: distinct bytes that are read and were not in the
-    cache; write_bytes: distinct bytes written.
+    Attributes:
+        flops: multiplications and additions of ``dtype`` operands.
+        cold_read_bytes: distinct bytes that are read and were not in the cache.
+        write_bytes: distinct bytes written.
     """
 
     flops: float = 0.0
@@ -24,9 +26,10 @@ class Work:
 
 
 def least_seconds(work: Work, gpu: Gpu, cache_bytes: int) -> float | None:
-    """The longer of arithmetic and memory time at the data sheet's peaks; None where it names neither.
+    """Return the longer of arithmetic and memory time at the data sheet's peaks; None where it has neither.
 
-    What is written may still lie in the cache of ``cache_bytes`` when the clock stops, so only the rest must have left it.
+    Written bytes may still be in the cache of ``cache_bytes`` when the clock stops; only the rest must have
+    left it.
     """
     peak = gpu.peak_flops_per_s.get(work.dtype)
     bounds = [work.flops / peak] if peak else []
@@ -37,5 +40,5 @@ def least_seconds(work: Work, gpu: Gpu, cache_bytes: int) -> float | None:
 
 
 def is_impossible(seconds: float, least_s: float | None) -> bool:
-    """Whether ``seconds`` is less than the data sheet allows."""
+    """Return whether ``seconds`` is less than the data sheet allows."""
     return least_s is not None and seconds < SLACK * least_s

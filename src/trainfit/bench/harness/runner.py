@@ -1,8 +1,6 @@
-"""``run``: an experiment's name in, a BenchResult out. ``experiments``: those there are, found by themselves."""
+"""Run an experiment by name and return its BenchResult."""
 
-import importlib
 import math
-import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,9 +10,10 @@ from typing import Literal
 
 import torch
 
-from trainfit.bench import experiments as folder
-from trainfit.bench.harness.bench import Bench, Experiment, Point, cell_name, failures, told
-from trainfit.bench.harness.signals import Signalled, Signals, signals_heard
+from trainfit.bench.harness.bench import Bench, Point, cell_name, failure_of, failures
+from trainfit.bench.harness.discovery import experiment
+from trainfit.bench.harness.experiment import Experiment
+from trainfit.bench.harness.signals import Signalled, Signals, signals_raise
 from trainfit.bench.harness.stopwatch import stopwatch_of
 from trainfit.bench.harness.timing import Rule
 from trainfit.catalog import load as catalog
@@ -33,24 +32,6 @@ RULES: dict[Form, Rule] = {
 TINY_LIMIT_S = 60.0
 
 
-def experiment_names() -> list[str]:
-    """The names of the experiments: the files of ``experiments/``."""
-    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
-
-
-def experiment(name: str) -> Experiment:
-    """The experiment called ``name``.
-
-    Raises:
-        InputError: there is none.
-    """
-    if name not in experiment_names():
-        raise InputError(
-            "no such experiment", f"use {', '.join(experiment_names())}", field="NAME", value=name
-        )
-    return importlib.import_module(f"{folder.__name__}.{name}").EXPERIMENT
-
-
 def run(
     name: str,
     *,
@@ -63,41 +44,42 @@ def run(
     only: Mapping[str, Sequence[str]] | None = None,
     keep: Callable[[BenchResult], None] = lambda result: None,
 ) -> BenchResult:
-    """Run one experiment in this process. SIGTERM and Ctrl-C end it, and what was measured until then is a result too.
+    """Run one experiment in this process; SIGTERM and Ctrl-C end it and keep what was measured.
 
     Args:
-        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``; an experiment that is the host's runs on the CPU.
-        form: None: full where the device is a GPU, tiny on a CPU.
-        limit_s: no further point begins after so long; None: the experiment's own.
-        on_row: hears each row as it is made.
-        folder: write the experiment's files there (``Experiment.files``); None: write none.
-        on_file: hears each file's path.
-        only: the values wanted of each key of a point; rows of other points are not made.
-        keep: is given the result before a signal may end the process; also that of a run that ended early, if it has a row.
+        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``; ignored by an experiment on
+            the host.
+        form: None: full on a GPU, tiny on a CPU.
+        limit_s: no further point begins after this time; None: the experiment's own limit.
+        on_row: called with each row as it is made.
+        folder: where the experiment writes its files (``Experiment.files``); None: it writes none.
+        on_file: called with each file's path.
+        only: values selected for each key of a point; rows of other points are not made.
+        keep: called with the result before a signal can end the process, also after a run that ended early.
 
     Raises:
-        InputError: no such experiment or device, files asked of an experiment that has none, or ``only`` of what it has not.
-        Signalled: SIGTERM or Ctrl-C ended it. An error that is no point's own is raised as it is.
+        InputError: no such experiment or device, ``folder`` of an experiment without files, or an ``only``
+            that matches no point.
+        Signalled: SIGTERM or Ctrl-C ended the run. An error that belongs to no point is raised as it is.
     """
     start = time.perf_counter()
-    asked, place = experiment(name), _device(device)
-    form = form or ("full" if place.type == "cuda" else "tiny")
-    if asked.on_host:
-        place = torch.device("cpu")
+    chosen, target = experiment(name), _device(device)
+    form = form or ("full" if target.type == "cuda" else "tiny")
+    if chosen.on_host:
+        target = torch.device("cpu")
     if folder is not None:
-        _make(folder, asked)
-    limit_s = limit_s if limit_s is not None else asked.limit_s if form == "full" else TINY_LIMIT_S
-    stopwatch = stopwatch_of(place)
-    gpu = data_sheet(place)
-    bench = Bench(place, form, stopwatch, gpu, RULES[form], start + limit_s, folder, on_file)
-    if only:
-        bench.only = _only(asked, bench, only)
-    environment = host_environment(str(place))  # Before anything can fail.
-    with signals_heard() as signals:
-        rows, cause = _rows(asked, bench, on_row, signals)
+        _make(folder, name, chosen)
+    limit_s = limit_s if limit_s is not None else chosen.limit_s if form == "full" else TINY_LIMIT_S
+    stopwatch = stopwatch_of(target)
+    gpu = data_sheet(target)
+    bench = Bench(target, form, stopwatch, gpu, RULES[form], start + limit_s, folder, on_file)
+    bench.only = _only(name, chosen, bench, only or {})
+    environment = host_environment(str(target))  # Before anything can fail.
+    with signals_raise() as signals:
+        rows, cause = _rows(chosen, bench, on_row, signals)
         if cause is not None and not rows:  # Nothing to keep.
             raise cause
-        left = [] if cause is None else _left(asked, bench, rows, cause)
+        left = [] if cause is None else _left(chosen, bench, rows, cause)
         result = BenchResult(
             experiment=name, form=form, rows=(*rows, *left), environment=stopwatch.environment(environment),
             gpu=gpu.name if gpu else None, limit_s=limit_s, elapsed_s=time.perf_counter() - start,
@@ -110,66 +92,69 @@ def run(
 
 
 def _rows(
-    asked: Experiment, bench: Bench, on_row: Callable[[BenchRow], None], signals: Signals
+    chosen: Experiment, bench: Bench, on_row: Callable[[BenchRow], None], signals: Signals
 ) -> tuple[list[BenchRow], BaseException | None]:
-    """The rows that are asked for, and what ended the run early."""
+    """Return the selected rows, and what ended the run early."""
     rows: list[BenchRow] = []
     try:
-        # Between points garbage is collected, a quarter of a second where all of torch is looked at.
+        # Garbage is collected between points, which takes 0.25 s unless torch's own objects are frozen.
         with frozen_gc():
-            for row in asked.run(bench):
+            for row in chosen.run(bench):
                 if bench.wants(row.point):
                     rows.append(row)
                     on_row(row)
         signals.hold()
-    except BaseException as error:  # Whatever it is, what was measured is kept; ``run`` raises it.
+    except BaseException as error:  # ``run`` raises it after keeping the rows.
         signals.hold()
         return rows, error
     return rows, None
 
 
-def _left(asked: Experiment, bench: Bench, rows: list[BenchRow], cause: BaseException) -> list[BenchRow]:
-    """Rows of the points that the run did not come to, as not-run."""
+def _left(chosen: Experiment, bench: Bench, rows: list[BenchRow], cause: BaseException) -> list[BenchRow]:
+    """Return not-run rows of the points that the run did not reach."""
     done = {tuple(row.point.items()) for row in rows}
-    reason = f"{cause} ended the run" if isinstance(cause, Signalled) else f"the run ended: {told(cause)[1]}"
+    ended = isinstance(cause, Signalled)
+    reason = f"{cause} ended the run" if ended else f"the run ended: {failure_of(cause)[1]}"
     left: list[Point] = []
     with suppress(Exception):  # It may fail where the run did, which ``run`` raises.
-        for row in _listed(asked, bench):
+        for row in _all_points(chosen, bench):
             if bench.wants(row.point) and tuple(row.point.items()) not in done:
                 left.append(row.point)
     return list(failures(left, "not-run", reason))
 
 
-def _listed(asked: Experiment, bench: Bench) -> Iterator[BenchRow]:
-    """A row of every point: what a run has that may not begin any."""
-    return asked.run(replace(bench, ends_at=-math.inf, folder=None))
+def _all_points(chosen: Experiment, bench: Bench) -> Iterator[BenchRow]:
+    """Yield a row of every point: those of a run without time."""
+    return chosen.run(replace(bench, ends_at=-math.inf, folder=None))
 
 
-def _only(asked: Experiment, bench: Bench, only: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
-    """``only``, held against the points that a run without time has.
+def _only(
+    name: str, chosen: Experiment, bench: Bench, only: Mapping[str, Sequence[str]]
+) -> dict[str, frozenset[str]]:
+    """Return ``only``, checked against the experiment's points.
 
     Raises:
         InputError: there is no such key or value.
     """
-    there: dict[str, dict[str, None]] = {}
-    for row in _listed(asked, bench):
+    known: dict[str, dict[str, None]] = {}
+    for row in _all_points(chosen, bench) if only else ():
         for key, cell in row.point.items():
-            there.setdefault(key, {})[cell_name(cell)] = None
+            known.setdefault(key, {})[cell_name(cell)] = None
     for key, values in only.items():
-        if key not in there:
-            raise InputError(
-                f"{asked.name} has no such key", f"use {', '.join(there)}", field="only", value=key
-            )
+        if key not in known:
+            raise InputError(f"{name} has no such key", f"use {', '.join(known)}", field="only", value=key)
         for one in values:
-            if one not in there[key]:
-                known = ", ".join(there[key])
-                raise InputError(f"no {key} is so", f"use {known}", field="only", value=f"{key}={one}")
+            if one not in known[key]:
+                raise InputError(
+                    f"no {key} is so", f"use {', '.join(known[key])}", field="only", value=f"{key}={one}"
+                )
     return {key: frozenset(values) for key, values in only.items()}
 
 
-def _make(folder: Path, asked: Experiment) -> None:
-    if not asked.files:
-        raise InputError(f"{asked.name} writes no files", "leave it out", field="files", value=str(folder))
+def _make(folder: Path, name: str, chosen: Experiment) -> None:
+    """Create the folder of the experiment's files."""
+    if not chosen.files:
+        raise InputError(f"{name} writes no files", "leave it out", field="files", value=str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -186,21 +171,17 @@ def _device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cpu":
         return device
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"this machine has {torch.cuda.device_count()} CUDA devices",
-            "use cpu",
-            field="device",
-            value=name,
-        )
-    return torch.device("cuda", device.index or 0)  # ``torch.cuda.set_device`` takes none without a number.
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise InputError(f"this machine has {count} CUDA devices", "use cpu", field="device", value=name)
+    return torch.device("cuda", device.index or 0)  # ``torch.cuda.set_device`` needs an index.
 
 
 def data_sheet(device: torch.device) -> Gpu | None:
-    """The device's row of the catalog; None: a CPU, or a GPU that the catalog does not have."""
+    """Return the device's row of the catalog; None for a CPU or a GPU that the catalog lacks."""
     if device.type != "cuda":
         return None
     try:
         return catalog.gpu_of_device(torch.cuda.get_device_name(device))
-    except InputError:  # The result says so: its ``gpu`` is None.
+    except InputError:  # The result records ``gpu`` as None.
         return None

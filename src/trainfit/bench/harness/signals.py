@@ -1,4 +1,4 @@
-"""Signals that end a run: they are heard while it measures, and held off while what was measured is kept."""
+"""End a run on SIGTERM or SIGINT, and hold signals off while the result is kept."""
 
 import signal
 import threading
@@ -11,29 +11,29 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Signalled(BaseException):
-    """The signal of this name came. No ``Exception``: it is no point's result."""
+    """The signal of this name came. Not an ``Exception``: it is no point's result."""
 
 
 class Signals:
-    """What a signal does: the first one raises ``Signalled``, later ones and those after ``hold`` do nothing."""
+    """Signal handler: the first signal raises ``Signalled``; others and those after ``hold`` are ignored."""
 
     def __init__(self) -> None:
         self._raises = True
 
     def hold(self) -> None:
-        """From now on what was measured is being kept, which takes a moment and must not be cut."""
+        """Ignore signals from now on, while the result is kept."""
         self._raises = False
 
     def came(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """Handle a signal."""
         if self._raises:
-            self._raises = False  # A second one must not cut what the first one began.
+            self._raises = False  # A second signal must not interrupt what the first one began.
             raise Signalled(signal.Signals(number).name)
 
 
 @contextmanager
-def signals_heard() -> Iterator[Signals]:
-    """SIGTERM and SIGINT raise in here. Outside the main thread Python lets nobody listen to them: there nothing is changed."""
+def signals_raise() -> Iterator[Signals]:
+    """Make SIGTERM and SIGINT raise within the context; outside the main thread nothing changes."""
     signals, before = Signals(), dict[int, Any]()
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, signals.came) for number in SIGNALS}

@@ -1,7 +1,7 @@
-"""Stopwatches: how a point in time, an empty cache and held clocks are had on one kind of device.
+"""Device timers for CPU and CUDA: timestamps, cache flushing, throttling checks.
 
-On CUDA a mark is an event in the stream, so what lies between two marks is the GPU's own time and not the time the host took to
-ask for it; on a CPU it is ``perf_counter``.
+On CUDA a mark is an event in the stream, so the time between two marks is the GPU's own and not the host's
+time to issue the work; on a CPU it is ``perf_counter``.
 """
 
 import re
@@ -18,66 +18,66 @@ from trainfit.spec.samples import Environment
 from trainfit.spec.units import MIB
 
 LEAST_FLUSH_BYTES = 256 * MIB
-"""On a GPU; at least twice any L2 of the catalog's GPUs."""
+"""At least twice the L2 cache of any GPU in the catalog."""
 CPU_CACHE_BYTES = 32 * MIB
-"""Of a CPU that does not tell the size of its last cache."""
+"""Assumed of a CPU that does not report the size of its last cache."""
 BUSY_S = 2e-4
-"""The least: longer than a busy host needs to ask for an event, a few kernels and an event."""
+"""Shortest spin: longer than a busy host needs to issue an event, a few kernels and an event."""
 HIGHEST_CLOCK_PER_S = 2e9
-"""GPUs spin by their own cycles; at a lower clock it is longer."""
-ASK_EACH_S = 0.01
+"""GPUs spin by cycles; at a lower clock a spin is longer."""
+POLL_S = 0.01
 
 
 class Stopwatch(ABC):
-    """One device. ``flush`` and the marks are in the order of the device's own work; ``wait`` ends it."""
+    """Timer of one device. ``flush`` and marks are ordered with the device's work; ``wait`` ends it."""
 
     flush_bytes: int
 
     @abstractmethod
     def flush(self) -> None:
-        """Write over the last-level cache, so that what is timed next finds none of its data there."""
+        """Overwrite the last-level cache, so that the next run finds none of its data there."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """This point of the device's work."""
+        """Mark this point of the device's work."""
 
     @abstractmethod
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to the next; after ``wait``."""
+        """Return the seconds between two marks; call it after ``wait``."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return once the device has done all it was asked."""
+        """Wait until the device has finished all issued work."""
 
     @abstractmethod
     def throttled(self) -> tuple[str, ...]:
-        """Why the clocks are held down right now."""
+        """Return why the clocks are held down right now."""
 
     def held_until(self, end: Any) -> tuple[str, ...]:
-        """Why the clocks were held down from now until the device came to ``end``."""
+        """Return why the clocks were held down from now until the device reached ``end``."""
         return self.throttled()
 
     def state(self) -> dict[str, float]:
-        """``sm_mhz``, the lowest clock seen since the last ``held_until`` began, and ``watts``, as far as the device tells them."""
+        """Return ``watts`` and ``sm_mhz``, the lowest clock since the last ``held_until`` began."""
         return {}
 
     def kept(self) -> None:  # noqa: B027
-        """What was asked last was of a sample that counts; nothing where clocks are not looked at."""
+        """Count the clocks read last, which were of a sample that is kept."""
 
     def busy(self, seconds: float) -> None:  # noqa: B027
-        """Give the device so long to do, in which the host asks for what comes next; nothing where the host is the device."""
+        """Keep the device busy this long while the host issues the next work; does nothing on a CPU."""
 
     def reached(self, mark: Any) -> bool:
-        """Whether the device has come to ``mark`` and the host may be behind; never where the host is the device."""
+        """Return whether the device has reached ``mark``; never on a CPU."""
         return False
 
     def host_now(self) -> float:
-        """Seconds on the host's clock."""
+        """Return seconds on the host's clock."""
         return time.perf_counter()
 
     @abstractmethod
     def environment(self, host: Environment) -> Environment:
-        """``host`` completed with what is known of the device, and the lowest clocks of the samples that count."""
+        """Return ``host`` completed with the device, and the lowest clocks of the samples kept."""
 
     def rest(self, seconds: float) -> None:
         """Let the device cool down."""
@@ -86,7 +86,7 @@ class Stopwatch(ABC):
 
 @final
 class CpuStopwatch(Stopwatch):
-    """A CPU; its clocks are not looked at."""
+    """A CPU, whose clocks are not checked."""
 
     def __init__(self) -> None:
         self.flush_bytes = 2 * last_cache_bytes()
@@ -146,12 +146,12 @@ class CudaStopwatch(Stopwatch):
         return mark.query()
 
     def held_until(self, end: torch.cuda.Event) -> tuple[str, ...]:
-        """Asked once while a short sample runs, every ``ASK_EACH_S`` of a long one: its clocks may be held in the middle."""
-        held, seen, asked_at = set(self.throttled()), self._seen, time.perf_counter()
+        """Poll once while a short sample runs, and every ``POLL_S`` of a long one."""
+        held, seen, polled_at = set(self.throttled()), self._seen, time.perf_counter()
         while not end.query():
-            if time.perf_counter() - asked_at > ASK_EACH_S:
+            if time.perf_counter() - polled_at > POLL_S:
                 held.update(self.throttled())
-                seen, asked_at = _lowest(seen, self._seen), time.perf_counter()
+                seen, polled_at = _lowest(seen, self._seen), time.perf_counter()
         self._seen = seen
         return tuple(sorted(held))
 
@@ -184,12 +184,12 @@ def _lowest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
-    """The stopwatch of a device."""
+    """Return the stopwatch of a device."""
     return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
 
 
 def last_cache_bytes() -> int:
-    """Size of this CPU's last cache as Linux tells it, at most 64 MiB (a shared host's is not all ours)."""
+    """Return the size of this CPU's last cache, as Linux reports it, at most 64 MiB of a shared host's."""
     found = 0
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         size = re.fullmatch(r"(\d+)K", file.read_text().strip())

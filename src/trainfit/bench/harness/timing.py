@@ -1,18 +1,19 @@
-"""The timing harness: the one place where a benchmark's times come from.
+"""Take the samples of one run: the only code from which a benchmark's times come.
 
-Enters: something to run, and a rule. Leaves: a Timing, which has samples only if the run was clean.
+Each sample: overwrite the cache, mark, run, mark, and read the clocks until the device is done. Samples are
+taken until the median is known well enough (``Rule.spread``) or the time cap comes. With ``Rule.hide`` the
+device first spins for 1.5 times as long as the host took to issue a run, and a sample whose work the device
+reached before the host had issued all of it is repeated. A sample in which the driver held the clocks down is
+discarded. From then on the device rests before every sample, longer with each one lost, because full load
+draws more power than the limit allows for long. Where most samples are lost all the same, the run has no
+number.
 
-Each sample: empty the cache, mark, run, mark, ask for the clocks until the device is done. Samples are taken until the median is
-known well enough (``Rule.spread``), or the time cap. With ``Rule.hide`` the device first spins for 1.5 times as long as the host took to
-ask for a whole run; a sample whose work the device came to before the host had asked for all of it is taken again. A sample in which the driver held the clocks down is thrown away; from then on
-the device rests before every sample, longer with each one lost: work at full load draws more than the GPU may for long, and
-without a rest every second sample would be lost. Where most samples are lost all the same, the run has no number.
-
-The spread is that of the median, not of the samples: the 95 % confidence interval by order statistics, which needs no bell curve
-(Le Boudec, Performance Evaluation, 2010, section 2.2; Hoefler and Belli, SC 2015, rule 5).
+The spread is that of the median: the 95 % confidence interval by order statistics, which assumes no
+distribution (Le Boudec, Performance Evaluation, 2010, section 2.2; Hoefler and Belli, SC 2015, rule 5).
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,36 +26,39 @@ from trainfit.spec.bench import BenchStatus
 from trainfit.spec.samples import Spread
 
 Lap = Callable[[str], None]
-"""Called by what is timed where a part of it begins."""
+"""Called by the timed function where a part of it begins."""
 TOTAL = "total"
 FIRST_REST_S, LONGEST_REST_S = 0.01, 1.0
 SPIN = 1.5
-"""Times the longest that the host took to ask for a run."""
+"""Multiple of the longest time that the host took to issue a run."""
 MOST_EXPOSED = 6
-"""Samples in a row that the device came to too early; with so many the work itself waits for the device (the spin, half as long again each time, stays short)."""
+"""Samples in a row that the device reached too early; with so many the work itself waits for the device."""
 PATIENCE = 8
-"""Samples lost after the longest rest; with so many, and more than were kept, the work itself is what holds the clocks down."""
+"""Samples lost after the longest rest; with so many, and more than were kept, the work itself throttles."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How many samples."""
+    """How many samples to take.
+
+    Attributes:
+        warmup: runs before the first sample.
+        spread: width of the median's confidence interval over the median at which sampling ends.
+        cap_s: seconds after which no further sample begins, rests included. The very first run is not
+            counted, because it may compile. The warm-up has as many seconds again.
+        hide: keep the device busy until the host has issued the whole sample, so that a short one is the
+            device's time alone. Never where the host's time is part of the question.
+        rest_s: rest before every sample, which keeps the average power below the limit.
+    """
 
     warmup: int = 3
-    """Runs before the first sample."""
     min_samples: int = 10
     max_samples: int = 200
     spread: float = 0.02
-    """Width of the median's confidence interval over the median, at which it is known well enough."""
     cap_s: float = 3.0
-    """Seconds after which no further sample begins, resting included. The very first run always runs and is not counted: it may
-    compile. As many seconds again for the warm-up."""
     flush: bool = True
     hide: bool = False
-    """Keep the device busy until the host has asked for the whole sample, so that a short one is the device's time alone. Never
-    where the host's time is part of the question."""
     rest_s: float = 0.0
-    """The device rests so long before every sample, so that the power it draws on average stays below what it may."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
@@ -65,9 +69,13 @@ class Rule:
 
 @dataclass
 class Timing:
-    """Samples of one run; ``laps`` has the seconds of each part, ``total`` of the whole, in the order taken.
+    """Samples of one run, empty unless the run was clean.
 
-    ``host`` has the host's seconds of the same parts: how long it took to ask for them. ``runs`` counts the runs before each kept sample, warm-up and discarded ones included. ``reasons``: why any were discarded.
+    Attributes:
+        laps: seconds of each part in the order taken; ``total``: of the whole.
+        host: host seconds to issue the same parts.
+        runs: runs before each kept sample, warm-up and discarded ones included.
+        reasons: why samples were discarded.
     """
 
     status: BenchStatus = "done"
@@ -79,9 +87,9 @@ class Timing:
     reasons: tuple[str, ...] = ()
 
     def after(self, runs: int, num_samples: int) -> "Timing":
-        """The first ``num_samples`` kept samples that at least ``runs`` runs went before; not judged.
+        """Return the first ``num_samples`` kept samples after at least ``runs`` runs, not judged.
 
-        ``discarded`` are those among them; whether too many were is the whole series' matter.
+        ``discarded`` counts those among them; whether too many were is judged of the whole series.
         """
         kept = [index for index, before in enumerate(self.runs) if before >= runs][:num_samples]
         laps = {name: [samples[index] for index in kept] for name, samples in self.laps.items()}
@@ -91,7 +99,7 @@ class Timing:
         return Timing(laps=laps, host=host, runs=ran, discarded=lost, reasons=self.reasons)
 
     def spread(self, lap: str = TOTAL) -> Spread | None:
-        """The samples' summary; None where there is no number."""
+        """Return the summary of the samples; None where there are none."""
         samples = self.laps.get(lap)
         return Spread.of(samples) if samples else None
 
@@ -103,27 +111,27 @@ def take(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Time ``run``. What it raises is the caller's.
+    """Time ``run``; its exceptions pass through.
 
     Args:
-        run: is given a function to call with a part's name where that part begins; it need not call it.
+        run: receives a function that it may call with a part's name where that part begins.
         clock: seconds for the time cap.
     """
-    count, asking_s, start = 0, 0.0, clock()
+    count, issue_s, start = 0, 0.0, clock()
     while count < rule.warmup and (count == 0 or clock() - start <= rule.cap_s):
         begun = stopwatch.host_now()
         run(_no_lap)
-        asking_s = stopwatch.host_now() - begun  # The last: the first may compile.
+        issue_s = stopwatch.host_now() - begun  # Of the last run: the first may compile.
         stopwatch.wait()
         count += 1
     timing, rest_s, lost_rested, exposed, start = Timing(), rule.rest_s, 0, 0, clock()
     while len(timing.runs) < rule.max_samples:
         if rest_s:
             stopwatch.rest(rest_s)
-        sample = _sample(run, stopwatch, rule, max(BUSY_S, SPIN * asking_s))
+        sample = _sample(run, stopwatch, rule, max(BUSY_S, SPIN * issue_s))
         exposed = exposed + 1 if sample.exposed else 0
         if sample.exposed:
-            asking_s = max(asking_s, sample.host[TOTAL])
+            issue_s = max(issue_s, sample.host[TOTAL])
         elif sample.held:
             timing.discarded, timing.reasons = (
                 timing.discarded + 1,
@@ -138,7 +146,9 @@ def take(
         if count == 1:
             start = clock()
         if exposed == MOST_EXPOSED:
-            return Timing("failed", f"the device came to each of {exposed} samples before the host had asked")
+            return Timing(
+                "failed", f"the device reached each of {exposed} samples before the host had issued it"
+            )
         if _enough(timing, rule) or _hopeless(timing, rule, lost_rested):
             break
         if clock() - start > rule.cap_s and _tried(timing, rule):
@@ -152,7 +162,7 @@ def _no_lap(name: str) -> None:
 
 @dataclass(frozen=True)
 class _Sample:
-    """One run: why the clocks were held, whether the device came to it too early, and the seconds of each part."""
+    """One run: why its clocks were held, whether the device reached it too early, seconds of each part."""
 
     held: tuple[str, ...]
     exposed: bool
@@ -168,7 +178,7 @@ def _keep(timing: Timing, sample: _Sample, runs_before: int) -> None:
 
 
 def _sample(run: Callable[[Lap], object], stopwatch: Stopwatch, rule: Rule, busy_s: float) -> _Sample:
-    """One run; the seconds of a part's name that comes twice are summed."""
+    """Time one run; seconds of a part that comes twice are summed."""
     if rule.flush:
         stopwatch.flush()
     if rule.hide:
@@ -184,22 +194,22 @@ def _sample(run: Callable[[Lap], object], stopwatch: Stopwatch, rule: Rule, busy
     exposed = rule.hide and stopwatch.reached(marks[0][1])
     held = stopwatch.held_until(marks[-1][1])
     stopwatch.wait()
-    del result  # freed outside of what is timed
+    del result  # Freed outside the timed interval.
     laps = {TOTAL: stopwatch.between(marks[0][1], marks[-1][1])}
     host = {TOTAL: marks[-1][2] - marks[0][2]}
-    for (name, begin, asked), (_, end, until) in pairwise(marks[1:]):
+    for (name, begin, issued), (_, end, until) in pairwise(marks[1:]):
         laps[name] = laps.get(name, 0.0) + stopwatch.between(begin, end)
-        host[name] = host.get(name, 0.0) + until - asked
+        host[name] = host.get(name, 0.0) + until - issued
     return _Sample(held, exposed, laps, host)
 
 
 def _tried(timing: Timing, rule: Rule) -> bool:
-    """Whether the time cap may end it: a sample was kept, or so many were lost that none will be."""
+    """Return whether the time cap may end the run: a sample was kept, or too many were lost."""
     return bool(timing.runs) or timing.discarded >= rule.min_samples
 
 
 def _hopeless(timing: Timing, rule: Rule, lost_rested: int) -> bool:
-    """Whether so many samples were lost, in spite of the rests, that most will be."""
+    """Return whether so many samples were lost in spite of the rests that most will be."""
     if lost_rested >= PATIENCE and timing.discarded > len(timing.runs):
         return True
     return timing.discarded >= 2 * max(rule.min_samples, len(timing.runs))
@@ -211,7 +221,7 @@ def _enough(timing: Timing, rule: Rule) -> bool:
 
 
 def judge(timing: Timing, rule: Rule) -> Timing:
-    """The timing with its status; without samples where most were lost to held clocks."""
+    """Return the timing with its status, without samples where most were lost to throttling."""
     if timing.discarded > len(timing.runs):
         lost = f"{timing.discarded} of {timing.discarded + len(timing.runs)} samples"
         why = f"the clocks were held down ({', '.join(timing.reasons)}) in {lost}"
@@ -220,7 +230,7 @@ def judge(timing: Timing, rule: Rule) -> Timing:
 
 
 def steadied(timing: Timing, rule: Rule) -> Timing:
-    """The timing, called unsteady where its median is not known as well as asked."""
+    """Return the timing, marked unsteady where its median is not known as well as the rule requires."""
     if not _enough(timing, rule):
         samples = timing.laps[TOTAL]
         width = spread_of_median(samples)
@@ -231,20 +241,20 @@ def steadied(timing: Timing, rule: Rule) -> Timing:
 
 
 def spread_of_median(samples: list[float]) -> float:
-    """Width of the median's 95 % confidence interval over the median; infinite below six samples."""
+    """Return the width of the median's 95 % confidence interval over it; infinite below six samples."""
     rank = _rank(len(samples))
     if rank == 0:
         return math.inf
     ordered = sorted(samples)
-    median = Spread.of(samples).median
+    median = statistics.median(samples)
     return (ordered[-rank] - ordered[rank - 1]) / median if median > 0 else math.inf
 
 
 @cache
 def _rank(count: int) -> int:
-    """The greatest k for which the k-th least and the k-th greatest of ``count`` samples hold the median with 95 %; 0: none.
+    """Return the greatest k for which the k-th least and k-th greatest samples enclose the median.
 
-    They miss it where fewer than k samples are on one side of it, which is a matter of coins: 2 P(Binomial(count, 1/2) < k).
+    They miss it with probability 2 P(Binomial(count, 1/2) < k), which is at most 5 %; 0: no k does.
     """
     rank, below = 0, 0.0
     while rank < count // 2:

@@ -1,7 +1,7 @@
-"""RMSNorm, then SwiGLU of its halves: the chain that ``trainfit bench fusion`` times, plain, in Triton and in CUDA C++. Forward only.
+"""RMSNorm, then SwiGLU of its halves: the forward chain of ``bench fusion``, eager, Triton and CUDA C++.
 
-Shapes: x [n, 2f], weight [2f] -> y [n, f]. h = x weight / sqrt(mean(x^2) + eps), y = silu(h[:, :f]) h[:, f:]. The kernels compute in fp32
-and round once; each byte of x is read once and each of y written once.
+Shapes: x [n, 2f], weight [2f] -> y [n, f]. h = x weight / sqrt(mean(x^2) + eps), y = silu(h[:, :f]) h[:, f:].
+The kernels compute in fp32 and round once; each byte of x is read once and each of y written once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from trainfit.spec.errors import InputError
 
 EPS = 1e-6
 MAX_HALF = 8192
-"""f at most: the CUDA C++ kernel holds whole rows in registers."""
+"""Largest f: the CUDA C++ kernel holds whole rows in registers."""
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Operation by operation, each rounding to x's dtype but for the norm's inside, as models write it out."""
+    """Compute the chain operation by operation; only the norm is fp32 inside, as models write it."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
     return gated(weight * (wide * scale).to(x.dtype))
 
 
 def with_pytorchs_norm(x: Tensor, weight: Tensor) -> Tensor:
-    """The same with PyTorch's own RMSNorm, on CUDA one kernel."""
+    """Compute the chain with PyTorch's RMSNorm, on CUDA one kernel."""
     return gated(F.rms_norm(x, weight.shape, weight, EPS))
 
 
@@ -39,7 +39,7 @@ def gated(h: Tensor) -> Tensor:
 
 
 def triton_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-    """The chain into ``y`` by one Triton kernel; all contiguous.
+    """Write the chain into ``y`` with one Triton kernel; all contiguous.
 
     Raises:
         InputError: sizes that do not fit together.
@@ -55,7 +55,7 @@ def triton_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
 
 
 def cuda_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-    """The chain into ``y`` by one kernel in CUDA C++, built at the first call; bf16, contiguous, f a multiple of 8.
+    """Write the chain into ``y`` with one CUDA C++ kernel; bf16, contiguous, f a multiple of 8.
 
     Raises:
         InputError: sizes or dtypes that it does not take, or no nvcc.
@@ -77,7 +77,7 @@ def cuda_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
 
 
 def _sizes(x: Tensor, weight: Tensor, y: Tensor) -> tuple[int, int]:
-    """n and f."""
+    """Return n and f."""
     n, f = y.shape
     if x.shape != (n, 2 * f) or weight.shape != (2 * f,) or not 1 <= f <= MAX_HALF or n < 1:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(y.shape)}"

@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU as one kernel in Triton: a program holds a row of 2f elements (BLOCK >= f). Computed in fp32."""
+"""RMSNorm and SwiGLU as one Triton kernel in fp32: a program holds a row of 2f elements (BLOCK >= f)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def normed_swiglu_kernel(X, W, Y, f, eps, BLOCK: tl.constexpr):
-    """One row: h = x w / sqrt(mean(x^2) + eps), y = silu(first half of h) x second half."""
+    """Compute one row: h = x w / sqrt(mean(x^2) + eps), y = silu(first half of h) x second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < f

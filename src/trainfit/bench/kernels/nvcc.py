@@ -1,7 +1,8 @@
-"""CUDA C++ built on the spot: one source of ``cuda/`` -> a library that ``ctypes`` calls, by nvcc alone.
+"""Build CUDA C++ at run time: nvcc compiles a source of ``cuda/`` to a library that ``ctypes`` calls.
 
-No PyTorch header is compiled, so it takes a second or two and needs neither ninja nor a matching C++ library. The code is for the one GPU
-it will run on. Its runtime shares the primary context with PyTorch's, so PyTorch's pointers and streams are its own.
+No PyTorch header is compiled, so it takes a second or two and needs neither ninja nor a matching C++ library.
+The code is for the one GPU it will run on. Its runtime shares the primary context with PyTorch's, so
+PyTorch's pointers and streams are its own.
 """
 
 import ctypes
@@ -19,14 +20,14 @@ BUILD_LIMIT_S = 300.0
 
 
 def nvcc() -> str:
-    """The compiler: on the path, else in ``CUDA_HOME``, else where CUDA's own installer puts it.
+    """Return the compiler: on the path, in ``CUDA_HOME``, or where CUDA's installer puts it.
 
     Raises:
         InputError: there is none.
     """
-    places = (os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '')}/bin", "/usr/local/cuda/bin")
-    for place in places:
-        found = shutil.which("nvcc", path=place)
+    folders = (os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '')}/bin", "/usr/local/cuda/bin")
+    for folder in folders:
+        found = shutil.which("nvcc", path=folder)
         if found:
             return found
     raise InputError(
@@ -38,7 +39,7 @@ def compiled(name: str, capability: tuple[int, int], into: Path, *kind: str) -> 
     """Compile ``cuda/NAME.cu`` for one compute capability.
 
     Args:
-        kind: nvcc's options for what is made, such as ``-cubin``.
+        kind: nvcc's options for the kind of output, such as ``-cubin``.
 
     Raises:
         InputError: there is no nvcc.
@@ -56,7 +57,7 @@ def compiled(name: str, capability: tuple[int, int], into: Path, *kind: str) -> 
 
 @cache
 def library(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
-    """The library of ``cuda/NAME.cu``, built once a process; the file is gone as soon as it is loaded."""
+    """Return the library of ``cuda/NAME.cu``, built once a process; its file is deleted after loading."""
     with tempfile.TemporaryDirectory(prefix="trainfit-nvcc-") as folder:
         made = Path(folder) / f"{name}.so"
         compiled(name, capability, made, "-shared", "-Xcompiler", "-fPIC")
@@ -64,10 +65,10 @@ def library(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
 
 
 def check(error: int, what: str) -> None:
-    """Raise if a function of ours returned a cudaError_t.
+    """Check the cudaError_t that a function returned.
 
     Raises:
-        RuntimeError: it did.
+        RuntimeError: it is an error.
     """
     if error != 0:
         raise RuntimeError(f"{what}: CUDA error {error} (cudaError_t)")

@@ -1,6 +1,6 @@
-"""Sums of one set read again and again: what is timed to find the bandwidth of the memory that holds the set.
+"""Sums of one set read repeatedly, which measure the bandwidth of the memory that holds the set.
 
-Triton reads through L1 or past it; CUDA C++ reads shared memory, which Triton gives no name to.
+Triton reads through L1 or bypasses it; CUDA C++ reads shared memory, which Triton does not expose.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from trainfit.bench.kernels import nvcc
 
 BLOCK = 8192
-"""fp32 that a program reads at once: 32 KiB, 8 reads of 16 bytes a thread under way."""
+"""fp32 that a program reads at once: 32 KiB, 8 reads of 16 bytes in flight a thread."""
 WARPS = 8
 SHARED_THREADS, SHARED_FLOATS = 1024, 16384
-"""Of a block of shared_reads.cu: its threads, and the fp32 in its shared memory."""
+"""Threads of a block of shared_reads.cu, and the fp32 in its shared memory."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Program p of ``programs`` reads blocks p, p + step, ... of ``num_blocks``, ``turns`` times one block."""
+    """Access pattern: program p reads blocks p, p + step, ... of ``num_blocks``, one in each of ``turns``."""
 
     num_blocks: int
     programs: int
@@ -36,19 +36,19 @@ class Reads:
 
 
 def plain(x: Tensor, how: Reads) -> Tensor:
-    """Each program's sum, fp32 [programs]; x [num_blocks x BLOCK]."""
+    """Return each program's sum, fp32 [programs]; x [num_blocks x BLOCK]."""
     of_blocks = x.view(how.num_blocks, BLOCK).sum(1)
     programs, turns = (torch.arange(count, device=x.device) for count in (how.programs, how.turns))
     return of_blocks[(programs[:, None] + turns[None] * how.step) % how.num_blocks].sum(1)
 
 
 def plain_shared(x: Tensor, blocks: int, turns: int) -> Tensor:
-    """What ``shared_sums`` gives: thread t reads four fp32 at 4 t, and 4 x SHARED_THREADS further on, and so on."""
+    """Return the result of ``shared_sums``: thread t reads four fp32 at 4 t, 4 t + 4 x SHARED_THREADS, ..."""
     return (turns * x.view(-1, SHARED_THREADS, 4).sum((0, 2))).repeat(blocks)
 
 
 def triton_sums(x: Tensor, how: Reads, *, past_l1: bool) -> Tensor:
-    """As ``plain``, really read so often; ``past_l1``: L1 keeps none of it."""
+    """Compute ``plain`` by reading every block each time; ``past_l1``: L1 keeps none of it."""
     from trainfit.bench.kernels import repeated_reads_triton
 
     kernels: Any = repeated_reads_triton
@@ -61,7 +61,7 @@ def triton_sums(x: Tensor, how: Reads, *, past_l1: bool) -> Tensor:
 
 
 def shared_sums(x: Tensor, blocks: int, turns: int) -> Tensor:
-    """fp32 [blocks x SHARED_THREADS]: what each thread reads of x [SHARED_FLOATS] in shared memory, ``turns`` times added up.
+    """Return fp32 [blocks x SHARED_THREADS]: sums of ``turns`` reads of x [SHARED_FLOATS] from shared memory.
 
     Raises:
         InputError: there is no nvcc.

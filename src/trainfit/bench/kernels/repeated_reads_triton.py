@@ -1,6 +1,7 @@
-"""Reads of one set again and again, to measure the memory that holds it. One program reads BLOCK fp32 a turn, and adds them up.
+"""Read one set repeatedly to measure the memory that holds it; a program sums BLOCK fp32 a turn.
 
-The address is another one at every turn and is known only as the kernel runs, so no compiler can take a read out of the loop.
+The address is another one at every turn and is known only as the kernel runs, so no compiler can take a read
+out of the loop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def repeated_reads_kernel(X, SUMS, num_blocks, step, turns, BLOCK: tl.constexpr, PAST_L1: tl.constexpr):
-    """Program p reads blocks p, p + step, p + 2 step, ... of X, from the beginning again at its end; SUMS[p] is their sum."""
+    """Sum blocks p, p + step, p + 2 step, ... of X, modulo their number, into SUMS[p] by program p."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     at = (program % num_blocks).to(tl.int64)

@@ -1,21 +1,22 @@
-"""Attention as the experiments time it: bodies by name, their work, and rows of forward and backward timed apart.
+"""Attention: bodies by name, their work, and rows of forward and backward timed apart.
 
-Shapes: q, k, v [b, h, n, d]; b batch, h heads, n sequence, d head size. Every body is given the same q, k, v and gradient.
+Shapes: q, k, v [b, h, n, d]; b batch, h heads, n sequence, d head size. Every body gets the same q, k, v and
+gradient.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from trainfit.bench.harness.bench import Bench, Part, Point, fp32_products, of_work
+from trainfit.bench.harness.experiment import Column
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule
-from trainfit.bench.workloads.attention_masks import MaskKind, mask_of
 from trainfit.kernels.flash_attention.op import flash_attention
 from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
 from trainfit.spec.bench import BenchRow, Cell
@@ -27,17 +28,30 @@ DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 PASSES = ("forward", "backward", "both")
 LAP = {"forward": "forward", "backward": "backward", "both": TOTAL}
 PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
-"""Matrix products of n x n x d that rates count: a backward that keeps no scores makes them anew (Dao, arXiv:2307.08691, section 4.1)."""
+"""Products of n x n x d that rates count; the backward recomputes the scores (Dao, arXiv:2307.08691, section
+4.1)."""
 LEAST_PRODUCTS = {"forward": 2, "backward": 4, "both": 6}
-"""Those that no implementation does without."""
+"""Products that every implementation needs."""
 NOT_SYNCHRONISED = "forward, not synchronised"
 
 BACKENDS = {"flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
-"""Body -> its name in ``torch.nn.attention.SDPBackend``."""
+"""Names of bodies in ``torch.nn.attention.SDPBackend``."""
 HALF_ONLY = ("flash", "cudnn")
 MASKABLE = ("pytorch", "cudnn", "efficient")
 """Bodies that take a mask as a tensor."""
 CUDA_ONLY = ("cudnn", "efficient", "flex", "plain")
+MaskKind = Literal["none", "boolean", "additive"]
+"""none: ``is_causal`` alone; boolean: True where a key is seen; additive: 0 or -inf in the query's dtype."""
+COLUMNS = (
+    Column(
+        "body",
+        note="ours: what attention: triton runs here; plain: without Hopper's features; others: torch's",
+    ),
+    Column("tflops_per_s", "TFLOP/s"),
+    Column("host_s", "host", note="host time to issue the pass"),
+    Column("before_backward_bytes", "before backward", note="held by the forward's output and saved tensors"),
+)
+"""Columns of the experiments that time attention."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +66,7 @@ class Case:
     head: int
     is_causal: bool
     mask: MaskKind | None = None
-    """None: the row's point has no such key."""
+    """None: the row's point has no key ``mask``."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -62,16 +76,16 @@ class Case:
     def point(self) -> Point:
         masked: Point = {} if self.mask is None else {"mask": self.mask}
         return {
-            "dtype": self.dtype, "batch": self.batch, "heads": self.heads, "head": self.head, "causal": self.is_causal,
-            **masked, "seq": self.seq, "body": self.body,
+            "dtype": self.dtype, "batch": self.batch, "heads": self.heads, "head": self.head,
+            "causal": self.is_causal, **masked, "seq": self.seq, "body": self.body,
         }  # fmt: skip
 
 
-# -- bodies -----------------------------------------------------------------------------------------------------------
+# -- bodies --
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, operation by operation: scores of n x n are in memory."""
+    """Compute softmax(q k^T / sqrt(d)) v operation by operation; scores of n x n are in memory."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     if is_causal:
         n = q.shape[-2]
@@ -81,12 +95,12 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None = None) -> Tensor:
-    """PyTorch's own choice of kernel."""
+    """Run the kernel that PyTorch chooses."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
 
 
 def backend(name: str, mask: Tensor | None = None) -> Body:
-    """One backend of PyTorch's, and no other."""
+    """Return attention by one backend of PyTorch."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     allowed = getattr(SDPBackend, BACKENDS[name])
@@ -99,24 +113,24 @@ def backend(name: str, mask: Tensor | None = None) -> Body:
 
 
 def flex(attention: Callable[..., Any]) -> Body:
-    """FlexAttention with a causal block mask, which is made in the first run of a length."""
+    """Return FlexAttention with a causal block mask, created in the first run of a length."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     masks: dict[int, BlockMask] = {}
 
-    def mask_of(n: int, device: torch.device) -> BlockMask:
+    def block_mask(n: int, device: torch.device) -> BlockMask:
         if n not in masks:
             masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
         return masks[n]
 
     def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return attention(q, k, v, block_mask=mask_of(q.shape[-2], q.device) if is_causal else None)
+        return attention(q, k, v, block_mask=block_mask(q.shape[-2], q.device) if is_causal else None)
 
     return run
 
 
 class PlainKernels(torch.autograd.Function):
-    """Our Triton kernels without Hopper's features, on any CUDA GPU."""
+    """trainfit's Triton kernels without Hopper's features, on any CUDA GPU."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -133,20 +147,21 @@ class PlainKernels(torch.autograd.Function):
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """Our plain Triton kernels."""
+    """Run trainfit's plain Triton kernels."""
     return PlainKernels.apply(q, k, v, is_causal)  # pyright: ignore[reportReturnType]
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """kernels/flash_attention/op.py: the fastest kernels that this device has, tiled PyTorch where it has none."""
+    """Run trainfit's fastest kernels for this device, tiled PyTorch where it has none."""
     return flash_attention(q, k, v, is_causal)
 
 
 def body(name: str) -> Body:
-    """The body called so; a compiled one is compiled anew, for its own shapes.
+    """Return the body of this name; a compiled one is compiled anew, for its own shapes.
 
-    eager: written out; compiled: the same compiled; pytorch: its own choice; flash, cudnn, efficient: its backends; flex:
-    FlexAttention; plain: our plain Triton kernels; ours: what ``attention: triton`` runs on this device.
+    eager: written out; compiled: the same compiled; pytorch: its own choice; flash, cudnn, efficient: its
+        backends;
+    flex: FlexAttention; plain: plain Triton kernels; ours: what ``attention: triton`` runs on this device.
     """
     if name in ("compiled", "flex"):
         torch._dynamo.reset()
@@ -162,7 +177,7 @@ def body(name: str) -> Body:
 
 
 def body_of(case: Case, device: torch.device) -> Body:
-    """The case's body, given the case's mask where it has one."""
+    """Return the case's body, with the case's mask where it has one."""
     if case.mask in (None, "none"):
         return body(case.body)
     mask = mask_of(case.mask, case.batch, case.seq, DTYPES[case.dtype], device)
@@ -170,16 +185,16 @@ def body_of(case: Case, device: torch.device) -> Body:
 
 
 def check(case: Case, device: torch.device) -> None:
-    """Nothing, if the body can do the case there.
+    """Check that the body supports the case on this device.
 
     Raises:
-        InputError: what it lacks.
+        InputError: it does not.
     """
     if case.body in CUDA_ONLY and device.type != "cuda":
         raise InputError(f"{case.body} trains on CUDA only", "use a GPU", field="body", value=case.body)
     if case.mask not in (None, "none") and case.body not in MASKABLE:
         raise InputError(
-            "this body is given no mask", f"use {', '.join(MASKABLE)}", field="body", value=case.body
+            "this body takes no mask", f"use {', '.join(MASKABLE)}", field="body", value=case.body
         )
     if case.body in HALF_ONLY and device.type == "cuda" and case.dtype == "fp32":
         raise InputError(
@@ -187,52 +202,73 @@ def check(case: Case, device: torch.device) -> None:
         )
 
 
-# -- work -------------------------------------------------------------------------------------------------------------
+def mask_of(kind: str, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a causal mask [batch, 1, n, n] of a sliding window of n / 2, as transformers passes it to SDPA.
+
+    A boolean mask is expanded over the batch; an additive one is contiguous, as SDPA's conversion leaves it.
+    No kernel of PyTorch skips what such a mask hides, so the window's width changes no time.
+
+    Raises:
+        ValueError: ``kind`` is no mask.
+    """
+    if kind not in ("boolean", "additive"):
+        raise ValueError(f"kind = {kind}: must be boolean or additive")
+    at = torch.arange(n, device=device)
+    behind = at[:, None] - at[None, :]
+    seen = ((behind >= 0) & (behind < max(1, n // 2))).expand(batch, 1, n, n)
+    if kind == "boolean":
+        return seen
+    zero, hidden = (torch.tensor(value, dtype=dtype, device=device) for value in (0.0, float("-inf")))
+    return torch.where(seen, zero, hidden)
+
+
+# -- work --
 
 
 def pairs(n: int, is_causal: bool) -> float:
-    """Query and key pairs that count: all, or half of them, as published rates have it (the diagonal's other half is left out)."""
+    """Return the number of query and key pairs: all, or half where causal, as published rates count."""
     return n * n / 2 if is_causal else n * n
 
 
 def flops(case: Case, products: int) -> float:
-    """FLOPs of so many products of n x n x d, 2 a multiply-add."""
+    """Return the FLOPs of ``products`` products of n x n x d, 2 a multiply-add."""
     return 2.0 * products * case.batch * case.heads * case.head * pairs(case.seq, case.is_causal)
 
 
 def _work(case: Case, which: str) -> Work:
-    """The least that has to be done: what the forward has just read is no cold read of the backward."""
+    """Return the least work; what the forward has just read is no cold read of the backward."""
     peak: PeakDtype = "bf16" if case.dtype == "bf16" else "fp32"
     cold_bytes = 0 if which == "backward" else 3 * math.prod(case.shape) * DTYPES[case.dtype].itemsize
     return Work(flops(case, LEAST_PRODUCTS[which]), peak, cold_bytes)
 
 
-# -- samples ------------------------------------------------------------------------------------------------------------
+# -- samples --
 
 LIKELY_PER_S = {"bf16": 5e14, "fp32": 4e13}
-"""FLOPs per second, about what kernels reach on the fastest GPU here; only a rest's length and the samples' number follow from it."""
+"""FLOP/s that kernels roughly reach on a fast GPU; sets only the rests and the number of samples."""
 REST, LEAST_REST_S, MOST_REST_S = 8, 0.015, 0.3
-"""A device that rests eight times as long as it works draws less than it may; runs above ``LONG_S`` hold it down even so."""
+"""Resting eight times as long as it works keeps a GPU below its power limit; runs above ``LONG_S`` exceed
+it."""
 LONG_S = 0.012
 SHORT = Rule(warmup=2, min_samples=12, max_samples=20, spread=0.03, cap_s=4.0, hide=True, rest_s=LEAST_REST_S)
 LONG = replace(SHORT, warmup=1, min_samples=6, max_samples=9, cap_s=8.0)
 SLOW = replace(LONG, max_samples=6, cap_s=30.0)
-"""Of a long case in fp32, in which our kernels may take seconds a run: as few samples as tell the median's spread, and the time for them."""
+"""Of a long case in fp32, which may take seconds a run: the fewest samples that bound the median."""
 
 
 def rule_of(case: Case) -> Rule:
-    """How many samples are taken of a case in full form, and the rest before each."""
+    """Return the sampling rule of a case in full form."""
     likely_s = flops(case, PRODUCTS["both"]) / LIKELY_PER_S[case.dtype]
     rest_s = min(max(REST * likely_s, LEAST_REST_S), MOST_REST_S)
     rule = SHORT if likely_s <= LONG_S else SLOW if case.dtype == "fp32" else LONG
     return replace(rule, rest_s=rest_s)
 
 
-# -- rows -------------------------------------------------------------------------------------------------------------
+# -- rows --
 
 
 def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
-    """Forward, backward and both; with the forward the bytes held before backward, where a GPU tells them."""
+    """Yield forward, backward and both; with the forward the bytes held before the backward, on a GPU."""
     held: dict[str, Cell] = {}
 
     def part(which: str) -> Part:
@@ -242,7 +278,7 @@ def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
             _work(case, which),
             of_work(flops(case, PRODUCTS[which])),
             held if which == "forward" else {},
-            tells_host=True,
+            has_host_time=True,
         )
 
     def build() -> Callable[[Lap], object]:
@@ -256,7 +292,7 @@ def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
 
 
 def unsynchronised(bench: Bench, case: Case) -> Iterator[BenchRow]:
-    """The forward by the host's clock without waiting for the GPU: the published mistake, so no rate is made of it."""
+    """Yield the forward by the host's clock without waiting for the GPU: wrong on purpose."""
     rule = Rule(warmup=1, min_samples=6, max_samples=6, flush=False)
     part = Part({**case.point, "pass": NOT_SYNCHRONISED}, "forward", _work(case, "forward"))
 
@@ -276,7 +312,7 @@ def unsynchronised(bench: Bench, case: Case) -> Iterator[BenchRow]:
 
 
 def tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the output's gradient: the same for every body of a shape."""
+    """Return q, k, v and the output's gradient, the same for every body of a shape."""
     generator = torch.Generator(device).manual_seed(case.seq + case.head)
     dtype = DTYPES[case.dtype]
     q, k, v, gradient = (
@@ -288,7 +324,7 @@ def tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, T
 def forward_and_backward(
     attention: Body, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, is_causal: bool
 ) -> Callable[[Lap], object]:
-    """A run that calls its lap as forward and as backward begin."""
+    """Return a run with the laps forward and backward."""
 
     def run(lap: Lap) -> Any:
         lap("forward")
@@ -300,11 +336,11 @@ def forward_and_backward(
 
 
 def before_backward(run: Callable[[Lap], object], device: torch.device) -> dict[str, Cell]:
-    """Bytes that the forward's output and what it saved hold as backward begins; nothing where the device does not tell."""
+    """Return the bytes held by the forward's output and saved tensors; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     held: dict[str, int] = {}
-    for _ in range(2):  # The first run makes library workspaces and masks, which are not the forward's.
+    for _ in range(2):  # The first run allocates workspaces and masks, which are not the forward's.
         torch.cuda.synchronize(device)
         run(lambda name: held.update({name: torch.cuda.memory_allocated(device)}))
     return {"before_backward_bytes": held["backward"] - held["forward"]}

@@ -1,8 +1,9 @@
-"""Bandwidth of each level of a GPU's memory: a set that fits into the level is read again and again, nothing is written.
+"""Bandwidth of each level of a GPU's memory: a set that fits into the level is read repeatedly.
 
-On CUDA every multiprocessor reads, in blocks of 32 KiB: device memory by a set far larger than any cache, each byte once; L2 by sets of an eighth
-to half of it, all read by all, past L1; L1 by 64 KiB, which each multiprocessor comes to have for itself; shared memory by 64 KiB that
-a kernel in CUDA C++ puts there. On a CPU PyTorch's sum reads sets of some sizes. What is read is added up, and the sums are checked before anything is timed.
+On CUDA every multiprocessor reads blocks of 32 KiB: device memory by a set far larger than any cache, each
+byte once; L2 by sets of an eighth to half of it, bypassing L1; L1 by 64 KiB; shared memory by 64 KiB loaded
+by a CUDA C++ kernel. On a CPU PyTorch's sum reads sets of some sizes. The sums of what is read are checked
+before anything is timed.
 """
 
 import math
@@ -13,28 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.bench.harness.bench import Bench, Part, Point, of_work
+from trainfit.bench.harness.bench import Bench, Build, Part, Point, of_work
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import Lap
 from trainfit.bench.kernels import repeated_reads
 from trainfit.bench.kernels.repeated_reads import BLOCK, Reads
-from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.bench import BenchRow
 from trainfit.spec.units import GIB, KIB, MIB
 
 BLOCK_BYTES = 4 * BLOCK
 MEMORY_BYTES = 2 * GIB
 L2_SHARES = (8, 4, 2)
 PROGRAMS_EACH = 2
-"""Of a multiprocessor: both always fit at once, so none waits for another."""
+"""Programs of a multiprocessor: both always fit at once."""
 CPU_SET_BYTES = {"tiny": (64 * KIB, MIB), "full": (64 * KIB, MIB, 16 * MIB, 256 * MIB)}
 L2_TURNS, L1_TURNS, SHARED_TURNS = 2048, 8192, 4096
-"""Two to three ms on an H200, beside which filling the level anew after the flush is nothing."""
+"""Two to three ms on an H200, which makes refilling the level after the flush negligible."""
 TOLERANCE = 1e-3
-"""Of a sum of many fp32 between 0 and 1."""
+"""Relative error of a sum of many fp32 between 0 and 1."""
 
 
 def rows(bench: Bench) -> Iterator[BenchRow]:
-    """A row for each level, from the farthest to the nearest."""
+    """Yield a row for each level, from the farthest to the nearest."""
     if bench.device.type != "cuda":
         for set_bytes in CPU_SET_BYTES[bench.form]:
             yield from _summed(bench, set_bytes)
@@ -51,13 +52,12 @@ def rows(bench: Bench) -> Iterator[BenchRow]:
 
 
 def stride(num_blocks: int, programs: int) -> int:
-    """Blocks from one read of a program to its next: coprime to ``num_blocks``, so that each program comes to all of them.
+    """Return the blocks from one read of a program to its next, coprime to ``num_blocks``.
 
-    What lies between multiprocessors and L2 may answer reads of the same lines that come soon after each other with one read of L2 (a
-    step of 1, with which a program reads next what its neighbour reads now, gave 6,900 bytes a clock on an H200). In each turn the
-    programs read as many blocks in a row, so a step of that many goes on where the last turn ended, and a block is read again as
-    late as the set allows: after about ``num_blocks / programs`` turns. A set of fewer blocks is read whole in each turn; there a
-    step of about the golden section of the set puts its turns as far apart as possible.
+    The fabric between multiprocessors and L2 may merge reads of the same lines that come soon after each
+    other (a step of 1 gave an implausible 6,900 bytes a clock on an H200). A step of ``programs`` continues
+    where the last turn ended, so a block is read again as late as possible. A set of fewer blocks is read
+    whole in each turn; a step near its golden section puts its turns as far apart as possible.
     """
     wanted = programs if programs < num_blocks else round(num_blocks * (math.sqrt(5) - 1) / 2)
     return next(step for step in range(wanted, wanted + num_blocks) if math.gcd(step, num_blocks) == 1)
@@ -74,7 +74,7 @@ def _read(bench: Bench, level: str, how: Reads, *, past_l1: bool) -> Iterator[Be
 
 
 def _summed(bench: Bench, set_bytes: int) -> Iterator[BenchRow]:
-    """A CPU's caches hold the small sets and not the large."""
+    """Read a set on a CPU, whose caches hold the small sets and not the large."""
 
     def build() -> Callable[[Lap], object]:
         x = torch.rand(set_bytes // 4)
@@ -100,26 +100,20 @@ def _point(level: str, set_bytes: int, by: str) -> Point:
     return {"level": level, "set_kib": set_bytes // KIB, "read by": by}
 
 
-def _row(
-    bench: Bench, point: Point, build: Callable[[], Callable[[Lap], object]], num_bytes: int, cold_bytes: int
-) -> Iterator[BenchRow]:
-    """One level; the data sheet bounds it where ``cold_bytes`` come from the device's memory."""
+def _row(bench: Bench, point: Point, build: Build, num_bytes: int, cold_bytes: int) -> Iterator[BenchRow]:
+    """Yield one level; the data sheet bounds it where ``cold_bytes`` come from device memory."""
     per_s = bench.gpu.memory_bytes_per_s if bench.gpu and cold_bytes else None
-
-    def rates(seconds: float) -> dict[str, Cell]:
-        of_sheet = {"of_data_sheet": num_bytes / seconds / per_s} if per_s else {}
-        return {**of_work(num_bytes=num_bytes)(seconds), **of_sheet}
-
+    rates = of_work(num_bytes=num_bytes, peak=per_s)
     part = Part(point, work=Work(cold_read_bytes=cold_bytes), rates=rates)
-    # The clocks of the caches wander by some per cent within a second: more samples than elsewhere.
+    # Clocks of caches vary by some per cent within a second: take more samples than elsewhere.
     yield from bench.time([part], build, replace(bench.rule, hide=True, cap_s=3 * bench.rule.cap_s))
 
 
 def agree(sums: Tensor, expected: Tensor) -> None:
-    """Raise where a sum is not what was to be read.
+    """Check the sums of what was read.
 
     Raises:
-        ArithmeticError: it is not.
+        ArithmeticError: they are wrong.
     """
     if not torch.allclose(sums, expected, rtol=TOLERANCE, atol=0.0):
         raise ArithmeticError("the sums of what was read are wrong")

@@ -1,14 +1,15 @@
-"""Sustained rates of a linear layer's three products: back to back for seconds, on random data, as training runs them.
+"""Sustained rates of a linear layer's three products, back to back for seconds on random data.
 
-Single products, with rests between them, run at clocks that the power limit does not allow for long. Here the device works without a
-pause, and the limit sets the clocks: ``sm_mhz`` and ``watts`` are what it settled at. A sample is the mean of as many layers in a row as
-take ``SAMPLE_S``; what begins within the first ``lead_s`` is not counted.
+Single products with rests run at clocks that the power limit does not allow for long. Here the device works
+without a pause and the limit sets the clocks, recorded as ``sm_mhz`` and ``watts``. A sample is the mean of
+as many layers as take ``SAMPLE_S``; samples that begin within the first ``lead_s`` are not counted.
 
-``bf16``: the products of ``nn.Linear``. ``fp8``: those of torchao's tensorwise float8 training, of operands rounded and laid out
-beforehand: e4m3 by e4m3 with fast accumulation forward, e5m2 gradients by e4m3 without it backward. ``fp8-casts``: torchao's layer itself,
-compiled, so that casts are in its time and its FLOPs are the products' alone.
+``bf16``: the products of ``nn.Linear``. ``fp8``: those of torchao's tensorwise float8 training with operands
+cast beforehand (e4m3 with fast accumulation forward, e5m2 gradients without it backward). ``fp8-casts``:
+torchao's layer, compiled, with casts in its time.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,14 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainfit.bench.harness.bench import Bench, Part, failures, of_work, told
+from trainfit.bench.harness.bench import Bench, Part, failure_of, failures, of_work
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.stopwatch import Stopwatch
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PeakDtype
-from trainfit.spec.samples import Spread
 
 Kind = Literal["bf16", "fp8", "fp8-casts"]
 KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("bf16", "fp8"), "cuda": ("bf16", "fp8", "fp8-casts")}
@@ -34,14 +34,14 @@ SHAPES = {
     "tiny": ((64, 32, 48),),
     "full": ((16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096)),
 }
-"""Tokens, inputs and outputs: the linear layers of Llama 3.1 8B's blocks that hold most of its FLOPs."""
+"""Tokens, inputs and outputs: the linear layers of Llama 3.1 8B with most of its FLOPs."""
 PRODUCTS = ("forward", "input's gradient", "weight's gradient")
 BOTH_GRADIENTS = "both gradients"
-"""What a layer's backward is timed as."""
+"""Lap of a compiled layer's backward."""
 EXPECTED_REASON = "software power cap"
-"""What holds the clocks of a device that works without a pause; any other reason is a fault of the machine's."""
+"""The expected reason for lower clocks; any other is a fault of the machine."""
 AHEAD = 2
-"""Samples asked for before the first of them has ended, so that the device never waits for the host."""
+"""Samples issued before the first of them has ended, so that the device never waits for the host."""
 SAMPLE_S = 0.02
 RULE = Rule(min_samples=20, max_samples=10_000, spread=0.02)
 TINY_RULE = Rule(min_samples=6, max_samples=10_000, spread=0.5)
@@ -49,10 +49,9 @@ TINY_RULE = Rule(min_samples=6, max_samples=10_000, spread=0.5)
 
 @dataclass(frozen=True)
 class Span:
-    """How long the device works without a pause."""
+    """Seconds for which the device works without a pause; the first ``lead_s`` are not counted."""
 
     lead_s: float
-    """Not counted."""
     counted_s: float
 
 
@@ -60,7 +59,7 @@ SPANS = {"tiny": Span(0.02, 0.15), "full": Span(0.5, 2.0)}
 
 
 def rows(bench: Bench) -> Iterator[BenchRow]:
-    """Rows of each kind and shape, the kinds of a shape one after another, so that all see the same temperature."""
+    """Yield each kind and shape; kinds of a shape follow each other and see the same temperature."""
     for shape in SHAPES[bench.form]:
         for kind in KINDS[bench.device.type]:
             yield from _rows(bench, kind, *shape)
@@ -73,21 +72,9 @@ def _rows(bench: Bench, kind: Kind, tokens: int, inputs: int, outputs: int) -> I
 
     def part(name: str, lap: str, products: int) -> Part:
         flops = 2.0 * products * tokens * inputs * outputs
-
-        def rates(seconds: float) -> dict[str, Cell]:
-            return {
-                **of_work(flops)(seconds),
-                **({} if peak is None else {"of_data_sheet": flops / seconds / peak}),
-            }
-
-        point: dict[str, Cell] = {
-            "sustained": kind,
-            "tokens": tokens,
-            "inputs": inputs,
-            "outputs": outputs,
-            "product": name,
-        }
-        return Part(point, lap, Work(flops, dtype), rates)
+        shape: dict[str, Cell] = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
+        point: dict[str, Cell] = {"sustained": kind, **shape, "product": name}
+        return Part(point, lap, Work(flops, dtype), of_work(flops, peak=peak))
 
     parts = [part(name, name, products) for name, products in laps.items()] + [part("all", TOTAL, 3)]
     points = [part.point for part in parts]
@@ -100,8 +87,8 @@ def _rows(bench: Bench, kind: Kind, tokens: int, inputs: int, outputs: int) -> I
             timing, seen = back_to_back(
                 run, bench.stopwatch, SPANS[bench.form], TINY_RULE if bench.tiny else RULE
             )
-        except Exception as error:  # Whatever it is, it is these points' result.
-            failure = told(error)
+        except Exception as error:  # Any error is the result of these points.
+            failure = failure_of(error)
         else:
             for one in parts:
                 yield bench.row(one, timing, seen)
@@ -111,12 +98,12 @@ def _rows(bench: Bench, kind: Kind, tokens: int, inputs: int, outputs: int) -> I
         yield from failures(points, *failure)
 
 
-# -- back to back -----------------------------------------------------------------------------------------------------
+# -- back to back --
 
 
 @dataclass
-class _Asked:
-    """A sample that the device was asked for: when, how many layers, and its marks."""
+class _Issued:
+    """A sample issued to the device: when, its number of layers, and its marks."""
 
     at: float
     layers: int
@@ -131,51 +118,50 @@ def back_to_back(
     *,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Timing, dict[str, Cell]]:
-    """Seconds of a layer's parts where layers follow each other without a pause, and the medians of what the device told meanwhile.
+    """Return seconds of a layer's parts without pauses, and medians of the device's clocks and power.
 
-    A Timing without samples where anything but the power limit held the clocks down.
+    The Timing has no samples where anything but the power limit held the clocks down.
     """
     layers = _layers_per_sample(run, stopwatch)
-    timing, told_by_device, pending = Timing(), dict[str, list[float]](), deque[_Asked]()
+    timing, states, pending = Timing(), dict[str, list[float]](), deque[_Issued]()
     held: set[str] = set()
     begun = clock()
     while True:
         now = clock()
         is_over = now - begun >= span.lead_s + span.counted_s and len(timing.runs) >= rule.min_samples
         if not is_over:
-            pending.append(_Asked(now, layers, _ask(run, stopwatch, layers)))
+            pending.append(_Issued(now, layers, _issue(run, stopwatch, layers)))
         while pending and (is_over or len(pending) > AHEAD):
             sample = pending.popleft()
             held.update(stopwatch.held_until(sample.marks[-1][1]))
             if sample.at - begun < span.lead_s:
                 continue
             for name, value in stopwatch.state().items():
-                told_by_device.setdefault(name, []).append(value)
+                states.setdefault(name, []).append(value)
             _keep(timing, sample, stopwatch)
         if is_over:
             break
     stopwatch.wait()
     wrong = sorted(held - {EXPECTED_REASON})
     if wrong:
-        return Timing(
-            "throttled", f"the clocks were held down ({', '.join(wrong)})", reasons=tuple(wrong)
-        ), {}
-    seen: dict[str, Cell] = {name: Spread.of(values).median for name, values in told_by_device.items()}
+        why = f"the clocks were held down ({', '.join(wrong)})"
+        return Timing("throttled", why, reasons=tuple(wrong)), {}
+    seen: dict[str, Cell] = {name: statistics.median(values) for name, values in states.items()}
     if held:
         seen["held_by"] = ", ".join(sorted(held))
     return steadied(timing, rule), seen
 
 
 def _layers_per_sample(run: Callable[[Lap], object], stopwatch: Stopwatch) -> int:
-    """As many layers as take about ``SAMPLE_S``; the first run may compile, the second is timed."""
-    _ask(run, stopwatch, 1)
+    """Return the number of layers that take ``SAMPLE_S``; the first run may compile, the second is timed."""
+    _issue(run, stopwatch, 1)
     stopwatch.wait()
-    marks = _ask(run, stopwatch, 1)
+    marks = _issue(run, stopwatch, 1)
     stopwatch.wait()
     return max(1, round(SAMPLE_S / max(stopwatch.between(marks[0][1], marks[-1][1]), 1e-6)))
 
 
-def _ask(run: Callable[[Lap], object], stopwatch: Stopwatch, layers: int) -> list[tuple[str, Any]]:
+def _issue(run: Callable[[Lap], object], stopwatch: Stopwatch, layers: int) -> list[tuple[str, Any]]:
     marks: list[tuple[str, Any]] = []
     for _ in range(layers):
         run(lambda name: marks.append((name, stopwatch.mark())))
@@ -183,8 +169,8 @@ def _ask(run: Callable[[Lap], object], stopwatch: Stopwatch, layers: int) -> lis
     return marks
 
 
-def _keep(timing: Timing, sample: _Asked, stopwatch: Stopwatch) -> None:
-    """The means of a layer; only marks that the device has come to can be told apart, so ``held_until`` comes first."""
+def _keep(timing: Timing, sample: _Issued, stopwatch: Stopwatch) -> None:
+    """Keep the mean seconds of a layer's parts; the device must have reached the marks."""
     seconds: dict[str, float] = {}
     for (name, begin), (_, end) in pairwise(sample.marks):
         seconds[name] = seconds.get(name, 0.0) + stopwatch.between(begin, end)
@@ -194,13 +180,13 @@ def _keep(timing: Timing, sample: _Asked, stopwatch: Stopwatch) -> None:
         timing.laps.setdefault(name, []).append(whole / sample.layers)
 
 
-# -- what runs --------------------------------------------------------------------------------------------------------
+# -- what runs --
 
 
 def layer(
     kind: Kind, tokens: int, inputs: int, outputs: int, device: torch.device
 ) -> Callable[[Lap], object]:
-    """Forward and backward of a linear layer, which calls its lap where each part begins."""
+    """Return a run of a linear layer's forward and backward, with a lap for each part."""
     generator = torch.Generator(device).manual_seed(tokens + inputs + outputs)
 
     def normal(rows: int, columns: int, deviation: float) -> Tensor:
@@ -226,7 +212,7 @@ def _bf16_products(x: Tensor, w: Tensor, g: Tensor) -> tuple[Callable[[], Tensor
 
 
 def _fp8_products(x: Tensor, w: Tensor, g: Tensor) -> tuple[Callable[[], Tensor], ...]:
-    """As torchao calls them: the first operand's rows are contiguous, the second's columns."""
+    """Return products as torchao calls them: the first operand is row-major, the second column-major."""
     (x8, x_scale), (w8, w_scale) = (rounded(one, torch.float8_e4m3fn) for one in (x, w))
     g8, g_scale = rounded(g, torch.float8_e5m2)
     g8_rows, w8_columns, x8_columns = g8.t().contiguous(), _column_major(w8), _column_major(x8)
@@ -244,7 +230,7 @@ def _fp8_products(x: Tensor, w: Tensor, g: Tensor) -> tuple[Callable[[], Tensor]
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` in an fp8 format whose largest value stands for the largest magnitude of ``x``, and what to multiply it by, fp32."""
+    """Return ``x`` scaled to the range of an fp8 format, and the fp32 factor that restores it."""
     scale = torch.finfo(dtype).max / x.abs().max().float()
     return (x.float() * scale).to(dtype), scale.reciprocal()
 
@@ -254,7 +240,7 @@ def _column_major(x: Tensor) -> Tensor:
 
 
 def _compiled_layer(x: Tensor, w: Tensor, g: Tensor) -> Callable[[Lap], object]:
-    """torchao's tensorwise float8 layer in the place of ``nn.Linear``.
+    """Return a run of torchao's tensorwise float8 layer, compiled.
 
     Raises:
         InputError: torchao is not installed.

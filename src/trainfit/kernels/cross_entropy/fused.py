@@ -1,22 +1,22 @@
-"""Next-token cross-entropy from hidden states, in large chunks of tokens: cuBLAS for the products, one kernel for the rest.
+"""Linear cross-entropy in chunks of tokens: cuBLAS for the products, one Triton kernel for the rest.
 
-Shapes: n tokens, c tokens of one chunk, e hidden size, v vocabulary.
+Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
-For each chunk: logits = hidden W^T; one kernel reads them, writes c losses and puts their gradient where they were; two
-products make the gradients of the chunk's hidden states and (added up) of the weight. Nothing is computed twice: the
-products are the three of 2 n e v FLOPs that the mathematics needs, 26.4 TFLOP for 8,192 tokens, v 131,072, e 4,096.
+Per chunk: logits = hidden W^T; one kernel writes c losses and replaces the logits by their gradient; two
+products give the gradients of hidden states and, accumulated, of the weight. These are the three products of
+2 n e v FLOPs that any implementation needs; the backward only scales the gradients.
 
-Memory beside hidden states [n, e], weight [v, e], and their gradients of the same sizes and dtypes, which are the result:
-one chunk's logits in the products' dtype, 2 c v bytes for bf16 (at most LOGITS_BYTES unless one token has more), and 12 n
-bytes. Under autocast also the weight in the products' dtype and one product of the weight's shape (2 e v bytes each).
+Memory: hidden states [n, e], weight [v, e] and gradients of their sizes and dtypes, which are saved for
+backward; one chunk's logits in the dtype of the products (2 c v bytes in bf16, at most LOGITS_BYTES unless
+one token has more) and 12 n bytes. Autocast adds the weight in that dtype and one product of its shape (2 e v
+bytes each).
 
-Softmax and loss are computed in fp32 (fp64 stays fp64) from logits in the products' dtype, as the usual way does. The
-weight's gradient is added up over the chunks in the weight's own dtype: products accumulate in fp32 inside a chunk, bf16 rounds
-once a chunk. Errors of the gradient's norm against fp64: 0.27 % with one chunk (as the usual way), 0.32 % with 4
-(tests/kernels/test_fused_loss.py). An fp32 sum would cost 4 e v bytes more (2.1 GB of the size above).
+Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
+dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32
+% with 4 (tests/kernels/test_fused_loss.py).
 
-Against ``chunked_cross_entropy``: a chunk's logits take 2 bytes where that takes 6, and are read twice and written once;
-label smoothing and z-loss (Chowdhery et al., PaLM, arXiv:2204.02311, section 5) are known, a bias is not.
+Unlike chunked.py, a logit takes 2 bytes instead of 6, label smoothing and z-loss (Chowdhery et al., PaLM,
+arXiv:2204.02311, section 5) are supported, and a bias is not.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from torch import Tensor
 from trainfit.kernels.cross_entropy.chunked import Head
 from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, LossSum, loss_with_gradients
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
-from trainfit.kernels.custom_op import declare
+from trainfit.kernels.custom_op import declare, uses_triton
 from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
-"""Most of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. The weight's gradient is then read and written (4 e v bytes)
-once for 6 c e v FLOPs: 0.5 ms beside 9 ms of products on an H200. docs/results/kernels.md has the
-times with twice as much (1 % less) and with half (3.5 % more)."""
+"""Limit of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. On an H200 twice the limit takes 1 % less
+time, half of it 3.5 % more (docs/results/kernels.md), because each chunk reads and writes the weight's
+gradient (4 e v bytes)."""
 ALIGNMENT = 128
-"""Chunks are multiples of it, a tile of the products."""
+"""Multiple of a chunk's tokens: a tile of the matrix products."""
 ROW_ALIGNMENT = 16
-"""Logits' rows begin at multiples of it, so that tensor cores read them whatever the vocabulary is."""
+"""Multiple of the row stride of logits, so that tensor cores can read rows of any vocabulary."""
 PLAIN_ROWS = 64
-"""Rows that the PyTorch body takes at a time."""
+"""Rows per step of the PyTorch implementation."""
 
 
 def fused_rows(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Tokens of one chunk: the fewest equal chunks whose logits stay within LOGITS_BYTES, up to the alignment."""
+    """Return the tokens per chunk: the fewest equal, aligned chunks whose logits fit in LOGITS_BYTES."""
     most = max(1, LOGITS_BYTES // (vocabulary * dtype.itemsize) // ALIGNMENT) * ALIGNMENT
     num_chunks = max(1, -(-num_tokens // most))
     rows = -(-num_tokens // num_chunks)
@@ -63,18 +63,18 @@ def fused_linear_cross_entropy(
     expected_gradient: Tensor | float = 1.0,
     rows: int | None = None,
 ) -> Tensor:
-    """Mean cross-entropy of ``targets`` given ``hidden``, fp32 scalar (fp64 of fp64). Registers the operation on first use.
+    """Return the mean cross-entropy, an fp32 scalar (fp64 for fp64). Registers the operator on first use.
 
     Args:
-        hidden: [n, e], floating.
-        targets: int64 [n]; ``ignore_index`` takes no part. If all are ignored the loss is NaN, as torch's, its gradients 0.
-            Any other that is no row of the weight makes the loss NaN, and the gradients that it has a part in; nothing waits for
-            the device to find it.
-        expected_gradient: what the backward is likely to be given; any other gradient is right too.
-        rows: tokens of one chunk; None: ``fused_rows``.
+        hidden: [n, e], floating point.
+        targets: int64 [n]; ``ignore_index`` does not count. If all are ignored, the loss is NaN and the
+            gradients 0. Any other value outside the vocabulary makes the loss and the gradients that depend
+            on it NaN, without synchronising with the device.
+        expected_gradient: The gradient that the backward will most likely receive.
+        rows: Tokens per chunk; None: ``fused_rows``.
 
     Raises:
-        InputError: the head has a bias.
+        InputError: The head has a bias.
     """
     refuse_bias(head.bias)
     register()
@@ -87,11 +87,7 @@ def fused_linear_cross_entropy(
 
 
 def refuse_bias(bias: Tensor | None) -> None:
-    """Nothing, if there is none.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Raise InputError if the output layer has a bias."""
     if bias is not None:
         raise InputError("the output layer has a bias", "use loss: chunked", field="loss", value="fused")
 
@@ -99,7 +95,7 @@ def refuse_bias(bias: Tensor | None) -> None:
 def plain_linear_cross_entropy(
     hidden: Tensor, head: Head, targets: Tensor, terms: Terms | None = None
 ) -> Tensor:
-    """The definition: all logits at once, gradients by autograd. The reference."""
+    """Compute the loss from all logits at once, with autograd's gradients: the reference."""
     logits = F.linear(hidden, head.weight, head.bias) * head.scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
@@ -109,7 +105,7 @@ def plain_linear_cross_entropy(
 class _Settings(NamedTuple):
     scale: float
     softcap: float
-    """0: none."""
+    """0 without a soft cap."""
     rows: int | None
     expected_gradient: Tensor | float
     terms: Terms
@@ -123,11 +119,7 @@ def _forward(
     dtype: torch.dtype,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Gradients]:
-    """Loss, and the gradients of hidden states and weight that are ``needed``, else None.
-
-    Args:
-        dtype: of the matrix products.
-    """
+    """Return the loss and the ``needed`` gradients of hidden states and weight; products are in ``dtype``."""
     n, v = hidden.shape[0], weight.shape[0]
     rows = settings.rows or fused_rows(n, v, dtype)
     count = (targets != settings.terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
@@ -150,15 +142,13 @@ def _forward(
     return loss.mean(count), gradients
 
 
-# -- the operation ----------------------------------------------------------------------------------------------------
-
-
 @cache
 def register() -> None:
-    """Make ``torch.ops.trainfit.cross_entropy_``; a second call does nothing.
+    """Declare ``torch.ops.trainfit.cross_entropy_``.
 
-    Logits [c, v] (rows contiguous), targets int64 [c], factor: scalar; gives c losses in fp32 (fp64 of fp64) and, where a gradient
-    is wanted, leaves ``factor`` times the losses' gradient in the logits' place.
+    It takes logits [c, v] (contiguous rows), targets int64 [c] and a scalar factor, and returns c losses in
+    fp32 (fp64 for fp64). With ``wants_gradient`` it overwrites the logits with ``factor`` times the gradient
+    of the losses.
     """
     declare("cross_entropy_", _run, _fake, mutates=("logits",))
 
@@ -167,7 +157,7 @@ def _run(
     logits: Tensor, targets: Tensor, factor: Tensor, scale: float, softcap: float,
     label_smoothing: float, z_loss: float, ignore_index: int, wants_gradient: bool,
 ) -> Tensor:  # fmt: skip
-    run = triton_cross_entropy if logits.is_cuda and logits.dtype != torch.float64 else plain_cross_entropy
+    run = triton_cross_entropy if uses_triton(logits) else plain_cross_entropy
     terms = Terms(label_smoothing, z_loss, ignore_index)
     return run(logits, targets, factor, scale, softcap, terms, wants_gradient)
 
@@ -177,13 +167,13 @@ def _fake(logits: Tensor, targets: Tensor, *_: Any) -> Tensor:
 
 
 def triton_cross_entropy(
-    logits: Tensor, targets: Tensor, factor: Tensor, scale: float, softcap: float, terms: Terms, wants_gradient: bool,
-    *, block: int = 2048, num_warps: int = 8,
+    logits: Tensor, targets: Tensor, factor: Tensor, scale: float, softcap: float, terms: Terms,
+    wants_gradient: bool, *, block: int = 2048, num_warps: int = 8,
 ) -> Tensor:  # fmt: skip
-    """As ``plain_cross_entropy``, one kernel."""
-    from trainfit.kernels.cross_entropy import fused_triton as fused_cross_entropy_triton
+    """Compute ``plain_cross_entropy`` in one kernel."""
+    from trainfit.kernels.cross_entropy import triton
 
-    kernels: Any = fused_cross_entropy_triton  # a constexpr argument takes a plain value
+    kernels: Any = triton  # its constexpr parameters take plain values
     c, v = logits.shape
     assert logits.stride(1) == 1, "the kernel takes contiguous rows"
     losses = torch.empty(c, dtype=torch.float32, device=logits.device)
@@ -198,9 +188,10 @@ def triton_cross_entropy(
 
 
 def plain_cross_entropy(
-    logits: Tensor, targets: Tensor, factor: Tensor, scale: float, softcap: float, terms: Terms, wants_gradient: bool
+    logits: Tensor, targets: Tensor, factor: Tensor, scale: float, softcap: float, terms: Terms,
+    wants_gradient: bool,
 ) -> Tensor:  # fmt: skip
-    """The operation in PyTorch, some rows at a time."""
+    """Compute the operator in PyTorch, PLAIN_ROWS rows at a time."""
     losses = _fake(logits, targets)
     for first in range(0, logits.shape[0], PLAIN_ROWS):
         part = slice(first, first + PLAIN_ROWS)
@@ -212,12 +203,12 @@ def plain_cross_entropy(
             x, slope = softcap * squashed, 1 - squashed.square()
         ignored = t == terms.ignore_index
         invalid = ((t < 0) | (t >= x.shape[1])) & ~ignored
-        places = t.masked_fill(ignored | invalid, 0)
+        columns = t.masked_fill(ignored | invalid, 0)
         highest = x.amax(1, keepdim=True)
-        x = x.sub_(highest)  # Large from large, before anything small is added: the loss is kept.
+        x = x.sub_(highest)  # Before anything small is added: large logits keep the loss.
         rest = x.exp().sum(1, keepdim=True).log_()
         lse = highest + rest
-        row_losses = _row_losses(x, places, rest, lse, terms).masked_fill_(invalid, torch.nan)
+        row_losses = _row_losses(x, columns, rest, lse, terms).masked_fill_(invalid, torch.nan)
         losses[part] = row_losses.masked_fill_(ignored, 0.0)[:, 0]
         if wants_gradient:
             smoothing = terms.label_smoothing
@@ -225,16 +216,16 @@ def plain_cross_entropy(
             if terms.z_loss:
                 g *= 1 + 2 * terms.z_loss * lse
             g -= smoothing / x.shape[1]
-            g.scatter_add_(1, places, torch.full_like(lse, smoothing - 1))
+            g.scatter_add_(1, columns, torch.full_like(lse, smoothing - 1))
             g = g if slope is None else g * slope
             g = (g * (factor * scale)).masked_fill_(invalid, torch.nan)
             y.copy_(g.masked_fill_(ignored, 0.0))
     return losses
 
 
-def _row_losses(x: Tensor, places: Tensor, rest: Tensor, lse: Tensor, terms: Terms) -> Tensor:
-    """Return each row's loss [c, 1], from logits less their highest and the logarithm of their exponentials' sum."""
-    losses = rest - (1 - terms.label_smoothing) * x.gather(1, places)
+def _row_losses(x: Tensor, columns: Tensor, rest: Tensor, lse: Tensor, terms: Terms) -> Tensor:
+    """Return row losses [c, 1]; ``x`` is logits less their maximum, ``rest`` log(sum(exp(x)))."""
+    losses = rest - (1 - terms.label_smoothing) * x.gather(1, columns)
     if terms.label_smoothing:
         losses -= terms.label_smoothing * x.mean(1, keepdim=True)
     if terms.z_loss:

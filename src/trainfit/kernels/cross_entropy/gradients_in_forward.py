@@ -1,9 +1,9 @@
-"""A loss of hidden states and a head's weight whose gradients are computed in its forward, as one autograd function.
+"""Autograd function of a loss over hidden states and a head's weight that computes its gradients in forward.
 
-The backward multiplies them by the gradient that comes in over the expected one, which costs nothing where that is 1: a kernel reads
-the ratio on the device and returns. The idea is Liger-Kernel's (Hsu et al.,
-https://arxiv.org/abs/2410.10989, section 3.2). A gradient that comes in scaled (accumulation, a loss scaler) can be said
-in advance, so that small fp16 or bf16 gradients are rounded after they are scaled, as in the usual way.
+The backward scales them by incoming gradient / expected gradient; where the ratio is 1, the kernel reads it
+on the device and returns. The method is Liger-Kernel's (Hsu et al., https://arxiv.org/abs/2410.10989, section
+3.2). A scaled gradient (accumulation, a loss scaler) can be given in advance, so small fp16 or bf16 gradients
+are rounded after scaling, as in an ordinary backward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from trainfit.kernels.custom_op import declare, refuse_second_derivative
 
 PROGRAMS = 1056
-"""Of the kernel that multiplies, eight for each of an H200's multiprocessors: few, since most launches do nothing."""
+"""Programs of the scaling kernel: eight per multiprocessor of an H200."""
 BLOCK = 2048
 IGNORED_LABEL = -100
 
 
 class Gradients(NamedTuple):
-    """For a loss gradient as expected; None where not needed. Filled a chunk of tokens at a time."""
+    """Gradients at the expected loss gradient, filled chunk by chunk; None where not needed."""
 
     hidden: Tensor | None
     """[n, e]"""
@@ -35,7 +35,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> Self:
-        """Memory for those that are ``needed``. The first chunk sets the weight's."""
+        """Allocate the gradients that are ``needed``; the first chunk initialises the weight's."""
         return cls(
             torch.empty_like(hidden) if needed[0] else None,
             torch.empty_like(weight) if needed[1] else None,
@@ -43,11 +43,13 @@ class Gradients(NamedTuple):
         )
 
     def add(self, part: slice, logits: Tensor, x: Tensor, matrix: Tensor) -> None:
-        """What the gradient of a chunk's ``logits`` [c, v] makes of them.
+        """Add one chunk.
 
         Args:
-            part: the chunk's tokens; chunks come in order.
-            x, matrix: the chunk's hidden states and the weight, in the products' dtype.
+            part: The chunk's tokens; chunks come in order.
+            logits: Gradient of the chunk's logits, [c, v].
+            x: The chunk's hidden states, [c, e], in the dtype of the products.
+            matrix: The weight, [v, e], in the dtype of the products.
         """
         if self.hidden is not None:
             multiply(logits, matrix, into=self.hidden[part])
@@ -58,20 +60,22 @@ class Gradients(NamedTuple):
 
 
 Run = Callable[[torch.dtype, tuple[bool, ...]], tuple[Tensor, Gradients]]
-"""(dtype of the products, which gradients are needed) -> loss, and those gradients."""
+"""(dtype of the matrix products, which gradients are needed) -> loss and those gradients."""
 
 
 def loss_with_gradients(
     run: Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, expected_gradient: Tensor | float
 ) -> Tensor:
-    """The loss, with a backward. ``run`` is called once, without autocast; its products' dtype is autocast's, if it is on.
+    """Compute the loss with ``run``, which is called once, outside autocast.
+
+    The matrix products have autocast's dtype where it is enabled, else the weight's.
 
     Args:
-        expected_gradient: what the backward is likely to be given; any other gradient is right too.
+        expected_gradient: The gradient that the backward will most likely receive; others are scaled to.
     """
     register()
-    wanted = torch.is_grad_enabled()
-    return _LossWithGradients.apply(hidden, weight, bias, run, wanted, expected_gradient)  # pyright: ignore[reportReturnType]
+    grad_enabled = torch.is_grad_enabled()
+    return _LossWithGradients.apply(hidden, weight, bias, run, grad_enabled, expected_gradient)  # pyright: ignore[reportReturnType]
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -82,12 +86,12 @@ class _LossWithGradients(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         run: Run,
-        wanted: bool,
+        grad_enabled: bool,
         expected_gradient: Tensor | float,
     ) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        needed = ctx.needs_input_grad[:3] if wanted else (False, False, False)
+        needed = ctx.needs_input_grad[:3] if grad_enabled else (False, False, False)
         with torch.autocast(device, enabled=False):
             loss, ctx.gradients = run(dtype, needed)
         ctx.expected_gradient = expected_gradient
@@ -96,12 +100,12 @@ class _LossWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second_derivative()
-        # Nothing may hold the gradients any more when the engine gets them: it would copy the weight's.
+        # The engine copies a gradient that something else still references.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the gradients of this loss were used up by its first backward")
+            raise RuntimeError("this loss was already backpropagated; its gradients have been freed")
         expected = ctx.expected_gradient
-        # By a number CUDA multiplies with its reciprocal, and 1/13 by 1/13 would not be 1.
+        # CUDA divides by a Python number through its reciprocal, and 13 * (1/13) need not be 1.
         ratio = grad / (expected if isinstance(expected, Tensor) else grad.new_full((), expected))
         for gradient in gradients:
             if gradient is not None:
@@ -110,26 +114,22 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 class LossSum:
-    """The losses of all tokens, added up chunk by chunk: in fp64, since fp32 would round once a chunk.
-
-    Of 509 tokens in 32 chunks a loss was 6.7e-8 off in the mean of 40 draws with an fp32 sum, and is 3.0e-8 so; its one
-    rounding to fp32 is up to 6e-8. One number: no more memory, and one small launch more a loss.
-    """
+    """Sum of the losses of all chunks in fp64, because fp32 would round once per chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor) -> None:
-        """A chunk's, a scalar."""
+        """Add a chunk's loss, a scalar."""
         self._sum += loss
 
     def mean(self, count: Tensor) -> Tensor:
-        """Over ``count`` tokens, in its dtype. To be called once."""
+        """Return the mean over ``count`` tokens in the dtype of ``count``; call it once."""
         return self._sum.div_(count).to(count.dtype)
 
 
 def multiply(first: Tensor, second: Tensor, *, into: Tensor, add: bool = False) -> None:
-    """The product, written or added ``into`` a tensor that may have another dtype."""
+    """Write or add the matrix product ``into`` a tensor that may have another dtype."""
     if into.dtype == first.dtype:
         into.addmm_(first, second, beta=int(add))
     elif add:
@@ -138,30 +138,24 @@ def multiply(first: Tensor, second: Tensor, *, into: Tensor, add: bool = False) 
         into.copy_(torch.mm(first, second))
 
 
-# -- the operation ----------------------------------------------------------------------------------------------------
-
-
 @cache
 def register() -> None:
-    """Make ``torch.ops.trainfit.multiply_unless_one_``; a second call does nothing.
-
-    It multiplies a tensor in place by a scalar on its device, and touches nothing where that is 1.
-    """
+    """Declare ``torch.ops.trainfit.multiply_unless_one_``: scale in place; a factor of 1 writes nothing."""
     declare("multiply_unless_one_", _run, lambda *_: None, mutates=("x",))
 
 
 def _run(x: Tensor, ratio: Tensor) -> None:
     if x.is_cuda and x.dtype != torch.float64 and x.is_contiguous():
         triton_multiply_unless_one(x, ratio)
-    elif x.is_cuda or ratio.item() != 1:  # Asking a GPU would make the host wait.
+    elif x.is_cuda or ratio.item() != 1:  # ``item`` would synchronise with a GPU.
         x.mul_(ratio)
 
 
 def triton_multiply_unless_one(x: Tensor, ratio: Tensor) -> None:
-    """One kernel over contiguous ``x``; computed in fp32."""
-    from trainfit.kernels.cross_entropy import gradients_in_forward_triton
+    """Scale contiguous ``x`` in one kernel, computed in fp32."""
+    from trainfit.kernels.cross_entropy import triton
 
-    kernels: Any = gradients_in_forward_triton  # a constexpr argument takes a plain value
+    kernels: Any = triton  # its constexpr parameters take plain values
     if x.numel():
         programs = min(PROGRAMS, -(-x.numel() // BLOCK))
         kernels.multiply_unless_one_kernel[(programs,)](x, ratio, x.numel(), BLOCK=BLOCK)

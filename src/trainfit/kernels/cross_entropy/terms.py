@@ -1,4 +1,4 @@
-"""What a token's loss is made of besides its cross-entropy, and the definition that every loss here is compared with."""
+"""Label smoothing and z-loss, and the reference implementation of the loss with both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL
 
 
 class Terms(NamedTuple):
-    """What a token's loss is: (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2."""
+    """Parameters of a token's loss (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -20,9 +20,13 @@ class Terms(NamedTuple):
 
 
 def cross_entropy_with_terms(logits: Tensor, targets: Tensor, terms: Terms) -> Tensor:
-    """Mean loss of ``targets`` (int64 [n]) given all logits [n, v], in fp32 (fp64 of fp64); gradients by autograd.
+    """Return the mean loss in fp32 (fp64 for fp64); gradients are autograd's.
 
-    As torch's ``cross_entropy``: what is ignored takes no part, and if all is, the loss is NaN.
+    As in ``F.cross_entropy``, ignored targets do not count, and the loss is NaN if all are ignored.
+
+    Args:
+        logits: [n, v].
+        targets: int64 [n].
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = F.cross_entropy(

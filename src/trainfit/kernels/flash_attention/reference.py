@@ -1,6 +1,6 @@
-"""FlashAttention in plain PyTorch, tile by tile: the reference, and what runs where Triton does not.
+"""FlashAttention in PyTorch, tile by tile: the reference, and the implementation without CUDA or Triton.
 
-Shapes as in flash_attention.py. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1, 2.
+Shapes as in op.py. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 TILE = 128
-"""Rows of a tile."""
+"""Rows per tile."""
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Output (q's dtype and layout) and log-sum-exp ([b, h, n], fp32; fp64 for fp64), tile by tile.
+    """Return the output (q's dtype and layout) and log-sum-exp ([b, h, n] in fp32; fp64 for fp64).
 
-    Needs b h (TILE^2 + TILE d) elements beside them.
+    Scratch: about b h (TILE^2 + TILE d) elements.
     """
     b, h, n, _ = q.shape
     wide = wide_of(q.dtype)
@@ -28,7 +28,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
         acc = torch.zeros_like(q_tile)
         total = q_tile.new_zeros(q_tile.shape[:-1])
         highest = q_tile.new_full(q_tile.shape[:-1], -math.inf)
-        for keys in _tiles(_seen_by(rows, n, k.shape[2], is_causal)):
+        for keys in _tiles(_num_visible(rows, n, k.shape[2], is_causal)):
             scores = q_tile @ _repeated(k[:, :, keys], h).to(wide).mT
             _mask(scores, rows, keys, n, k.shape[2], is_causal)
             new_highest = torch.maximum(highest, scores.amax(-1))
@@ -47,7 +47,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 def tiled_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, in their dtypes and layouts, tile by tile (algorithm 2)."""
+    """Return the gradients of q, k and v in their dtypes and layouts (algorithm 2)."""
     h, n, groups = q.shape[1], q.shape[2], k.shape[1]
     wide = wide_of(q.dtype)
     dq = torch.zeros_like(q, dtype=wide)
@@ -74,6 +74,7 @@ def tiled_backward(
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -81,13 +82,13 @@ def _tiles(length: int) -> list[slice]:
     return [slice(first, min(first + TILE, length)) for first in range(0, length, TILE)]
 
 
-def _seen_by(rows: slice, n: int, m: int, is_causal: bool) -> int:
-    """How many keys, from the first on, any of these rows sees."""
+def _num_visible(rows: slice, n: int, m: int, is_causal: bool) -> int:
+    """Return how many keys, from the first on, at least one of these rows attends to."""
     return max(0, min(m, rows.stop + m - n)) if is_causal else m
 
 
 def _mask(scores: Tensor, rows: slice, keys: slice, n: int, m: int, is_causal: bool) -> None:
-    """Query i sees the keys up to i + m - n."""
+    """Mask the scores of keys after i + m - n for query i."""
     if is_causal and keys.stop - 1 > rows.start + m - n:
         last = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + (m - n)
         scores.masked_fill_(torch.arange(keys.start, keys.stop, device=scores.device) > last, -math.inf)

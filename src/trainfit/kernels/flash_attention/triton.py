@@ -1,12 +1,10 @@
 """FlashAttention-2 (Dao 2023, arXiv:2307.08691) in Triton: forward, and backward in three kernels.
 
-Shapes: b batch, h query heads, k key-value heads (h a multiple of k), n queries, m keys, d head size. Row sums and
-maxima are kept in base 2 (exp2 is the hardware's own), ``lse`` leaves in base e. With ``CAUSAL`` query i sees the keys
-up to i + m - n (the last query sees all), as in FlashAttention 2.1; a row that sees none gives zeros and lse -inf.
-The scale is positive.
-
-Nothing of size n x m exists: the forward keeps the output and one fp32 ``lse`` a row; the backward adds two fp32 numbers
-a row: ``lse`` in base 2 and ``delta`` (equation 4 there: the row sum of dO * O).
+Shapes: b batch, h query heads, k key-value heads (h a multiple of k), n queries, m keys, d head size. Row
+sums and maxima are in base 2 (exp2 is a hardware instruction), the stored ``lse`` in base e. With ``CAUSAL``
+query i attends to keys up to i + m - n, as in FlashAttention 2.1; a row without keys gives zeros and an
+``lse`` of -inf. The scale is positive. The backward reads two fp32 values per row: ``lse`` in base 2 and
+``delta``, the row sum of dO * O.
 """
 
 from __future__ import annotations
@@ -20,13 +18,23 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def block_and_head(blocks, all_heads, HEADS_AT_ONCE: tl.constexpr):
-    """This program's block and head. Heads are taken HEADS_AT_ONCE at a time, so that their keys stay in the L2 cache,
-    and of those the same block of every head runs side by side."""
+    """Return the program's block and head.
+
+    Programs run HEADS_AT_ONCE heads at a time, whose keys stay in the L2 cache, and the same block of each
+    together.
+    """
     program = tl.program_id(0)
     first = program // (HEADS_AT_ONCE * blocks) * HEADS_AT_ONCE
-    here = tl.minimum(HEADS_AT_ONCE, all_heads - first)
-    place = program - first * blocks
-    return place // here, first + place % here
+    num_heads = tl.minimum(HEADS_AT_ONCE, all_heads - first)
+    index = program - first * blocks
+    return index // num_heads, first + index % num_heads
+
+
+@triton.jit
+def _tile_pointers(base, first, rows, columns, row_stride, column_stride):
+    """Return the pointers of a tile from row ``first`` on; only the offset of ``first`` needs 64 bits."""
+    offsets = rows[:, None] * row_stride + columns[None, :] * column_stride
+    return base + tl.cast(first, tl.int64) * row_stride + offsets
 
 
 @triton.jit
@@ -34,30 +42,32 @@ def load_tile(
     base, first, rows, columns, row_stride: tl.constexpr, column_stride, num_rows, num_columns,
     ALL_ROWS: tl.constexpr, ALL_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows from ``first`` on x columns from memory, zeros outside. Only the step to ``first`` needs 64 bits, and the rest is
-    the same for every tile."""
-    at = (
-        base
-        + tl.cast(first, tl.int64) * row_stride
-        + (rows[:, None] * row_stride + columns[None, :] * column_stride)
-    )
+    """Load a tile from row ``first`` on, with zeros outside."""
+    at = _tile_pointers(base, first, rows, columns, row_stride, column_stride)
     if ALL_ROWS and ALL_COLUMNS:
         return tl.load(at)
-    there = (first + rows < num_rows)[:, None]
+    inside = (first + rows < num_rows)[:, None]
     if not ALL_COLUMNS:
-        there = there & (columns < num_columns)[None, :]
-    return tl.load(at, mask=there, other=0.0)
+        inside = inside & (columns < num_columns)[None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _put(base, tile, first, rows, columns, row_stride, column_stride, num_rows, num_columns):
-    at = (
-        base
-        + tl.cast(first, tl.int64) * row_stride
-        + (rows[:, None] * row_stride + columns[None, :] * column_stride)
-    )
-    there = (first + rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    tl.store(at, tile.to(base.dtype.element_ty), mask=there)
+def _store_tile(base, tile, first, rows, columns, row_stride, column_stride, num_rows, num_columns):
+    at = _tile_pointers(base, first, rows, columns, row_stride, column_stride)
+    inside = (first + rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tl.store(at, tile.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _key_range(first, n, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the ends of the key tiles that need no mask, and of those that any row attends to."""
+    stop = m
+    whole = m // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        stop = tl.minimum(m, tl.maximum(0, first + BLOCK_M + (m - n)))
+        whole = tl.maximum(0, tl.minimum(first + (m - n) + 1, m)) // BLOCK_N * BLOCK_N
+    return whole, stop
 
 
 @triton.jit
@@ -67,9 +77,9 @@ def _forward_tiles(
     MASKED: tl.constexpr, ALL_KEYS: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``start`` to ``stop`` folded into the running output, sum and maximum of the query rows.
+    """Fold keys ``start`` to ``stop`` into the running output, sum and maximum of the query rows.
 
-    ``MASKED``: not every row sees them; without ``ALL_KEYS`` the last tile has fewer.
+    ``MASKED``: not every row attends to them; without ``ALL_KEYS`` the last tile is partial.
     """
     for first in range(start, stop, BLOCK_N):
         k = load_tile(
@@ -78,13 +88,13 @@ def _forward_tiles(
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
             keys = first + columns_n
-            # Under a causal mask no row that exists sees a key behind the last.
-            seen = rows[:, None] + (m - n) >= keys[None, :] if CAUSAL else keys[None, :] < m
-            scores = tl.where(seen, scores, float("-inf"))
+            # Under a causal mask no valid row attends past the last key.
+            visible = rows[:, None] + (m - n) >= keys[None, :] if CAUSAL else keys[None, :] < m
+            scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         offset = new_max
         if MASKED:
-            # A row that has seen nothing yet: exp2(-inf - 0) is 0, exp2(-inf - -inf) would be no number.
+            # A row without a key so far: exp2(-inf - 0) is 0, exp2(-inf - -inf) is NaN.
             offset = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale_log2 - offset[:, None])
         shrink = tl.exp2(row_max - offset)
@@ -107,10 +117,10 @@ def forward_kernel(
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
     ALL_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M query rows of one head. The longest rows (the last) start first."""
+    """Compute BLOCK_M query rows of one head per program; the longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
-    place, batch_head = block_and_head(blocks, all_heads, HEADS_AT_ONCE)
-    first = (blocks - 1 - place) * BLOCK_M
+    block, batch_head = block_and_head(blocks, all_heads, HEADS_AT_ONCE)
+    first = (blocks - 1 - block) * BLOCK_M
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     kv_head = head // group
     k_base, v_base = K + batch * k_batch + kv_head * k_head, V + batch * v_batch + kv_head * v_head
@@ -121,13 +131,8 @@ def forward_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    # Keys that every row of the block sees, then those that need a mask.
-    if CAUSAL:
-        stop = tl.minimum(m, tl.maximum(0, first + BLOCK_M + (m - n)))
-        whole = tl.maximum(0, tl.minimum(first + (m - n) + 1, m)) // BLOCK_N * BLOCK_N
-    else:
-        stop = m
-        whole = m // BLOCK_N * BLOCK_N
+    # Keys that every row of the block attends to, then those that need a mask.
+    whole, stop = _key_range(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
     acc, row_sum, row_max = _forward_tiles(
         acc, row_sum, row_max, q, k_base, v_base, 0, whole, rows, columns_n, columns_d, k_row, k_column,
         v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, ALL_KEYS, CAUSAL, EVEN_D, PRECISION,
@@ -140,7 +145,9 @@ def forward_kernel(
     acc = acc / tl.where(none, 1.0, row_sum)[:, None]
     lse = tl.where(none, float("-inf"), (row_max + tl.log2(tl.where(none, 1.0, row_sum))) * LN_2)
     tl.store(LSE + batch_head.to(tl.int64) * n + rows, lse, mask=rows < n)
-    _put(OUT + batch * o_batch + head * o_head, acc, first, columns_m, columns_d, o_row, o_column, n, d)
+    _store_tile(
+        OUT + batch * o_batch + head * o_head, acc, first, columns_m, columns_d, o_row, o_column, n, d
+    )
 
 
 @triton.jit
@@ -150,10 +157,10 @@ def _key_tiles(
     BLOCK_M: tl.constexpr, MASKED: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
     ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Query rows ``start`` to ``stop`` folded into the gradients of one block of keys and values.
+    """Fold query rows ``start`` to ``stop`` into the gradients of one block of keys and values.
 
-    ``MASKED``: not every row sees every key; without ``ALL_ROWS`` the last tile has fewer. Scores are [keys, rows], so that
-    P and dS are in registers as the products for dV and dK take them.
+    ``MASKED``: not every row attends to every key; without ``ALL_ROWS`` the last tile is partial. Scores are
+    [keys, rows], so P and dS are the register operands of the products for dV and dK.
     """
     for first in range(start, stop, BLOCK_M):
         q = load_tile(q_base, first, columns_m, columns_d, q_row, q_column, n, d, ALL_ROWS, EVEN_D)
@@ -181,10 +188,10 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
     ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: dK and dV of BLOCK_N keys of one key-value head, over all query heads that read it."""
+    """Compute dK and dV of BLOCK_N keys of one key-value head per program, over all of its query heads."""
     blocks = tl.cdiv(m, BLOCK_N)
-    place, batch_head = block_and_head(blocks, all_kv_heads, HEADS_AT_ONCE)
-    key = place * BLOCK_N  # under a causal mask the first keys have the most queries
+    block, batch_head = block_and_head(blocks, all_kv_heads, HEADS_AT_ONCE)
+    key = block * BLOCK_N  # under a causal mask the first keys have the most queries
     batch, kv_head, group = (
         (batch_head // kv_heads).to(tl.int64), (batch_head % kv_heads).to(tl.int64), heads // kv_heads
     )  # fmt: skip
@@ -195,8 +202,8 @@ def key_gradient_kernel(
     v = load_tile(v_base, key, columns_n, columns_d, v_row, v_column, m, d, False, EVEN_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # Rows that see part of these keys, then rows that see them all. Keys that do not exist spoil only their own gradients,
-    # which are not stored.
+    # Rows that attend to some of these keys, then rows that attend to all. Keys past the end affect only
+    # their own gradients, which are not stored.
     begin, whole = 0, 0
     if CAUSAL:
         begin = tl.maximum(0, key - (m - n)) // BLOCK_M * BLOCK_M
@@ -208,25 +215,29 @@ def key_gradient_kernel(
         q_base, do_base = Q + batch * q_batch + head * q_head, DO + batch * do_batch + head * do_head
         if CAUSAL:
             dk, dv = _key_tiles(
-                dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, keys, columns_m, columns_d,
-                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, True, EVEN_D, PRECISION, ALL_ROWS,
+                dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, begin, whole, keys, columns_m,
+                columns_d,
+                q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, True, EVEN_D, PRECISION,
+                ALL_ROWS,
             )  # fmt: skip
         dk, dv = _key_tiles(
             dk, dv, k, v, q_base, do_base, LSE_2 + row, DELTA + row, whole, n, keys, columns_m, columns_d,
-            q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, False, EVEN_D, PRECISION, ALL_ROWS,
+            q_row, q_column, do_row, do_column, n, m, d, scale_log2, BLOCK_M, False, EVEN_D, PRECISION,
+            ALL_ROWS,
         )  # fmt: skip
     dk_base, dv_base = DK + batch * dk_batch + kv_head * dk_head, DV + batch * dv_batch + kv_head * dv_head
-    _put(dk_base, dk * scale, key, columns_n, columns_d, dk_row, dk_column, m, d)
-    _put(dv_base, dv, key, columns_n, columns_d, dv_row, dv_column, m, d)
+    _store_tile(dk_base, dk * scale, key, columns_n, columns_d, dk_row, dk_column, m, d)
+    _store_tile(dv_base, dv, key, columns_n, columns_d, dv_row, dv_column, m, d)
 
 
 @triton.jit
 def _query_tiles(
     dq, q, do, lse, delta, k_base, v_base, start, stop, rows, columns_n, columns_d,
     k_row: tl.constexpr, k_column, v_row: tl.constexpr, v_column, n, m, d, scale_log2,
-    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, EVEN_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``start`` to ``stop`` folded into the gradient of one block of queries, as in ``_forward_tiles``."""
+    """Fold keys ``start`` to ``stop`` into the gradient of one block of queries (see ``_forward_tiles``)."""
     for first in range(start, stop, BLOCK_N):
         k = load_tile(k_base, first, columns_n, columns_d, k_row, k_column, m, d, not MASKED, EVEN_D)
         scores = tl.dot(q, k.T, input_precision=PRECISION)
@@ -235,9 +246,9 @@ def _query_tiles(
         p = tl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             keys = first + columns_n
-            # Under a causal mask no row that exists sees a key behind the last.
-            seen = rows[:, None] + (m - n) >= keys[None, :] if CAUSAL else keys[None, :] < m
-            p = tl.where(seen, p, 0.0)
+            # Under a causal mask no valid row attends past the last key.
+            visible = rows[:, None] + (m - n) >= keys[None, :] if CAUSAL else keys[None, :] < m
+            p = tl.where(visible, p, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
@@ -252,10 +263,10 @@ def query_gradient_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr, EVEN_D: tl.constexpr, PRECISION: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program: dQ of BLOCK_M query rows of one head. The longest rows (the last) start first."""
+    """Compute dQ of BLOCK_M query rows of one head per program; the longest rows (the last) start first."""
     blocks = tl.cdiv(n, BLOCK_M)
-    place, batch_head = block_and_head(blocks, all_heads, HEADS_AT_ONCE)
-    first = (blocks - 1 - place) * BLOCK_M
+    block, batch_head = block_and_head(blocks, all_heads, HEADS_AT_ONCE)
+    first = (blocks - 1 - block) * BLOCK_M
     batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
     kv_head = head // group
     k_base, v_base = K + batch * k_batch + kv_head * k_head, V + batch * v_batch + kv_head * v_head
@@ -267,12 +278,7 @@ def query_gradient_kernel(
     at = batch_head.to(tl.int64) * padded + rows
     lse, delta = tl.load(LSE_2 + at), tl.load(DELTA + at)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if CAUSAL:
-        stop = tl.minimum(m, tl.maximum(0, first + BLOCK_M + (m - n)))
-        whole = tl.maximum(0, tl.minimum(first + (m - n) + 1, m)) // BLOCK_N * BLOCK_N
-    else:
-        stop = m
-        whole = m // BLOCK_N * BLOCK_N
+    whole, stop = _key_range(first, n, m, BLOCK_M, BLOCK_N, CAUSAL)
     dq = _query_tiles(
         dq, q, do, lse, delta, k_base, v_base, 0, whole, rows, columns_n, columns_d,
         k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, False, CAUSAL, EVEN_D, PRECISION,
@@ -282,4 +288,4 @@ def query_gradient_kernel(
         k_row, k_column, v_row, v_column, n, m, d, scale_log2, BLOCK_N, True, CAUSAL, EVEN_D, PRECISION,
     )  # fmt: skip
     dq_base = DQ + batch * dq_batch + head * dq_head
-    _put(dq_base, dq * scale, first, columns_m, columns_d, dq_row, dq_column, n, d)
+    _store_tile(dq_base, dq * scale, first, columns_m, columns_d, dq_row, dq_column, n, d)

@@ -1,4 +1,4 @@
-"""FlashAttention's kernels in Triton: who launches them, and with which tiles. Shapes as in flash_attention.py."""
+"""Launchers and tile sizes of FlashAttention's Triton kernels; shapes as in op.py."""
 
 from __future__ import annotations
 
@@ -11,51 +11,48 @@ import torch
 from torch import Tensor
 
 ROWS = 128
-"""Of a program that prepares the backward; the padded length is a multiple of it and of every BLOCK_M."""
+"""Rows per program before the backward; padded lengths are multiples of it and of every BLOCK_M."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of queries and keys of a tile, warps, pipeline stages, and how many heads run at once."""
+    """Query rows and keys per tile, warps, pipeline stages, and heads that run at once."""
 
     block_m: int
     block_n: int
     warps: int
     stages: int
     heads_at_once: int = 8
-    most_registers: int | None = None
-    """Of a thread; fewer let more programs share a multiprocessor."""
+    max_registers: int | None = None
+    """Registers per thread; fewer let more programs share a multiprocessor."""
 
     def arguments(self, d: int) -> dict[str, Any]:
-        """What the launch of a kernel takes."""
+        """Return the launch arguments of a kernel."""
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
             "HEADS_AT_ONCE": self.heads_at_once,
-            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.most_registers,
+            "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.max_registers,
         }  # fmt: skip
 
 
 def block_d(d: int) -> int:
-    """Columns of a tile: the next power of two."""
+    """Return the columns of a tile: the next power of two."""
     return max(16, 1 << (d - 1).bit_length())
 
 
 def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, how: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``tiled_forward``, one kernel; ``how`` None: with the tiles that ``tiles`` gives."""
-    from triton import cdiv
+    """Compute ``tiled_forward`` in one kernel, with the tiles ``how`` or those of ``tiles``."""
+    from trainfit.kernels.flash_attention import triton
 
-    from trainfit.kernels.flash_attention import triton as flash_attention_triton
-
-    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
-
+    kernels: Any = triton  # its constexpr parameters take plain values
     b, h, n, d = q.shape
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     how = how or tiles("forward", q)
     if out.numel():
         q, scale, _ = _with_positive(scale, q)
-        kernels.forward_kernel[(cdiv(n, how.block_m) * b * h,)](
+        kernels.forward_kernel[(_cdiv(n, how.block_m) * b * h,)](
             q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
             *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(d),
             **_constants(d, q.dtype), CAUSAL=is_causal,
@@ -65,12 +62,13 @@ def triton_forward(
 
 
 def triton_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float,
-    how: tuple[Tiles, Tiles] | None = None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, how: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``tiled_backward``: delta, then dK with dV, then dQ; no atomics, so bit for bit repeatable.
+    """Compute ``tiled_backward`` in three kernels without atomics: delta, dK with dV, dQ; deterministic.
 
-    ``how``: the tiles of the last two; None: those that ``tiles`` gives.
+    Args:
+        how: Tiles of the last two; None: those of ``tiles``.
     """
     if not q.numel() or not k.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -83,19 +81,18 @@ def triton_backward(
 
 
 def _with_positive(scale: float, q: Tensor) -> tuple[Tensor, float, int]:
-    """q and a scale over 0 with the same product (the kernels scale a row's maximum), and what to multiply dQ by."""
+    """Return q and a positive scale with the same product, as the kernels need, and the factor of dQ."""
     sign = (scale > 0) - (scale < 0)
     return (q, scale, 1) if sign == 1 else (q * sign, abs(scale) or 1.0, sign)
 
 
 def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """``lse`` in base 2 and delta (row sums of dO * O), [b, h, n rounded up to whole tiles], fp32."""
-    from trainfit.kernels.flash_attention import triton_prepare as flash_attention_prepare_triton
+    """Return ``lse`` in base 2 and delta (row sums of dO * O), fp32 [b, h, n padded to whole tiles]."""
+    from trainfit.kernels.flash_attention import triton_backward_passes
 
-    kernels: Any = flash_attention_prepare_triton  # a constexpr argument takes a plain value
-
+    kernels: Any = triton_backward_passes  # its constexpr parameters take plain values
     b, h, n, d = out.shape
-    blocks = -(-n // ROWS)
+    blocks = _cdiv(n, ROWS)
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
     kernels.prepare_kernel[(blocks * b * h,)](
         out, gradient, lse, lse_2, delta, n, blocks * ROWS, d, h, *out.stride(), *gradient.stride(),
@@ -107,37 +104,30 @@ def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor,
 def triton_key_gradients(
     inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles
 ) -> tuple[Tensor, Tensor]:
-    """dK and dV from q, k, v, dO, ``lse`` in base 2 and delta."""
-    from triton import cdiv
+    """Return dK and dV from q, k, v, dO, ``lse`` in base 2 and delta."""
+    from trainfit.kernels.flash_attention import triton
 
-    from trainfit.kernels.flash_attention import triton as flash_attention_triton
-
-    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
-
-    (q, k, v, gradient, lse_2, _), (dk, dv) = (
-        inputs,
-        (torch.empty_like(inputs[1]), torch.empty_like(inputs[2])),
-    )
+    kernels: Any = triton  # its constexpr parameters take plain values
+    q, k, v, gradient, lse_2, _ = inputs
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
     (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-    kernels.key_gradient_kernel[(cdiv(m, how.block_n) * b * kv_heads,)](
-        *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads, b * kv_heads,
-        *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dk.stride(), *dv.stride(),
+    kernels.key_gradient_kernel[(_cdiv(m, how.block_n) * b * kv_heads,)](
+        *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads,
+        b * kv_heads, *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dk.stride(), *dv.stride(),
         **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_ROWS=n % how.block_m == 0,
     )  # fmt: skip
     return dk, dv
 
 
 def triton_query_gradient(inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles) -> Tensor:
-    """dQ from q, k, v, dO, ``lse`` in base 2 and delta."""
-    from triton import cdiv
+    """Return dQ from q, k, v, dO, ``lse`` in base 2 and delta."""
+    from trainfit.kernels.flash_attention import triton
 
-    from trainfit.kernels.flash_attention import triton as flash_attention_triton
-
-    kernels: Any = flash_attention_triton  # a constexpr argument takes a plain value
-
-    (q, k, v, gradient, lse_2, _), dq = inputs, torch.empty_like(inputs[0])
+    kernels: Any = triton  # its constexpr parameters take plain values
+    q, k, v, gradient, lse_2, _ = inputs
+    dq = torch.empty_like(q)
     (b, h, n, d), m = q.shape, k.shape[2]
-    kernels.query_gradient_kernel[(cdiv(n, how.block_m) * b * h,)](
+    kernels.query_gradient_kernel[(_cdiv(n, how.block_m) * b * h,)](
         *inputs, dq, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, b * h, h // k.shape[1],
         *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dq.stride(),
         **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal,
@@ -145,17 +135,21 @@ def triton_query_gradient(inputs: tuple[Tensor, ...], is_causal: bool, scale: fl
     return dq
 
 
+def _cdiv(length: int, size: int) -> int:
+    return -(-length // size)
+
+
 def _constants(d: int, dtype: torch.dtype) -> dict[str, Any]:
-    # TF32 would round fp32 inputs to 10 bits unless the user allows it, as for every other product.
+    # TF32 rounds fp32 inputs to 10 bits of mantissa; the user allows it as for any matrix product.
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     precision = "ieee" if dtype == torch.float32 and not tf32 else "tf32"
     return {"EVEN_D": block_d(d) == d, "PRECISION": precision}
 
 
 def tiles(kernel: str, x: Tensor) -> Tiles:
-    """Tiles, warps and pipeline stages of one of the three kernels (forward, keys, queries) for such a q.
+    """Return the tiles of a kernel (forward, keys or queries) for queries like ``x``.
 
-    A multiprocessor of an H200 has 227 KB of shared memory for one program, most others 99 KB.
+    A program has 227 KB of shared memory on an H200 and 99 KB on most other GPUs.
     """
     d, narrow = x.shape[-1], _shared_bytes(x.device) < HOPPER_SHARED_BYTES
     if x.dtype != torch.float32 and d <= 128:
@@ -167,24 +161,24 @@ def tiles(kernel: str, x: Tensor) -> Tiles:
 
 
 HOPPER_SHARED_BYTES = 227 * 1024
-"""Of one program (CUDA programming guide, technical specifications of compute capability 9.0)."""
+"""Shared memory per program (CUDA programming guide, compute capability 9.0)."""
 TILES = {
     "forward": (Tiles(128, 64, 4, 4), Tiles(128, 128, 8, 3, 4)),
     "keys": (Tiles(32, 128, 4, 3), Tiles(64, 128, 8, 3)),
     "queries": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3)),
 }
-"""Kernel -> for heads up to 64 and up to 128, 16 bits, with the shared memory of an H200."""
+"""Tiles by kernel on an H200, in 16 bits: for head sizes up to 64 and up to 128."""
 NARROW_TILES = {
     "forward": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2)),
     "keys": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2)),
     "queries": (Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
 }
-"""The same with 99 KB, which is what an RTX 4090 has (compute capability 8.9): at most 72 KB, compiled for 8.0."""
+"""The same with 99 KB (RTX 4090, compute capability 8.9); they use at most 72 KB, compiled for 8.0."""
 
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Of one program; where nothing runs, as on an H200."""
+    """Return the shared memory per program; without CUDA, an H200's."""
     if device.type != "cuda":
         return HOPPER_SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -1,28 +1,29 @@
-"""The 256 or 16 values that an 8-bit or 4-bit moment can have, times its block's scale; and its rounding to the nearest.
+"""Codebooks of 8-bit and 4-bit optimizer moments, with one scale per block, equal to torchao's.
 
-8 bits and the first moment in 4: the dynamic map of Dettmers et al., https://arxiv.org/abs/2110.02861, section 2.2. The
-second moment in 4: the linear map without zero of Li et al., https://arxiv.org/abs/2309.01507, section 4.1 (a zero in the
-denominator is a jump of the weight). The same tables as torchao's.
+8 bits, and the first moment in 4 bits: the dynamic map of Dettmers et al., https://arxiv.org/abs/2110.02861,
+section 2.2. Second moment in 4 bits: the linear map without zero of Li et al.,
+https://arxiv.org/abs/2309.01507, section 4.1 (a zero in the denominator makes the weight jump).
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = {8: 256, 4: 128}
-"""Elements that share a scale, by bits: the papers' and torchao's."""
+"""Elements per scale, by bits, as in the papers and torchao."""
 LEAST_SCALE = 1e-12
 
 
 def levels(bits: int, *, signed: bool) -> list[float]:
-    """The values, ascending, in -1 to 1.
+    """Return the values in ascending order, from -1 to 1.
 
-    In 8 bits with signs that is the "dynamic tree" of https://arxiv.org/abs/1511.04561, which nf4's scales take as well: each
-    of seven decades below 1 is cut, from 0.1 to 1, into 1, 2, ... 64 equal cells, whose middles are the values, and 0 and 1.
+    Signed 8 bits are the "dynamic tree" of https://arxiv.org/abs/1511.04561, which NF4's scales use as well.
+    The values are 0, 1 and the midpoints of 1, 2, ... 64 equal cells in each of seven decades below 1.
     """
     if bits == 4 and not signed:
         return [number / 16 for number in range(1, 17)]
@@ -37,9 +38,9 @@ def levels(bits: int, *, signed: bool) -> list[float]:
 
 
 class MomentLevels:
-    """Both moments' values and bounds in one tensor of a device; ``bits``: 8 or 4.
+    """Codebooks of both moments in one tensor; ``bits`` is 8 or 4.
 
-    A bound is the middle between a level and the one below it; the first is never asked.
+    A bound is the midpoint of a level and the one below it; the first bound is never read.
     """
 
     def __init__(self, bits: int, device: torch.device):
@@ -48,34 +49,30 @@ class MomentLevels:
             row
             for signed in (True, False)
             for values in [levels(bits, signed=signed)]
-            for row in (values, [-math.inf, *map(_middle, values[:-1], values[1:])])
+            for row in (values, [-math.inf, *((a + b) / 2 for a, b in pairwise(values))])
         ]
         self.table = torch.tensor(rows, dtype=torch.float32, device=device)
-        """fp32 [4, 2^bits]: values and bounds of the first moment, then of the second."""
-
-
-def _middle(a: float, b: float) -> float:
-    return (a + b) / 2
+        """fp32 [4, 2^bits]: values and bounds of the first moment, then of the second moment."""
 
 
 class Codes(NamedTuple):
     """A quantised moment of n elements."""
 
     codes: Tensor
-    """uint8: of the moment's shape in 8 bits, [ceil(n / 2)] in 4."""
+    """uint8: the moment's shape in 8 bits, [ceil(n / 2)] in 4 bits."""
     scales: Tensor
     """fp32 [ceil(n / block)]."""
 
 
 def zeros(shape: torch.Size, bits: int, device: torch.device) -> Codes:
-    """A moment that is 0 everywhere."""
+    """Return a moment of zeros."""
     numel = shape.numel()
     codes = torch.zeros(shape if bits == 8 else (-(-numel // 2),), dtype=torch.uint8, device=device)
     return Codes(codes, torch.zeros(-(-numel // BLOCK[bits]), device=device))
 
 
 def decode(moment: Codes, values: Tensor, bits: int, numel: int) -> Tensor:
-    """The moment in fp32, [numel]."""
+    """Return the moment in fp32, [numel]."""
     codes = moment.codes.flatten()
     if bits == 4:
         codes = torch.stack([codes >> 4, codes & 15], 1).flatten()[:numel]
@@ -84,7 +81,7 @@ def decode(moment: Codes, values: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def encode(moment: Codes, wide: Tensor, bounds: Tensor, bits: int) -> None:
-    """Write fp32 values ([n]) into the moment's memory: each the nearest level of its block's scale."""
+    """Write fp32 values [n] into the moment, each rounded to the nearest level of its block."""
     block = BLOCK[bits]
     padded = torch.nn.functional.pad(wide, (0, -wide.numel() % block)).view(-1, block)
     scales = padded.abs().amax(1).clamp_(min=LEAST_SCALE)

@@ -1,11 +1,11 @@
-"""NF4: weights in 4-bit NormalFloat with doubly quantised scales, as QLoRA stores its frozen base.
+"""NF4 (4-bit NormalFloat) with double quantisation, as QLoRA stores frozen weights: 4.127 bits per weight.
 
-Dettmers et al., https://arxiv.org/abs/2305.14314, section 3: blocks of 64 weights, each divided by its largest
-magnitude and rounded to the nearest of 16 levels; those magnitudes less their mean are rounded to 8-bit floats in groups
-of 256, each group with one fp32 scale. 4 + 8/64 + 32/(64 * 256) = 4.127 bits a weight.
+Dettmers et al., https://arxiv.org/abs/2305.14314, section 3. Blocks of 64 weights are divided by their
+largest magnitude and rounded to the nearest of 16 levels. The magnitudes, less their mean, are rounded to
+8-bit floats in groups of 256 with one fp32 scale each: 4 + 8/64 + 32/(64 * 256) bits.
 
-The weights of a tensor are taken row by row; a last block or group that is not full is filled with zeros. The first
-of two neighbours is the upper half of their byte, as in bitsandbytes.
+A tensor is quantised flat, in row-major order; the last block and group are padded with zeros. The first of
+two neighbours is the upper half of their byte, as in bitsandbytes.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ from trainfit.kernels.custom_op import declare
 from trainfit.kernels.quantize import codebook
 
 BLOCK = 64
-"""Weights that share a magnitude."""
+"""Weights per magnitude."""
 GROUP = 256
-"""Magnitudes that share a scale."""
+"""Magnitudes per scale."""
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
 )  # fmt: skip
-"""The 16 values of NormalFloat (appendix E there)."""
+"""The 16 values of NormalFloat (appendix E of the paper)."""
 
 
 class Nf4(NamedTuple):
     """A quantised tensor of n weights in B = ceil(n / 64) blocks."""
 
     codes: Tensor
-    """uint8 [32 B]: two levels a byte."""
+    """uint8 [32 B]: the indices of two levels per byte."""
     block_codes: Tensor
-    """uint8 [B]: the blocks' magnitudes, less ``offset`` and over their group's scale, as 8-bit floats."""
+    """uint8 [B]: (magnitude - ``offset``) / group scale as 8-bit floats."""
     group_scales: Tensor
     """fp32 [ceil(B / 256)]."""
     offset: Tensor
     """fp32 [1]: the mean of the magnitudes."""
     levels: Tensor
-    """fp32 [272]: the 16 values of a weight's code, then the 256 of a block's; kernels look them up in memory."""
+    """fp32 [272]: the 16 values of ``codes``, then the 256 of ``block_codes``."""
 
 
 def make_levels(device: torch.device | str) -> Tensor:
-    """Both code books, fp32 [272]."""
+    """Return both codebooks, fp32 [272]."""
     return torch.tensor([*LEVELS, *codebook.levels(8, signed=True)], dtype=torch.float32).to(device)
 
 
 def midpoints(levels: Tensor) -> Tensor:
-    """Where one level gives way to the next; a value on the border takes the lower level."""
+    """Return the boundaries between levels; a value on a boundary takes the lower level."""
     return (levels[1:] + levels[:-1]) / 2
 
 
 def empty_nf4(num_weights: int, device: torch.device | str) -> Nf4:
-    """Memory for the codes of so many weights; only the code books are filled."""
+    """Allocate an ``Nf4`` of this many weights; only the codebooks are filled."""
     num_blocks = -(-num_weights // BLOCK)
     return Nf4(
         torch.empty(num_blocks * BLOCK // 2, dtype=torch.uint8, device=device),
@@ -70,7 +71,7 @@ def empty_nf4(num_weights: int, device: torch.device | str) -> Nf4:
 
 
 def quantize_nf4(weight: Tensor) -> Nf4:
-    """The weights (any floating dtype and shape) in NF4, on their device."""
+    """Quantise weights of any floating dtype and shape, on their device."""
     register()
     levels = make_levels(weight.device)
     codes, magnitudes = torch.ops.trainfit.quantize_blocks(weight.contiguous(), levels)
@@ -78,21 +79,18 @@ def quantize_nf4(weight: Tensor) -> Nf4:
 
 
 def _quantize_magnitudes(magnitudes: Tensor, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The second quantisation: codes, scales of groups, mean."""
+    """Quantise the magnitudes; return codes, group scales and mean."""
     offset = magnitudes.mean(dim=0, keepdim=True)
     padded = torch.nn.functional.pad(magnitudes - offset, (0, -magnitudes.numel() % GROUP)).view(-1, GROUP)
     scales = torch.linalg.vector_norm(padded, ord=float("inf"), dim=1)
     shares = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
     codes = torch.bucketize(shares, midpoints(levels), out_int32=True).to(torch.uint8)
-    # A copy: what is cut off would stay in memory behind a view.
+    # A view would keep the padding in memory.
     return codes.view(-1)[: magnitudes.numel()].clone(), scales, offset
 
 
-# -- PyTorch bodies ----------------------------------------------------------------------------------------------------
-
-
 def reference_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (uint8, two a byte) and magnitudes (fp32, one a block) of the weights."""
+    """Return codes (uint8, two per byte) and magnitudes (fp32, one per block) of the weights."""
     flat = weight.float().view(-1)
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     magnitudes = blocks.abs().amax(1)
@@ -102,16 +100,10 @@ def reference_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, T
 
 
 def reference_dequantize(
-    like: Tensor,
-    codes: Tensor,
-    block_codes: Tensor,
-    group_scales: Tensor,
-    offset: Tensor,
-    levels: Tensor,
-    rows: int,
-    columns: int,
-) -> Tensor:
-    """The weights, [rows, columns] in the dtype of ``like``: computed in fp32, rounded once."""
+    like: Tensor, codes: Tensor, block_codes: Tensor, group_scales: Tensor, offset: Tensor, levels: Tensor,
+    rows: int, columns: int,
+) -> Tensor:  # fmt: skip
+    """Return the weights, [rows, columns] in the dtype of ``like``: computed in fp32 and rounded once."""
     scales = group_scales.repeat_interleave(GROUP)[: block_codes.numel()]
     magnitudes = levels[16 + block_codes.int()] * scales + offset
     pairs = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1, BLOCK)
@@ -119,63 +111,41 @@ def reference_dequantize(
     return weight.view(-1)[: rows * columns].view(rows, columns).to(like.dtype)
 
 
-# -- Triton bodies -----------------------------------------------------------------------------------------------------
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.quantize_blocks`` and ``dequantize_nf4``."""
+    declare(
+        "quantize_blocks", reference_quantize_blocks, _fake_quantize_blocks, triton=triton_quantize_blocks
+    )
+    declare("dequantize_nf4", reference_dequantize, _fake_dequantize, triton=triton_dequantize)
 
 
 def triton_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``reference_quantize_blocks``, one kernel and no scratch."""
-    from triton import cdiv
-
-    from trainfit.kernels.quantize import triton as quantize_triton
-
-    kernels: Any = quantize_triton  # a constexpr argument takes a plain value
+    """Compute ``reference_quantize_blocks`` in one kernel without scratch, equal bit for bit."""
     codes, magnitudes = _fake_quantize_blocks(weight, levels)
     blocks_a_program = 32
-    kernels.quantize_nf4_kernel[(cdiv(magnitudes.numel(), blocks_a_program),)](
+    _kernels().quantize_nf4_kernel[(-(-magnitudes.numel() // blocks_a_program),)](
         weight, levels, codes, magnitudes, weight.numel(), magnitudes.numel(),
         BLOCKS=blocks_a_program, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, magnitudes
 
 
-def triton_dequantize(
-    like: Tensor,
-    codes: Tensor,
-    block_codes: Tensor,
-    group_scales: Tensor,
-    offset: Tensor,
-    levels: Tensor,
-    rows: int,
-    columns: int,
-) -> Tensor:
-    """As ``reference_dequantize``, one kernel, bit for bit the same."""
-    from triton import cdiv
-
-    from trainfit.kernels.quantize import triton as quantize_triton
-
-    kernels: Any = quantize_triton
-    weight = codes.new_empty((rows, columns), dtype=like.dtype)
-    blocks_a_program = 64
-    kernels.dequantize_nf4_kernel[(cdiv(block_codes.numel(), blocks_a_program),)](
-        codes, block_codes, group_scales, offset, levels, weight, weight.numel(), block_codes.numel(),
-        BLOCKS=blocks_a_program, enable_fp_fusion=False,
-    )  # fmt: skip
+def triton_dequantize(like: Tensor, *arguments: Any) -> Tensor:
+    """Compute ``reference_dequantize`` in one kernel, equal bit for bit."""
+    *parts, _, _ = arguments
+    weight = _fake_dequantize(like, *arguments)
+    num_blocks, blocks_a_program = parts[1].numel(), 64
+    _kernels().dequantize_nf4_kernel[(-(-num_blocks // blocks_a_program),)](
+        *parts, weight, weight.numel(), num_blocks, BLOCKS=blocks_a_program, enable_fp_fusion=False
+    )
     return weight
 
 
-# -- the operations ----------------------------------------------------------------------------------------------------
+def _kernels() -> Any:
+    from trainfit.kernels.quantize import triton
 
-
-@cache
-def register() -> None:
-    """Make ``torch.ops.trainfit.quantize_blocks`` and ``dequantize_nf4``; a second call does nothing."""
-    declare("quantize_blocks", _run_quantize_blocks, _fake_quantize_blocks)
-    declare("dequantize_nf4", _run_dequantize, _fake_dequantize)
-
-
-def _run_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    run = triton_quantize_blocks if weight.is_cuda else reference_quantize_blocks
-    return run(weight, levels)
+    return triton
 
 
 def _fake_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,28 +154,5 @@ def _fake_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tenso
     return codes, weight.new_empty(num_blocks, dtype=torch.float32)
 
 
-def _run_dequantize(
-    like: Tensor,
-    codes: Tensor,
-    block_codes: Tensor,
-    group_scales: Tensor,
-    offset: Tensor,
-    levels: Tensor,
-    rows: int,
-    columns: int,
-) -> Tensor:
-    run = triton_dequantize if codes.is_cuda else reference_dequantize
-    return run(like, codes, block_codes, group_scales, offset, levels, rows, columns)
-
-
-def _fake_dequantize(
-    like: Tensor,
-    codes: Tensor,
-    block_codes: Tensor,
-    group_scales: Tensor,
-    offset: Tensor,
-    levels: Tensor,
-    rows: int,
-    columns: int,
-) -> Tensor:
-    return codes.new_empty((rows, columns), dtype=like.dtype)
+def _fake_dequantize(like: Tensor, codes: Tensor, *others: Any) -> Tensor:
+    return codes.new_empty(others[-2:], dtype=like.dtype)

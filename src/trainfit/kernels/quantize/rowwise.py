@@ -1,7 +1,7 @@
-"""Weights in 8 bits with one fp32 scale for each output row: int8 and fp8 (e4m3).
+"""Weights in int8 or fp8 (e4m3) with one fp32 scale per row: 8 + 32 / columns bits per weight.
 
 A row's largest magnitude becomes the largest code: 127 in int8 (symmetric, -128 is not used), 448 in e4m3
-(Micikevicius et al., https://arxiv.org/abs/2209.05433, table 1). 8 + 32 / columns bits a weight.
+(Micikevicius et al., https://arxiv.org/abs/2209.05433, table 1).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Rows(NamedTuple):
 
 
 def empty_rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device | str) -> Rows:
-    """Memory for the codes of such a matrix, unfilled."""
+    """Allocate an uninitialised ``Rows``."""
     codes = torch.empty(num_rows, num_columns, dtype=dtype, device=device)
     return Rows(codes, torch.empty(num_rows, dtype=torch.float32, device=device))
 
 
 def quantize_rows(weight: Tensor, dtype: torch.dtype) -> Rows:
-    """The matrix (any floating dtype) in int8 or float8_e4m3fn, rounded to nearest, ties to even."""
+    """Quantise a matrix of any floating dtype to int8 or float8_e4m3fn, rounding to nearest even."""
     largest = LARGEST[dtype]
     wide = weight.to(torch.float32, copy=True)
     magnitudes = torch.maximum(wide.amax(1), -wide.amin(1))
@@ -45,36 +45,30 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype) -> Rows:
 
 
 def reference_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """The matrix in the dtype of ``like``: computed in fp32, rounded once."""
+    """Return the matrix in the dtype of ``like``: computed in fp32 and rounded once."""
     return (codes.float() * scales[:, None]).to(like.dtype)
 
 
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.dequantize_rows``."""
+    declare("dequantize_rows", reference_dequantize, _fake, triton=triton_dequantize)
+
+
 def triton_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """As ``reference_dequantize``, one kernel, bit for bit the same."""
-    from triton import cdiv
+    """Compute ``reference_dequantize`` in one kernel, equal bit for bit."""
+    from trainfit.kernels.quantize import triton
 
-    from trainfit.kernels.quantize import triton as quantize_triton
-
-    kernels: Any = quantize_triton  # a constexpr argument takes a plain value
-    weight = torch.empty_like(codes, dtype=like.dtype)
+    kernels: Any = triton  # its constexpr parameters take plain values
+    weight = _fake(like, codes, scales)
     rows, columns = codes.shape
     fp8 = codes.dtype == torch.float8_e4m3fn
-    kernels.dequantize_rows_kernel[(rows, cdiv(columns, 2048))](
+    kernels.dequantize_rows_kernel[(rows, -(-columns // 2048))](
         codes.view(torch.uint8) if fp8 else codes, scales, weight, columns,
         FP8=fp8, BLOCK=2048, enable_fp_fusion=False,
     )  # fmt: skip
     return weight
 
 
-@cache
-def register() -> None:
-    """Make ``torch.ops.trainfit.dequantize_rows``; a second call does nothing."""
-    declare("dequantize_rows", _run_dequantize, _fake_dequantize)
-
-
-def _run_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    return (triton_dequantize if codes.is_cuda else reference_dequantize)(like, codes, scales)
-
-
-def _fake_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def _fake(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return torch.empty_like(codes, dtype=like.dtype)

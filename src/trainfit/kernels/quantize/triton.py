@@ -1,5 +1,7 @@
-"""Weights from 4-bit and 8-bit codes and back, in Triton. Launch with ``enable_fp_fusion=False``: a fused multiply-add
-would round once where the references beside them (nf4.py, rows.py) round twice.
+"""Quantisation to NF4 and dequantisation of NF4, int8 and fp8 in Triton.
+
+Launch with ``enable_fp_fusion=False``: a fused multiply-add rounds once where the references in nf4.py and
+rowwise.py round twice.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import triton.language as tl
 def quantize_nf4_kernel(
     WEIGHT, LEVELS, CODES, MAGNITUDES, num_weights, num_blocks, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Each program: BLOCKS blocks of 64 weights to 32 bytes and one fp32 magnitude each."""
+    """Quantise BLOCKS blocks of 64 weights per program to 32 bytes and one fp32 magnitude each."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     pairs = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
     first = tl.load(WEIGHT + 2 * pairs, mask=2 * pairs < num_weights, other=0.0).to(tl.float32)
@@ -29,44 +31,44 @@ def quantize_nf4_kernel(
         border = (tl.load(LEVELS + level) + tl.load(LEVELS + level + 1)) / 2
         upper += (first > border).to(tl.int32)
         lower += (second > border).to(tl.int32)
-    there = blocks < num_blocks
-    tl.store(CODES + pairs, (upper * 16 + lower).to(tl.uint8), mask=there[:, None])
-    tl.store(MAGNITUDES + blocks, magnitudes, mask=there)
+    valid = blocks < num_blocks
+    tl.store(CODES + pairs, (upper * 16 + lower).to(tl.uint8), mask=valid[:, None])
+    tl.store(MAGNITUDES + blocks, magnitudes, mask=valid)
 
 
 @triton.jit
 def dequantize_nf4_kernel(
     CODES, BLOCK_CODES, GROUP_SCALES, OFFSET, LEVELS, WEIGHT, num_weights, num_blocks, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Each program: BLOCKS blocks of 32 bytes to 64 weights each."""
+    """Dequantise BLOCKS blocks per program, 32 bytes to 64 weights each."""
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    there = blocks < num_blocks
-    block_codes = tl.load(BLOCK_CODES + blocks, mask=there, other=0).to(tl.int32)
-    scales = tl.load(GROUP_SCALES + blocks // 256, mask=there, other=0.0)
+    valid = blocks < num_blocks
+    block_codes = tl.load(BLOCK_CODES + blocks, mask=valid, other=0).to(tl.int32)
+    scales = tl.load(GROUP_SCALES + blocks // 256, mask=valid, other=0.0)
     magnitudes = (tl.load(LEVELS + 16 + block_codes) * scales + tl.load(OFFSET))[:, None]
     pairs = blocks[:, None] * 32 + tl.arange(0, 32)[None, :]
-    codes = tl.load(CODES + pairs, mask=there[:, None], other=0).to(tl.int32)
+    codes = tl.load(CODES + pairs, mask=valid[:, None], other=0).to(tl.int32)
     upper = tl.load(LEVELS + (codes >> 4)) * magnitudes
     lower = tl.load(LEVELS + (codes & 15)) * magnitudes
     weights = tl.reshape(tl.join(upper, lower), (BLOCKS, 64))
-    places = blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(WEIGHT + places, weights.to(WEIGHT.dtype.element_ty), mask=places < num_weights)
+    offsets = blocks[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(WEIGHT + offsets, weights.to(WEIGHT.dtype.element_ty), mask=offsets < num_weights)
 
 
 @triton.jit
 def dequantize_rows_kernel(CODES, SCALES, WEIGHT, columns, FP8: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program: BLOCK columns of one row. FP8: e4m3 codes come as bytes, so that any GPU can read them."""
+    """Dequantise BLOCK columns of one row per program. FP8: e4m3 codes as bytes, which any GPU can read."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    places = row * columns + column
-    there = column < columns
-    codes = tl.load(CODES + places, mask=there, other=0)
+    offsets = row * columns + column
+    valid = column < columns
+    codes = tl.load(CODES + offsets, mask=valid, other=0)
     if FP8:
-        # The 7 bits of exponent and mantissa at fp32's place, its exponent off by 127 - 7.
+        # Exponent and mantissa shifted to fp32's position; the factor 2^120 corrects the exponent's bias.
         bits = codes.to(tl.int32)
         value = ((bits & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         value = tl.where(bits > 127, -value, value)
     else:
         value = codes.to(tl.float32)
     weights = value * tl.load(SCALES + row)
-    tl.store(WEIGHT + places, weights.to(WEIGHT.dtype.element_ty), mask=there)
+    tl.store(WEIGHT + offsets, weights.to(WEIGHT.dtype.element_ty), mask=valid)

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: a program holds whole rows of e elements (BLOCK >= e). All sums are fp32."""
+"""RMSNorm in Triton. A program holds whole rows of e elements (BLOCK >= e); sums are in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_kernel(X, W, Y, SCALE, e, eps, BLOCK: tl.constexpr):
-    """One row: y = x w scale, scale = 1 / sqrt(mean(x^2) + eps)."""
+    """Compute one row per program: y = x w scale with scale = 1 / sqrt(mean(x^2) + eps)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < e
@@ -21,19 +21,22 @@ def rms_norm_kernel(X, W, Y, SCALE, e, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def rms_norm_backward_kernel(G, X, W, SCALE, DX, PARTS, n, e, BLOCK: tl.constexpr):
-    """Rows i, i + programs, ...: dx = scale (g w - x^ mean(g w x^)) with x^ = x scale, and PARTS[i] = their sum of g x^."""
+    """Compute rows i, i + programs, ...: dx = scale (g w - y mean(g w y)) with y = x scale.
+
+    PARTS[i] is the sum of g y over program i's rows.
+    """
     first = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < e
     w = tl.load(W + columns, mask=inside, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK,), tl.float32)
-    for turn in range(0, tl.cdiv(n - tl.program_id(0), programs)):
-        number = first + turn * programs
-        at = number * e + columns
+    for iteration in range(0, tl.cdiv(n - tl.program_id(0), programs)):
+        row = first + iteration * programs
+        at = row * e + columns
         g = tl.load(G + at, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(SCALE + number)
+        scale = tl.load(SCALE + row)
         normed = x * scale
         dw += g * normed
         weighted = g * w

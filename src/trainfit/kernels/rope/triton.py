@@ -1,4 +1,4 @@
-"""Rotary embedding in Triton: a program takes one position of one sequence, all its query and key heads."""
+"""Rotary position embedding in Triton. A program rotates all heads of one position of one sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _turn_heads(
+def _rotate_heads(
     X, OUT, num_heads, head_stride, column_stride, out_head_stride, out_column_stride, cos, sin, half, more,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_MORE: tl.constexpr,
 ):  # fmt: skip
@@ -25,9 +25,9 @@ def _turn_heads(
         )
         if BLOCK_MORE > 0:
             rest = tl.arange(0, BLOCK_MORE)[None, :]
-            there = (heads < num_heads) & (rest < more)
-            kept = tl.load(at + (rest + 2 * half) * column_stride, mask=there, other=0.0)
-            tl.store(out + (rest + 2 * half) * out_column_stride, kept, mask=there)
+            inside_rest = (heads < num_heads) & (rest < more)
+            kept = tl.load(at + (rest + 2 * half) * column_stride, mask=inside_rest, other=0.0)
+            tl.store(out + (rest + 2 * half) * out_column_stride, kept, mask=inside_rest)
 
 
 @triton.jit
@@ -36,18 +36,21 @@ def rotate_kernel(
     qb, qh, qn, qd, kb, kh, kn, kd, qob, qoh, qon, qod, kob, koh, kon, kod, cb, cn, cd, sb, sn, sd,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_MORE: tl.constexpr,
 ):  # fmt: skip
-    """Pairs (x_i, x_{i + half}) turned by their angle; ``sign`` -1 turns back. Strides by tensor: batch, head, position, column."""
+    """Rotate pairs (x_i, x_{i + half}) by their angle, or with ``sign`` -1 back.
+
+    Strides are given per tensor in the order batch, head, position, column.
+    """
     b = (tl.program_id(0) // n).to(tl.int64)
     i = (tl.program_id(0) % n).to(tl.int64)
     pairs = tl.arange(0, BLOCK_D)
     inside = pairs < half
     cos = tl.load(COS + b * cb + i * cn + pairs * cd, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(SIN + b * sb + i * sn + pairs * sd, mask=inside, other=0.0).to(tl.float32)[None, :] * sign
-    _turn_heads(
+    _rotate_heads(
         Q + b * qb + i * qn, Q_OUT + b * qob + i * qon, q_heads, qh, qd, qoh, qod, cos, sin, half, more,
         BLOCK_H, BLOCK_D, BLOCK_MORE,
     )  # fmt: skip
-    _turn_heads(
+    _rotate_heads(
         K + b * kb + i * kn, K_OUT + b * kob + i * kon, k_heads, kh, kd, koh, kod, cos, sin, half, more,
         BLOCK_H, BLOCK_D, BLOCK_MORE,
     )  # fmt: skip

@@ -1,7 +1,6 @@
-"""Stochastic rounding in Triton: fp32 values become bf16's, up or down at random, so that the mean is kept.
+"""Stochastic rounding of fp32 to bf16 in Triton, and a weighted sum of two tensors.
 
-For kernels that write weights, and one of its own: a weighted sum of two tensors. Every value is computed in fp32 from what
-is read, and its random bits follow from a seed and its place, so a run repeats itself bit for bit.
+The random bits of an element follow from a seed and its index, so a run is reproducible bit for bit.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, noise):
-    """fp32 values that are bf16 values: 16 random bits (``noise``, of which the lower half counts) are added below the
-    last bit that stays, then cut off. What is not finite stays as it is.
+    """Round fp32 values stochastically to values that bf16 represents; inf and NaN are unchanged.
+
+    The lower 16 bits of ``noise`` are added to the 16 bits that bf16 lacks, which are then cleared.
     """
     bits = x.to(tl.int32, bitcast=True)
     cut = ((bits + (noise & 0xFFFF).to(tl.int32)) & -65536).to(tl.float32, bitcast=True)
@@ -23,13 +23,13 @@ def rounded(x, noise):
 
 @triton.jit
 def rounded_at_random(x, seed, at):
-    """``rounded`` by the random bits of a seed at each place (any integers; their lower 32 bits count)."""
+    """Round with the random bits of ``seed`` at each index (the lower 32 bits of ``at``)."""
     return rounded(x, tl.randint(seed, at.to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["seed"])
 def weighted_sum_kernel(P, U, keep, factor, seed, numel, BLOCK: tl.constexpr):
-    """P = keep * P + factor * U, rounded to bf16 at random."""
+    """Compute P = keep * P + factor * U, rounded stochastically to bf16."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     p = tl.load(P + at, mask=inside, other=0.0).to(tl.float32)

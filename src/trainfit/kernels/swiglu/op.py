@@ -1,8 +1,10 @@
-"""SwiGLU, silu(gate) * up, with one interface and two bodies: Triton on CUDA, PyTorch everywhere.
+"""SwiGLU: silu(gate) * up, computed in fp32 and rounded once.
 
-Shapes: gate and up [n, f], rows contiguous and as far apart as they like, so that they may be the halves of one tensor
-[n, 2f] that one product made; the result [n, f]. Computed in fp32, rounded once. Kept for the backward: gate and up.
-Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, equation 5.
+Shapes: gate, up and the result [n, f]. Rows of gate and up are contiguous with any row stride, so both may be
+halves of one [n, 2f] product. Source: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202, equation
+5.
+
+Saved for backward: gate and up. The backward allocates their gradients as one [n, 2f] tensor.
 """
 
 from __future__ import annotations
@@ -14,21 +16,19 @@ import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, refuse_second_derivative
+from trainfit.kernels.swiglu import reference
 from trainfit.spec.errors import InputError
 
 
 class Tile(NamedTuple):
-    """Elements of a row that one program takes, and its warps."""
+    """Elements of a row that one program computes, and its warps."""
 
-    block: int
-    num_warps: int
-
-
-FORWARD, BACKWARD = Tile(1024, 4), Tile(1024, 4)
+    block: int = 1024
+    num_warps: int = 4
 
 
 class SwiGLU(torch.autograd.Function):
-    """``SwiGLU.apply(gate_up)`` of [n, 2f], gates first: its gradient is one tensor too, without copies."""
+    """``SwiGLU.apply(gate_up)`` of [n, 2f], gate first; the gradient is one tensor too."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class SplitSwiGLU(torch.autograd.Function):
-    """``SplitSwiGLU.apply(gate, up)`` of two [n, f]."""
+    """``SplitSwiGLU.apply(gate, up)`` of two [n, f] tensors."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -57,101 +57,67 @@ class SplitSwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of any [..., f]; ``up`` None: ``gate`` is [..., 2f], both halves.
+    """Return silu(gate) * up.
 
-    Registers the operations on first use; under ``torch.compile`` call ``register`` before.
+    Registers the operators on first use; call ``register`` before compiling.
+
+    Args:
+        gate: [..., f], or [..., 2f] with gate and up as its halves.
+        up: [..., f]; None if ``gate`` holds both.
 
     Raises:
-        InputError: shapes or dtypes that do not fit together.
+        InputError: Shapes or dtypes that do not match.
     """
     if not torch.compiler.is_compiling():
         register()
     if up is None:
         if gate.dim() < 1 or gate.shape[-1] % 2:
             raise InputError(f"halves of {list(gate.shape)}", "make the last size even")
-        out = SwiGLU.apply(_flat(gate))
-        return out.view(*gate.shape[:-1], gate.shape[-1] // 2)  # pyright: ignore[reportOptionalMemberAccess]
+        out: Any = SwiGLU.apply(_flat(gate))
+        return out.view(*gate.shape[:-1], gate.shape[-1] // 2)
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() < 1:
         raise InputError(
             f"gate {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}", "make them equal"
         )
-    return SplitSwiGLU.apply(_flat(gate), _flat(up)).view(gate.shape)  # pyright: ignore[reportOptionalMemberAccess]
+    out = SplitSwiGLU.apply(_flat(gate), _flat(up))
+    return out.view(gate.shape)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[n, f] with contiguous rows."""
+    """Return x as [n, f] with contiguous rows."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def plain_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """The PyTorch body."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    g = gate.to(wide)
-    return (g * g.sigmoid() * up).to(gate.dtype)
+@cache
+def register() -> None:
+    """Declare ``torch.ops.trainfit.swiglu`` and its backward."""
+    declare("swiglu", reference.forward, _fake_forward, triton=triton_forward)
+    declare("swiglu_backward", reference.backward, _fake_backward, triton=triton_backward)
 
 
-def plain_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Gradients of gate and up beside each other, [n, 2f]."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    d, g, u = gradient.to(wide), gate.to(wide), up.to(wide)
-    s = g.sigmoid()
-    return torch.cat((d * u * s * (1 + g * (1 - s)), d * g * s), 1).to(gate.dtype)
-
-
-def triton_forward(gate: Tensor, up: Tensor, tile: Tile = FORWARD) -> Tensor:
-    """As ``plain_forward``, one kernel."""
-    from trainfit.kernels.swiglu import triton as swiglu_triton
-
-    kernels: Any = swiglu_triton  # a constexpr argument takes a plain value
-    out, f = _fake_forward(gate, up), gate.shape[1]
-    if out.numel():
-        kernels.swiglu_kernel[_grid(gate, tile)](
-            gate, up, out, gate.stride(0), up.stride(0), f, BLOCK=tile.block, num_warps=tile.num_warps
-        )
+def triton_forward(gate: Tensor, up: Tensor, tile: Tile = Tile()) -> Tensor:  # noqa: B008
+    """Compute ``reference.forward`` in one kernel."""
+    out = _fake_forward(gate, up)
+    _launch("swiglu_kernel", (gate, up, out), gate, up, tile)
     return out
 
 
-def triton_backward(gradient: Tensor, gate: Tensor, up: Tensor, tile: Tile = BACKWARD) -> Tensor:
-    """As ``plain_backward``, one kernel."""
-    from trainfit.kernels.swiglu import triton as swiglu_triton
-
-    kernels: Any = swiglu_triton
-    both, f = _fake_backward(gradient, gate, up), gate.shape[1]
-    if both.numel():
-        kernels.swiglu_backward_kernel[_grid(gate, tile)](
-            gradient,
-            gate,
-            up,
-            both,
-            gate.stride(0),
-            up.stride(0),
-            f,
-            BLOCK=tile.block,
-            num_warps=tile.num_warps,
-        )
+def triton_backward(gradient: Tensor, gate: Tensor, up: Tensor, tile: Tile = Tile()) -> Tensor:  # noqa: B008
+    """Compute ``reference.backward`` in one kernel."""
+    both = _fake_backward(gradient, gate, up)
+    _launch("swiglu_backward_kernel", (gradient, gate, up, both), gate, up, tile)
     return both
 
 
-def _grid(gate: Tensor, tile: Tile) -> tuple[int]:
-    return (gate.shape[0] * -(-gate.shape[1] // tile.block),)
+def _launch(kernel: str, tensors: tuple[Tensor, ...], gate: Tensor, up: Tensor, tile: Tile) -> None:
+    from trainfit.kernels.swiglu import triton
 
-
-@cache
-def register() -> None:
-    """Make ``torch.ops.trainfit.swiglu`` and its backward; a second call does nothing."""
-    declare("swiglu", _run_forward, _fake_forward)
-    declare("swiglu_backward", _run_backward, _fake_backward)
-
-
-def _run_forward(gate: Tensor, up: Tensor) -> Tensor:
-    run = triton_forward if gate.is_cuda and gate.dtype != torch.float64 else plain_forward
-    return run(gate, up)
-
-
-def _run_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    run = triton_backward if gate.is_cuda and gate.dtype != torch.float64 else plain_backward
-    return run(gradient, gate, up)
+    n, f = gate.shape
+    if gate.numel():
+        getattr(triton, kernel)[(n * -(-f // tile.block),)](
+            *tensors, gate.stride(0), up.stride(0), f, BLOCK=tile.block, num_warps=tile.num_warps
+        )
 
 
 def _fake_forward(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""SwiGLU in Triton: a program takes BLOCK elements of one row of [n, f], its neighbours those beside them. Computed in fp32."""
+"""SwiGLU in Triton, in fp32. A program computes BLOCK elements of one row of [n, f]."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(f, BLOCK: tl.constexpr):
-    """The program's row, and its columns."""
+def _row_and_columns(f, BLOCK: tl.constexpr):
+    """Return the program's row and columns."""
     blocks = tl.cdiv(f, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     return row, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -16,8 +16,8 @@ def _place(f, BLOCK: tl.constexpr):
 
 @triton.jit
 def swiglu_kernel(GATE, UP, OUT, gate_stride, up_stride, f, BLOCK: tl.constexpr):
-    """out = gate sigmoid(gate) up."""
-    row, at = _place(f, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    """Compute out = gate sigmoid(gate) up."""
+    row, at = _row_and_columns(f, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     inside = at < f
     g = tl.load(GATE + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(UP + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -26,8 +26,8 @@ def swiglu_kernel(GATE, UP, OUT, gate_stride, up_stride, f, BLOCK: tl.constexpr)
 
 @triton.jit
 def swiglu_backward_kernel(D, GATE, UP, BOTH, gate_stride, up_stride, f, BLOCK: tl.constexpr):
-    """BOTH [n, 2f]: the gate's gradient, then up's."""
-    row, at = _place(f, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    """Compute BOTH [n, 2f]: the gradient of gate, then that of up."""
+    row, at = _row_and_columns(f, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     inside = at < f
     d = tl.load(D + row * f + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(GATE + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)

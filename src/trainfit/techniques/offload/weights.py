@@ -53,7 +53,7 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def num_slots(recipe: Recipe) -> int:
+def num_buffers(recipe: Recipe) -> int:
     """Blocks on the device: one computes, one comes; of trained weights, one goes back."""
     return 2 if recipe.adapter is not None else 3
 

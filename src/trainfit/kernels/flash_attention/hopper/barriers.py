@@ -1,9 +1,9 @@
-# Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
+# Gluon's compiler supports neither starred lists nor Python's types in these functions.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""How groups of four warps, and a loading warp, wait for one another on Hopper, in Gluon.
+"""Synchronisation between groups of four warps and a loading warp on Hopper, in Gluon.
 
-Named barriers are the hardware's own (PTX ISA, bar.sync and bar.arrive): threads may arrive at one and go on.
+Named barriers (PTX ISA, bar.sync and bar.arrive) let threads arrive without waiting.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 GROUP_THREADS = gl.constexpr(128)
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name from Triton 3.7 on, and before
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
 
 
 @gluon.jit
 def _wait_for(barrier, threads: gl.constexpr, warps: gl.constexpr):
-    """This group, or the loading warp, waits at a named barrier until ``threads`` in all are there."""
+    """Wait at a named barrier, as a group or the loading warp, until ``threads`` in all have arrived."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
-    which = gl.full([32 * warps], barrier, gl.int32, layout)
-    many = gl.full([32 * warps], threads, gl.int32, layout)
+    ids = gl.full([32 * warps], barrier, gl.int32, layout)
+    counts = gl.full([32 * warps], threads, gl.int32, layout)
     gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [ids, counts],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _arrive_at(barrier, threads: gl.constexpr):
-    """This group has come to a named barrier and goes on."""
+    """Arrive at a named barrier without waiting."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    which = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
-    many = gl.full([GROUP_THREADS], threads, gl.int32, layout)
+    ids = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
+    counts = gl.full([GROUP_THREADS], threads, gl.int32, layout)
     gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [which, many],
+        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [ids, counts],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def _release(barrier):
-    """All warps of the group are through with what the barrier guards."""
+    """Signal ``barrier`` once all warps of the group have finished with the buffer that it guards."""
     _barrier()
     mbarrier.arrive(barrier, count=1)

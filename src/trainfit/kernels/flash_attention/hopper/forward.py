@@ -1,16 +1,16 @@
-# Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
+# Gluon's compiler supports neither starred lists nor Python's types in these functions.
 # ruff: noqa: RUF005
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""FlashAttention's forward for Hopper in Gluon: one warp loads by TMA, two or three groups of four warps compute.
+"""FlashAttention's forward for Hopper in Gluon: one warp loads by TMA, groups of four warps compute.
 
-Each group owns 64 query rows. While the tensor cores multiply the probabilities of the last keys by their values, the group
-computes the softmax of the next (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2). Earlier results shrink
-under the next scores' product, and only where a maximum grew by a factor over 2^8; maxima are taken in four chains, and a
-row's four threads add up their sums only at the end.
+Each group owns 64 query rows. While the tensor cores multiply probabilities by values, the group computes the
+softmax of the next keys (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608, section 3.2). The accumulator
+is rescaled only where a maximum grew by a factor over 2^8, and a row's four threads add their sums at the
+end.
 
-Two groups, for heads of 128: flash_attention_persistent_gluon.py. Three, for heads of 64: here, a program each tile of
-queries. Descriptors as flash_attention_tma.py makes them.
+Head size 128 takes two groups (forward_persistent.py); head size 64 takes three, with one program per tile of
+queries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trainfit.kernels.flash_attention.hopper.pipeline import (
     _first_step,
     _free,
     _load,
-    _place,
+    _position,
     _scores,
     _tile_numbers,
 )
@@ -42,10 +42,10 @@ from trainfit.kernels.flash_attention.hopper.softmax import GROUP_ROWS
 
 
 @gluon.jit
-def _until_free(barrier, slot, step, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """The loading warp waits until all groups are through with what was in this place before load ``step``."""
+def _until_free(barrier, stage, step, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Wait, in the loading warp, until all groups have released the buffer that load ``step`` overwrites."""
     if step >= STAGES:
-        _wait_for(barrier + slot, GROUPS * GROUP_THREADS + 32, 1)
+        _wait_for(barrier + stage, GROUPS * GROUP_THREADS + 32, 1)
 
 
 @gluon.jit
@@ -54,21 +54,21 @@ def _load_tile(
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     HEADS_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: each group's q, keys and values, as the groups free their places."""
-    first, batch, head = _place(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+    """Load each group's queries, and keys and values as the groups release their buffers (loading warp)."""
+    first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
     tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     kv_head = head // group
     _load(Q, q_tiles, q_full, 0, batch, head, first)
     for step in range(tiles):
         key = (tiles - 1 - step) * BLOCK_N
-        slot = step % STAGES
-        _until_free(NAMED, slot, step, GROUPS, STAGES)
-        _load(K, k_tiles, k_full, slot, batch, kv_head, key)
-        if step == 0:  # the first group may begin before the others' queries have come
+        stage = step % STAGES
+        _until_free(NAMED, stage, step, GROUPS, STAGES)
+        _load(K, k_tiles, k_full, stage, batch, kv_head, key)
+        if step == 0:  # the first group starts before the others' queries arrive
             for member in gl.static_range(1, GROUPS):
                 _load(Q, q_tiles, q_full, member, batch, head, first + member * GROUP_ROWS)
-        _until_free(NAMED + STAGES, slot, step, GROUPS, STAGES)
-        _load(V, v_tiles, v_full, slot, batch, kv_head, key)
+        _until_free(NAMED + STAGES, stage, step, GROUPS, STAGES)
+        _load(V, v_tiles, v_full, stage, batch, kv_head, key)
 
 
 @gluon.jit
@@ -77,12 +77,12 @@ def _compute_tile(
     member: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """One group: 64 query rows of the program's tile, from the first score to the stored output."""
+    """Compute 64 query rows of the program's tile, from the first score to the stored output (one group)."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lanes = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
-    first, batch, head = _place(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+    first, batch, head = _position(gl.program_id(0), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
     tiles, whole = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     mbarrier.wait(q_full.index(member), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -99,20 +99,21 @@ def _compute_tile(
     )  # fmt: skip
     acc, probabilities = _added(acc, p, shrink, v_tiles, (tiles - 1) % STAGES, p_layout, BLOCK_N, BLOCK_D)
     acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
-    # The queries are read when the output comes, and only then does it need their place.
+    # The output reuses the buffer of the queries, which are no longer read.
     _finish(
-        OUT, LSE, q_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, GROUPS, BLOCK_D
+        OUT, LSE, q_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, GROUPS,
+        BLOCK_D
     )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit
 def _barriers(number: gl.constexpr, count: gl.constexpr):
-    """``number`` barriers in shared memory, each done when ``count`` have arrived."""
-    made = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for each in gl.static_range(number):
-        mbarrier.init(made.index(each), count=count)
-    return made
+    """Allocate ``number`` mbarriers that complete after ``count`` arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
 
 
 @gluon.jit
@@ -121,12 +122,12 @@ def forward_gluon_kernel(
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """A program takes GROUPS x 64 query rows of one head; of two groups many such tiles one after the other."""
+    """Compute tiles of GROUPS x 64 query rows of one head: one per program, or many with two groups."""
     gl.static_assert(GROUPS == 2 or GROUPS == 3)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
     v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
     k_full, v_full = _barriers(STAGES, 1), _barriers(STAGES, 1)
-    # Whole tuples: in Triton 3.6 one that is put together from others loses which of its parts are constants.
+    # Triton 3.6 loses which elements are constants when a tuple is assembled from others.
     if GROUPS == 2:
         q_tiles = gl.allocate_shared_memory(Q.dtype, [4] + Q.block_type.shape, Q.layout)
         o_tiles = gl.allocate_shared_memory(Q.dtype, [2] + Q.block_type.shape, Q.layout)
@@ -136,14 +137,15 @@ def forward_gluon_kernel(
         _barrier()
         gl.warp_specialize(
             [
-                (_compute_tiles, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                                  v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 0, BLOCK_N, BLOCK_D,
-                                  STAGES, CAUSAL, HEADS_AT_ONCE)),
-                (_compute_tiles, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty,
-                                  v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 1, BLOCK_N, BLOCK_D,
-                                  STAGES, CAUSAL, HEADS_AT_ONCE)),
-                (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                               n, m, heads, all_heads, group, shift, BLOCK_N, STAGES, CAUSAL, HEADS_AT_ONCE)),
+                (_compute_tiles, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full,
+                                  k_empty, v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 0,
+                                  BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE)),
+                (_compute_tiles, (OUT, LSE, q_tiles, o_tiles, k_tiles, v_tiles, q_full, q_empty, k_full,
+                                  k_empty, v_full, v_empty, scale_log2, n, m, heads, all_heads, shift, 1,
+                                  BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE)),
+                (_load_tiles, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, q_empty, k_full, k_empty, v_full,
+                               v_empty, n, m, heads, all_heads, group, shift, BLOCK_N, STAGES, CAUSAL,
+                               HEADS_AT_ONCE)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
@@ -155,14 +157,17 @@ def forward_gluon_kernel(
         _barrier()
         gl.warp_specialize(
             [
-                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n, m, heads,
-                                 all_heads, 0, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE)),
-                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n, m, heads,
-                                 all_heads, 1, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE)),
-                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n, m, heads,
-                                 all_heads, 2, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL, HEADS_AT_ONCE)),
-                (_load_tile, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, n, m, heads, all_heads,
-                              group, GROUPS, BLOCK_N, STAGES, CAUSAL, HEADS_AT_ONCE)),
+                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n,
+                                 m, heads, all_heads, 0, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+                                 HEADS_AT_ONCE)),
+                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n,
+                                 m, heads, all_heads, 1, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+                                 HEADS_AT_ONCE)),
+                (_compute_tile, (OUT, LSE, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, scale_log2, n,
+                                 m, heads, all_heads, 2, GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
+                                 HEADS_AT_ONCE)),
+                (_load_tile, (Q, K, V, q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, n, m, heads,
+                              all_heads, group, GROUPS, BLOCK_N, STAGES, CAUSAL, HEADS_AT_ONCE)),
             ],
             [4, 4, 1], [160, 160, 32],
         )  # fmt: skip

@@ -1,10 +1,10 @@
-# Gluon's compiler reads these functions, and it knows neither starred lists nor Python's types.
+# Gluon's compiler supports neither starred lists nor Python's types in these functions.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""FlashAttention's forward on Hopper in Gluon with two groups: as many programs as the GPU has multiprocessors.
+"""FlashAttention's persistent Hopper forward in Gluon: two groups, one program per multiprocessor.
 
-Each has a list of tiles (flash_attention_schedule.py). The loading warp is already at the next when the groups end one, and
-they compute the next one's first scores beside the last product of a tile, so its queries have a second place.
+Each program has a list of tiles (schedule.py). The loading warp runs ahead, and the groups overlap the next
+tile's first scores with the last product of a tile, so queries are double-buffered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainfit.kernels.flash_attention.hopper.pipeline import (
     _finish,
     _first_step,
     _load,
-    _place,
+    _position,
     _scores,
     _tile_numbers,
 )
@@ -31,7 +31,7 @@ GROUPS = gl.constexpr(2)
 
 @gluon.jit
 def _count(n, all_heads, shift):
-    """How many tiles of queries this program takes."""
+    """Return the number of tiles of queries of this program."""
     tiles, programs = gl.cdiv(n, GROUPS * GROUP_ROWS) * all_heads, gl.num_programs(0)
     turns = tiles // programs
     return turns + ((gl.program_id(0) + turns * shift) % programs < tiles - turns * programs).to(gl.int32)
@@ -39,22 +39,22 @@ def _count(n, all_heads, shift):
 
 @gluon.jit
 def _number(turn, shift):
-    """This program's tile ``turn``: every turn takes the next tiles, one a program, ``shift`` programs further each time."""
+    """Return the number of this program's tile ``turn``; programs rotate by ``shift`` each turn."""
     programs = gl.num_programs(0)
     return turn * programs + (gl.program_id(0) + turn * shift) % programs
 
 
 @gluon.jit
-def _query_place(turn, member: gl.constexpr):
-    """Where a group's queries of its tile ``turn`` stand, and the phase of their barriers."""
+def _query_buffer(turn, member: gl.constexpr):
+    """Return the buffer of a group's queries of tile ``turn``, and the phase of its barriers."""
     return (turn & 1) * GROUPS + member, (turn >> 1) & 1
 
 
 @gluon.jit
 def _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, member: gl.constexpr):
-    place, phase = _query_place(turn, member)
-    mbarrier.wait(q_empty.index(place), phase ^ 1)
-    _load(Q, q_tiles, q_full, place, batch, head, first + member * GROUP_ROWS)
+    buffer, phase = _query_buffer(turn, member)
+    mbarrier.wait(q_empty.index(buffer), phase ^ 1)
+    _load(Q, q_tiles, q_full, buffer, batch, head, first + member * GROUP_ROWS)
 
 
 @gluon.jit
@@ -63,22 +63,22 @@ def _load_tiles(
     n, m, heads, all_heads, group, shift,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: each group's q, keys and values, as the groups free their places."""
+    """Load each group's queries, keys and values as the groups release their buffers (loading warp)."""
     done = 0
     for turn in range(_count(n, all_heads, shift)):
-        first, batch, head = _place(_number(turn, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+        first, batch, head = _position(_number(turn, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
         tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
         kv_head = head // group
         _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 0)
         for step in range(tiles):
             key = (tiles - 1 - step) * BLOCK_N
-            slot, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            _load(K, k_tiles, k_full, slot, batch, kv_head, key)
-            if step == 0:  # the first group may begin before the other's queries have come
+            stage, phase = (done + step) % STAGES, ((done + step) // STAGES) & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            _load(K, k_tiles, k_full, stage, batch, kv_head, key)
+            if step == 0:  # the first group starts before the other's queries arrive
                 _load_query(Q, q_tiles, q_full, q_empty, turn, batch, head, first, 1)
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            _load(V, v_tiles, v_full, slot, batch, kv_head, key)
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            _load(V, v_tiles, v_full, stage, batch, kv_head, key)
         done += tiles
 
 
@@ -89,13 +89,13 @@ def _compute_tiles(
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, HEADS_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
-    """One group: 64 query rows of each of the program's tiles, from the first score to the stored output."""
+    """Compute 64 query rows of each of the program's tiles (one group)."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     lanes = member * GROUP_ROWS + gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, s_layout))
     count = _count(n, all_heads, shift)
-    first, batch, head = _place(_number(0, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
+    first, batch, head = _position(_number(0, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE)
     tiles, _ = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
     mbarrier.wait(q_full.index(member), 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -107,29 +107,28 @@ def _compute_tiles(
     )
     done = 0
     for turn in range(count):
-        place, _ = _query_place(turn, member)
-        # Known before: but of the two that the loop then carried, Triton 3.6's inliner left ``whole`` as it was for the first
-        # tile, and the groups waited for keys that nobody loads.
+        buffer, _ = _query_buffer(turn, member)
+        # Computed again: carried through the loop, ``whole`` keeps its first value in Triton 3.6, and the
+        # groups would wait for keys that are never loaded.
         tiles, whole = _tile_numbers(first, n, m, GROUPS, BLOCK_N, CAUSAL)
         acc, p, shrink, row_max, row_sum = _all_steps(
             p, shrink, row_max, row_sum, q_tiles, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty,
-            whole, tiles, done, place, first + lanes, n, m, scale_log2, s_layout, o_layout, p_layout,
+            whole, tiles, done, buffer, first + lanes, n, m, scale_log2, s_layout, o_layout, p_layout,
             GROUPS, BLOCK_N, BLOCK_D, STAGES, CAUSAL,
         )  # fmt: skip
-        _release(q_empty.index(place))
+        _release(q_empty.index(buffer))
         last = (done + tiles - 1) % STAGES
         done += tiles
-        goes = (turn + 1 < count).to(
-            gl.int32
-        )  # behind the last tile once more, with what is left in the places
-        next_first, next_batch, next_head = _place(
-            _number(turn + goes, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE
+        # After the last tile once more, on stale buffers.
+        has_next = (turn + 1 < count).to(gl.int32)
+        next_first, next_batch, next_head = _position(
+            _number(turn + has_next, shift), n, heads, all_heads, GROUPS, HEADS_AT_ONCE
         )
         next_tiles, _ = _tile_numbers(next_first, n, m, GROUPS, BLOCK_N, CAUSAL)
-        next_place, next_phase = _query_place(turn + 1, member)
-        mbarrier.wait(q_full.index(next_place), next_phase, pred=goes > 0)
-        mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1, pred=goes > 0)
-        scores = _scores(q_tiles, k_tiles, next_place, done % STAGES, s_layout, BLOCK_N, BLOCK_D)
+        next_buffer, next_phase = _query_buffer(turn + 1, member)
+        mbarrier.wait(q_full.index(next_buffer), next_phase, pred=has_next > 0)
+        mbarrier.wait(k_full.index(done % STAGES), (done // STAGES) & 1, pred=has_next > 0)
+        scores = _scores(q_tiles, k_tiles, next_buffer, done % STAGES, s_layout, BLOCK_N, BLOCK_D)
         acc, probabilities = _added(acc, p, shrink, v_tiles, last, p_layout, BLOCK_N, BLOCK_D)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         _release(k_empty.index(done % STAGES))
@@ -139,7 +138,8 @@ def _compute_tiles(
         acc, probabilities = warpgroup_mma_wait(0, deps=(acc, probabilities))
         _release(v_empty.index(last))
         _finish(
-            OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout, GROUPS, BLOCK_D
+            OUT, LSE, o_tiles, acc, row_max, row_sum, first, batch, head, heads, n, member, s_layout,
+            GROUPS, BLOCK_D
         )  # fmt: skip
         first, batch, head = next_first, next_batch, next_head
         row_max, row_sum = next_max, next_sum

@@ -1,18 +1,17 @@
-"""Launches of one kernel over and over with tensors of the same shapes: Triton's own way is gone once, not each time.
+"""Cache of kernel launches by everything that Triton compiles for.
 
-``kernel[grid](...)`` binds and classifies every argument on each call, and a tensor descriptor checks itself when it is made:
-together more host time than a short sequence takes on the GPU. What Triton decides by (types, sizes, strides, alignment,
-device) is the key here; for a known key the compiled kernel is launched as it is, as Triton's tutorials do
-(``CompiledKernel.__getitem__``, triton-lang.org, fused softmax). Values that a kernel is not compiled for are passed on.
+``kernel[grid](...)`` binds and classifies all arguments on each call, and tensor descriptors are validated
+when made. On short sequences this takes longer on the host than the kernel on the GPU. A cached launch calls
+the compiled kernel directly (``CompiledKernel.__getitem__``, as in Triton's fused-softmax tutorial).
 
-What ``JITFunction.run`` does and a known launch does not (Triton 3.6 and 3.7), and why nothing is missed:
+It skips these parts of ``JITFunction.run`` (Triton 3.6 and 3.7):
 
-- the kernel's ``pre_run_hooks``: none of these kernels has one (``add_pre_run_hook`` is for its author);
-- autotuning and heuristics: these are objects around a kernel, no ``JITFunction``, so here they are never known;
-- the check that globals a kernel reads are as they were: they are constants of its file;
-- knobs that would compile anew (debug, instrumentation, a custom pipeline): to be set before the first launch.
+- ``pre_run_hooks``: these kernels have none;
+- autotuning and heuristics: such wrappers are not ``JITFunction`` and are not cached;
+- the check of globals that a kernel reads: they are constants of its file;
+- knobs that recompile (debug, instrumentation, custom pipelines): set them before the first launch.
 
-The launch hooks of profilers (``knobs.runtime.launch_enter_hook``, ``launch_exit_hook``) are called as ever.
+Profilers' launch hooks (``knobs.runtime.launch_enter_hook``, ``launch_exit_hook``) are called.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-MOST_KNOWN = 4096
-"""Keys that are kept; then all are forgotten, so that ever new lengths cost no memory."""
+MAX_CACHED = 4096
+"""The cache is cleared at this size, which bounds its memory when lengths keep changing."""
 
 
 class Tile(NamedTuple):
-    """A tensor that a kernel takes by TMA, [b, heads, rows, d] or two-dimensional, and the block that is one copy.
+    """A tensor accessed by TMA, [b, heads, rows, d] or two-dimensional, and the block of one copy.
 
-    ``in_gluon``: the kernel is in Gluon, so the descriptor names the block's layout.
+    With ``in_gluon`` the descriptor holds the block's layout, as Gluon kernels need.
     """
 
     x: Tensor
@@ -40,15 +39,15 @@ class Tile(NamedTuple):
     in_gluon: bool = True
 
 
-class _Known(NamedTuple):
-    """A launch that has been made: the compiled kernel with its grid and, of each descriptor, all but the tensor."""
+class _Cached(NamedTuple):
+    """A compiled kernel with its grid and, for each descriptor, everything but the tensor."""
 
     run: Any
     types: tuple[type, ...]
     fields: tuple[dict[str, Any], ...]
 
 
-_known: dict[Any, _Known] = {}
+_cache: dict[Any, _Cached] = {}
 
 
 def launch(
@@ -59,26 +58,27 @@ def launch(
     constants: Mapping[str, Any],
     num_warps: int = 4,
 ) -> None:
-    """``kernel[grid](descriptors of tiles, *values, **constants)``; that is the order of the kernel's parameters.
+    """Launch ``kernel[grid](*descriptors of tiles, *values, **constants)``, in the order of its parameters.
 
-    ``values``: tensors, floats, which a kernel is not compiled for, and integers, which it may be.
+    Args:
+        values: Tensors, floats (never specialised) and integers (which Triton may specialise).
     """
-    if not isinstance(kernel, JITFunction):  # Triton's interpreter: no driver, nothing compiled
+    if not isinstance(kernel, JITFunction):  # Triton's interpreter
         kernel[grid](*map(_descriptor, tiles), *values, **constants, num_warps=num_warps)
         return
     active: Any = driver.active
-    # Triton would hash a kernel's text; its Python function stays with it.
+    # The Python function identifies the kernel; hashing a JITFunction would hash its source.
     key = (
         active.get_current_device(), kernel.fn, grid, num_warps,
         *map(_kind_of_tile, tiles), *map(_kind, values), *constants.values(),
     )  # fmt: skip
-    known = _known.get(key)
-    if known is not None:
-        known.run(*map(_with_tensor, known.types, known.fields, tiles), *values, *constants.values())
+    cached = _cache.get(key)
+    if cached is not None:
+        cached.run(*map(_with_tensor, cached.types, cached.fields, tiles), *values, *constants.values())
         return
     descriptors = [_descriptor(each) for each in tiles]
     compiled = kernel[grid](*descriptors, *values, **constants, num_warps=num_warps)
-    if isinstance(compiled, CompiledKernel):  # None where a hook of Triton's took the launch over
+    if isinstance(compiled, CompiledKernel):  # None if a hook of Triton replaced the launch
         _remember(key, kernel, grid, compiled, descriptors, constants)
 
 
@@ -87,28 +87,28 @@ def _remember(
 ) -> None:
     last = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
     assert last == list(constants), (kernel.arg_names, list(constants))
-    if len(_known) >= MOST_KNOWN:
-        _known.clear()
+    if len(_cache) >= MAX_CACHED:
+        _cache.clear()
     fields = tuple({name: x for name, x in vars(each).items() if name != "base"} for each in descriptors)
     run = compiled[(*grid, 1, 1)[:3]]
-    _known[key] = _Known(run, tuple(map(type, descriptors)), fields)
+    _cache[key] = _Cached(run, tuple(map(type, descriptors)), fields)
 
 
 def _kind(value: Any) -> Any:
-    """All that Triton compiles for."""
+    """Return what Triton compiles for."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16
     return float if isinstance(value, float) else value
 
 
 def _kind_of_tile(tile: Tile) -> Any:
-    """All that a descriptor holds and checks, but the address."""
+    """Return what a descriptor holds and validates, except the address."""
     x = tile.x
     return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, tile.block, tile.in_gluon
 
 
 def _with_tensor(descriptor_type: type, fields: dict[str, Any], tile: Tile) -> Any:
-    """A descriptor equal to a checked one but for the tensor. A new one each: two threads may launch at once."""
+    """Return a descriptor equal to a validated one but for the tensor (new, for concurrent launches)."""
     made = object.__new__(descriptor_type)
     made.__dict__.update(fields, base=tile.x)
     return made

@@ -1,7 +1,7 @@
-"""Which tiles each program of the persistent forward (flash_attention_persistent_gluon.py) takes, chosen on the host. No tensors.
+"""Static schedule of the persistent forward (forward_persistent.py), computed on the host.
 
-In every turn the programs take the next tiles, one each. Their lengths differ under a causal mask: ``shift`` programs
-further in each turn, a program meets long and short ones.
+In every turn each program takes one of the next tiles. Their lengths differ under a causal mask, so the
+assignment rotates by ``shift`` programs per turn.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from functools import cache, lru_cache
 import torch
 
 MANY_TURNS = 32
-"""From here on all programs have about as much to do without a shift."""
+"""From this number of turns on, the load is balanced without a shift."""
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU: so many persistent programs run at once."""
+    """Return the GPU's multiprocessors, which is how many persistent programs run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=1024)
 def shift_of(n: int, m: int, heads: int, rows: int, block_n: int, heads_at_once: int, programs: int) -> int:
-    """The shift with which the busiest program has least to do; ``heads`` of all batches, ``rows`` of a tile, causal."""
+    """Return the shift with the lowest maximum load (causal; ``heads`` of all batches, ``rows`` per tile)."""
     blocks = -(-n // rows)
     if blocks * heads >= MANY_TURNS * programs:
         return 0
@@ -31,23 +31,23 @@ def shift_of(n: int, m: int, heads: int, rows: int, block_n: int, heads_at_once:
 
 
 def lengths(n: int, m: int, heads: int, rows: int, block_n: int, heads_at_once: int) -> list[int]:
-    """Key tiles of each tile of queries, and 1 to begin and end it, in the order of ``_place`` (two groups, causal)."""
+    """Return each query tile's cost, its key tiles + 1, in the order of ``_position`` (pipeline.py)."""
     blocks = -(-n // rows)
     groups = -(-heads // heads_at_once)
     keys = [max(0, min(m, (block + 1) * rows + m - n)) for block in reversed(range(blocks))]
     longest_first = [max(1, -(-each // block_n)) + 1 for each in keys]
     found: list[int] = []
     for group in range(groups):
-        here = min(heads_at_once, heads - group * heads_at_once)
+        num_heads = min(heads_at_once, heads - group * heads_at_once)
         order = longest_first if (groups - group) % 2 else longest_first[::-1]
-        found += [each for each in order for _ in range(here)]
+        found += [each for each in order for _ in range(num_heads)]
     return found
 
 
 def shares(costs: list[int], shift: int, programs: int) -> list[int]:
-    """What each program has to do, by ``_number``'s rule."""
+    """Return the load of each program under the rule of ``_number`` (forward_persistent.py)."""
     found = [0] * programs
     for number, cost in enumerate(costs):
-        turn, place = divmod(number, programs)
-        found[(place - turn * shift) % programs] += cost
+        turn, program = divmod(number, programs)
+        found[(program - turn * shift) % programs] += cost
     return found

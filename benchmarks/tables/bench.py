@@ -1,0 +1,314 @@
+"""Tables of docs/results/bench.md and docs/results/kernels.md from ``results/bench.jsonl``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from benchmarks.bench_records import merged
+from trainfit.bench.harness.discovery import experiment
+from trainfit.bench.workloads.steps import PRECISIONS, SIZES
+from trainfit.records import load
+from trainfit.report.bench_plot import in_order, number, plot_of
+from trainfit.spec.bench import BenchResult, BenchRow, Cell
+from trainfit.spec.units import GIB, KIB, format_bytes
+
+FILE = Path(__file__).parents[2] / "results/bench.jsonl"
+Text = Callable[[BenchRow], str]
+BODIES = {
+    "ours": "trainfit",
+    "cudnn": "cuDNN",
+    "flash": "flash",
+    "flex": "FlexAttention",
+    "plain": "trainfit, plain",
+}
+
+
+@cache
+def results() -> dict[str, BenchResult]:
+    """Return the merged results on the H200, by experiment."""
+    return {one.result.experiment: one.result for one in merged(load(FILE))}
+
+
+def rows(name: str) -> tuple[BenchRow, ...]:
+    """Return the merged rows of an experiment."""
+    return results()[name].rows
+
+
+def attention_plot() -> str:
+    """Plot of causal attention by length."""
+    return _plot("flash")
+
+
+def step_parts_plot() -> str:
+    """Plot of the parts of a training step."""
+    return _plot("kernels")
+
+
+def _plot(name: str) -> str:
+    drawn = plot_of(results()[name], experiment(name).plots)
+    assert drawn is not None
+    return drawn
+
+
+def having(some: Sequence[BenchRow], point: Mapping[str, Cell]) -> list[BenchRow]:
+    """Return the rows whose points have all of ``point``."""
+    return [row for row in some if point.items() <= row.point.items()]
+
+
+def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]], num_text: int = 1) -> str:
+    """Return a Markdown table whose first ``num_text`` columns are text and whose others are numbers."""
+    rule = ["---" if index < num_text else "---:" for index in range(len(heads))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rule, *lines))
+
+
+def of_number(name: str, spec: str, scale: float = 1.0) -> Text:
+    """Return a function that formats a number of a row; ``*`` marks an unsteady one."""
+
+    def text(row: BenchRow) -> str:
+        value = number(row, name)
+        if value is None:
+            return row.status if row.status not in ("done", "unsteady") else ""
+        return format(value * scale, spec) + ("*" if row.status == "unsteady" else "")
+
+    return text
+
+
+def milliseconds(row: BenchRow) -> str:
+    """Return the median in milliseconds with three digits."""
+    seconds = number(row, "median_s")
+    if seconds is None:
+        return row.status
+    ms = 1e3 * seconds
+    digits = next((digits for digits, least in enumerate((100, 10, 1)) if ms >= least), 3)
+    return f"{ms:,.{digits}f}" + ("*" if row.status == "unsteady" else "")
+
+
+def pivot(
+    some: Sequence[BenchRow], keys: Mapping[str, str], across: str, names: Mapping[Cell, str], text: Text
+) -> str:
+    """Return a table with a line for each value of ``keys`` and a column for each value of ``across``."""
+    lines: dict[tuple[str, ...], dict[Cell, str]] = {}
+    for row in some:
+        at = tuple(_cell(row.point[key]) for key in keys)
+        lines.setdefault(at, {})[row.point[across]] = text(row)
+    found = [(*at, *(cells.get(value, "") for value in names)) for at, cells in lines.items()]
+    return markdown([*keys.values(), *names.values()], found, len(keys))
+
+
+def _cell(cell: Cell) -> str:
+    return f"{cell:,}" if type(cell) is int else str(cell)
+
+
+def attention_rates() -> str:
+    """TFLOP/s of causal attention, 16 heads, bf16, forward and backward."""
+    some = having(rows("flash"), {"dtype": "bf16", "heads": 16, "pass": "both"})
+    some = [row for row in in_order(some, {"head": (128, 64), "seq": ()}) if int(row.point["seq"]) <= 32768]
+    keys = {"head": "head size", "seq": "tokens"}
+    return pivot(some, keys, "body", BODIES, of_number("tflops_per_s", ".0f"))
+
+
+def attention_passes() -> str:
+    """TFLOP/s of forward and backward of the shapes that all kernels run."""
+    some = having(rows("flash"), {"dtype": "bf16", "heads": 16})
+    some = [row for row in some if row.point["pass"] != "both" and int(row.point["seq"]) in (8192, 16384)]
+    some = in_order(some, {"head": (128, 64), "seq": (), "pass": ("forward", "backward")})
+    keys = {"head": "head size", "seq": "tokens", "pass": "pass"}
+    return pivot(some, keys, "body", BODIES, of_number("tflops_per_s", ".0f"))
+
+
+def attention_one_head() -> str:
+    """Milliseconds of one head of 65,536 tokens, forward and backward."""
+    some = having(rows("flash"), {"heads": 1, "seq": 65536, "pass": "both"})
+    some = in_order(some, {"dtype": ("bf16", "fp32"), "head": (16, 32, 64, 128)})
+    names: dict[Cell, str] = {"ours": "trainfit, ms", "pytorch": "PyTorch's choice, ms"}
+    return pivot(some, {"dtype": "dtype", "head": "head size"}, "body", names, milliseconds)
+
+
+def attention_masks() -> str:
+    """TFLOP/s with an additive mask at 8,192 tokens, forward and backward."""
+    some = having(rows("attention"), {"mask": "additive", "seq": 8192, "pass": "both"})
+    some = in_order(some, {"dtype": ("bf16", "fp32"), "head": ()})
+    names: dict[Cell, str] = {"cudnn": "cuDNN", "efficient": "efficient"}
+    keys = {"dtype": "dtype", "head": "head size"}
+    return pivot(some, keys, "body", names, of_number("tflops_per_s", ".0f"))
+
+
+def attention_memory() -> str:
+    """Bytes held before the backward, and milliseconds, of one head of 64, by length."""
+    some = [row for row in rows("attention") if row.point["heads"] == 1 and row.point["head"] == 64]
+    lines = []
+    for dtype in ("bf16", "fp32"):
+        for seq in sorted({int(row.point["seq"]) for row in some}):
+            at = {"dtype": dtype, "seq": seq}
+            cells = [
+                _first(having(some, {**at, "body": body, "pass": "both"}), milliseconds)
+                for body in ("eager", "compiled", "ours")
+            ]
+            cells += [
+                _first(having(some, {**at, "body": body, "pass": "forward"}), _before_backward)
+                for body in ("eager", "ours")
+            ]
+            if any(cells):
+                lines.append((dtype, f"{seq:,}", *cells))
+    heads = (
+        "dtype",
+        "tokens",
+        "written out, ms",
+        "compiled, ms",
+        "trainfit, ms",
+        "held, written out",
+        "held, trainfit",
+    )
+    return markdown(heads, lines, 2)
+
+
+def _first(some: Sequence[BenchRow], text: Text) -> str:
+    return text(some[0]) if some else ""
+
+
+def _before_backward(row: BenchRow) -> str:
+    size = row.numbers.get("before_backward_bytes")
+    return row.status if size is None else format_bytes(float(size))
+
+
+def transformer() -> str:
+    """Milliseconds of a whole step after five warm-up steps."""
+    some = having(rows("transformer"), {"warm-up": 5})
+    some = in_order(some, {"model": SIZES, "precision": tuple(PRECISIONS)})
+    names: dict[Cell, str] = {"false": "eager", "block": "blocks", "model": "whole model"}
+    return pivot(some, {"model": "model", "precision": "precision"}, "compile", names, milliseconds)
+
+
+def step_parts() -> str:
+    """Shares of a step's busy time by part of the model, at a context of 512."""
+    profiled = [row for row in rows("kernels") if "profiled" in row.point and row.point["context"] == 512]
+    lines = []
+    for row in in_order(profiled, {"model": SIZES, "precision": ("fp32", "amp-bf16")}):
+        at = {key: row.point[key] for key in ("model", "precision", "context")}
+        (step,) = having(rows("kernels"), {**at, "pass": "whole step"})
+        shares = {name: float(share) for name, share in row.numbers.items()}
+        core = sum(shares[f"{name}_share"] for name in ("scores", "scale_and_mask", "softmax", "values"))
+        parts = [shares["MLP_share"], shares["projections_share"], core, shares["optimizer_share"]]
+        busy = number(step, "busy_share")
+        cells = [f"{100 * share:.1f}" for share in [*parts, 1 - sum(parts)]]
+        lines.append(
+            (str(at["model"]), str(at["precision"]), *cells, "" if busy is None else f"{100 * busy:.1f}")
+        )
+    heads = (
+        "model",
+        "precision",
+        "MLP %",
+        "projections %",
+        "attention's core %",
+        "optimizer %",
+        "rest %",
+        "GPU busy %",
+    )
+    return markdown(heads, lines, 2)
+
+
+def memory() -> str:
+    """Peaks of a whole step of the 2.7B model, measured and predicted."""
+    lines = []
+    predicted = having(rows("memory"), {"pass": "whole step", "source": "predicted"})
+    for row in in_order(predicted, {"attention": ("eager", "sdpa"), "context": (), "precision": ("fp32",)}):
+        (measured,) = having(rows("memory"), {**row.point, "source": "measured"})
+        cells = [_gib(one, name) for name in ("first_peak_bytes", "peak_bytes") for one in (measured, row)]
+        lines.append(
+            (str(row.point["attention"]), f"{row.point['context']:,}", str(row.point["precision"]), *cells)
+        )
+    heads = (
+        "attention",
+        "context",
+        "precision",
+        "first step, measured",
+        "predicted",
+        "later steps, measured",
+        "predicted",
+    )
+    return markdown(heads, lines, 3)
+
+
+def _gib(row: BenchRow, name: str) -> str:
+    size = number(row, name)
+    return row.status if size is None else f"{size / GIB:.2f}"
+
+
+def bandwidth() -> str:
+    """GB/s of reads by level of memory."""
+    lines = [
+        (
+            str(row.point["level"]),
+            format_bytes(float(row.point["set_kib"]) * KIB),
+            of_number("gb_per_s", ",.0f")(row),
+        )
+        for row in rows("gpu")
+        if "level" in row.point
+    ]
+    return markdown(("level", "set", "GB/s"), lines)
+
+
+def products() -> str:
+    """TFLOP/s of matrix products of 8,192, and the share of the data sheet."""
+    some = [row for row in rows("gpu") if row.point.get("size") == 8192]
+    rate, share = of_number("tflops_per_s", ",.0f"), of_number("of_data_sheet", ".0f", 100.0)
+    return markdown(
+        ("dtype", "TFLOP/s", "% of data sheet"),
+        [(str(row.point["dtype"]), rate(row), share(row)) for row in some],
+    )
+
+
+def sustained() -> str:
+    """Rates of Llama 3.1 8B's linear layers without a pause."""
+    some = having(rows("gpu"), {"product": "all"})
+    lines = [
+        (
+            str(row.point["sustained"]), f"{row.point['inputs']:,} x {row.point['outputs']:,}",
+            *(of_number(name, spec, scale)(row) for name, spec, scale in SUSTAINED),
+        )
+        for row in in_order(some, {"sustained": ("bf16", "fp8", "fp8-casts")})
+    ]  # fmt: skip
+    heads = ("kind", "layer", "TFLOP/s", "% of data sheet", "SM MHz", "W")
+    return markdown(heads, lines, 2)
+
+
+SUSTAINED = (
+    ("tflops_per_s", ",.0f", 1.0),
+    ("of_data_sheet", ".0f", 100.0),
+    ("sm_mhz", ".0f", 1.0),
+    ("watts", ".0f", 1.0),
+)
+
+
+def fusion() -> str:
+    """GB/s of RMSNorm and SwiGLU by body and number of rows."""
+    names: dict[Cell, str] = {32768: "32,768 rows, GB/s", 512: "512 rows, GB/s"}
+    return pivot(rows("fusion"), {"body": "body"}, "rows", names, of_number("gb_per_s", ",.0f"))
+
+
+def streams() -> str:
+    """Gain of a second stream and its bound."""
+    gain, bound = of_number("gain", ".2f"), of_number("at_most", ".2f")
+    some = having(rows("streams"), {"streams": "two"})
+    return markdown(
+        ("case", "gain", "at most"), [(str(row.point["case"]), gain(row), bound(row)) for row in some]
+    )
+
+
+def dataloader() -> str:
+    """Share of the loop's time that the device waits, by workers, two batches ahead."""
+    some = [
+        row for row in rows("dataloader") if row.point["data"] == "loaded" and row.point["prefetch"] in (0, 2)
+    ]
+    names: dict[Cell, str] = {False: "pageable, %", True: "pinned, %"}
+    return pivot(some, {"workers": "workers"}, "pinned", names, of_number("waiting_share", ".1f", 100.0))
+
+
+def accumulation() -> str:
+    """Error and time of five orders of addition."""
+    some = [row for row in rows("accumulation") if "method" in row.point]
+    error = of_number("relative_error", ".1e")
+    return markdown(
+        ("order", "relative error", "ms"),
+        [(str(row.point["method"]), error(row), milliseconds(row)) for row in some],
+    )

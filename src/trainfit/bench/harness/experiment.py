@@ -1,0 +1,101 @@
+"""What an experiment declares: how it runs, the columns of its tables and its plots. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainfit.spec.bench import BenchRow, Cell
+
+if TYPE_CHECKING:
+    from trainfit.bench.harness.bench import Bench
+
+MEDIAN = "median_s"
+"""The median of a row's samples, where a number's name is expected."""
+Number = str | Callable[[BenchRow], float | None]
+"""The name of a row's number, or a function that computes one from the row."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of an experiment's tables.
+
+    Attributes:
+        value: key of a row's point or name of one of its numbers. The name's ending (``_s``, ``_bytes``,
+            ``_share``) is the unit by which cells are formatted.
+        title: heading; empty: the name without its unit.
+        format: format specification that replaces the unit's.
+        note: meaning of the column, printed below the tables.
+        deviation: name of the standard deviation that is printed with the value.
+    """
+
+    value: str
+    title: str = ""
+    format: str = ""
+    note: str = ""
+    deviation: str = ""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot: ``y`` over ``x``, a line or a group of bars for each value of ``series``.
+
+    Attributes:
+        x: keys of the point; several are joined to one name.
+        y: number on the vertical axis; several names are stacked in one bar; ``curve``: the row's
+            curve, stacked by category.
+        series: key with a line for each value.
+        panels: keys with a panel for each combination of values.
+        where: values allowed for each key; rows of other points are left out.
+        bound: number drawn as a tick at each bar.
+        names: labels of values of ``series``, ``panels`` and ``x``.
+        order: values of keys in the order in which they are drawn; others follow, numbers by size.
+        scale: factor of ``y``, for another unit.
+        text: format of the value written at each bar.
+        is_horizontal: bars lie, which suits long names.
+    """
+
+    x: tuple[str, ...]
+    y: Number | tuple[str, ...]
+    title: str
+    series: str = ""
+    panels: tuple[str, ...] = ()
+    where: Mapping[str, tuple[Cell, ...]] = field(default_factory=dict)
+    bound: Number = ""
+    bound_label: str = ""
+    names: Mapping[Cell, str] = field(default_factory=dict)
+    order: Mapping[str, tuple[Cell, ...]] = field(default_factory=dict)
+    x_label: str = ""
+    y_label: str = ""
+    scale: float = 1.0
+    text: str = ""
+    x_log: bool = False
+    y_log: bool = False
+    is_bar: bool = False
+    is_horizontal: bool = False
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One benchmark of ``trainfit bench``, the value ``EXPERIMENT`` of a file.
+
+    Attributes:
+        title: subject, for ``trainfit bench --list``.
+        question: what the experiment answers, in one sentence.
+        run: yields a row for each point.
+        limit_s: default time limit in full form, in seconds.
+        columns: columns in the order of the tables. Keys of points need one only for a title or a note.
+        plots: plots drawn into one figure.
+        on_host: all work is the CPU's, whatever device is chosen.
+        files: which files it writes besides its rows; empty: none.
+    """
+
+    title: str
+    question: str
+    run: Callable[[Bench], Iterator[BenchRow]]
+    limit_s: float
+    columns: tuple[Column, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    on_host: bool = False
+    files: str = ""
