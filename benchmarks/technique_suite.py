@@ -1,6 +1,7 @@
 """Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for ``trainfit sweep``.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for
+``benchmarks.accuracy.suite`` and ``trainfit.measurement.suite``.
 """
 
 import argparse
@@ -34,72 +35,75 @@ BLOCKS_OF_REFERENCE = 16
 
 
 @dataclass(frozen=True)
-class Asking:
-    """What asks for a technique."""
+class Usage:
+    """How recipes use a technique.
+
+    Attributes:
+        fields: the technique's own; a recipe's control is the same recipe with these at their defaults.
+        variants: what is measured, merged into the reference.
+        needs: what it cannot be without; the control has it too.
+    """
 
     fields: tuple[str, ...]
-    """The fields that are its own: a recipe's control is the same recipe with these at their defaults."""
     variants: tuple[Data, ...]
-    """What its page shows, laid on the reference."""
-    beside: Data
-    """What it cannot be without; the control has it too."""
+    needs: Data
 
 
-def _asking(fields: tuple[str, ...], *variants: Data, beside: Data | None = None) -> Asking:
-    return Asking(fields, variants, beside or {})
+def _usage(fields: tuple[str, ...], *variants: Data, needs: Data | None = None) -> Usage:
+    return Usage(fields, variants, needs or {})
 
 
-def _optimizer(*variants: Data) -> Asking:
-    return _asking(OPTIMIZER, *({"optimizer": fields} for fields in variants))
+def _optimizer(*variants: Data) -> Usage:
+    return _usage(OPTIMIZER, *({"optimizer": fields} for fields in variants))
 
 
-ASKINGS: dict[str, Asking] = {
-    "accumulation": _asking(
+USAGES: dict[str, Usage] = {
+    "accumulation": _usage(
         ("batch.micro", "batch.accumulate"), {"batch": {"micro": 1, "accumulate": 4}}
     ),
     "adafactor": _optimizer({"name": "adafactor"}, {"name": "adafactor", "implementation": "fused"}),
     "adamw": _optimizer({"implementation": "foreach"}),
     "adamw_low_bit": _optimizer({"name": "adamw8bit"}, {"name": "adamw4bit"}),
-    "attention": _asking(
+    "attention": _usage(
         ("attention",), *({"attention": name} for name in ("cudnn", "triton", "eager"))
     ),
-    "block_kernels": _asking(("block_kernels",), {"block_kernels": "triton"}),
-    "chunked_loss": _asking(("loss",), {"loss": "chunked"}),
-    "compile_block": _asking(("compile",), {"compile": "block"}),
-    "compile_model": _asking(("compile",), {"compile": "model"}),
-    "empty_cache": _asking(("empty_cache_every",), {"empty_cache_every": 1}),
-    "fp8": _asking(("precision",), {"precision": "fp8"}, beside={"compile": "block"}),
-    "fused_loss": _asking(("loss",), {"loss": "fused"}),
-    "gradient_clipping": _asking(("optimizer.clip_norm",), {"optimizer": {"clip_norm": 1.0}}),
-    "loader": _asking(("loader",), {"loader": {"workers": 2}}),
-    "loss_terms": _asking(("loss_terms",), {"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}}),
-    "lora": _asking(("adapter",), LORA),
+    "block_kernels": _usage(("block_kernels",), {"block_kernels": "triton"}),
+    "chunked_loss": _usage(("loss",), {"loss": "chunked"}),
+    "compile_block": _usage(("compile",), {"compile": "block"}),
+    "compile_model": _usage(("compile",), {"compile": "model"}),
+    "empty_cache": _usage(("empty_cache_every",), {"empty_cache_every": 1}),
+    "fp8": _usage(("precision",), {"precision": "fp8"}, needs={"compile": "block"}),
+    "fused_loss": _usage(("loss",), {"loss": "fused"}),
+    "gradient_clipping": _usage(("optimizer.clip_norm",), {"optimizer": {"clip_norm": 1.0}}),
+    "loader": _usage(("loader",), {"loader": {"workers": 2}}),
+    "loss_terms": _usage(("loss_terms",), {"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}}),
+    "lora": _usage(("adapter",), LORA),
     "muon": _optimizer({"name": "muon"}),
-    "offload_activations": _asking(
-        ("offload.activations",), {"offload": {"activations": True}}, beside=FULL
+    "offload_activations": _usage(
+        ("offload.activations",), {"offload": {"activations": True}}, needs=FULL
     ),
-    "offload_weights": _asking(
+    "offload_weights": _usage(
         ("offload.weights",),
         {"offload": {"weights": True}},
-        beside={**FULL, "optimizer": {"in_backward": True}},
+        needs={**FULL, "optimizer": {"in_backward": True}},
     ),
-    "optimizer_in_backward": _asking(("optimizer.in_backward",), {"optimizer": {"in_backward": True}}),
-    "precision": _asking(("precision",), {"precision": "fp32"}, {"precision": "amp-bf16"}),
-    "prefix_tuning": _asking(("adapter",), {"adapter": {"kind": "prefix"}}),
-    "quantize": _asking(("quantize",), {"quantize": "nf4"}, beside=LORA),
-    "recompute_budget": _asking(
-        ("recompute",), {"recompute": {"budget": 0.5}}, beside={"compile": "model"}
+    "optimizer_in_backward": _usage(("optimizer.in_backward",), {"optimizer": {"in_backward": True}}),
+    "precision": _usage(("precision",), {"precision": "fp32"}, {"precision": "amp-bf16"}),
+    "prefix_tuning": _usage(("adapter",), {"adapter": {"kind": "prefix"}}),
+    "quantize": _usage(("quantize",), {"quantize": "nf4"}, needs=LORA),
+    "recompute_budget": _usage(
+        ("recompute",), {"recompute": {"budget": 0.5}}, needs={"compile": "model"}
     ),
-    "recompute_every": _asking(("recompute",), {"recompute": {"every": 2}}),
-    "recompute_full": _asking(("recompute",), FULL),
-    "recompute_layers": _asking(
+    "recompute_every": _usage(("recompute",), {"recompute": {"every": 2}}),
+    "recompute_full": _usage(("recompute",), FULL),
+    "recompute_layers": _usage(
         ("recompute",),
         {"recompute": {"layers": [{"recompute": "elementwise", "count": BLOCKS_OF_REFERENCE}]}},
     ),
-    "recompute_selective": _asking(("recompute",), {"recompute": "selective"}),
+    "recompute_selective": _usage(("recompute",), {"recompute": "selective"}),
     "sgd": _optimizer({"name": "sgd"}),
-    "soft_prompts": _asking(("adapter",), {"adapter": {"kind": "prompt"}}),
-    "stochastic_rounding": _asking(
+    "soft_prompts": _usage(("adapter",), {"adapter": {"kind": "prompt"}}),
+    "stochastic_rounding": _usage(
         ("optimizer.stochastic_rounding",), {"optimizer": {"stochastic_rounding": True}}
     ),
 }  # fmt: skip
@@ -137,10 +141,10 @@ MORE: dict[str, tuple[Data, ...]] = {
     "sgd": ({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
     "soft_prompts": ({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
 }  # fmt: skip
-"""Further ways to ask for a technique, which are not measured."""
+"""Further variants, which are not measured."""
 
-VARIANTS = {name: (*asking.variants, *MORE.get(name, ())) for name, asking in ASKINGS.items()}
-"""Every way to ask for a technique that the table of refusals tries."""
+VARIANTS = {name: (*usage.variants, *MORE.get(name, ())) for name, usage in USAGES.items()}
+"""The variants that the table of refusals tries."""
 
 CHUNKED: Data = {"loss": "chunked"}
 COMBINED: tuple[Data, ...] = (
@@ -156,7 +160,7 @@ COMBINED: tuple[Data, ...] = (
     {**CHUNKED, "recompute": {"every": 2}, "loader": {"workers": 2},
      "optimizer": {"name": "adamw8bit", "clip_norm": 1.0}},
     {
-        **CHUNKED, **ASKINGS["recompute_layers"].variants[0],
+        **CHUNKED, **USAGES["recompute_layers"].variants[0],
         "optimizer": {"name": "sgd", "momentum": 0.9, "in_backward": True},
     },
     {**CHUNKED, **FULL, "batch": {"micro": 1, "accumulate": 4}, "empty_cache_every": 1},
@@ -172,19 +176,19 @@ COMBINED: tuple[Data, ...] = (
     {**FULL, "quantize": "nf4", "adapter": {"kind": "prompt"}},
     {"compile": "model", "quantize": "nf4", "adapter": {"kind": "prefix"}},
 )  # fmt: skip
-"""Partners, laid on the reference: fast ones, small ones, and each technique in one at least."""
+"""Combinations, merged into the reference: fast ones, small ones, and each technique at least once."""
 
 
 def alone(technique: str) -> list[Recipe]:
-    """The reference with each of the technique's variants, and what it cannot be without."""
-    asking = ASKINGS[technique]
-    return [recipe_from(merge(merge(REFERENCE, asking.beside), variant)) for variant in asking.variants]
+    """Return the reference with each variant of the technique, and what it cannot be without."""
+    usage = USAGES[technique]
+    return [recipe_from(merge(merge(REFERENCE, usage.needs), variant)) for variant in usage.variants]
 
 
 def suite() -> list[Recipe]:
-    """Every recipe that the pages show of the reference, each once: controls first, then combinations."""
+    """Return every recipe of the page, each once: controls first, then combinations."""
     recipes = [recipe_from(REFERENCE)]
-    for technique in ASKINGS:
+    for technique in USAGES:
         for recipe in alone(technique):
             recipes += [found for found in (control(technique, recipe), recipe) if found is not None]
     recipes += [recipe_from(merge(REFERENCE, partners)) for partners in COMBINED]
@@ -198,7 +202,7 @@ def control(technique: str, recipe: Recipe) -> Recipe | None:
     the default, or the rest needs it.
     """
     data = recipe.model_dump(mode="json")
-    for field in ASKINGS[technique].fields:
+    for field in USAGES[technique].fields:
         data = set_field(data, field, _default(field))
     if technique == "accumulation":
         data["batch"]["micro"] = recipe.batch.micro * recipe.batch.accumulate
@@ -221,42 +225,42 @@ def _reference_data() -> Data:
     return recipe_from({"model": REFERENCE["model"]}).model_dump(mode="json")
 
 
-def told(recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, Any]:
-    """Dotted field -> value, of what is not at its default.
+def differences(recipe: Recipe, fields: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return dotted field -> value of what is not at its default, or of ``fields`` alone.
 
-    Model, batch, hardware, seed, learning rate and decay are not told; ``fields``: these alone.
+    Model, hardware, seed, the size of the batch, learning rate and weight decay are left out.
     """
-    data = recipe.model_dump(mode="json", exclude_defaults=True, exclude=NOT_TOLD)
+    data = recipe.model_dump(mode="json", exclude_defaults=True, exclude=LEFT_OUT)
     plain = Optimizer(name=recipe.optimizer.name)  # Its implementation and momentum follow from its name.
     data["optimizer"] = {
         name: value
-        for name, value in recipe.optimizer.model_dump(mode="json", exclude=NOT_TOLD_OF_OPTIMIZER).items()
+        for name, value in recipe.optimizer.model_dump(mode="json", exclude=LEFT_OUT_OF_OPTIMIZER).items()
         if value != getattr(plain if name != "name" else Optimizer(), name)
     }
     if recipe.batch.accumulate > 1:
         data["batch"] = {"micro": recipe.batch.micro, "accumulate": recipe.batch.accumulate}
-    said: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in data.items():
         if key in WITH_FIELDS_OF_THEIR_OWN:
-            said |= {f"{key}.{name}": inner for name, inner in value.items()}
+            found |= {f"{key}.{name}": inner for name, inner in value.items()}
         else:
-            said[key] = value
-    return {name: value for name, value in said.items() if fields is None or name.startswith(tuple(fields))}
+            found[key] = value
+    return {name: value for name, value in found.items() if fields is None or name.startswith(tuple(fields))}
 
 
-NOT_TOLD = {"model", "hardware", "seed", "batch", "optimizer"}
-NOT_TOLD_OF_OPTIMIZER = {"lr", "weight_decay"}
+LEFT_OUT = {"model", "hardware", "seed", "batch", "optimizer"}
+LEFT_OUT_OF_OPTIMIZER = {"lr", "weight_decay"}
 WITH_FIELDS_OF_THEIR_OWN = ("batch", "optimizer", "offload", "loader", "parallel")
 
 
-def written(said: dict[str, Any]) -> str:
-    """What ``told`` tells as one writes it in a recipe: ``loss: chunked, optimizer.name: muon``."""
-    return ", ".join(f"{name}: {_flow(value)}" for name, value in said.items())
+def as_yaml(fields: dict[str, Any]) -> str:
+    """Return fields as a recipe writes them: ``loss: chunked, optimizer.name: muon``."""
+    return ", ".join(f"{name}: {_flow(value)}" for name, value in fields.items())
 
 
 def in_a_recipe(technique: str) -> str:
-    """Every way to ask for it, as Markdown."""
-    ways = [written(told(recipe, ASKINGS[technique].fields)) for recipe in alone(technique)]
+    """Return the variants of a technique as Markdown, with a value of each field that it covers."""
+    ways = [as_yaml(differences(recipe, USAGES[technique].fields)) for recipe in alone(technique)]
     for field, values in registry.techniques()[technique].COVERS.items():
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
@@ -267,7 +271,7 @@ WRITTEN_OUT = {"budget_gib": "{budget_gib: 20}"}
 
 
 def _flow(value: Any) -> str:
-    """YAML's flow style, as short as it gets."""
+    """Return a value in YAML's flow style."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -278,7 +282,8 @@ def _flow(value: Any) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the suite; exit code 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.technique_suite", description="Write the recipes of the techniques' pages."
+        prog="python -m benchmarks.technique_suite",
+        description="Write the recipes of docs/results/techniques.md."
     )  # fmt: skip
     parser.add_argument("into", type=Path, help="JSON Lines to write, one recipe each")
     into: Path = parser.parse_args(arguments).into

@@ -10,16 +10,16 @@ from typing import Any
 
 from benchmarks.tables.joined import recipe_of, records, versions_of
 from benchmarks.technique_suite import (
-    ASKINGS,
     COMBINED,
     REFERENCE,
+    USAGES,
     VARIANTS,
     Data,
     alone,
+    as_yaml,
     control,
+    differences,
     in_a_recipe,
-    told,
-    written,
 )
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_grid
@@ -116,7 +116,7 @@ def reference() -> Measurement:
 
 @cache
 def effects() -> tuple[Effect, ...]:
-    """Return each technique's measured effect, by each way to ask for it."""
+    """Return each technique's measured effect, by variant."""
     found = []
     for technique in TITLES:
         for recipe in alone(technique):
@@ -154,8 +154,8 @@ def measured() -> str:
     """Memory, step time and perplexity with each technique, against the same recipe without it."""
     rows = [["(reference)", "", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
     for one in effects():
-        own = written(told(one.recipe, ASKINGS[one.technique].fields))
-        needed = written(ASKINGS[one.technique].beside)
+        own = as_yaml(differences(one.recipe, USAGES[one.technique].fields))
+        needed = as_yaml(USAGES[one.technique].needs)
         cells = _cells(one.with_it, one, one.perplexity)
         rows.append([TITLES[one.technique], f"`{own}`", f"`{needed}`" if needed else "", *cells])
     heads = [
@@ -227,7 +227,9 @@ def together() -> str:
     """Combinations of techniques, measured."""
     rows = []
     for recipe in (recipe_from(merge(REFERENCE, fields)) for fields in COMBINED):
-        rows.append([f"`{written(told(recipe))}`", *_cells(_measurements()[recipe.id], None, None)[:3]])
+        rows.append(
+            [f"`{as_yaml(differences(recipe))}`", *_cells(_measurements()[recipe.id], None, None)[:3]]
+        )
     rows.sort(key=lambda row: float(row[1]))
     return markdown_grid(["techniques", "allocated, GiB", "device, GiB", "step, ms"], rows)
 
@@ -248,14 +250,14 @@ def tradeoff() -> str:
 
 def _label(one: Effect) -> str:
     """Return the technique's heading, and the value of its recipe where it has several."""
-    if len(ASKINGS[one.technique].variants) == 1:
+    if len(USAGES[one.technique].variants) == 1:
         return TITLES[one.technique]
-    own = told(one.recipe, ASKINGS[one.technique].fields)
+    own = differences(one.recipe, USAGES[one.technique].fields)
     return ", ".join(map(str, own.values()))
 
 
 def combinations() -> str:
-    """How each technique is asked for, and with which others a recipe is refused."""
+    """How a recipe turns on each technique, and with which others it is refused."""
     never, partly = refusals()
     rows = [
         [f"[{title}](#{_anchor(title)})", in_a_recipe(name), _names(never[name]), _names(partly[name])]
@@ -277,11 +279,11 @@ def _anchor(title: str) -> str:
 @cache
 def refusals() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Return technique -> techniques with which every recipe, and with which some recipes, are refused."""
-    never: dict[str, set[str]] = {name: set() for name in ASKINGS}
-    partly: dict[str, set[str]] = {name: set() for name in ASKINGS}
-    for first in ASKINGS:
-        for second in ASKINGS:
-            is_choice = ASKINGS[first].fields == ASKINGS[second].fields
+    never: dict[str, set[str]] = {name: set() for name in USAGES}
+    partly: dict[str, set[str]] = {name: set() for name in USAGES}
+    for first in USAGES:
+        for second in USAGES:
+            is_choice = USAGES[first].fields == USAGES[second].fields
             found = set(_refused(first, second)) if first < second and not is_choice else set()
             if True in found:
                 kind = partly if False in found else never
@@ -303,7 +305,7 @@ def _refused(first: str, second: str) -> Iterator[bool]:
 
 def _laid(technique: str, variant: Data) -> Data:
     """Return the variant with what it cannot be without."""
-    needed = {} if _is_allowed(merge(REFERENCE, variant)) else ASKINGS[technique].beside
+    needed = {} if _is_allowed(merge(REFERENCE, variant)) else USAGES[technique].needs
     return merge(needed, variant)
 
 

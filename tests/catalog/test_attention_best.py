@@ -111,7 +111,7 @@ def test_a_kernel_that_is_not_right_for_the_model_is_passed_over() -> None:
     chosen = choose(recipe(MASKED), runs=table)
     assert chosen.recipe.attention == "cudnn"
     assert "0.50 x flash" in chosen.note
-    refused = "flash is refused: the SDPA backends left on have no kernel for bfloat16, head size 64, a mask"
+    refused = "flash is refused: the enabled SDPA backends have no kernel for bfloat16, head size 64, a mask"
     assert f"{refused}; the times are of plain causal attention)" in chosen.note
     prefix = recipe(adapter={"kind": "prefix"})  # Refused by a check of the recipe, without a trace.
     assert choose(prefix, runs=table).recipe.attention == "cudnn"

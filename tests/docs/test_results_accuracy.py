@@ -182,9 +182,31 @@ def test_figures_that_only_the_log_holds_are_in_the_log() -> None:
     log = " ".join((ROOT / "docs/log.md").read_text().split())
     assert figures(PAGE, r"was off by #, # and # %") == ("-2.1", "-3.8", "-8.5")
     assert "all native Qwen3 under amp (-2.1, -3.8, -8.5 %)" in log
+    assert f"from {figures(PAGE, r'rules came from # chosen')[0]} hand-picked recipes" in log
     assert figures(PAGE, r"had run at # to # of the prediction") == ("0.43", "0.56")
     assert "Small compiled recipes ran at 0.43 to 0.56 of the expectation" in log
     assert "first step holds less than predicted: `compile: model` 58 MB" in log
+
+
+def test_the_effects_named_for_the_sweeps_are_those_of_the_records() -> None:
+    differences = {
+        title: {
+            one.predicted.peak_allocated_bytes - one.allocated_bytes for one in found if one.allocated_bytes
+        }
+        for title, found in blind.by_title().items()
+    }
+    for title in ("sweep: recomputation budgets, Llama-3.1-8B", "sweep: ladder, Llama-3.2-1B"):
+        assert differences[title] - {0} == {-512}
+    low = differences["sweep: separate effects, 1.6B"] - {0}
+    assert {f"{size / 1e6:.0f}" for size in low} == {figures(PAGE, r"its first step held # MB less")[0]}
+    budgets = blind.by_title()["sweep: memory budgets, 1.6B"]
+    off = max(budgets, key=lambda one: abs(one.device_error or 0))
+    (planned,) = {
+        str(one.recipe["recompute"])
+        for one in joined.records("peak-memory-pareto/records.jsonl")
+        if one.estimate is not None and one.estimate.recipe_id == off.predicted.recipe_id
+    }
+    assert planned == "{'budget': 0.8}"
 
 
 def test_one_environment_measured_every_recipe() -> None:

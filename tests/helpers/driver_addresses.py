@@ -49,9 +49,9 @@ class Run(NamedTuple):
 
 def replayed(ledger: Ledger, run: Run) -> Phases:
     """The prediction's phases, had the driver put its segments where it put the run's."""
-    allocator = CachingAllocator(place=in_order(run.segments))
+    allocator = CachingAllocator(segment_address=in_order(run.segments))
     allocator.malloc(run.held_bytes)
-    return replay(ledger, allocator, settled=True).phases
+    return replay(ledger, allocator, empty_cache_after_init=True).phases
 
 
 def in_order(segments: Iterable[tuple[int, int]]) -> Callable[[int], int]:
@@ -135,8 +135,10 @@ def measure_all(recipes: Path, runs: Path) -> int:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
                 measured = run_in(folder, request, partial(start, module="driver_addresses"), 120)
-                said = folder / ADDRESSES
-                known = json.loads(said.read_text()) if said.is_file() else {"segments": [], "held_bytes": 0}
+                notes = folder / ADDRESSES
+                known = (
+                    json.loads(notes.read_text()) if notes.is_file() else {"segments": [], "held_bytes": 0}
+                )
             file.write(json.dumps(known | {"measurement": measured.model_dump(mode="json")}) + "\n")
     return 0
 

@@ -88,14 +88,14 @@ def _ending(arguments: list[str], seconds: int) -> dict[str, Any]:
         child = os.fork()
         if child == 0:
             _run(arguments, seconds, out.fileno(), err.fileno())
-        _, status, usage = os.wait4(child, 0)
+        _, status, memory_stats = os.wait4(child, 0)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read(10**6).decode(errors="replace"))
         return {
             "code": os.waitstatus_to_exitcode(status), "out": texts[0], "err": texts[1],
-            "cpu_s": usage.ru_utime + usage.ru_stime, "wall_s": time.monotonic() - start_s,
+            "cpu_s": memory_stats.ru_utime + memory_stats.ru_stime, "wall_s": time.monotonic() - start_s,
         }  # fmt: skip
 
 

@@ -284,7 +284,7 @@ def memory_of(ledger: Ledger, name: str) -> list[tuple[str, int]]:
     )
     own = {i for i, storage in enumerate(ledger.storages) if storage.op == at}
     places = [n for n, event in enumerate(ledger.events) if event.storage in own and event.kind == ALLOCATE]
-    scratch = {i for i in own if "/scratch" in ledger.storages[i].slot}
+    scratch = {i for i in own if "/scratch" in ledger.storages[i].path}
     return [
         ("+" if event.kind == ALLOCATE else "-", ledger.storages[event.storage].num_bytes)
         for n, event in enumerate(ledger.events)

@@ -240,7 +240,9 @@ def test_three_steps_on_an_h200(name: str) -> None:
     driver's are given. allocator_on_h200.json.gz: sizes, or -1 - number of the allocation freed; addresses / 512."""
     run = _measured("allocator_on_h200")[name]
     alone = CachingAllocator()
-    told = CachingAllocator(place=_where([(address * 512, size) for address, size in run["segments"]]))
+    told = CachingAllocator(
+        segment_address=_where([(address * 512, size) for address, size in run["segments"]])
+    )
     for allocator, addresses in ((alone, None), (told, run["addresses"])):
         handles: list[int] = []
         for call in run["calls"]:
@@ -270,7 +272,7 @@ def test_phases_of_two_steps_on_an_h200(name: str, told: bool) -> None:
     Without the room that a context begins with, five of them miss, by up to 2.6 MiB."""
     run = _measured("first_steps_on_h200")[name]
     place = _where([(address * MIB, size * MIB) for address, size in run["segments"]]) if told else None
-    allocator, handles, found = CachingAllocator(place=place), [], []
+    allocator, handles, found = CachingAllocator(segment_address=place), [], []
     phases = dict(run["peaks"])
     for index, call in enumerate([*run["calls"], 0]):
         if index == run["settled"]:
@@ -307,11 +309,11 @@ def test_where_the_driver_puts_segments() -> None:
     of 32 MiB downwards, within one upwards, the lowest that has room first."""
     driver = DriverAddresses(32000 * MIB)
     sizes = (64, 2, 60, 20, 198, 20, 16, 16, 12, 20, 16, 12, 2)
-    placed = [driver.place(size * MIB) // MIB for size in sizes]
+    placed = [driver.allocate(size * MIB) // MIB for size in sizes]
     # The room is 31680 to 32000. 198 MiB are too large for it; they leave 26 of their stretch, in which 20 find place.
     assert placed[:4] == [31680, 31744, 31746, 31806]
     below = 31680 - 224
     assert placed[4:6] == [below, below + 198]
     assert placed[6:] == [below - off for off in (32, 16, 64, 52, 96, 80, 68)]
     full = DriverAddresses(32000 * MIB)
-    assert [full.place(64 * MIB) // MIB for _ in range(6)] == [31680, 31744, 31808, 31872, 31936, 31616]
+    assert [full.allocate(64 * MIB) // MIB for _ in range(6)] == [31680, 31744, 31808, 31872, 31936, 31616]

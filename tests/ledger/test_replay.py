@@ -4,7 +4,7 @@ import pytest
 
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.ledger import ALLOCATE, FREE, NO_LAYER, Event, Ledger, Segment, Storage
-from trainfit.ledger.replay import Tally, replay
+from trainfit.ledger.replay import UncachedAllocator, replay
 from trainfit.spec.units import MIB
 
 
@@ -22,18 +22,21 @@ def built_with_scratch() -> Ledger:
 
 def test_scratch_of_building_serves_the_steps_unless_given_back() -> None:
     kept = replay(built_with_scratch(), CachingAllocator())
-    settled = replay(built_with_scratch(), CachingAllocator(), settled=True)
+    empty_cache_after_init = replay(built_with_scratch(), CachingAllocator(), empty_cache_after_init=True)
     # Kept: 24 MiB come out of the free 64. Given back: a segment of their own, and only 40 + 24 are ever reserved.
     assert kept.peak_reserved_bytes == kept.init_reserved_bytes == 104 * MIB
-    assert settled.peak_reserved_bytes == 64 * MIB
-    assert settled.init_reserved_bytes == 104 * MIB
-    for found in (kept, settled):
+    assert empty_cache_after_init.peak_reserved_bytes == 64 * MIB
+    assert empty_cache_after_init.init_reserved_bytes == 104 * MIB
+    for found in (kept, empty_cache_after_init):
         assert found.peak_allocated_bytes == 64 * MIB
         assert found.phases.after_init == 40 * MIB
 
 
 def test_where_nothing_is_cached_settling_changes_no_phase() -> None:
-    found = [replay(built_with_scratch(), Tally(), settled=settled) for settled in (False, True)]
+    found = [
+        replay(built_with_scratch(), UncachedAllocator(), empty_cache_after_init=empty_cache_after_init)
+        for empty_cache_after_init in (False, True)
+    ]
     assert found[0].phases == found[1].phases
     assert found[0].peak_allocated_bytes == found[1].peak_allocated_bytes == 64 * MIB
 

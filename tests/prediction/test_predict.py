@@ -121,7 +121,7 @@ def test_the_verdict_near_the_cards_size() -> None:
     allocated; below that nothing helps."""
     recipe = recipe_of(with_layers("llama-3.2-1b", 6), batch=Batch(micro=4, seq=256), recompute="full")
     ledger = ledger_of(recipe)
-    free = replay(ledger, CachingAllocator(), settled=True)
+    free = replay(ledger, CachingAllocator(), empty_cache_after_init=True)
     own = overhead_bytes(gpu("h200"), ledger)
     allocated, reserved = free.peak_allocated_bytes, free.peak_reserved_bytes
     assert reserved - allocated > 2 * MIB, "the test needs a recipe with unused reserved memory"

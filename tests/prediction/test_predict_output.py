@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainfit.cli.main import main
-from trainfit.cli.predict import EXIT_DOES_NOT_FIT
+from trainfit.cli.options import EXIT_DOES_NOT_FIT
 from trainfit.prediction.estimate import predict
 from trainfit.report.precision import meaning, storage
 from trainfit.report.prediction_text import show

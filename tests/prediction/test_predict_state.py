@@ -20,7 +20,7 @@ from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, ModelSpec, Offload, Recipe
-from trainfit.virtual.exclusive import exclusive, is_tracing_thread
+from trainfit.virtual.trace.exclusive import exclusive, is_tracing_thread
 from user_training import mlp, steps
 
 GPT2: dict[str, Any] = {

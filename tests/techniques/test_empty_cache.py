@@ -43,7 +43,7 @@ def changing(every: int | None) -> Ledger:
 )
 def test_the_next_step_takes_new_segments(every: int | None, reserved: int):
     """Kept, 60 MiB are cut out of the 100 MiB that the first step left, and the other 60 are new."""
-    replayed = replay(changing(every), CachingAllocator(), settled=True)
+    replayed = replay(changing(every), CachingAllocator(), empty_cache_after_init=True)
     assert replayed.peak_reserved_bytes == reserved * MIB
     assert replayed.peak_allocated_bytes == 150 * MIB
 
@@ -71,7 +71,7 @@ class Noting(CachingAllocator):
 def test_steps_are_replayed_until_one_after_it_was_emptied(every: int | None, emptied: list[int], steps: int):
     """At 100 the 96 steps that change nothing are passed over."""
     allocator = Noting()
-    replay(changing(every), allocator, settled=True, more_steps=8)
+    replay(changing(every), allocator, empty_cache_after_init=True, more_steps=8)
     assert (allocator.emptied, allocator.mallocs // 2) == (emptied, steps)
 
 
@@ -114,8 +114,8 @@ def test_a_cuda_device_is_asked_each_nth_time(device: str, calls: int, monkeypat
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
          False, ()),
         ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"}, False,
-         ("roundup_power2_divisions, max_split_size_mb, which is not followed",)),
-        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False, ("backend, which is not followed",)),
+         ("roundup_power2_divisions, max_split_size_mb, which is not modelled",)),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False, ("backend, which is not modelled",)),
     ],
 )  # fmt: skip
 def test_what_the_environment_says(environment: dict[str, str], expandable: bool, words: tuple[str, ...]):

@@ -8,7 +8,7 @@ import torch
 import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
 from torch import Tensor, nn
 
-from trainfit.checkpointing.rematerialize import Saving
+from trainfit.checkpointing.rematerialize import SavedTensorMode
 from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.planning.assignments import Option, evaluate, gone_bytes, table
@@ -117,7 +117,7 @@ def test_blocks_of_two_kinds_are_still_the_models_blocks() -> None:
 def test_what_is_held_may_not_be_written_into(by_keyword: bool) -> None:
     weight = torch.randn(64, 64, requires_grad=True)
     x = torch.randn(32, 64)
-    with Saving(x, [weight]):
+    with SavedTensorMode(x, [weight]):
         y = x @ weight
         kept_for = (y * y).sum()
         extra = {"out": y.detach()} if by_keyword else {}

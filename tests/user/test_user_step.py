@@ -262,9 +262,9 @@ def test_defaults_are_cudas() -> None:
             optimizer.zero_grad()
 
     traced = trainfit.trace(train)
-    temporaries = [h.num_bytes for h in traced.code.holders if h.category == "temporary"]
+    scratch_bytes = [h.num_bytes for h in traced.code.holders if h.category == "temporary"]
     assert traced.peak_phase.endswith("optimizer")
-    assert max(temporaries) >= 2 * SQUARE  # the square roots of both matrices' second moments at once
+    assert max(scratch_bytes) >= 2 * SQUARE  # the square roots of both matrices' second moments at once
 
 
 def test_a_data_loader_with_workers_and_pinned_memory() -> None:
@@ -294,9 +294,9 @@ def test_what_is_traced_otherwise_is_said() -> None:
         y[y > 0].sum().backward()
         torch.save(model.state_dict(), "never-written.pt")
 
-    said = " ".join(trainfit.trace(train).assumptions)
-    assert "select everything" in said
-    assert "torch.save" in said
+    notes = " ".join(trainfit.trace(train).assumptions)
+    assert "select everything" in notes
+    assert "torch.save" in notes
 
 
 # -- refusals and text --------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_refusals() -> None:
     for step, words in (
         (moves_what_was_there, "build the model inside"),
         (stays_on_the_host, "no module with parameters"),
-        (needs_data, "size only the data can tell"),
+        (needs_data, "result depends on the data"),
     ):
         with pytest.raises(InputError, match=words):
             trainfit.trace(step)

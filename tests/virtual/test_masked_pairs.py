@@ -17,8 +17,8 @@ from trainfit.prediction.estimate import predict
 from trainfit.prediction.product_flops import product_step_flops, visible_pairs
 from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
-from trainfit.virtual.masked_pairs import MARK, MaskedPairs
-from trainfit.virtual.visible_pairs import visible_share
+from trainfit.virtual.trace.masks.tracker import MARK, MaskTracker
+from trainfit.virtual.trace.masks.visible import visible_share
 from virtual_runs import recipe_of, steady_sum, with_layers
 
 # -- masks --------------------------------------------------------------------------------------------------------
@@ -29,11 +29,11 @@ class Following(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs = MaskedPairs(lambda product, share: None)
+        self.pairs = MaskTracker(lambda product, share: None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.pairs.follow(func, args, kwargs or {}, out, None)
+        self.pairs.propagate(func, args, kwargs or {}, out, None)
         return out
 
 

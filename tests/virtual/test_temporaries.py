@@ -8,17 +8,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu, Source
-from trainfit.virtual.cuda.scratch import (
-    GpuTraits,
+from trainfit.virtual.cuda.scratch import GpuTraits, output_bytes, scratch_bytes
+from trainfit.virtual.cuda.scratch.attention import flash_splits, head_dim_rounded
+from trainfit.virtual.cuda.scratch.call import Registry
+from trainfit.virtual.cuda.scratch.libraries import (
     cublas_workspace_bytes,
     cublaslt_workspace_bytes,
-    output_bytes,
-    temporaries,
     uses_cublas,
     uses_cublaslt,
 )
-from trainfit.virtual.cuda.scratch.attention import flash_splits, head_dim_rounded
-from trainfit.virtual.cuda.scratch.call import Registry
 
 aten = torch.ops.aten
 MIB = 1 << 20
@@ -34,7 +32,7 @@ def _fake() -> Iterator[None]:
 
 
 def scratch(func, *args, out=None, gpu: GpuTraits = H200, **kwargs) -> tuple[int, ...]:
-    return temporaries(func, args, kwargs, func(*args, **kwargs) if out is None else out, gpu=gpu)
+    return scratch_bytes(func, args, kwargs, func(*args, **kwargs) if out is None else out, gpu=gpu)
 
 
 def bf16(*shape: int) -> torch.Tensor:

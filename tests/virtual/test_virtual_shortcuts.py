@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainfit.virtual.cuda import fake_impls as fake_run
-from trainfit.virtual.trace.frozen_gc import frozen_gc
+from trainfit.virtual.trace.process_state import frozen_gc
 
 aten = torch.ops.aten
 CASES: dict[str, Callable[[], tuple]] = {
@@ -62,8 +62,8 @@ def test_by_its_meta_kernel_an_operation_gives_what_fake_tensor_mode_gives(name:
         long = func(*args, **keywords)
         assert isinstance(short, FakeTensor)
         assert short is not args[0]
-        for said in ("shape", "dtype", "device", "layout"):
-            assert getattr(short, said) == getattr(long, said), said
+        for notes in ("shape", "dtype", "device", "layout"):
+            assert getattr(short, notes) == getattr(long, notes), notes
         assert short.stride() == long.stride()
         assert short.storage_offset() == long.storage_offset()
         assert short.untyped_storage().nbytes() == long.untyped_storage().nbytes()

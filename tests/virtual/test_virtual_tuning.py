@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from compiled_blocks import CPU, TOKENS, E, kept, step_of
 from trainfit.ledger.ledger import ALLOCATE, FREE, Event, Ledger, Segment, Storage
-from trainfit.virtual.compile.padded_products import MARGIN, pays
+from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
 from trainfit.virtual.compile.tuning import Tuning, headroom, read
 
 BENCHMARKED = Path(__file__).parents[1] / "data" / "padding_on_h200.jsonl"
@@ -53,7 +53,7 @@ def test_a_product_is_padded_where_an_h200_pads_it(row: dict[str, Any], free: st
     m, k, n, dtype = row["m"], row["k"], row["n"], getattr(torch, row["dtype"])
     mat1 = matrix(k, m, dtype).t() if row["kind"] == "dw" else matrix(m, k, dtype)
     mat2 = matrix(n, k, dtype).t() if row["kind"] == "fwd" else matrix(k, n, dtype)
-    assert pays(mat1, mat2, free1=free[0] == "1", free2=free[1] == "1") == (gain > MARGIN)
+    assert is_padding_faster(mat1, mat2, free1=free[0] == "1", free2=free[1] == "1") == (gain > MARGIN)
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +134,7 @@ def test_only_the_first_step_tunes() -> None:
             return (x * 2).sin().exp()
 
     ledger = step_of(Twice, (TOKENS, E), compiled=True, trains=False)
-    assert [s.num_bytes for s in ledger.storages if "/tuning/" in s.slot] == [60 << 20]
+    assert [s.num_bytes for s in ledger.storages if "/tuning/" in s.path] == [60 << 20]
 
 
 def test_a_mlp_runs_after_tuning() -> None:

@@ -1,4 +1,4 @@
-"""Tensors of a forward as expressions: held, or made again from others when the backward asks. Not a technique by itself."""
+"""Lazy saved tensors: an expression holds a tensor of the forward or recomputes it in the backward."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ PLAIN_VALUES = frozenset({int, float, bool, str, torch.dtype, torch.device})
 
 
 class Expression:
-    """A tensor of the forward: held, or to be had by running its operation again on other expressions."""
+    """A tensor of the forward, held or recomputed by running its operation on other expressions."""
 
     __slots__ = (
-        "__weakref__", "address", "call", "fetch", "index", "is_held", "is_stale", "num_bytes", "seen", "storage", "uses",
-        "value",
+        "__weakref__", "address", "call", "fetch", "index", "is_held", "is_stale", "num_bytes", "seen",
+        "storage", "uses", "value",
     )  # fmt: skip
 
     def __init__(self, t: Tensor, call: Call | None, index: int | None):
         self.call, self.index = call, index
         self.value: Tensor | None = None
         self.is_held = self.is_stale = False
-        """Held: saved for the backward, not only from one use to the next. Stale: something was written into it."""
+        """Held: saved until the backward ends. Stale: an in-place operation changed the tensor."""
         self.uses = 0
-        """How often it will still be asked for, by the backward and to make others of it."""
+        """Remaining uses, by the backward and by other expressions."""
         self.fetch: Callable[[], None] | None = None
-        """Where its value waits elsewhere: brings it back."""
+        """Copies an offloaded value back to the device."""
         self.seen = TensorWeakRef(t)
         storage = t.untyped_storage()
         self.storage = weakref.ref(storage)
-        """Gone with its memory, whose address another storage may get."""
+        """Dead once the memory is freed, whose address another storage may get."""
         self.address, self.num_bytes = storage._cdata, storage.nbytes()
 
     def reserve(self) -> None:
-        """It will be asked for once more."""
+        """Add a use."""
         self.uses += 1
         if self.uses == 1 and self.value is None and not self.fetch:
             for expression in self._inputs():
                 expression.reserve()
 
     def take(self) -> Tensor:
-        """The tensor for one of its uses, made again if it is not here; it stays until the last one."""
+        """Return the tensor for one use, recomputed if necessary; it is kept until the last use."""
         if self.fetch is not None:
             self.fetch()
         self.uses -= 1
         if self.value is None:
-            assert self.call is not None, "what cannot be made again is held"
+            assert self.call is not None, "an expression without a call is held"
             self.call.run(self)
         t = self.value
         assert t is not None
-        self._let_go()
+        self._release_unused()
         return t
 
     def drop(self) -> None:
-        """One of its uses has no need of it any more."""
+        """Remove a use without taking the tensor."""
         self.uses -= 1
         if not self.uses and self.value is None and not self.fetch:
             for expression in self._inputs():
                 expression.drop()
-        self._let_go()
+        self._release_unused()
 
-    def _let_go(self) -> None:
+    def _release_unused(self) -> None:
         if not self.uses and not self.is_held:
             self.value = None
 
@@ -73,7 +73,7 @@ class Expression:
 
 
 class Call:
-    """An operation that ran in the forward; its tensors are expressions."""
+    """An operation of the forward with expressions as its tensors."""
 
     __slots__ = ("args", "func", "kwargs", "results")
 
@@ -82,15 +82,15 @@ class Call:
         self.results: list[weakref.ref[Expression]] = []  # Weak: an expression holds its call.
 
     def inputs(self) -> list[Expression]:
-        """One entry for each time that it is an argument."""
+        """Return the expressions among the arguments, one entry for each occurrence."""
         found: list[Expression] = []
         mapped((self.args, self.kwargs), Expression, found.append)
         return found
 
     def run(self, wanted: Expression) -> None:
-        """Give ``wanted`` its tensor, and any other result that will be asked for its own."""
+        """Compute ``wanted`` and any other result that has uses."""
         args, kwargs = mapped((self.args, self.kwargs), Expression, Expression.take)
-        # From where the forward's operations were noted: composite ones of autograd's would fall apart differently.
+        # Below autograd, where the call was recorded: above it composite operations decompose differently.
         with torch._C._AutoDispatchBelowAutograd():
             out = self.func(*args, **kwargs)
         for result in (reference() for reference in self.results):
@@ -99,11 +99,11 @@ class Call:
             result.value = out if result.index is None else out[result.index]
             if result is not wanted:
                 for expression in self.inputs():
-                    expression.drop()  # It has taken its inputs together with this one.
+                    expression.drop()  # This run took the inputs for both results.
 
 
 def mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Arguments of an operation, with ``function`` applied to those of a kind, within lists too."""
+    """Apply ``function`` to the arguments of a type, also within lists, tuples and dicts."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):

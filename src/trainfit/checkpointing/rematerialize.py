@@ -1,13 +1,11 @@
-"""What a block's backward needs, made again piece by piece where no matrix product is in it. Not a technique by itself.
+"""Recompute a block's saved tensors one by one where no matrix product is needed.
 
-While a block's forward runs, a dispatch mode notes how each tensor came about. When autograd wants to save one, and it
-follows by elementwise work (norms, activation functions, casts, rotations) from what is saved anyway, its expression is
-saved in its place, and evaluated when the backward asks: nothing else of the forward runs again, and only one tensor at
-a time comes back. Recomputing the cheap part is old (Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4; Jain
-et al., https://arxiv.org/abs/1910.02653); here no operation is named: what multiplies matrices, attends, draws random
-numbers or is not known is saved, all else may be made again.
-
-Equal to the bit: the same operations run on the same tensors, below autocast and autograd.
+During a block's forward a dispatch mode records how each tensor was computed. If a tensor that autograd saves
+follows by elementwise work (norms, activation functions, casts, rotations) from other saved tensors, its
+expression is saved instead and evaluated in the backward. Matrix products, attention, random draws and
+unknown operations are never recomputed. Related: Korthikanti et al., https://arxiv.org/abs/2205.05198,
+section 4; Jain et al., https://arxiv.org/abs/1910.02653. Results are bitwise equal: the same operations run
+below autocast and autograd.
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from trainfit.virtual.cuda.op_kinds import ELSEWHERE, FACTORIES, base_name, does
 from trainfit.virtual.trace.tensors import tensors_of
 
 SMALL = 1 / 16
-"""Of the block's input: what is smaller is saved as it is."""
+"""Share of the block's input; smaller tensors are always saved."""
 
 
-class Saving(TorchDispatchMode):
-    """Around one run of a block's forward: decides what of it is saved, and how.
+class SavedTensorMode(TorchDispatchMode):
+    """Decide for one forward of a block which tensors are saved and which are recomputed.
 
     Args:
         first: the block's input.
-        shared: tensors that live on all the same: parameters, and what every block is given.
-        again: whether what can be made again is; else all that autograd saves is held.
-        on_hold: hears of every expression that is held, with its tensor.
+        shared: tensors that stay alive anyway: parameters and inputs common to all blocks.
+        recompute: False saves every tensor that autograd saves.
+        on_hold: called with each expression that is held, and its tensor.
     """
 
     def __init__(
@@ -45,11 +43,11 @@ class Saving(TorchDispatchMode):
         first: Tensor,
         shared: Iterable[Tensor],
         *,
-        again: bool = True,
+        recompute: bool = True,
         on_hold: Callable[[Expression, Tensor], None] = lambda expression, t: None,
     ):
         super().__init__()
-        self._again = again
+        self._recompute = recompute
         self._known: dict[Any, Expression] = {}
         self._of_storage: dict[int, list[Expression]] = {}
         self._held: set[int] = set()
@@ -60,18 +58,17 @@ class Saving(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in here; the guard that torch would put around each operation costs as much as it."""
+        """Omit the guard around each operation: nothing is compiled in here."""
         return False
 
-    def __enter__(self) -> Saving:
+    def __enter__(self) -> SavedTensorMode:
         self._hooks.__enter__()
-        return super().__enter__() if self._again else self
+        return super().__enter__() if self._recompute else self
 
     def __exit__(self, *error: Any) -> None:
-        if self._again:
+        if self._recompute:
             super().__exit__(*error)
         self._hooks.__exit__(*error)
-        # What is saved holds only itself from here on.
         self._known.clear()
         self._of_storage.clear()
 
@@ -79,20 +76,20 @@ class Saving(TorchDispatchMode):
         kwargs = kwargs or {}
         call = None
         if can_run_again(func):
-            # Looked up before it runs, because that is what it read.
+            # Before the operation runs, which may write its inputs.
             call = Call(func, *mapped((args, kwargs), Tensor, self._find))
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._changed(func, args, kwargs)
+            self._mark_stale(func, args, kwargs)
         if isinstance(out, Tensor):
-            self._note(out, call, None)
+            self._add(out, call, None)
         elif isinstance(out, tuple | list):
             for index, t in enumerate(out):
                 if isinstance(t, Tensor):
-                    self._note(t, call, index)
+                    self._add(t, call, index)
         return out
 
-    def _note(self, t: Tensor, call: Call | None, index: int | None) -> Expression:
+    def _add(self, t: Tensor, call: Call | None, index: int | None) -> Expression:
         expression = Expression(t if is_plain(t) else torch.empty(0), call, index)
         if call is not None:
             call.results.append(weakref.ref(expression))
@@ -105,15 +102,14 @@ class Saving(TorchDispatchMode):
         known = self._known.get(key(t)) if is_plain(t) else None
         if known is not None and known.storage() is not None:
             return known
-        expression = self._note(
-            t, None, None
-        )  # It comes from outside the block, or is made of other tensors.
+        # From outside the block, or a wrapper subclass.
+        expression = self._add(t, None, None)
         if expression.address in self._shared:
             expression.value, expression.is_held = t, True
         return expression
 
     def _save(self, t: Tensor) -> Expression:
-        """What autograd keeps in place of a tensor."""
+        """Return the expression that autograd saves in place of a tensor."""
         expression = self._find(t)
         if not is_plain(t):
             expression.value, expression.is_held = t, True
@@ -131,7 +127,7 @@ class Saving(TorchDispatchMode):
         return expression
 
     def _inputs_to_hold(self, call: Call, memo: dict[Expression, Any]) -> set[Expression] | None:
-        """What must be held so that the operation can run again, as few bytes as can be; None: it cannot."""
+        """Return the expressions of fewest bytes to hold for a recomputation; None: it is impossible."""
         whole: set[Expression] = set()
         for expression in call.inputs():
             if expression not in memo:
@@ -153,23 +149,23 @@ class Saving(TorchDispatchMode):
         return inputs if self._cost(inputs) < self._cost(itself) else itself
 
     def _cost(self, expressions: set[Expression]) -> int:
-        """Bytes that holding them adds."""
+        """Return the bytes that holding the expressions adds."""
         sizes = {e.address: e.num_bytes for e in expressions}
         return sum(size for storage, size in sizes.items() if storage not in self._held)
 
     def _hold(self, expression: Expression, t: Any) -> None:
         expression.value, expression.is_held = t, True
-        expression.call = None  # What it was made of is no longer needed for it.
+        expression.call = None  # Its inputs are no longer needed for it.
         self._held.add(expression.address)
         if expression.address not in self._shared:
             self._on_hold(expression, t)
 
-    def _changed(self, func: Any, args: Any, kwargs: Any) -> None:
-        """The operation wrote into tensors: what was noted of them is of the past."""
+    def _mark_stale(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Mark the expressions of tensors that the operation wrote into as stale."""
         for t in tensors_of(written(func, args, kwargs)):
             if address(t) in self._held:
                 raise InputError(
-                    f"this model's blocks write into what their backward is to compute again ({func})",
+                    f"this model's blocks write into tensors that their backward recomputes ({func})",
                     "use recompute: full, or full in place of elementwise",
                     field="recompute.layers",
                     value="elementwise",
@@ -177,12 +173,12 @@ class Saving(TorchDispatchMode):
             for expression in self._of_storage.get(address(t), ()):
                 if expression.storage() is not None:
                     expression.is_stale = True
-            self._note(t, None, None)
+            self._add(t, None, None)
 
 
 @lru_cache(maxsize=4096)
 def can_run_again(func: Any) -> bool:
-    """Whether an operation is cheap, gives the same each time, and says all that it reads and writes."""
+    """Return whether an operation is cheap, deterministic and functional."""
     if not isinstance(func, torch._ops.OpOverload) or not does_no_matrix_work(func):
         return False
     if func._schema.is_mutable or base_name(func) in FACTORIES or func._schema.name.startswith(ELSEWHERE):
@@ -191,7 +187,7 @@ def can_run_again(func: Any) -> bool:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether a tensor is its own storage and not made of others, as quantised weights are."""
+    """Return whether a tensor has its own storage; wrapper subclasses (quantised weights) have none."""
     return _is_plain(type(t))
 
 
@@ -205,5 +201,5 @@ def address(t: Tensor) -> int:
 
 
 def key(t: Tensor) -> Any:
-    """Equal for tensors that show the same memory in the same way."""
+    """Return a key that is equal for tensors with the same storage, shape, strides and dtype."""
     return (address(t), t.storage_offset(), t.shape, t.stride(), t.dtype)

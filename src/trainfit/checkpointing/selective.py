@@ -1,12 +1,11 @@
-"""Recomputation of one decoder block: all of it, or all but what is dear to compute again. No technique by itself.
+"""Full and selective activation checkpointing of one decoder block.
 
-``selective`` keeps what operations of a list gave, and runs the rest of the block's forward again in backward (by
-operation, as Korthikanti et al., https://arxiv.org/abs/2205.05198, but the other way round: what is cheap goes). Of matrix
-products those over a long inner dimension are kept, because a product over k does k FLOPs for each byte of a 16-bit
-result. One that is only added to what goes past the block (in most models the block's last) is asked for by nobody, and
-is not kept.
+``selective`` saves the results of listed operations and recomputes the rest of the block (compare Korthikanti
+et al., https://arxiv.org/abs/2205.05198). Matrix products are saved only over a long inner dimension: a
+product over k does k FLOPs for each byte of a 16-bit result. A product that is only added to the residual
+stream (in most models the block's last) is used by no backward, and is not saved.
 
-Under ``torch.compile`` the same choice is handed to torch's own selective checkpointing, which the partitioner obeys.
+Under ``torch.compile`` torch's own selective checkpointing passes the same policy to the partitioner.
 """
 
 from __future__ import annotations
@@ -28,27 +27,28 @@ from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.trace.tensors import tensors_of
 
-DEAR = ("mm", "attention")
-"""What ``selective`` keeps unless the recipe lists it."""
+DEFAULT_SAVED = ("mm", "attention")
+"""What ``selective`` saves by default."""
 PRODUCTS = {
-    "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "addmm": 1, "baddbmm": 1,
+    "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0,
+    "addmm": 1, "baddbmm": 1,
 }  # fmt: skip
-"""Matrix products -> which argument is the left factor."""
+"""Matrix products -> position of the left factor."""
 SHORTEST_INNER = 512
-"""A product over fewer is computed again: on an H200 (700 TFLOP/s, 4.3 TB/s: 163 FLOPs a byte) one over 512 takes as
-long as three passes over its result. Scores of attention written out are such: large, over a head's 64 to 256."""
+"""Products over a shorter inner dimension are recomputed. On an H200 (700 TFLOP/s, 4.3 TB/s) one over 512
+takes as long as three passes over its result; eager attention's scores are products over 64 to 256."""
 PASSES_ON = frozenset({"add", "_unsafe_view", "_to_copy"})
-"""Beside views: their backward asks for no value of their inputs."""
+"""Operations other than views whose backward uses no value of their inputs."""
 
 
-class Choice(NamedTuple):
-    """Which results are kept: the groups ``mm`` and ``attention``, and ATen operations by name."""
+class SavePolicy(NamedTuple):
+    """Results to save: the groups ``mm`` and ``attention``, and ATen operations by name."""
 
-    save: tuple[str, ...] = DEAR
+    save: tuple[str, ...] = DEFAULT_SAVED
 
     def keeps(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether this call's results are kept."""
-        if not isinstance(func, torch._ops.OpOverload) or not _can_be_kept(func):
+        """Return whether a call's results are saved."""
+        if not isinstance(func, torch._ops.OpOverload) or not _can_be_saved(func):
             return False
         name = base_name(func)
         if name in PRODUCTS and "mm" in self.save:
@@ -57,29 +57,29 @@ class Choice(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _can_be_kept(func: Any) -> bool:
-    """Whether what an operation gives is memory of its own."""
+def _can_be_saved(func: Any) -> bool:
+    """Return whether an operation's results are new memory."""
     returns = func._schema.returns
     return bool(returns) and all(result.alias_info is None for result in returns)
 
 
 def check_names(save: Iterable[str]) -> None:
-    """Nothing, if the list names groups and operations whose results can be kept.
+    """Check that each name is a group or an operation whose results can be saved.
 
     Raises:
-        InputError: an unknown operation, or one that gives its input's memory.
+        InputError: an unknown operation, or one that returns its input's memory.
     """
     for name in save:
-        if name in DEAR:
+        if name in DEFAULT_SAVED:
             continue
         packet = getattr(torch.ops.aten, name, None)
-        if packet is not None and any(_can_be_kept(getattr(packet, each)) for each in packet.overloads()):
+        if packet is not None and any(_can_be_saved(getattr(packet, each)) for each in packet.overloads()):
             continue
         raise InputError(
             "no operation of PyTorch (torch.ops.aten)"
             if packet is None
             else "its result is its input's own memory",
-            f"write {', '.join(DEAR)} or operations such as silu, native_layer_norm",
+            f"write {', '.join(DEFAULT_SAVED)} or operations such as silu, native_layer_norm",
             field="recompute.selective.save",
             value=name,
         )
@@ -89,27 +89,24 @@ def set_recompute(
     block: nn.Module,
     policy: Literal["full", "selective"],
     *,
-    save: tuple[str, ...] = DEAR,
+    save: tuple[str, ...] = DEFAULT_SAVED,
     compiled: bool = False,
 ) -> None:
-    """Let one decoder block compute its forward again in backward: in place, its class changes.
+    """Checkpoint one decoder block in place, by changing its class.
 
-    Never reentrant. Random generators and autocast are as in the forward. Without gradients nothing changes.
+    Non-reentrant; random state and autocast are restored for the recomputation.
 
     Args:
-        save: with ``selective``, what is kept: ``mm``, ``attention``, or ATen operations by name.
-        compiled: the block will be compiled, by itself or with the model.
+        save: with ``selective``, results to save: ``mm``, ``attention``, or ATen operations by name.
+        compiled: the block will be compiled, alone or with the model.
     """
-    contexts = None if policy == "full" else _contexts(Choice(tuple(save)), compiled)
+    contexts = None if policy == "full" else _contexts(SavePolicy(tuple(save)), compiled)
     block.__class__ = _recomputed(type(block), contexts)
 
 
 @cache
 def _recomputed(block: type[nn.Module], contexts: Callable[[], Any] | None) -> type[nn.Module]:
-    """The block's class with its forward checkpointed.
-
-    One class for all, not a function set on each block: equal blocks stay equal and share one compiled graph.
-    """
+    """Return the block's class, its forward checkpointed; equal blocks share one class and compiled graph."""
 
     settings: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
@@ -123,8 +120,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @cache
-def _contexts(choice: Choice, compiled: bool) -> Callable[[], Contexts]:
-    """What ``checkpoint`` enters: around a forward, and around its recomputation."""
+def _contexts(choice: SavePolicy, compiled: bool) -> Callable[[], Contexts]:
+    """Return a factory of the contexts around a forward and around its recomputation."""
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if choice.keeps(func, args) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -132,32 +129,32 @@ def _contexts(choice: Choice, compiled: bool) -> Callable[[], Contexts]:
     def contexts() -> Contexts:  # A plain function: Dynamo takes no other callable.
         if compiled:
             return create_selective_checkpoint_contexts(policy)
-        keeping = Keeping(choice)
-        return keeping, Giving(keeping)
+        keeping = CachingMode(choice)
+        return keeping, CachedMode(keeping)
 
     return contexts
 
 
 class Result(NamedTuple):
-    """What one call gave, and the state in which it left the random generator, if it drew from it."""
+    """Result of one call, and the state of the random generator after it if it drew random numbers."""
 
     out: Any
     generator: Tensor | None
 
 
-class Keeping(TorchDispatchMode):
-    """Around a block's forward: keeps the chosen calls' results by their number, until ``Giving`` takes them."""
+class CachingMode(TorchDispatchMode):
+    """Save the results of selected calls during a block's forward, by call number."""
 
-    def __init__(self, choice: Choice):
+    def __init__(self, policy: SavePolicy):
         super().__init__()
-        self.choice = choice
+        self.policy = policy
         self.results: dict[int, Result] = {}
         self._num_calls = 0
-        self._unasked: set[int] = set()
-        """Calls whose results no operation has asked for, beside those that pass them on."""
+        self._unused: set[int] = set()
+        """Calls whose results no operation has used, except those in PASSES_ON."""
         self._calls_in: dict[int, set[int]] = {}
-        """Address of a storage -> the calls whose results it is, or is a sum of."""
-        # While it is referenced, weakly too, no other storage gets the same address.
+        """Address of a storage -> calls whose results it contains or sums."""
+        # A weak reference keeps the address from being reused.
         self._storages: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,32 +162,32 @@ class Keeping(TorchDispatchMode):
         calls = self._calls_of((args, kwargs)) if self._calls_in else set()
         out = func(*args, **kwargs)
         if calls and (func.is_view or base_name(func) in PASSES_ON):
-            self._note(out, calls)
-        elif calls and tensors_of(out):  # not a question about the tensor itself, such as its device
-            self._unasked -= calls
+            self._track(out, calls)
+        elif calls and tensors_of(out):  # Not a query such as prim::device.
+            self._unused -= calls
         if func._schema.is_mutable:
-            self._forget_written(func, args, kwargs)
-        if self.choice.keeps(func, args):
-            self._keep(func, args, kwargs, out)
+            self._drop_written(func, args, kwargs)
+        if self.policy.keeps(func, args):
+            self._save(func, args, kwargs, out)
         return out
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for call in self._unasked:
+        for call in self._unused:
             self.results.pop(call, None)
         self._calls_in.clear()
         self._storages.clear()
 
-    def _keep(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        generator = generator_state(device_of(out)) if draws(func, args, kwargs) else None
-        # Another tensor of the same memory: autograd makes the one that it gets its own.
+    def _save(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        generator = generator_state(device_of(out)) if is_random(func, args, kwargs) else None
+        # Detached: autograd sets the gradient function of ``out`` itself.
         self.results[self._num_calls] = Result(tree_map_only(Tensor, torch.detach, out), generator)
         if base_name(func) in PRODUCTS:
-            self._unasked.add(self._num_calls)
-            self._note(out, {self._num_calls})
+            self._unused.add(self._num_calls)
+            self._track(out, {self._num_calls})
         self._num_calls += 1
 
-    def _note(self, out: Any, calls: set[int]) -> None:
+    def _track(self, out: Any, calls: set[int]) -> None:
         for t in tensors_of(out):
             storage = t.untyped_storage()
             self._storages.append(StorageWeakRef(storage))
@@ -202,31 +199,31 @@ class Keeping(TorchDispatchMode):
             found |= self._calls_in.get(t.untyped_storage()._cdata, set())
         return found
 
-    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What an operation wrote into is no result any more: it is computed again."""
+    def _drop_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Drop saved results that an operation wrote into; they are recomputed."""
         addresses = {t.untyped_storage()._cdata for t in tensors_of(written(func, args, kwargs))}
         for call, result in list(self.results.items()):
             if any(t.untyped_storage()._cdata in addresses for t in tensors_of(result.out)):
                 del self.results[call]
 
 
-class Giving(TorchDispatchMode):
-    """Around a block's recomputation: what was kept is given, all else runs."""
+class CachedMode(TorchDispatchMode):
+    """Return saved results during a block's recomputation; other calls run."""
 
-    def __init__(self, keeping: Keeping):
+    def __init__(self, cache: CachingMode):
         super().__init__()
-        self._keeping = keeping
+        self._cache = cache
         self._num_calls = 0
 
-    def __enter__(self) -> Giving:
+    def __enter__(self) -> CachedMode:
         self._num_calls = 0
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._keeping.choice.keeps(func, args):
+        if not self._cache.policy.keeps(func, args):
             return func(*args, **kwargs)
-        result = self._keeping.results.pop(self._num_calls, None)
+        result = self._cache.results.pop(self._num_calls, None)
         self._num_calls += 1
         if result is None:
             return func(*args, **kwargs)
@@ -235,8 +232,8 @@ class Giving(TorchDispatchMode):
         return result.out
 
 
-def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call draws random numbers. Attention does where it drops out."""
+def is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call draws random numbers; attention does with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
@@ -245,17 +242,17 @@ def draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def device_of(out: Any) -> torch.device:
-    """Device of the first tensor."""
+    """Return the device of the first tensor."""
     return tensors_of(out)[0].device
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """State of the device's default random generator. A virtual GPU's is the CPU's."""
+    """Return the state of the device's default random generator; a virtual GPU's is the CPU's."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
-    """Put the device's default random generator into a state."""
+    """Set the state of the device's default random generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -1,12 +1,12 @@
-"""Decoder blocks that keep only their input: run without autograd, run again in backward, whatever waits on the host.
+"""Full recomputation of decoder blocks, with weights, inputs and optimizer state prefetched from the host.
 
-Full recomputation (Chen et al., arXiv:1604.06174) as one autograd function a block. Unlike torch's checkpoint it says
-when a block begins and ends, in forward and backward, so what waits on the host comes one block ahead:
+Each block is one autograd function (Chen et al., arXiv:1604.06174). Its forward and backward are known points
+in time, so host tensors are copied one block ahead:
 
-- the weights (``HostBlocks``): of the next block in forward, of the one before it in backward;
-- the block's input: copied out while the next block computes, copied back while the block after it runs backward.
+- weights (``HostBlocks``): of the next block in the forward, of the preceding one in the backward;
+- inputs: to the host while the next block runs forward, back while the following block runs backward.
 
-The number of device tensors in flight is fixed by this order, not by how fast copies are.
+The number of device tensors in flight depends on this order, not on the speed of copies.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from trainfit.offload.copies import CopyStreams, wait
 from trainfit.offload.optimizer_state import HostMoments
 from trainfit.spec.errors import InputError
 
-OWN = "_trainfit_runs"
-"""Attribute of a block that tells who runs it, and its number."""
+BLOCK_STATE = "_trainfit_runs"
+"""Attribute of a block: the ``BlockRecompute`` that runs it, and its index."""
 Call = Callable[[Tensor], Any]
 
 
 @dataclass
-class _Kept:
-    """A block's input: on the device, on the host, or on its way."""
+class _SavedInput:
+    """A block's input on the device, on the host, or being copied."""
 
     device: Tensor | None
-    before: _Kept | None
-    """The input of the block before it in the same forward, whose backward comes next."""
+    previous: _SavedInput | None
+    """The input of the preceding block in the same forward, whose backward is next."""
     host: Tensor | None = None
     event: Any = None
 
 
-class BlockRuns:
-    """All blocks of one model; ``install`` wraps their calls.
+class BlockRecompute:
+    """Runs and recomputes all blocks of one model; ``install`` wraps their calls.
 
     Args:
-        weights: where the blocks' weights are kept; None: on the device.
-        moments: where what their optimizers keep is kept; None: on the device.
-        offload: whether the blocks' inputs wait on the host.
+        weights: the blocks' weights on the host; None: on the device.
+        moments: the blocks' optimizer states on the host; None: on the device.
+        offload: whether the blocks' inputs are offloaded to the host.
     """
 
     def __init__(
@@ -62,67 +62,63 @@ class BlockRuns:
         offload: bool,
     ):
         self.blocks, self.device = blocks, copy_streams.device
-        self._copy_streams, self._weights, self._moments, self._offload = (
-            copy_streams,
-            weights,
-            moments,
-            offload,
-        )
+        self._copy_streams, self._offload = copy_streams, offload
+        self._weights, self._moments = weights, moments
         self.is_running = False
-        self._last: _Kept | None = None
-        """Of the block that ran last."""
+        self._last: _SavedInput | None = None
+        """Input of the block that ran last."""
         self._free: dict[tuple[Any, Any], list[Tensor]] = {}
-        # A block whose input has no gradient (frozen embeddings) would be left out of the backward without it.
+        # Without it the backward would skip a block whose input needs no gradient (frozen embeddings).
         self._trigger = torch.empty(0, device=self.device, requires_grad=True)
 
     def install(self) -> None:
-        """Each block's forward goes through here, outside what compiles it."""
+        """Wrap each block's forward, outside its compiled code."""
         for index, block in enumerate(self.blocks):
             compiled: Any = block._compiled_call_impl
             if compiled is not None:
                 block._compiled_call_impl = partial(_call_compiled, self, index, compiled)
             else:
-                setattr(block, OWN, (self, index))
-                block.__class__ = _run_by_itself(type(block))
+                setattr(block, BLOCK_STATE, (self, index))
+                block.__class__ = _recomputed(type(block))
 
     def run(self, index: int, first: Call, again: Call, x: Tensor) -> Any:
-        """Block ``index``'s result; ``first`` computes it now, ``again`` in the backward."""
+        """Return block ``index``'s result; ``first`` computes it now, ``again`` in the backward."""
         if torch.is_grad_enabled():
             return _Run.apply(self, index, first, again, self._trigger, x)
-        self.arrive(index)
-        with self.uncached():
+        self.before_forward(index)
+        with self.without_autocast_cache():
             out = first(x)
-        self.leave(index)
+        self.after_forward(index)
         return out
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The blocks called inside are plain ones."""
+        """Run blocks called inside without the wrapper."""
         self.is_running = True
         try:
             yield
         finally:
             self.is_running = False
 
-    def arrive(self, index: int) -> None:
-        """Block ``index`` may run forward; what the block after it needs is on its way."""
+    def before_forward(self, index: int) -> None:
+        """Wait for block ``index``'s weights and prefetch the next block's."""
         if self._weights is not None:
             self._weights.ring.acquire(index, self._at(index + 1))
 
-    def leave(self, index: int) -> None:
-        """Block ``index`` has run forward."""
+    def after_forward(self, index: int) -> None:
+        """Release block ``index``'s weights."""
         if self._weights is not None:
             self._weights.ring.release(index, changed=False)
 
-    def arrive_for_backward(self, index: int) -> None:
-        """Block ``index`` may run forward and backward; what the block before it needs is on its way."""
+    def before_backward(self, index: int) -> None:
+        """Wait for block ``index``'s weights and moments and prefetch the preceding block's."""
         if self._weights is not None:
             self._weights.ring.acquire(index, self._at(index - 1), to_write=True)
         if self._moments is not None:
             self._moments.acquire(index, self._at(index - 1))
 
-    def leave_after_backward(self, index: int) -> None:
-        """Block ``index``'s gradients are there, and its optimizer has run if it trains."""
+    def after_backward(self, index: int) -> None:
+        """Release block ``index``'s weights and moments, after its optimizer if that runs in the backward."""
         if self._weights is not None:
             trained = any(parameter.requires_grad for parameter in self._weights.parameters(index))
             self._weights.ring.release(index, changed=trained)
@@ -133,8 +129,8 @@ class BlockRuns:
         return index if 0 <= index < len(self.blocks) else None
 
     @contextmanager
-    def uncached(self) -> Iterator[None]:
-        """Autocast keeps its copies of weights until the whole forward ends; of weights that leave it must not."""
+    def without_autocast_cache(self) -> Iterator[None]:
+        """Disable autocast's cache, whose copies of offloaded weights would live until the forward ends."""
         if self._weights is None or not torch.is_autocast_enabled(self.device.type):
             yield
             return
@@ -142,44 +138,42 @@ class BlockRuns:
         with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
             yield
 
-    # -- inputs -----------------------------------------------------------------------------------------------
-
-    def keep(self, index: int, x: Tensor) -> _Kept:
-        """Hold block ``index``'s input for its backward; its copy to the host begins."""
-        kept = self._last = _Kept(x, self._last if index else None)
-        # The last block's is needed at once.
+    def save_input(self, index: int, x: Tensor) -> _SavedInput:
+        """Save block ``index``'s input for its backward and start its copy to the host."""
+        saved = self._last = _SavedInput(x, self._last if index else None)
+        # The last block's backward follows at once.
         if self._offload and index < len(self.blocks) - 1 and x.is_contiguous():
-            kept.host = self._host_memory(x)
-            kept.event = self._copy_streams.to_host.copy(kept.host, x, self._copy_streams.now())
-        return kept
+            saved.host = self._host_memory(x)
+            saved.event = self._copy_streams.to_host.copy(saved.host, x, self._copy_streams.now())
+        return saved
 
-    def let_go(self, kept: _Kept) -> None:
-        """The block has run: what is on the host by now is given up on the device."""
-        if kept.host is not None:
-            wait(kept.event)
-            kept.device = kept.event = None
-        if kept is self._last and kept.device is not None:
-            self._last = None  # The last block's: nothing comes after it.
+    def free_input(self, saved: _SavedInput) -> None:
+        """Wait for the copy to the host and free the device memory."""
+        if saved.host is not None:
+            wait(saved.event)
+            saved.device = saved.event = None
+        if saved is self._last and saved.device is not None:
+            self._last = None  # The last block's.
 
-    def take(self, kept: _Kept) -> Tensor:
-        """A block's input for its backward; that of the block before it is on its way."""
-        self._fetch(kept)
-        wait(kept.event)
-        if kept.before is not None:
-            self._fetch(kept.before)
-        x, host = kept.device, kept.host
+    def take_input(self, saved: _SavedInput) -> Tensor:
+        """Return a block's input for its backward and prefetch the preceding block's."""
+        self._fetch(saved)
+        wait(saved.event)
+        if saved.previous is not None:
+            self._fetch(saved.previous)
+        x, host = saved.device, saved.host
         assert x is not None
-        kept.device = kept.before = kept.host = None
+        saved.device = saved.previous = saved.host = None
         if host is not None:
             self._free.setdefault((host.shape, host.dtype), []).append(host)
         return x
 
-    def _fetch(self, kept: _Kept) -> None:
-        if kept.device is None and kept.host is not None:
-            # Allocated by the computation, which may still be reading what was there: hence `now`.
-            kept.device = torch.empty_like(kept.host, device=self.device)
-            kept.event = self._copy_streams.to_device.copy(
-                kept.device, kept.host, self._copy_streams.now(), kept.event
+    def _fetch(self, saved: _SavedInput) -> None:
+        if saved.device is None and saved.host is not None:
+            # Kernels may still read the memory reused for it: hence `now`.
+            saved.device = torch.empty_like(saved.host, device=self.device)
+            saved.event = self._copy_streams.to_device.copy(
+                saved.device, saved.host, self._copy_streams.now(), saved.event
             )
 
     def _host_memory(self, x: Tensor) -> Tensor:
@@ -188,86 +182,78 @@ class BlockRuns:
 
 
 class _Run(torch.autograd.Function):
-    """One block: its forward without autograd, its backward by running it again."""
+    """One block: forward without autograd, backward by recomputation."""
 
     @staticmethod
     def forward(
-        ctx: Any, runs: BlockRuns, index: int, first: Call, again: Call, trigger: Tensor, x: Tensor
+        ctx: Any, runs: BlockRecompute, index: int, first: Call, again: Call, trigger: Tensor, x: Tensor
     ) -> Any:
         ctx.runs, ctx.index, ctx.again = runs, index, again
-        ctx.conditions = Conditions(runs.device)
+        ctx.state = AmbientState(runs.device)
         ctx.needs_gradient = x.requires_grad
-        runs.arrive(index)
-        ctx.kept = runs.keep(index, x)
-        with runs.uncached():
+        runs.before_forward(index)
+        ctx.saved_input = runs.save_input(index, x)
+        with runs.without_autocast_cache():
             out = first(x)
-        runs.leave(index)
-        runs.let_go(ctx.kept)
+        runs.after_forward(index)
+        runs.free_input(ctx.saved_input)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "blocks run again in the backward have no second derivative, which create_graph=True asks for; "
+                "recomputed blocks have no second derivative, which create_graph=True needs; "
                 "set offload.weights and offload.activations to false"
             )
-        runs: BlockRuns = ctx.runs
-        runs.arrive_for_backward(ctx.index)
-        x = runs.take(ctx.kept).detach().requires_grad_(ctx.needs_gradient)
-        with ctx.conditions.restored(), runs.uncached(), runs.running(), torch.enable_grad():
+        runs: BlockRecompute = ctx.runs
+        runs.before_backward(ctx.index)
+        x = runs.take_input(ctx.saved_input).detach().requires_grad_(ctx.needs_gradient)
+        with ctx.state.restored(), runs.without_autocast_cache(), runs.running(), torch.enable_grad():
             out = ctx.again(x)
         outputs = (out,) if isinstance(out, Tensor) else out
-        owed = [
+        pairs = [
             (o, g)
             for o, g in zip(outputs, gradients, strict=True)
             if isinstance(o, Tensor) and o.requires_grad and g is not None
         ]
         del out, outputs
-        torch.autograd.backward([o for o, _ in owed], [g for _, g in owed])
-        runs.leave_after_backward(ctx.index)
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        runs.after_backward(ctx.index)
         return None, None, None, None, None, x.grad
 
 
-class Conditions:
-    """Autocast and the random generators as they are now, to run a forward again under the same."""
+class AmbientState:
+    """The current autocast and random state, to restore for a recomputation."""
 
     def __init__(self, device: torch.device):
         kind = device.type
-        self._autocast = (
-            kind,
-            torch.get_autocast_dtype(kind),
-            torch.is_autocast_enabled(kind),
-            torch.is_autocast_cache_enabled(),
-        )
+        self._autocast: dict[str, Any] = {
+            "device_type": kind, "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind), "cache_enabled": torch.is_autocast_cache_enabled(),
+        }  # fmt: skip
         self._host_random = torch.get_rng_state()
-        self._device = device if kind == "cuda" else None
-        self._device_random = torch.cuda.get_rng_state(device) if kind == "cuda" else None
+        self._cuda_random = {device: torch.cuda.get_rng_state(device)} if kind == "cuda" else {}
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        kind, dtype, enabled, cached = self._autocast
-        devices = [] if self._device is None else [self._device]
-        with (
-            torch.random.fork_rng(devices, enabled=True),
-            torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached),
-        ):
+        with torch.random.fork_rng(list(self._cuda_random)), torch.autocast(**self._autocast):
             torch.set_rng_state(self._host_random)
-            if self._device_random is not None:
-                torch.cuda.set_rng_state(self._device_random, self._device)  # pyright: ignore[reportArgumentType]
+            for device, state in self._cuda_random.items():
+                torch.cuda.set_rng_state(state, device)
             yield
 
 
 @cache
-def _run_by_itself(block: type[nn.Module]) -> type[nn.Module]:
-    """The block's class with its forward run by ``BlockRuns``; one class for all, so equal blocks stay equal."""
+def _recomputed(block: type[nn.Module]) -> type[nn.Module]:
+    """Return the block's class, its forward run by ``BlockRecompute``; equal blocks get the same class."""
 
     def forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        runs, index = getattr(self, OWN)
+        runs, index = getattr(self, BLOCK_STATE)
         if runs.is_running:
             return block.forward(self, x, *args, **kwargs)
         _refuse_other_gradients(args, kwargs)
-        # In the backward the block is called as a whole: whoever hooks modules sees it run.
+        # In the backward the module itself is called, so that module hooks run.
         first, again = partial(block.forward, self), self
         return runs.run(index, _with(first, args, kwargs), _with(again, args, kwargs), x)
 
@@ -275,7 +261,7 @@ def _run_by_itself(block: type[nn.Module]) -> type[nn.Module]:
 
 
 def _call_compiled(
-    runs: BlockRuns, index: int, compiled: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
+    runs: BlockRecompute, index: int, compiled: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     _refuse_other_gradients(args, kwargs)
     call = _with(compiled, args, kwargs)
@@ -291,7 +277,7 @@ def _refuse_other_gradients(args: Any, kwargs: Any) -> None:
         isinstance(t, Tensor) and t.requires_grad for t in tree_iter((args, kwargs))
     ):
         raise InputError(
-            "this model's blocks hand on more than hidden states that need a gradient",
+            "this model's blocks pass on other tensors than hidden states that need a gradient",
             "set offload.weights and offload.activations to false",
             field="offload",
         )

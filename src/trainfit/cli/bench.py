@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from trainfit.cli.options import Json, RecordFile, finite, only_json, print_json
+from trainfit.cli.options import Device, Json, RecordFile, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.optional import require
 from trainfit.spec.printable import say
@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 
 MARGIN = "  "
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The experiment; without it, list them.")]
+FORM_HELP = "tiny: seconds, a trial run. Default: full on a GPU, tiny on a CPU."
+Form = Annotated[Literal["tiny", "full"] | None, typer.Option(help=FORM_HELP)]
+LIMIT_HELP = "Begin no further point after this time."
+Limit = Annotated[
+    float | None, typer.Option("--limit-s", metavar="SECONDS", min=0, callback=finite, help=LIMIT_HELP)
+]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the result.")]
+FILES_HELP = "Also write the experiment's traces or snapshots there."
+Files = Annotated[Path | None, typer.Option(metavar="DIR", help=FILES_HELP)]
+ListAll = Annotated[bool, typer.Option("--list", help="List the experiments and their questions.")]
+ONLY_HELP = "Only points whose KEY is one of these, such as compile=model."
+Only = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE,...", help=ONLY_HELP)]
 
 
 class BenchCommand(TyperCommand):
@@ -36,36 +49,14 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The experiment; without one, all are listed.")
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
-    form: Annotated[
-        Literal["tiny", "full"] | None,
-        typer.Option(help="tiny: seconds, to see that it works. Default: full on a GPU, tiny on a CPU."),
-    ] = None,
-    limit: Annotated[
-        float | None,
-        typer.Option(
-            "--limit-s",
-            metavar="SECONDS",
-            min=0,
-            callback=finite,
-            help="Begin no further point after this time.",
-        ),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the result.")] = None,
-    files: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Also write the experiment's traces or snapshots there."),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE,...", help="Only points with one of these values, as compile=model."),
-    ] = None,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List the experiments and their questions.")
-    ] = False,
+    name: Name = None,
+    device: Device = "auto",
+    form: Form = None,
+    limit: Limit = None,
+    plot: Plot = None,
+    files: Files = None,
+    only: Only = None,
+    list_all: ListAll = False,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
@@ -130,9 +121,8 @@ def _wanted(only: list[str]) -> dict[str, list[str]]:
     for one in only:
         key, equals, values = one.partition("=")
         if not (key and equals and values):
-            raise InputError(
-                "is not KEY=VALUE", "write for example compile=model,block", field="only", value=one
-            )
+            remedy = "write for example compile=model,block"
+            raise InputError("is not KEY=VALUE", remedy, field="only", value=one)
         wanted.setdefault(key, []).extend(value.strip() for value in values.split(","))
     return wanted
 
@@ -145,9 +135,8 @@ def _check(record: Path | None, plot: Path | None) -> None:
         require("matplotlib", "plots", field="--plot", value=str(plot))
     for field, path in (("record", record), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
-            raise InputError(
-                "no such folder", "make it, or name another", field=field, value=str(path.parent)
-            )
+            remedy = "make it, or name another"
+            raise InputError("no such folder", remedy, field=field, value=str(path.parent))
         if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
             raise InputError("may not be written", "name another place", field=field, value=str(path))
         if path is not None and path.is_dir():
@@ -204,7 +193,7 @@ def show(result: "BenchResult") -> None:
     for grid in bench_table.grids(result.rows, columns):
         for table in fitted(grid, out.width - len(MARGIN)):
             out.print(f"\n{table.same}" if table.same else "")
-            # Not wrapped: a table that is wider than the terminal is still a table.
+            # Not wrapped: a table wider than the terminal stays a table.
             say("".join(f"{MARGIN}{line}\n" for line in bench_table.aligned(table)), end="")
     notes(out, "Rows without a result", bench_table.reasons(result.rows))
     notes(out, "Columns", bench_table.notes(result.rows, columns))

@@ -1,4 +1,4 @@
-"""``trainfit gpus``, ``trainfit models``: what the catalog holds."""
+"""``trainfit gpus`` and ``trainfit models``: list the catalog."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from trainfit.spec.hardware import Gpu, PeakDtype
 
 ABSENT = "-"
-"""What the catalog does not have: no such dtype in hardware, or no price that could be dated."""
+"""No such dtype in hardware, or no dated price."""
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
 
 
@@ -30,19 +30,19 @@ def list_gpus(name: Name = None, json: Json = False) -> None:
         return
     out = console()
     head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h"]
-    lines = [[gpu.name, f"{gpu.usable_bytes / 2**30:.1f} GiB", _bandwidth(gpu),
-              _peak(gpu, "bf16"), _peak(gpu, "fp8"),
-              ABSENT if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"] for gpu in found]  # fmt: skip
-    rows(out, [head, *lines], "left", "right", "right", "right", "right", "right")
+    rows(out, [head, *map(_row, found)], "left", "right", "right", "right", "right", "right")
     if name:
         _details(found[0])
     else:
-        told = "not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources"
-        rows(out, [[ABSENT, told]], "left", "wrap")
+        meaning = "not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources"
+        rows(out, [[ABSENT, meaning]], "left", "wrap")
 
 
-def _bandwidth(gpu: "Gpu") -> str:
-    return ABSENT if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
+def _row(gpu: "Gpu") -> list[str]:
+    bandwidth = ABSENT if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
+    price = ABSENT if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
+    memory = f"{gpu.usable_bytes / 2**30:.1f} GiB"
+    return [gpu.name, memory, bandwidth, _peak(gpu, "bf16"), _peak(gpu, "fp8"), price]
 
 
 def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:
@@ -51,45 +51,38 @@ def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:
 
 
 def _details(gpu: "Gpu") -> None:
+    from trainfit.catalog.load import link
     from trainfit.report.console import console, heading, rows
     from trainfit.spec.units import format_bytes
 
     out = console()
     heading(out, gpu.title)
     peaks = ", ".join(f"{dtype} {_tera(value)}" for dtype, value in gpu.peak_flops_per_s.items())
-    lines = [["architecture", f"{gpu.vendor} {gpu.architecture}"], ["dense peaks, TFLOP/s", peaks or ABSENT],
-             ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
-             ["a process may allocate", format_bytes(gpu.usable_bytes)],
-             ["link", _link(gpu)],
-             ["source", _source(gpu)]]  # fmt: skip
-    lines.append(["price", _price(gpu)])
+    speed = "none"
+    if gpu.link != "none":
+        rate = f"{link(gpu.link).bytes_per_s / 1e9:,.4g} GB/s in one direction"
+        speed = f"{gpu.link}, {rate}; {gpu.gpus_per_host} GPUs a host"
+    price, source = (
+        "none that could be dated; give your own: --set hardware.price_per_hour=USD",
+        gpu.price_source,
+    )
+    if source is not None:
+        price = f"{source.url} ({source.accessed}): {source.note}"
+    lines = [
+        ["architecture", f"{gpu.vendor} {gpu.architecture}"],
+        ["dense peaks, TFLOP/s", peaks or ABSENT],
+        ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
+        ["a process may allocate", format_bytes(gpu.usable_bytes)],
+        ["link", speed],
+        ["source", f"{gpu.source.url or 'read off this machine'} ({gpu.source.accessed})"],
+        ["price", price],
+    ]
     rows(out, lines, "left", "wrap")
 
 
 def _tera(flops_per_s: float) -> str:
     tera = flops_per_s / 1e12
     return f"{tera:,.0f}" if tera >= 1000 else f"{tera:.4g}"
-
-
-def _source(gpu: "Gpu") -> str:
-    where = gpu.source.url or "read off this machine"
-    return f"{where} ({gpu.source.accessed})"
-
-
-def _link(gpu: "Gpu") -> str:
-    from trainfit.catalog.load import link
-
-    if gpu.link == "none":
-        return "none"
-    speed = link(gpu.link).bytes_per_s / 1e9
-    return f"{gpu.link}, {speed:,.4g} GB/s in one direction; {gpu.gpus_per_host} GPUs a host"
-
-
-def _price(gpu: "Gpu") -> str:
-    source = gpu.price_source
-    if source is None:
-        return "none that could be dated; give your own: --set hardware.price_per_hour=USD"
-    return f"{source.url} ({source.accessed}): {source.note}"
 
 
 def list_models(name: Name = None, json: Json = False) -> None:
@@ -102,8 +95,8 @@ def list_models(name: Name = None, json: Json = False) -> None:
         print_json(found[0] if name else [row.model_dump(mode="json") for row in found])
         return
     out = console()
-    rows(out, [["name", "family", "parameters"], *([row.name, row.family, row.published] for row in found)],
-         "left", "left", "right")  # fmt: skip
+    lines = [["name", "family", "parameters"], *([row.name, row.family, row.published] for row in found)]
+    rows(out, lines, "left", "left", "right")
     if name:
         heading(out, "config.json")
         rows(out, [[key, str(value)] for key, value in found[0].config.items()], "left", "wrap")

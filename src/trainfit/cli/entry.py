@@ -1,4 +1,4 @@
-"""The first lines of the ``trainfit`` command: it listens to SIGTERM before anything slow is imported."""
+"""Entry point of the ``trainfit`` command: handle SIGTERM before slow imports."""
 
 import signal
 import sys
@@ -10,8 +10,8 @@ from trainfit.training.stop import Stopped, StopSignal
 def main() -> int:
     """Run the command line of this process and return its exit code.
 
-    SIGTERM ends a command with exit code 75 and one line that says what is saved; a verb that has something to save
-    takes over once it has.
+    SIGTERM ends a command with exit code 75 and one line on what is saved; ``train`` and ``sweep`` save
+    first.
     """
     try:
         with StopSignal(raises=True, signals=(signal.SIGTERM,)):

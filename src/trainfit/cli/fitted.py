@@ -1,8 +1,8 @@
-"""Fit a benchmark's table into a terminal's width: a wide table becomes several, and no number is cut.
+"""Fit a benchmark's table into a terminal: several tables instead of one, and no number cut.
 
-What is the same in every line goes into the heading. Then leading keys may go there, with a table for each of
-their values; long names may break over lines; columns may be dealt out over several tables, each with the
-keys: whatever is the shortest to read.
+Values that all rows share move to the heading. If the table is still too wide, leading keys move to headings
+of one table per value, long names break over lines, or columns are split over tables that repeat the keys.
+The shortest result is chosen.
 """
 
 import re
@@ -14,8 +14,8 @@ from trainfit.report.bench_table import STATUS, Grid, aligned
 FEWEST_LINES = 4
 """Least average number of lines of a table for each value of a key."""
 NARROWEST = 20
-"""Names are not broken into shorter pieces."""
-A_TABLE = 8
+"""Narrowest column of broken names."""
+LINES_PER_TABLE = 8
 """Lines that a further table counts for."""
 PIECE = re.compile(r"[^ /_]*[ /_]|[^ /_]+")
 """Piece of a name after which it may break."""
@@ -39,7 +39,7 @@ def _ways(tables: list[Grid], width: int) -> Iterator[list[Grid]]:
 
 def _length(tables: list[Grid]) -> int:
     """Return the lines of the tables, plus a cost for each."""
-    return sum(len(aligned(table)) + A_TABLE for table in tables)
+    return sum(len(aligned(table)) + LINES_PER_TABLE for table in tables)
 
 
 def width_of(grid: Grid) -> int:

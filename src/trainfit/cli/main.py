@@ -1,8 +1,8 @@
-"""``trainfit``: the verbs, and what becomes of errors.
+"""The ``trainfit`` command: its verbs, and the exit code of every error.
 
-Enters: the command line. Leaves: an exit code. 0 done; 2 wrong usage; 65 bad recipe, config or data; 70 a bug of
-ours; 74 I/O (a full disk too); 75 stopped early, can be resumed; 130 interrupted. No torch here: a verb imports what it
-needs when it runs.
+Exit codes: 0 done; 2 wrong usage; 65 bad recipe, config or data; 70 a bug in trainfit; 74 I/O, such as a full
+disk; 75 stopped early, can be resumed; 130 interrupted. Free of torch: a verb imports what it needs when it
+runs.
 """
 
 import io
@@ -13,24 +13,11 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 
 import typer
 
 import trainfit
-from trainfit.cli import (
-    bench,
-    catalog,
-    explain,
-    measure,
-    mfu,
-    predict,
-    records,
-    report,
-    sweep,
-    trace,
-    train,
-    verify,
-)
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
 from trainfit.spec.files import circle
@@ -42,40 +29,26 @@ from trainfit.training.stop import Stopped, StopSignal
 EXIT_USAGE, EXIT_BUG = 2, 70
 
 UsageError = typer.BadParameter.__bases__[0]
-"""Wrong usage, as typer raises it (its own class or click's, by version)."""
+"""Wrong usage, as typer raises it: its own class or click's, by version."""
+
+VERBS = "predict trace explain measure verify train sweep bench report records mfu catalog".split()
+"""Modules of this package, in the order of ``--help``; each registers its commands."""
 
 ABOUT = "Will this training run fit, how fast will it go, what will it cost? Answered before a GPU is rented."
 
 
 def app() -> typer.Typer:
-    """The command line: every verb registers itself."""
-    verbs = typer.Typer(
-        help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+    """Return the command line; every verb registers its commands."""
+    plain = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+    verbs = typer.Typer(help=ABOUT, **plain)
+    version_option = typer.Option(False, "--version", help="Print the version.", callback=_version)
 
     @verbs.callback()
-    def root(
-        version: bool = typer.Option(
-            False, "--version", help="Print the version and end.", callback=_version
-        ),
-    ) -> None:
+    def root(version: bool = version_option) -> None:
         pass
 
-    for verb in (
-        predict,
-        trace,
-        explain,
-        measure,
-        verify,
-        train,
-        sweep,
-        bench,
-        report,
-        records,
-        mfu,
-        catalog,
-    ):
-        verb.register(verbs)
+    for verb in VERBS:
+        import_module(f"trainfit.cli.{verb}").register(verbs)
     return verbs
 
 
@@ -83,7 +56,7 @@ FIELD = re.compile(r"[a-z_]+(\.[a-z_]+)?")
 """The dotted name of a recipe's field."""
 
 NOISY_IMPORTS = ("torchao", "torch.utils._pytree")
-"""Who warns when transformers imports torchao, which it does wherever that is installed; nothing a user could change."""
+"""Loggers that warn when transformers imports torchao."""
 
 
 def _version(wanted: bool) -> None:
@@ -93,22 +66,17 @@ def _version(wanted: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line (default: the process's own) and return its exit code; errors are told on stderr.
-
-    The console script is ``sys.exit(main())``.
-    """
+    """Run a command line (default: the process's own) and return its exit code."""
     if not has_streams():
         return EXIT_IO
     words = list(sys.argv[1:] if arguments is None else arguments)
     for name in NOISY_IMPORTS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    # transformers' notes on a config, such as a token id beyond the vocabulary, would stand before our one line.
+    # Keep transformers' notes on a config from preceding the one line of an error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # A terminal without a letter such as "·" gets a question mark.
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # A terminal without "·" shows a question mark.
     with plain_messages():
         return guarded(lambda: _run(words))
 
@@ -125,7 +93,7 @@ def _run(words: list[str]) -> object:
 
 
 def guarded(run: Callable[[], object]) -> int:
-    """Return the exit code of ``run``; every exception becomes its kind's line and code."""
+    """Return the exit code of ``run``; print every exception as one line."""
     try:
         with StopSignal(raises=True, signals=(signal.SIGTERM,)) as stop:
             try:
@@ -133,52 +101,52 @@ def guarded(run: Callable[[], object]) -> int:
                 with writing(STANDARD_OUTPUT):
                     sys.stdout.flush()
             except Exception:
-                if stop.name is not None:  # A library made another exception of it.
+                if stop.name is not None:  # A library replaced the exception.
                     raise Stopped(stop.name) from None
                 raise
     except InputError as error:
-        return _tell(str(error), EXIT_BAD_INPUT)
+        return _report(str(error), EXIT_BAD_INPUT)
     except Stopped as stopped:
-        return _tell(str(stopped), EXIT_STOPPED, kind="")
+        return _report(str(stopped), EXIT_STOPPED, kind="")
     except OSError as error:
         refused = circle(error)
         if refused is not None:
-            return _tell(str(refused), EXIT_BAD_INPUT)
-        return _tell_storage(error)
+            return _report(str(refused), EXIT_BAD_INPUT)
+        return _report_storage(error)
     except SystemExit as error:
-        # rich and click end with 1, which is what --check means by "does not fit", where a reader has left.
+        # rich and click exit with 1 when the reader of a pipe has gone; 1 is "does not fit" with --check.
         if isinstance(error.__context__, BrokenPipeError):
-            return _tell_storage(error.__context__)
+            return _report_storage(error.__context__)
         raise
     except (KeyboardInterrupt, typer.Abort):
-        return _tell("interrupted", EXIT_INTERRUPTED)
+        return _report("interrupted", EXIT_INTERRUPTED)
     except Exception as error:
         if isinstance(error, UsageError):
-            return _tell_usage(error)
+            return _report_usage(error)
         failure = storage_failure(error)
-        return _tell_bug(error) if failure is None else _tell_storage(failure)
+        return _report_bug(error) if failure is None else _report_storage(failure)
     return code if isinstance(code, int) else 0
 
 
-def _tell(line: str, code: int, *, kind: str = "error: ") -> int:
+def _report(line: str, code: int, *, kind: str = "error: ") -> int:
     for stream in (sys.stdout, sys.stderr):
         flush_or_drop(stream)
     try:
         say(printable(f"trainfit: {kind}{' '.join(line.split())}"), err=True)
-    except OSError:  # Standard error is gone or full: the exit code says it.
+    except OSError:  # Standard error is closed or full: the exit code remains.
         flush_or_drop(sys.stderr)
     return code
 
 
-def _tell_storage(error: OSError) -> int:
-    """The file and what failed; nothing where a reader has left (such as ``| head``): there is nobody to tell."""
+def _report_storage(error: OSError) -> int:
+    """Print the file and what failed, or nothing if the reader of a pipe (such as ``| head``) has gone."""
     flush_or_drop(sys.stdout)
     if isinstance(error, BrokenPipeError):
         return EXIT_IO
-    return _tell(one_line(error), EXIT_IO)
+    return _report(one_line(error), EXIT_IO)
 
 
-def _tell_usage(error: Exception) -> int:
+def _report_usage(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "trainfit"
     message = getattr(error, "format_message", error.__str__)()
@@ -186,12 +154,12 @@ def _tell_usage(error: Exception) -> int:
     if option and (here := field_here(option.lstrip("-"))):
         here = f"--set {here}=VALUE" if FIELD.fullmatch(here) else here
         message = f"No such option: {option}; here it is {here}"
-    return _tell(f"{message.rstrip('.')}; see {command} --help", EXIT_USAGE)
+    return _report(f"{message.rstrip('.')}; see {command} --help", EXIT_USAGE)
 
 
-def _tell_bug(error: Exception) -> int:
+def _report_bug(error: Exception) -> int:
     import traceback
 
-    with suppress(OSError):  # Standard error may be gone too.
+    with suppress(OSError):  # Standard error may be closed too.
         say("".join(traceback.format_exception(error)), err=True, end="")
-    return _tell(f"a bug of ours ({type(error).__name__}); please report it with the lines above", EXIT_BUG)
+    return _report(f"a bug of ours ({type(error).__name__}); please report it with the lines above", EXIT_BUG)

@@ -1,26 +1,19 @@
-"""``trainfit measure``: one recipe's step on this machine, in a process of its own."""
+"""``trainfit measure``: memory and time of a recipe's step on this machine, in a process of its own."""
 
 from typing import Annotated
 
 import typer
 
-from trainfit.cli.options import (
-    Json,
-    PeakFlops,
-    RecipeArgument,
-    RecordFile,
-    Settings,
-    finite,
-    keep,
-    print_json,
-    read_recipe,
-    tell,
-    work,
-)
+from trainfit.cli import options
+from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, finite
 from trainfit.spec.errors import EXIT_BAD_INPUT
 
 EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashed": 70}
 """By the trial's status, as for ``train``: 65 the recipe does not work here; 75 stopped early; 70 a bug."""
+Timeout = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after this time."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,35 +25,32 @@ def run(
     settings: Settings = None,
     steps: Annotated[int, typer.Option(min=0, metavar="N", help="Timed steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed steps before them.")] = 3,
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:1.")] = "auto",
-    timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after so long."),
-    ] = None,
+    device: options.Device = "auto",
+    timeout: Timeout = None,
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
     """Measure a recipe's memory and time on this machine.
 
-    Whatever becomes of the trial is printed and recorded; the exit code says it too: 0 done, 65 out of memory, 75 the
-    time limit ended it, 70 it crashed.
+    Every outcome of the trial is printed and recorded. Exit codes: 0 done, 65 out of memory, 75 time limit,
+    70 crashed.
     """
-    asked = read_recipe(recipe, settings)
+    requested = options.read_recipe(recipe, settings)
     from trainfit.api.calls import measure_built
     from trainfit.api.planned import planned
 
-    with work(recipe, settings, json=json, record=record):
-        asked, said = planned(asked, device)
-        tell(said)
+    with options.work(recipe, settings, json=json, record=record):
+        built, notes = planned(requested, device)
+        options.print_notes(notes)
         result = measure_built(
-            asked, said, steps=steps, warmup=warmup, device=device, timeout_s=timeout, peak_flops=peak_flops
+            built, notes, steps=steps, warmup=warmup, device=device, timeout_s=timeout, peak_flops=peak_flops
         )
-        keep(record, "measure", asked, measurement=result)
+        options.keep(record, "measure", built, measurement=result)
     if json:
-        print_json(result)
+        options.print_json(result)
     else:
         from trainfit.report.results import show_measurement
 
-        show_measurement(asked, result)
+        show_measurement(built, result)
     return EXIT_CODES[result.status]

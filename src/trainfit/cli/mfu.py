@@ -1,7 +1,4 @@
-"""``trainfit mfu``: how well a run uses its GPUs, from model, batch, step time and hardware, or the time from the MFU.
-
-And how long a run of so many tokens takes, and what GPU-hours cost.
-"""
+"""``trainfit mfu``: MFU and HFU of a step, the time of a run from an MFU, and the cost of GPU-hours."""
 
 import math
 import sys
@@ -9,56 +6,45 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trainfit.cli.options import Json, PeakFlops, count, finite, only_json, print_json, share, tell
+from trainfit.cli.options import (
+    Json,
+    PeakFlops,
+    Price,
+    count,
+    finite,
+    only_json,
+    print_json,
+    print_notes,
+    share,
+)
 
-Model = Annotated[
-    str | None, typer.Option(metavar="NAME", help="A catalog model, or the path of a config.json.")
-]
+Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or a config.json.")]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
 Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens a sequence.")]
 StepSeconds = Annotated[
     float | None, typer.Option("--step-s", metavar="T", callback=finite, help="Seconds a step.")
 ]
-Given = Annotated[
-    float | None,
-    typer.Option(
-        "--mfu", metavar="SHARE", parser=share, help="Instead of --step-s: the MFU, such as 40% or 0.4."
-    ),
-]
-Tokens = Annotated[
-    float | None,
-    typer.Option(
-        metavar="N", parser=count, help="Also tell how long a run over N tokens takes, such as 15T or 1.5e12."
-    ),
-]
+MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
+Given = Annotated[float | None, typer.Option("--mfu", metavar="SHARE", parser=share, help=MFU_HELP)]
+TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
+Tokens = Annotated[float | None, typer.Option(metavar="N", parser=count, help=TOKENS_HELP)]
 GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
-NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="How many.")]
+NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="Number of GPUs.")]
 Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
 Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.")]
-Recompute = Annotated[
-    Literal["none", "full"], typer.Option(help="full: the whole forward again, in HFU only.")
-]
+RECOMPUTE_HELP = "full: the whole forward again, in HFU only."
+Recompute = Annotated[Literal["none", "full"], typer.Option(help=RECOMPUTE_HELP)]
 Precision = Annotated[
-    Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Picks the dense peak.")
+    Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Selects the dense peak.")
 ]
 Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
-ClosedForm = Annotated[
-    Literal["products", "6n"],
-    typer.Option(
-        help="The closed form beside the count. products: multiplied weights, windows followed; 6n: all parameters, "
-        "embedding included, no windows, as published figures have it."
-    ),
-]
-GpuHours = Annotated[
-    float | None,
-    typer.Option(metavar="HOURS", parser=count, help="Also tell what so many GPU-hours cost, such as 1.46M."),
-]
-Price = Annotated[
-    float | None,
-    typer.Option(
-        metavar="USD", min=0, callback=finite, help="Price of one GPU for one hour; default: the catalog's."
-    ),
-]
+CLOSED_HELP = (
+    "The closed form printed with the count. products: multiplied weights, windows followed; 6n: all "
+    "parameters, embedding included, no windows, as in published figures."
+)
+ClosedForm = Annotated[Literal["products", "6n"], typer.Option(help=CLOSED_HELP)]
+HOURS_HELP = "Also print what this many GPU-hours cost, such as 1.46M."
+GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", parser=count, help=HOURS_HELP)]
 
 
 def register(app: typer.Typer) -> None:
@@ -99,18 +85,17 @@ def run(
     found: dict[str, Any] = {}
     row = find_gpu(gpu)
     note = gpu_note(gpu)
-    tell([] if note is None else [f"note: {note}"])
+    print_notes([] if note is None else [f"note: {note}"])
     price = row.price_per_hour if price is None else price
     if any(value is not None for value in (model, batch, seq, step_s, mfu, tokens)) or gpu_hours is None:
         if model is None or batch is None or seq is None or (step_s is None) == (mfu is None):
-            raise typer.BadParameter(
-                "give --model, --batch, --seq and one of --step-s and --mfu together, or --gpu-hours alone"
-            )
+            step = "--model, --batch, --seq and one of --step-s and --mfu"
+            raise typer.BadParameter(f"give {step} together, or --gpu-hours alone")
         for option, value in (("--step-s", step_s), ("--mfu", mfu), ("--tokens", tokens)):
             if value is not None and value <= 0:
                 raise typer.BadParameter(f"{option} must be above 0")
         if tokens is not None and gpu_hours is not None:
-            raise typer.BadParameter("--tokens tells the GPU-hours: leave --gpu-hours out")
+            raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
         recipe = recipe_of_one(model, seq, precision, adapter, rank)
         speed = Speed(step_s, mfu, row, count, peak_flops)
         with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
@@ -121,17 +106,11 @@ def run(
         if price is None:
             raise InputError("no price known", "give --price", field="--gpu", value=gpu)
         found |= money(gpu_hours, price)
-    _check_finite(found)
+    for name, value in found.items():
+        if isinstance(value, float) and not math.isfinite(value):  # Finite options can overflow together.
+            largest = f"{sys.float_info.max:.0e}"
+            raise typer.BadParameter(f"{name} would be past {largest}: give more usual numbers")
     if json:
         print_json(found)
     else:
         show_usage(found)
-
-
-def _check_finite(found: dict[str, Any]) -> None:
-    """Refuse options each of which is a number while what follows from them is past the largest float."""
-    for name, value in found.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise typer.BadParameter(
-                f"{name} would be past {sys.float_info.max:.0e}: give more usual numbers"
-            )

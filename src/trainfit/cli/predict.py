@@ -1,26 +1,15 @@
-"""``trainfit predict``: one recipe's memory, FLOPs, time and cost, without a GPU.
+"""``trainfit predict``: memory, FLOPs, time and cost of a recipe, without a GPU.
 
-Torch is imported only where the ledger is not cached yet, by the prediction itself.
+Torch is imported only if the ledger is not cached.
 """
 
 import typer
 
-from trainfit.cli.options import (
-    GpuOption,
-    Json,
-    PriceOption,
-    RecipeArgument,
-    RecordFile,
-    Settings,
-    keep,
-    print_json,
-    read_recipe,
-    with_hardware,
-    work,
-)
+from trainfit.cli import options
+from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, RecipeArgument, RecordFile, Settings
 
-EXIT_DOES_NOT_FIT = 1
-"""With ``--check``."""
+DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by default."
+VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
 
 
 def register(app: typer.Typer) -> None:
@@ -30,36 +19,30 @@ def register(app: typer.Typer) -> None:
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
-    gpu: GpuOption = None,
-    price: PriceOption = None,
+    gpu: options.GpuOption = None,
+    price: options.Price = None,
     json: Json = False,
     record: RecordFile = None,
-    deterministic: bool = typer.Option(
-        False,
-        "--deterministic",
-        help="With kernels that repeat bit by bit, as train asks for unless told --no-deterministic.",
-    ),
-    no_cache: bool = typer.Option(False, "--no-cache", help="Trace anew, even where a ledger is cached."),
-    check: bool = typer.Option(False, "--check", help="Exit with 1 where it does not fit."),
-    verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="Also print conventions, assumptions and what the bounds rest on."
-    ),
+    deterministic: bool = typer.Option(False, "--deterministic", help=DETERMINISTIC),
+    no_cache: bool = typer.Option(False, "--no-cache", help="Trace again, even if a ledger is cached."),
+    check: Check = False,
+    verbose: bool = typer.Option(False, "--verbose", "-v", help=VERBOSE),
 ) -> int:
     """Predict a recipe's memory, FLOPs, time and cost. Needs no GPU."""
-    settings = with_hardware(settings, gpu, price)
-    asked = read_recipe(recipe, settings)
+    settings = options.with_hardware(settings, gpu, price)
+    requested = options.read_recipe(recipe, settings)
     from trainfit.report.console import progress
 
     with (
-        work(recipe, settings, json=json, record=record),
-        progress(f"predicting {asked.model.display_name}: one step on the virtual GPU"),
+        options.work(recipe, settings, json=json, record=record),
+        progress(f"predicting {requested.model.display_name}: one step on the virtual GPU"),
     ):
         from trainfit.api.calls import predict_recipe
 
-        estimate = predict_recipe(asked, use_cache=not no_cache, deterministic=deterministic)
-        keep(record, "predict", estimate.recipe, estimate=estimate)
+        estimate = predict_recipe(requested, use_cache=not no_cache, deterministic=deterministic)
+        options.keep(record, "predict", estimate.recipe, estimate=estimate)
     if json:
-        print_json(estimate)
+        options.print_json(estimate)
     else:
         from trainfit.report.prediction_text import show
 

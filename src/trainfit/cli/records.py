@@ -1,4 +1,4 @@
-"""``trainfit records list|export|import``: the evidence in an SQLite file."""
+"""``trainfit records``: list, export, import and recover record files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -69,9 +69,9 @@ def export_records(
 
 def recover_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A damaged SQLite or JSON Lines file.")],
-    out: Annotated[Path, typer.Argument(metavar="NEW.jsonl", help="A new file for its whole records.")],
+    out: Annotated[Path, typer.Argument(metavar="NEW.jsonl", help="A new file for its intact records.")],
 ) -> int:
-    """Copy the intact records of a damaged file; name the lost ones, and exit 65 if there are any."""
+    """Copy a damaged file's intact records to a new file; name the lost ones (exit 65)."""
     from trainfit.records import recover
     from trainfit.spec.errors import EXIT_BAD_INPUT
 

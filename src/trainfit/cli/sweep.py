@@ -1,4 +1,4 @@
-"""``trainfit sweep``: variants of a recipe predicted, measured and trained, each in a process of its own."""
+"""``trainfit sweep``: predict, measure and train variants of a recipe, each in a process of its own."""
 
 import math
 import time
@@ -26,74 +26,44 @@ MAX_LIVE_ROWS = 60
 """Longer sweeps print a line for each result."""
 GO_ON = "what has a result is kept: the same command goes on"
 
-Files = Annotated[
-    list[Path],
-    typer.Argument(
-        metavar="FILE...",
-        help="A sweep's YAML file (docs/guide/sweep.md), or recipe files and .jsonl files of recipes.",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="FOLDER",
-        help="For records, logs and report (runs/NAME), or a file NAME.jsonl for records alone. An existing one is continued.",
-    ),
-]
-ExecutorOption = Annotated[
-    Literal["local", "ray"], typer.Option("--executor", help="This machine, or a Ray cluster.")
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option("--ray-address", metavar="ADDRESS", help="Of a running cluster; else one is started here."),
-]
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        "--jobs", min=1, max=1024, metavar="N", help="Measured trials side by side (one a GPU; a CPU: 1)."
-    ),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Instead of the file's device.")
-]
-Retry = Annotated[
-    bool, typer.Option("--retry", help="Try again what crashed, was killed or lost, or ran out of time.")
-]
-PredictOnly = Annotated[
-    bool, typer.Option("--predict-only", help="Measure and train nothing; run without it, the rest follows.")
-]
+FILES_HELP = "A sweep's YAML file (docs/guide/sweep.md), or recipe files and .jsonl files of recipes."
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help=FILES_HELP)]
+OUT_HELP = (
+    "Folder of records, logs and report (runs/NAME), or a file NAME.jsonl for records alone. An existing one "
+    "is continued."
+)
+Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help=OUT_HELP)]
+ExecutorOption = Annotated[Literal["local", "ray"], typer.Option("--executor", help="This machine or Ray.")]
+RAY_HELP = "Address of a running cluster; default: start one here."
+RayAddress = Annotated[str | None, typer.Option("--ray-address", metavar="ADDRESS", help=RAY_HELP)]
+JOBS_HELP = "Measured trials side by side (one a GPU; a CPU: 1)."
+Jobs = Annotated[int | None, typer.Option("--jobs", min=1, max=1024, metavar="N", help=JOBS_HELP)]
+DEVICES = Literal["auto", "cpu", "cuda"]
+Device = Annotated[DEVICES | None, typer.Option("--device", help="Instead of the file's device.")]
+RETRY_HELP = "Repeat trials that crashed, were killed or lost, or timed out."
+Retry = Annotated[bool, typer.Option("--retry", help=RETRY_HELP)]
+PREDICT_HELP = "Measure and train nothing; a later run without it does the rest."
+PredictOnly = Annotated[bool, typer.Option("--predict-only", help=PREDICT_HELP)]
 Measure = Annotated[bool, typer.Option("--measure", help="Measure too, also where the file does not.")]
 MeasureOnly = Annotated[bool, typer.Option("--measure-only", help="Neither predict nor train.")]
-Steps = Annotated[
-    int | None, typer.Option("--steps", min=0, metavar="N", help="Timed steps of a measurement (10).")
-]
-Warmup = Annotated[
-    int | None, typer.Option("--warmup", min=0, metavar="N", help="Untimed steps before them (3).")
-]
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", min=0.001, metavar="SECONDS", callback=finite, help="End a trial after so long (600)."
-    ),
-]
+STEPS_HELP = "Timed steps of a measurement (10)."
+Steps = Annotated[int | None, typer.Option("--steps", min=0, metavar="N", help=STEPS_HELP)]
+WARMUP_HELP = "Untimed steps before them (3)."
+Warmup = Annotated[int | None, typer.Option("--warmup", min=0, metavar="N", help=WARMUP_HELP)]
+TIMEOUT = {"min": 0.001, "metavar": "SECONDS", "callback": finite}
+Timeout = Annotated[float | None, typer.Option("--timeout", help="Limit of one trial (600).", **TIMEOUT)]
+STOP = {"min": 0, "metavar": "SECONDS", "callback": finite}
 StopAfter = Annotated[
-    float | None,
-    typer.Option(
-        "--stop-after", min=0, metavar="SECONDS", callback=finite, help="Start no trial later; exit 75."
-    ),
+    float | None, typer.Option("--stop-after", help="Start no trial after this time; exit 75.", **STOP)
 ]
+MEMORY = {"min": 0, "metavar": "GIB", "callback": finite}
 MemoryLimit = Annotated[
-    float | None,
-    typer.Option(
-        "--memory-limit-gib", min=0, metavar="GIB", callback=finite, help="What a trial may allocate."
-    ),
+    float | None, typer.Option("--memory-limit-gib", help="What a trial may allocate.", **MEMORY)
 ]
-Shared = Annotated[
-    bool, typer.Option("--shared", help="Others use the device too: keep no times and no device memory.")
-]
+SHARED_HELP = "Others use the device too: keep no times and no device memory."
+Shared = Annotated[bool, typer.Option("--shared", help=SHARED_HELP)]
 Tag = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Added to each record.")]
-Again = Annotated[bool, typer.Option("--again", help="Run everything again, also what has a result.")]
+Again = Annotated[bool, typer.Option("--again", help="Repeat everything, also what has a result.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 
 
@@ -127,7 +97,7 @@ def run(
 ) -> int:
     """Predict, measure and train variants of a recipe, or a list of recipes; compare them.
 
-    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others go on.
+    A trial that is refused, runs out of memory or time, crashes or is killed is a row; the others continue.
     Stopped (exit 75) or killed, the same command continues.
     """
     if ray_address is not None and executor != "ray":
@@ -155,20 +125,13 @@ def run(
     with resumable(lambda: GO_ON), only_json(json), Journal(out, sweep.name, tuple(tag or ())) as journal:
         view = View(sweep)
         state = Run(
-            sweep,
-            journal,
-            device=device,
-            peak_flops=peak_flops,
-            retry=retry,
-            again=again,
-            shared=shared,
-            deadline_s=deadline_s,
-            changed=view.changed,
-        )
+            sweep, journal, device=device, peak_flops=peak_flops, retry=retry, again=again, shared=shared,
+            deadline_s=deadline_s, changed=view.changed,
+        )  # fmt: skip
         for note in (*sweep.notes, *journal.notes):
             view.say(f"note: {note}")
-        with executing(executor, device or sweep.file.device, jobs, ray_address, deadline_s) as place:
-            _go(state, place, view)
+        with executing(executor, device or sweep.file.device, jobs, ray_address, deadline_s) as trials:
+            _run(state, trials, view)
         page = None if journal.is_file else _report(state, out)
     if json:
         print_json(_content(state, journal.path, page))
@@ -184,13 +147,9 @@ def run(
 
 @contextmanager
 def executing(
-    kind: str,
-    device: Literal["auto", "cpu", "cuda"],
-    jobs: int | None,
-    address: str | None,
-    deadline_s: float,
+    kind: str, device: DEVICES, jobs: int | None, address: str | None, deadline_s: float
 ) -> "Iterator[Executor]":
-    """Return the executor of the trials."""
+    """Yield the executor of the trials."""
     if kind == "ray":
         from trainfit.sweeps.ray_cluster import RayExecutor
 
@@ -202,11 +161,11 @@ def executing(
         yield LocalExecutor(device, jobs, deadline_s)
 
 
-def _go(state: "Run", place: "Executor", view: "View") -> None:
+def _run(state: "Run", trials: "Executor", view: "View") -> None:
     from trainfit.training.stop import StopSignal
 
     with view.showing(state), StopSignal() as stop:
-        state.go(place, lambda: stop.name is not None)
+        state.go(trials, lambda: stop.name is not None)
     if state.num_kept:
         view.say(f"{state.num_kept} results were there already")
     if state.stopped:
@@ -215,7 +174,7 @@ def _go(state: "Run", place: "Executor", view: "View") -> None:
 
 
 class View:
-    """Progress on standard error: a live table on a terminal, elsewhere one line a result."""
+    """Progress on standard error: a live table on a terminal, otherwise one line per result."""
 
     def __init__(self, sweep: "Sweep"):
         from trainfit.spec.terminal import Terminal
@@ -229,7 +188,7 @@ class View:
         self._console.print(text, soft_wrap=True)
 
     def changed(self, run: "Run", request: "PartRequest", record: "Record | None") -> None:
-        """Note that a part began (no record yet) or ended."""
+        """Handle the start (no record yet) or the end of a part."""
         from trainfit.report.sweep import line
 
         self._since[request.variant] = time.monotonic()
@@ -239,15 +198,15 @@ class View:
 
     @contextmanager
     def showing(self, state: "Run") -> Iterator[None]:
-        """Show the live table."""
+        """Keep the table live."""
         if not self._is_live:
             yield
             return
         from rich.live import Live
 
         with Live(
-            console=self._console, get_renderable=lambda: self._table(state), transient=True,
-            refresh_per_second=REFRESH_PER_S, redirect_stdout=False,
+            console=self._console, get_renderable=lambda: self._table(state),
+            refresh_per_second=REFRESH_PER_S, transient=True, redirect_stdout=False,
         ):  # fmt: skip
             yield
 
@@ -271,7 +230,7 @@ def _report(state: "Run", folder: Path) -> Path:
 
 
 def _content(state: "Run", records: Path, page: Path | None) -> dict[str, Any]:
-    """Return the JSON object: the rows with their results, and the numbers of the table."""
+    """Return one object: the rows with both sides as nouns, and the numbers that the table shows."""
     from trainfit.spec.sweep import front, frontier
 
     rows = state.rows()
@@ -300,9 +259,8 @@ def _print(state: "Run", records: Path, page: Path | None) -> None:
         out.print(line)
     ended = [row for row in found if row.message and row.status not in (RUNNING, WAITING)]
     if ended:
-        rows(
-            out, [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended], "left", "wrap"
-        )
+        messages = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended]
+        rows(out, messages, "left", "wrap")
         out.print()
     say(f"records {printable(str(records))}")
     if page is not None:

@@ -8,17 +8,12 @@ from typing import Annotated
 
 import typer
 
-from trainfit.cli.options import Json, only_json, print_json
-from trainfit.cli.predict import EXIT_DOES_NOT_FIT
+from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
-Script = Annotated[
-    str,
-    typer.Argument(
-        metavar="SCRIPT", help="A Python file that trains a torch module on cuda, run as __main__."
-    ),
-]
+SCRIPT_HELP = "A Python file that trains a torch module on cuda, run as __main__."
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help=SCRIPT_HELP)]
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
 ]
@@ -35,7 +30,7 @@ def run(
     gpu: str = typer.Option("h200", "--gpu", metavar="NAME", help="An NVIDIA GPU of trainfit gpus."),
     steps: int = typer.Option(3, "--steps", min=1, metavar="N", help="Optimizer steps that are traced."),
     json: Json = False,
-    check: bool = typer.Option(False, "--check", help="Exit with 1 where it does not fit."),
+    check: Check = False,
 ) -> int:
     """Predict a training script's memory, FLOPs and time. Needs no GPU; options stand before SCRIPT."""
     path = Path(script)
@@ -58,7 +53,7 @@ def run(
 
 
 def _run_script(path: Path, arguments: list[str]) -> None:
-    """Run the file as Python does: its folder first on the path, its own ``sys.argv``; a clean exit is a return.
+    """Run the file as Python does, with its folder first on the path and its own ``sys.argv``.
 
     Raises:
         InputError: the script raised an exception, whose traceback is printed on standard error.
@@ -69,11 +64,8 @@ def _run_script(path: Path, arguments: list[str]) -> None:
         runpy.run_path(str(path), run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
-            raise InputError(
-                f"the script ended with exit code {error.code}",
-                "correct it, or its arguments",
-                file=str(path),
-            ) from None
+            problem = f"the script ended with exit code {error.code}"
+            raise InputError(problem, "correct it, or its arguments", file=str(path)) from None
     except InputError:
         raise
     except Exception as error:

@@ -1,6 +1,6 @@
-"""``trainfit verify``: a small suite predicted and measured on this machine's own GPU, and the table of errors."""
+"""``trainfit verify``: predict and measure a small suite on this machine, and print the errors."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,15 @@ if TYPE_CHECKING:
 
 EXIT_NOT_PASSED = 1
 DEFAULT_COUNT, DEFAULT_COUNT_CPU = 8, 4
+COUNT_HELP = "Recipes to check (8; on a CPU 4)."
+Count = Annotated[int | None, typer.Option(min=1, max=1000, metavar="N", help=COUNT_HELP)]
+Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Which recipes are drawn.")]
+GPU_HELP = "The catalog's name of this machine's GPU."
+ThisGpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
+Timeout = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", min=1, callback=finite, help="Limit of one measurement."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -19,26 +28,24 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    count: Annotated[
-        int | None, typer.Option(min=1, max=1000, metavar="N", help="Recipes to check (8; on a CPU 4).")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Which recipes are drawn.")] = 0,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="The catalog's name of the GPU that is here.")
-    ] = None,
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=1, callback=finite, help="End a measurement after so long."),
-    ] = 300.0,
+    count: Count = None,
+    seed: Seed = 0,
+    gpu: ThisGpu = None,
+    timeout: Timeout = 300.0,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
     """Predict and measure a small suite on this machine.
 
-    Prints the table of errors; exit code 1 when the median error is over 2 %. Without a GPU the CPU's own predictions are verified, with tiny models.
+    Prints the table of errors; exit code 1 if the median error is over 2 %. Without a GPU, predictions for
+    this CPU are verified, with tiny models.
     """
     from trainfit.verification.this_device import gpu_here
     from trainfit.verification.verify import verify
+
+    def keep_both(recipe: Any, estimate: Any, measured: Any) -> None:
+        keep(record, "predict", recipe, estimate=estimate)
+        keep(record, "measure", recipe, measurement=measured)
 
     with only_json(json):
         row, device = gpu_here(gpu)
@@ -47,12 +54,8 @@ def run(
             _say("no CUDA GPU in this machine: verifying the CPU path with tiny models")
         else:
             _say(f"{device}: {row.name} of the catalog")
-        result = verify(
-            row, device, count=count or (DEFAULT_COUNT_CPU if on_cpu else DEFAULT_COUNT), seed=seed, timeout_s=timeout, say=_say,
-            keep=lambda recipe, estimate, measured: (
-                keep(record, "predict", recipe, estimate=estimate), keep(record, "measure", recipe, measurement=measured),
-            )[0],
-        )  # fmt: skip
+        count = count or (DEFAULT_COUNT_CPU if on_cpu else DEFAULT_COUNT)
+        result = verify(row, device, count=count, seed=seed, timeout_s=timeout, say=_say, keep=keep_both)
     if json:
         print_json(result)
     else:
@@ -65,7 +68,7 @@ def _say(line: str) -> None:
 
 
 def show(result: "Verification") -> None:
-    """The table of signed errors, their median and worst, and the verdict."""
+    """Print the signed errors, their median and worst, and the verdict."""
     from trainfit.report.console import console, heading, rows
 
     out = console()

@@ -1,7 +1,7 @@
-"""Explain the peak of a recipe's step by category, module and operation, from its ledger, without a GPU.
+"""Who holds memory at a step's peak: Recipe -> Explanation, by its ledger alone, without a GPU.
 
-The ledger is replayed on the caching allocator, as for a prediction, so both peaks are equal to the byte.
-Holders in equal layers are added up.
+The ledger is replayed on the caching allocator, as for a prediction, so the peak is the prediction's to the byte. What
+is alive then is told by category, module and operation; equal layers are told together.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
-from trainfit.ledger.replay import BLOCK
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.spec.explanation import ONE_OF_EQUAL, CurvePoint, Explanation, Holder, Moment
 from trainfit.spec.recipe import Recipe
@@ -17,7 +17,7 @@ from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown
 
 CURVE_POINTS = 64
 LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
-"""A layer's number in a path, or its name within a group of equal layers."""
+"""In a slot: a layer's number, or its name within a group of equal layers (``virtual.places.Groups``)."""
 OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
 WORKSPACE = "library workspace"
 BELONGS_TO_PARAMETERS = ("weights", "optimizer")
@@ -25,10 +25,10 @@ BELONGS_TO_PARAMETERS = ("weights", "optimizer")
 
 
 def explain(recipe: Recipe) -> Explanation:
-    """Return the holders of memory at the peak of the recipe's step, and the memory through that step.
+    """What holds memory at the peak of the recipe's step, and how memory goes through that step.
 
     Raises:
-        InputError: an unknown model or GPU, or techniques that are unavailable or exclude each other.
+        InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
     """
     gpu = find_gpu(recipe.hardware.gpu)
     ledger = ledger_of(recipe)
@@ -67,7 +67,7 @@ def _moment(ledger: Ledger, events: Sequence[LiveEvent], index: int) -> Moment:
 
 
 def _place(ledger: Ledger, op: Op) -> str:
-    """Return the module's path, with ``first``, ``middle`` or ``last`` for a layer traced for others."""
+    """The module's path; where three layers stand for all, which of them, not its number among the three."""
     if op.group == NO_LAYER or not ledger.repeats:
         return op.module
     name = {FIRST: "first", LAST: "last"}.get(part_of(op.group), "middle")
@@ -86,34 +86,34 @@ def _holders(ledger: Ledger, alive: Iterable[tuple[int, int]]) -> tuple[Holder, 
 
 
 def _named(ledger: Ledger, storage: Storage) -> tuple[str, str, str, str]:
-    """Return category, path, operation and phase, which are the same for equal layers."""
+    """Category, path, operation, and where it was made: equal for the same allocation of equal layers."""
     op = ledger.ops[storage.op] if storage.op >= 0 else None
     if op is None:
         return storage.category, "", WORKSPACE, "any"
     segment = ledger.segments[op.segment]
     made_in = segment.step if segment.step == "init" else f"{segment.step}.{segment.phase}"
     if storage.category in BELONGS_TO_PARAMETERS:
-        return storage.category, merged_path(storage.slot.split("/")[1]), "", made_in
+        return storage.category, merged_path(storage.path.split("/")[1]), "", made_in
     return storage.category, merged_path(op.module), _short(op.name), made_in
 
 
 def merged_path(path: str) -> str:
-    """Return a dotted path with a star for the layer's number: ``layers.*.mlp.down``."""
+    """A dotted path with a star for the layer's number: ``layers.*.mlp.down``."""
     return LAYER_NUMBER.sub(ONE_OF_EQUAL, path).replace("..", ".").strip(".")
 
 
 def _short(op: str) -> str:
-    """Return ``mm`` for ``aten.mm.default``; other libraries' operations keep the library's name."""
+    """``mm`` for ``aten.mm.default``; a library's own operation keeps its library's name."""
     return OPERATION.sub("", op).removesuffix(".default")
 
 
 def rounded(num_bytes: int) -> int:
-    """Return the size rounded up to a multiple of 512 bytes, as the allocator does."""
-    return -(-num_bytes // BLOCK) * BLOCK
+    """As the allocator counts: up to a multiple of 512."""
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 class _Walk:
-    """Bytes alive by category through one step."""
+    """What is alive, by category, through one step; what is alive before it included."""
 
     def __init__(self, ledger: Ledger, events: Sequence[LiveEvent], step: str):
         self.points: list[tuple[str, dict[str, int]]] = []
@@ -133,7 +133,7 @@ class _Walk:
                 self.ends[segment.phase] = MemoryBreakdown(**alive)
 
     def curve(self, num_points: int) -> tuple[CurvePoint, ...]:
-        """Return the highest moment of each of ``num_points`` equal stretches."""
+        """The highest moment of each of ``num_points`` equal stretches."""
         size = -(-len(self.points) // num_points) or 1
         stretches = [self.points[at : at + size] for at in range(0, len(self.points), size)]
         highest = [max(stretch, key=lambda point: sum(point[1].values())) for stretch in stretches]

@@ -1,6 +1,6 @@
-"""What the environment asks of CUDA's caching allocator: PYTORCH_ALLOC_CONF and its older name. No torch here.
+"""The caching allocator's settings in the environment: PYTORCH_ALLOC_CONF and its older name. No torch here.
 
-torch (2.11 to 2.13) reads the older name first, and the newer one only where that is not set (c10/core/AllocatorConfig.cpp,
+torch 2.11 to 2.13 reads the older name first (c10/core/AllocatorConfig.cpp,
 ``AcceleratorAllocatorConfig::instance``).
 """
 
@@ -11,24 +11,24 @@ from typing import NamedTuple
 from trainfit.spec.errors import InputError
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""In the order in which torch looks."""
+"""In the order in which torch reads them."""
 HOST_ONLY = re.compile(r"pinned_")
-"""Settings of pinned host memory; the device's is the same."""
+"""Settings of pinned host memory, which leave device memory unchanged."""
 AS_MODELLED = {"expandable_segments": ("True", "False"), "backend": ("native",)}
 
 
 class AllocatorSettings(NamedTuple):
-    """The settings that replay follows, and what a prediction has to say about them."""
+    """Settings that ``replay`` models, and the assumptions that a prediction reports."""
 
     expandable_segments: bool = False
     assumptions: tuple[str, ...] = ()
 
 
 def allocator_settings(environment: Mapping[str, str]) -> AllocatorSettings:
-    """What the first set variable says.
+    """Return the settings of the first variable that is set.
 
     Raises:
-        InputError: a value of ``expandable_segments`` that torch would not start with.
+        InputError: ``expandable_segments`` is neither True nor False, which torch refuses.
     """
     name = next((name for name in VARIABLES if environment.get(name)), None)
     if name is None:
@@ -42,19 +42,20 @@ def allocator_settings(environment: Mapping[str, str]) -> AllocatorSettings:
         )  # fmt: skip
     assumptions: list[str] = []
     if expandable == "True":
-        assumptions.append(f"reserved bytes: in expandable segments, as {name} asks for in this environment")
+        assumptions.append(f"reserved bytes: in expandable segments, as {name} sets in this environment")
     unknown = [
         key for key, value in options.items()
         if not HOST_ONLY.match(key) and value not in AS_MODELLED.get(key, ())
     ]  # fmt: skip
     if unknown:
         assumptions.append(
-            f"reserved bytes: {name} sets {', '.join(unknown)}, which is not followed; a run will reserve other amounts"
+            f"reserved bytes: {name} sets {', '.join(unknown)}, which is not modelled; "
+            "a run will reserve other amounts"
         )
     return AllocatorSettings(expandable == "True", tuple(assumptions))
 
 
 def _options(text: str) -> dict[str, str]:
-    """``key:value`` pairs between commas; a value in square brackets may have commas of its own."""
+    """Parse comma-separated ``key:value`` pairs; a value in square brackets may contain commas."""
     found = re.findall(r"\s*([^,:\s]+)\s*:\s*(\[[^\]]*\]|[^,]*)", text)
     return {key: value.strip() for key, value in found}

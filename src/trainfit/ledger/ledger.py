@@ -1,11 +1,9 @@
-"""The ledger: what one traced training run allocated, freed and computed, in order. No torch here.
+"""The ledger: allocations, frees and operations of one traced training run, in order. No torch here.
 
-Enters: the tracer's entries. Leaves: events to replay (``expand``) and operations to sum (``Op.times``).
-
-A run of equal layers is traced with a few: the layers are cut into a first group (FIRST), one middle group (MIDDLE)
-and a last group (LAST), and the middle group's entries stand for ``repeats`` copies of it. ``expand`` writes the copies
-out; ``RepeatError`` says that the entries do not allow it, and the whole model must be traced. Most models are one run;
-one whose layers are told to recompute differently has several, and run r's groups are numbered from 3 r.
+A run of identical layers is traced with a few of them: a first group (FIRST), one middle group (MIDDLE) and a
+last group (LAST). The middle group's entries stand for ``repeats`` copies, which ``expand`` writes out. Most
+models have one run. A model whose layers recompute differently has several; run r's groups are numbered from
+3 r.
 """
 
 from collections.abc import Iterator
@@ -18,21 +16,21 @@ ALLOCATE, FREE = 1, 0
 
 
 def part_of(group: int) -> int:
-    """FIRST, MIDDLE or LAST of its run; NO_LAYER."""
+    """Return FIRST, MIDDLE or LAST for a group of layers; NO_LAYER for none."""
     return group if group == NO_LAYER else group % GROUPS_PER_RUN
 
 
 def run_of(group: int) -> int:
-    """Number of the run that a group of layers belongs to; NO_LAYER where it is none."""
+    """Return the number of the run that a group of layers belongs to; NO_LAYER for none."""
     return group if group == NO_LAYER else group // GROUPS_PER_RUN
 
 
 class RepeatError(RuntimeError):
-    """The traced groups do not correspond, so the middle one cannot stand for its copies."""
+    """The traced groups of layers differ, so the middle one cannot stand for copies."""
 
 
 class Segment(NamedTuple):
-    """A stretch of the run: ``step`` is init, first or steady; ``phase`` is init, forward, backward or optimizer."""
+    """A step (init, first, steady) and its phase (init, data, forward, backward, optimizer)."""
 
     step: str
     phase: str
@@ -44,11 +42,11 @@ class Storage(NamedTuple):
     num_bytes: int
     category: str
     group: int
-    """In which group of layers it was allocated (see ``part_of`` and ``run_of``), or NO_LAYER."""
+    """Group of layers in which it was allocated (see ``part_of`` and ``run_of``), or NO_LAYER."""
     op: int
-    """Index of the operation that allocated it; -1 for what no operation did (a library's workspace)."""
-    slot: str
-    """Name that the same allocation has in every group of layers."""
+    """Index of the operation that allocated it; -1 for a library's workspace."""
+    path: str
+    """Segment, module path within the group, operation and count: the same in each group of layers."""
 
 
 class Op(NamedTuple):
@@ -59,33 +57,35 @@ class Op(NamedTuple):
     segment: int
     group: int
     flops: float
-    """Matrix-product FLOPs it executes, attention as if nothing were masked."""
+    """Executed matrix-product FLOPs, attention counted without a mask."""
     causal_flops: float
-    """The same without the attention scores that the kernel skips (``is_causal``); with those that a mask tensor hides."""
+    """``flops`` without the attention scores that the kernel skips (``is_causal``); a mask tensor skips
+    none."""
     model_flops: float
-    """Of ``causal_flops``, what the mathematics needs: 0 for recomputed work, attention's recomputed scores and every pair that a mask hides out."""
+    """``causal_flops`` without recomputation, recomputed attention scores and pairs that a mask hides."""
     model_flops_full: float
-    """The same of ``flops``."""
+    """``flops`` without recomputation and recomputed attention scores."""
     num_bytes: int
     """Bytes read and written in device memory."""
     dtype: str
     """Dtype of the matrix product's inputs, else of the output."""
     calls: int = 1
-    """0 for the shares of an operation over lists of several groups' tensors, all but one: it is issued once."""
+    """Kernel launches. An operation on lists of several groups' tensors has an entry a group; all but one are
+    0."""
     is_update: bool = False
-    """An optimizer's, wherever it runs: in the backward too."""
+    """Part of an optimizer's update, also one in the backward."""
     kernel: str = ""
-    """Of attention: which kernel computes it, as catalog/attention.py names them."""
+    """Attention: the kernel, as catalog/attention.py names it."""
     head: int = 0
-    """Of attention: the head size."""
+    """Attention: the head size."""
     seq: int = 0
-    """Of attention: queries of a sequence."""
+    """Attention: queries per sequence."""
     masked: bool = False
-    """Of attention: a tensor is added to its scores."""
+    """Attention: a mask or bias tensor is added to the scores."""
 
 
 class Event(NamedTuple):
-    """An allocation or a free, in order of time."""
+    """An allocation or a free."""
 
     kind: int
     storage: int
@@ -106,52 +106,54 @@ class LiveEvent(NamedTuple):
 
 @dataclass
 class Ledger:
-    """A traced run: init, the first step and the steady step, in segments."""
+    """A traced run: initialization, the first step and the steady step, in segments."""
 
     segments: list[Segment] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     repeats: tuple[int, ...] = ()
-    """For each run, how many groups of layers the middle one stands for. Empty: nothing was left out."""
+    """For each run of layers, how many groups the middle one stands for. Empty: the whole model was
+    traced."""
     params: int = 0
     trainable_params: int = 0
     pinned: tuple[tuple[int, int], ...] = ()
-    """Pieces of pinned host memory (``offload/copies.py``): bytes, and the group of layers that needs them."""
+    """Buffers of pinned host memory (``offload/copies.py``): bytes, and the group of layers that owns
+    them."""
     ops_without_flops: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of the libraries that it was traced with, by name: torch, and those that the step uses."""
+    """Versions of the libraries that the step uses, by name."""
     empty_cache_every: int | None = None
-    """After every so many steps the allocator's cache is given back."""
+    """Steps between two calls of ``torch.cuda.empty_cache``."""
 
     @property
     def repeat(self) -> int:
-        """The most groups that a middle one stands for (1: nothing was left out)."""
+        """The most groups that a middle one stands for (1: the whole model was traced)."""
         return max(self.repeats, default=1)
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that the whole model needs."""
+        """Pinned host memory of the whole model."""
         return sum(num_bytes * self._times(group) for num_bytes, group in self.pinned)
 
     def recomputes(self, op: Op) -> bool:
-        """Whether it is a product of the forward that the backward runs again."""
-        counts_for_nothing = bool(op.causal_flops) and not op.model_flops and not op.is_update
-        return counts_for_nothing and self.segments[op.segment].phase == "backward"
+        """Return whether an operation is a matrix product of the forward, recomputed in the backward."""
+        has_no_model_flops = bool(op.causal_flops) and not op.model_flops and not op.is_update
+        return has_no_model_flops and self.segments[op.segment].phase == "backward"
 
     def times(self, op: Op) -> int:
-        """How often an operation happens in the whole model."""
+        """Return how often an operation runs in the whole model."""
         return self._times(op.group)
 
     def _times(self, group: int) -> int:
         return self.repeats[run_of(group)] if part_of(group) == MIDDLE else 1
 
     def expand(self) -> Iterator[LiveEvent]:
-        """All events of the whole model, the middle group's copies written out.
+        """Yield the events of the whole model, the middle group's copies written out.
 
         Raises:
-            RepeatError: an allocation would be freed twice, or never although its pattern is freed.
+            RepeatError: an allocation would be freed twice, or never although the traced one is freed.
         """
         if not self.repeats:
             for event in self.events:
@@ -164,15 +166,15 @@ class Ledger:
 
 
 class _Expansion:
-    """Writes out the copies 1..R of each middle group; the first group of its run is copy 0, the last one R + 1.
+    """Writes out copies 1..R of each middle group; the first group of its run is copy 0, the last one R + 1.
 
-    A free names an allocation relative to where it happens: what group g frees of its neighbour g - 1, each copy
-    frees of its own neighbour. ``slot`` finds the same allocation in another group.
+    A free in group g of an allocation in group g - 1 becomes, in each copy, a free of the preceding copy's
+    allocation. ``path`` identifies the same allocation in another group.
     """
 
     def __init__(self, ledger: Ledger):
         self.ledger, self.repeats = ledger, ledger.repeats
-        self.twins = {s.slot: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
+        self.twins = {s.path: i for i, s in enumerate(ledger.storages) if part_of(s.group) == MIDDLE}
         self.live: set[tuple[int, int]] = set()
 
     def events(self) -> Iterator[LiveEvent]:
@@ -192,7 +194,7 @@ class _Expansion:
         group = run[0].group if run else NO_LAYER
         if part_of(group) == MIDDLE:
             copies = range(1, self.repeats[run_of(group)] + 1)
-            # Layers are walked up in the forward, down in the backward.
+            # The backward visits layers in reverse.
             for copy in reversed(copies) if before == group + 1 else copies:
                 for event in run:
                     yield from self._at(event, copy)
@@ -201,7 +203,7 @@ class _Expansion:
                 yield from self._at(event, self._end(group))
 
     def _end(self, group: int) -> int:
-        """Number of the copy that a group is which stands for itself."""
+        """Return the copy number of a group that is no middle group."""
         if group == NO_LAYER:
             return -1
         return 0 if part_of(group) == FIRST else self.repeats[run_of(group)] + 1
@@ -216,8 +218,8 @@ class _Expansion:
         for key in self._freed(event, s, copy):
             if key not in self.live:
                 if part_of(event.group) == MIDDLE and s.group == NO_LAYER:
-                    continue  # What no layer owns is freed once.
-                raise RepeatError(f"{s.slot} is freed twice")
+                    continue  # An allocation outside the layers is freed once.
+                raise RepeatError(f"{s.path} is freed twice")
             self.live.remove(key)
             owner = self.ledger.storages[key[0]]
             yield LiveEvent(FREE, key, owner.num_bytes, owner.category, event.segment, key[0])
@@ -229,20 +231,20 @@ class _Expansion:
         if event.group == NO_LAYER:
             return [(index, copy) for copy in range(1, self.repeats[run_of(s.group)] + 1)]
         if run_of(event.group) != run_of(s.group):
-            raise RepeatError(f"{s.slot} is freed in another run of layers")
+            raise RepeatError(f"{s.path} is freed in another run of layers")
         if event.group == s.group:
             return [(index, copy)]
         target, last = copy + (s.group - event.group), self.repeats[run_of(s.group)] + 1
         if 1 <= target < last:
-            twin = index if made_in == MIDDLE else self.twins.get(s.slot)
+            twin = index if made_in == MIDDLE else self.twins.get(s.path)
             if twin is None:
-                raise RepeatError(f"{s.slot} has no twin in the middle group")
+                raise RepeatError(f"{s.path} has no twin in the middle group")
             return [(twin, target)]
-        # Beyond an end the neighbour is the first or the last group itself.
+        # The neighbour of an outermost copy is the first or the last group.
         return [(index, target)] if target in (0, last) else []
 
     def _check_forwards(self) -> None:
-        """A run's groups must allocate the same in the forward: layers may differ by what no signature of them shows."""
+        """Check that a run's groups allocate the same in the forward: equal signatures do not ensure it."""
         forwards = {i for i, segment in enumerate(self.ledger.segments) if segment.phase == "forward"}
         sizes: dict[int, dict[str, int]] = {group: {} for group in range(GROUPS_PER_RUN * len(self.repeats))}
         for s in self.ledger.storages:
@@ -250,22 +252,22 @@ class _Expansion:
                 s.group in sizes
                 and s.op >= 0
                 and self.ledger.ops[s.op].segment in forwards
-                and not _is_extra(s.slot)
+                and not _is_extra(s.path)
             ):
-                sizes[s.group][s.slot] = s.num_bytes
+                sizes[s.group][s.path] = s.num_bytes
         for other in sizes:
             middle = sizes[other - part_of(other) + MIDDLE]
             if sizes[other] != middle:
-                slot = min(slot for slot, _ in sizes[other].items() ^ middle.items())
-                raise RepeatError(f"{slot} is not the same in every group")
+                path = min(path for path, _ in sizes[other].items() ^ middle.items())
+                raise RepeatError(f"{path} is not the same in every group")
 
     def _check_frees(self) -> None:
         freed = {event.storage for event in self.ledger.events if event.kind == FREE}
         for index, copy in self.live:
             if index in freed:
-                raise RepeatError(f"{self.ledger.storages[index].slot} is never freed in copy {copy}")
+                raise RepeatError(f"{self.ledger.storages[index].path} is never freed in copy {copy}")
 
 
-def _is_extra(slot: str) -> bool:
-    """Of a layer before or after those that repeat (``places.Groups`` names them)."""
-    return ".lead" in slot or ".tail" in slot
+def _is_extra(path: str) -> bool:
+    """Return whether a path is in a layer before or after those that repeat (see ``scope.LayerGroups``)."""
+    return ".lead" in path or ".tail" in path

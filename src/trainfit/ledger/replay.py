@@ -1,13 +1,12 @@
-"""Replay a ledger on the caching allocator: peaks by phase and what was alive at the highest. No torch here."""
+"""Replay a ledger through the caching allocator: peaks by phase, live allocations at the peak. No torch
+here."""
 
 from dataclasses import dataclass, field
 
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, Ledger, LiveEvent
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.spec.result import CATEGORIES, MemoryBreakdown, PhasePeaks, Phases
-
-BLOCK = 512
-"""Every allocation is rounded up to a multiple of it."""
 
 
 @dataclass
@@ -16,29 +15,29 @@ class Replay:
 
     phases: Phases
     breakdown: MemoryBreakdown
-    """At the steady or first peak, whichever is higher."""
+    """At the highest peak of the first and the steady step."""
     peak_phase: str
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-    """Of the steps; with ``settled``, what only building took is not in it."""
+    """Of the steps; without those of initialization if ``empty_cache_after_init``."""
     init_reserved_bytes: int
-    """The most that was reserved while the model and optimizer were built."""
+    """Peak reserved bytes of initialization."""
     num_events: int
     peak_event: int
-    """Index, among the ledger's expanded events, of the allocation that made the peak."""
+    """Index, among the ledger's expanded events, of the allocation at the peak."""
     at_peak: list[tuple[int, int]] = field(default_factory=list)
-    """Alive at the peak: (index of the storage, bytes), one entry an allocation."""
+    """Live allocations at the peak: (index of the storage, bytes)."""
 
 
-class Tally:
-    """Where nothing is cached (a CPU): live bytes, each allocation rounded to 512 as ``measure`` counts them."""
+class UncachedAllocator:
+    """Allocator without a cache, for CPUs: live bytes, rounded to 512 each as ``measure`` counts them."""
 
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_reserved_bytes = self.num_retries = 0
         self._sizes: list[int] = []
 
     def malloc(self, num_bytes: int) -> int:
-        self._sizes.append(-(-num_bytes // BLOCK) * BLOCK)
+        self._sizes.append(-(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
         self.allocated_bytes += self._sizes[-1]
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocated_bytes)
         return len(self._sizes) - 1
@@ -47,25 +46,28 @@ class Tally:
         self.allocated_bytes -= self._sizes[handle]
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""
 
     def reset_peaks(self) -> None:
         self.peak_reserved_bytes = self.allocated_bytes
 
 
 def replay(
-    ledger: Ledger, allocator: CachingAllocator | Tally, *, settled: bool = False, more_steps: int = 0
+    ledger: Ledger,
+    allocator: CachingAllocator | UncachedAllocator,
+    *,
+    empty_cache_after_init: bool = False,
+    more_steps: int = 0,
 ) -> Replay:
-    """Walk every allocation and free of the ledger through an allocator.
+    """Run every allocation and free of the ledger through an allocator.
 
     Args:
-        settled: give the cache back between building and the first step, and count reserved bytes from there, as
-            ``measure`` does (``CudaMeter.settle``). Segments that only building needed would otherwise serve the steps,
-            or lie idle: which decides 1 to 10 % of reserved bytes where logits are a large part.
-        more_steps: run the steady step up to this many times more, until one neither takes a new segment nor gives the
-            cache back: each that does leaves memory cut up differently, and a later one may find no room.
+        empty_cache_after_init: empty the cache before the first step and count reserved bytes from there, as
+            ``measure`` does (``CudaMeter.settle``).
+        more_steps: repeat the steady step up to this often, until one neither allocates a segment nor empties
+            the cache. Each that does changes the fragmentation, and a later one may find no room.
     Raises:
-        OutOfMemory: the allocator's capacity does not hold it.
+        OutOfMemory: the allocator's capacity is exceeded.
     """
     gpu = allocator
     events = list(ledger.expand())
@@ -75,16 +77,16 @@ def replay(
     malloc, free = gpu.malloc, gpu.free
     for index, event in enumerate(events):
         if event.segment != segment:
-            left, begun = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event.segment))
-            if left == "first" != begun and ledger.empty_cache_every == 1:
+            before, after = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event.segment))
+            if before == "first" != after and ledger.empty_cache_every == 1:
                 gpu.empty_cache()
-            if left == "init":
+            if before == "init":
                 after_init, init_reserved = gpu.allocated_bytes, gpu.peak_reserved_bytes
-                if settled:
+                if empty_cache_after_init:
                     gpu.empty_cache()
                     gpu.reset_peaks()
-            for passed in range(segment + 1, event.segment + 1):
-                peaks[passed] = gpu.allocated_bytes
+            for number in range(segment + 1, event.segment + 1):
+                peaks[number] = gpu.allocated_bytes
             segment = event.segment
         if event.kind == ALLOCATE:
             handles[event.key] = malloc(event.num_bytes)
@@ -96,7 +98,7 @@ def replay(
         else:
             free(handles.pop(event.key))
     if more_steps:
-        _go_on(ledger, events, gpu, handles, more_steps)
+        _repeat_steady_step(ledger, events, gpu, handles, more_steps)
     phases = _phases(ledger, peaks, after_init)
     alive = _alive_at(events, peak_index)
     return Replay(
@@ -112,32 +114,32 @@ def replay(
     )
 
 
-def _go_on(
+def _repeat_steady_step(
     ledger: Ledger,
     events: list[LiveEvent],
-    gpu: CachingAllocator | Tally,
+    gpu: CachingAllocator | UncachedAllocator,
     handles: dict[tuple[int, int], int],
     more_steps: int,
 ) -> None:
-    """Run the steady step again, at most ``more_steps`` times, until one reserves no more and gives nothing back.
+    """Repeat the steady step until one leaves the reserved bytes and the cache as they were.
 
-    A step that does not end as it began cannot be run again from its ledger: then no more are. Where the cache is
-    emptied every so many steps, those between that change nothing are passed over, up to a step after it was emptied.
+    A step that frees other allocations than it leaves cannot be repeated. With ``empty_cache_every``, steps
+    that change nothing are skipped up to the next one after the cache was emptied.
 
     Raises:
-        OutOfMemory: one of them finds no room.
+        OutOfMemory: a step finds no room.
     """
     steady = [event for event in events if ledger.segments[event.segment].step == "steady"]
-    left = _left_over(ledger, steady)
+    replaced = _replaced_state(ledger, steady)
     number, emptied, every = 2, ledger.empty_cache_every == 1, ledger.empty_cache_every
-    for _ in range(more_steps if left is not None else 0):
+    for _ in range(more_steps if replaced is not None else 0):
         if every is not None and number % every == 0:
             gpu.empty_cache()
             emptied = True
         number += 1
         before = gpu.num_retries, gpu.peak_reserved_bytes
-        for taken, freed in left or ():
-            handles[freed] = handles.pop(taken)
+        for allocated, freed in replaced or ():
+            handles[freed] = handles.pop(allocated)
         for event in steady:
             if event.kind == ALLOCATE:
                 handles[event.key] = gpu.malloc(event.num_bytes)
@@ -149,24 +151,24 @@ def _go_on(
             number = -(-number // every) * every
 
 
-def _left_over(
+def _replaced_state(
     ledger: Ledger, steady: list[LiveEvent]
 ) -> list[tuple[tuple[int, int], tuple[int, int]]] | None:
-    """What a steady step leaves behind (its key), each with what it stands for of the step before (the key it frees).
+    """Pair each allocation that a steady step leaves with the one of the step before that it frees, by key.
 
-    Some optimizers replace their state by new tensors; such a pair's names differ in the segment alone. None: the
-    step frees something else than it leaves.
+    Some optimizers replace their state by new tensors; the paths of such a pair differ in the segment alone.
+    None: the step frees other allocations than it leaves.
     """
 
     def named(keys: set[tuple[int, int]]) -> dict[tuple[str, int], tuple[int, int]]:
-        return {(ledger.storages[key[0]].slot.partition("/")[2], key[1]): key for key in keys}
+        return {(ledger.storages[key[0]].path.partition("/")[2], key[1]): key for key in keys}
 
     allocated = {event.key for event in steady if event.kind == ALLOCATE}
     freed = {event.key for event in steady if event.kind != ALLOCATE}
-    taken, given = named(allocated - freed), named(freed - allocated)
-    if taken.keys() != given.keys() or not len(taken) == len(allocated - freed) == len(freed - allocated):
+    left, replaced = named(allocated - freed), named(freed - allocated)
+    if left.keys() != replaced.keys() or not len(left) == len(allocated - freed) == len(freed - allocated):
         return None
-    return [(key, given[name]) for name, key in taken.items()]
+    return [(key, replaced[name]) for name, key in left.items()]
 
 
 def _phases(ledger: Ledger, peaks: list[int], after_init: int) -> Phases:
@@ -193,9 +195,9 @@ def _alive_at(events: list, index: int) -> list[tuple[int, int]]:
 
 
 def _breakdown(alive: list[tuple[int, int]], ledger: Ledger, peak: int) -> MemoryBreakdown:
-    """Bytes by category; what blocks that are not split add is counted as temporary."""
+    """Return bytes by category; the unused ends of blocks that are not split count as temporary."""
     totals = dict.fromkeys(CATEGORIES, 0)
     for index, num_bytes in alive:
-        totals[ledger.storages[index].category] += -(-num_bytes // BLOCK) * BLOCK
+        totals[ledger.storages[index].category] += -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
     totals["temporary"] += peak - sum(totals.values())
     return MemoryBreakdown(**totals)

@@ -26,7 +26,7 @@ from trainfit.measurement.live import LiveBytes
 from trainfit.measurement.nvml import Nvml
 from trainfit.spec.result import Environment, MemoryBreakdown
 from trainfit.step import Batch, Step
-from trainfit.virtual.trace.prepend_grad_hook import prepend_grad_hook
+from trainfit.virtual.trace.storages import prepend_grad_hook
 
 Peak = tuple[int, MemoryBreakdown | None]
 """Bytes, and what held them where that is known."""

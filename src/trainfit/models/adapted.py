@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.optional import optional
-from trainfit.virtual.exclusive import exclusive, replaced
+from trainfit.virtual.trace.exclusive import exclusive, replaced
 
 
 def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:

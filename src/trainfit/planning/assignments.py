@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.checkpointing.per_block import goes
-from trainfit.ledger.replay import BLOCK
+from trainfit.checkpointing.per_block import fits_share
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.planning.probe import Cost, Probe
 from trainfit.prediction.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
 
@@ -48,9 +48,9 @@ def gone_bytes(cost: Cost, share: float) -> int:
     gone = held = total = 0
     for size in cost.held_bytes:
         held += size
-        if share and goes(size, gone, held, share):
+        if share and fits_share(size, gone, held, share):
             gone += size
-            total += -(-size // BLOCK) * BLOCK
+            total += -(-size // MIN_BLOCK) * MIN_BLOCK
     return total
 
 

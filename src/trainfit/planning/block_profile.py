@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op
-from trainfit.ledger.replay import BLOCK
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.prediction.roofline import op_s
 from trainfit.spec.hardware import Gpu
 
@@ -45,7 +45,7 @@ class Labels:
 
     def of_storage(self, index: int) -> int | None:
         storage = self._ledger.storages[index]
-        found = self._in(storage.slot)
+        found = self._in(storage.path)
         if found is None and storage.op >= 0:
             found = self.of_op(self._ledger.ops[storage.op])
         return found
@@ -56,7 +56,7 @@ class Labels:
 
 
 def _size(ledger: Ledger, index: int) -> int:
-    return -(-ledger.storages[index].num_bytes // BLOCK) * BLOCK
+    return -(-ledger.storages[index].num_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, dict[int, int]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
-from trainfit.checkpointing.per_block import OWN
+from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (
     AFTER,
@@ -36,7 +36,7 @@ from trainfit.step import assemble
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import virtual_gpu
-from trainfit.virtual.trace.repeated_layers import TOLD, signature
+from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG, signature
 
 WATCHED = 1e-9
 """A share to offload that nothing fits into: what a block holds is told, and all of it stays."""
@@ -142,7 +142,7 @@ class _Traced:
         self.traced = self.kinds[: len(blocks)]
         self.chosen = self._deal()
         for block, level in zip(blocks, self.chosen, strict=True):
-            setattr(block, TOLD, f"{level} {0.0 if self.recipe.compile else WATCHED}")
+            setattr(block, BLOCK_CONFIG, f"{level} {0.0 if self.recipe.compile else WATCHED}")
 
     def _telling(self) -> list[int]:
         """Blocks whose cost counts: those of the middle, and the outer ones of a kind that has no other."""
@@ -164,7 +164,7 @@ class _Traced:
 
     def _held(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         _, blocks = layer_lists(model)[0]
-        own = getattr(blocks[0], OWN, None)
+        own = getattr(blocks[0], BLOCK_STATE, None)
         return {index: tuple(sizes) for index, sizes in own[0].held_bytes.items()} if own else {}
 
     def probe(self) -> Probe:

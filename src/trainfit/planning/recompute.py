@@ -25,7 +25,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
 from trainfit.spec.result import Estimate
 from trainfit.spec.units import GIB
-from trainfit.virtual.trace.frozen_gc import frozen_gc
+from trainfit.virtual.trace.process_state import frozen_gc
 
 LEVELS = ("none", "elementwise", "full")
 COMPILED_LEVELS = ("none", "full")

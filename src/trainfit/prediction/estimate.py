@@ -10,7 +10,7 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
-from trainfit.ledger.replay import Replay, Tally, replay
+from trainfit.ledger.replay import Replay, UncachedAllocator, replay
 from trainfit.prediction import attention_time, cache
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
@@ -141,11 +141,14 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         the replay within the limit if that succeeds, else the unlimited one; and whether it fits.
     """
     if gpu.vendor == "host":
-        tally = replay(ledger, Tally(), settled=True)
-        return tally, tally.peak_allocated_bytes <= gpu.usable_bytes
+        uncached = replay(ledger, UncachedAllocator(), empty_cache_after_init=True)
+        return uncached, uncached.peak_allocated_bytes <= gpu.usable_bytes
     expandable = allocator_settings(os.environ).expandable_segments
     free = replay(
-        ledger, CachingAllocator(expandable_segments=expandable), settled=True, more_steps=MORE_STEPS
+        ledger,
+        CachingAllocator(expandable_segments=expandable),
+        empty_cache_after_init=True,
+        more_steps=MORE_STEPS,
     )
     capacity, *larger = capacities(gpu, ledger)
     most_reserved = max(free.peak_reserved_bytes, free.init_reserved_bytes)
@@ -155,7 +158,9 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
         # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run may fail
         # that succeeds with less. It fits only if it always does.
         within, *_ = [
-            replay(ledger, CachingAllocator(size, expandable), settled=True, more_steps=MORE_STEPS)
+            replay(
+                ledger, CachingAllocator(size, expandable), empty_cache_after_init=True, more_steps=MORE_STEPS
+            )
             for size in (capacity, *larger)
         ]
     except OutOfMemory:

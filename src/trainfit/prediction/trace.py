@@ -25,12 +25,12 @@ from trainfit.techniques.recompute import every as recompute_every
 from trainfit.techniques.recompute import layers as recompute_layers
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import exclusive
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
-from trainfit.virtual.host_random import own_generator
-from trainfit.virtual.process_state import restored_settings
-from trainfit.virtual.trace.repeated_layers import shorten
-from trainfit.virtual.trace.scope import NOWHERE, Groups
+from trainfit.virtual.trace.exclusive import exclusive
+from trainfit.virtual.trace.host_random import own_generator
+from trainfit.virtual.trace.process_state import restored_settings
+from trainfit.virtual.trace.repeated_layers import trim_layers
+from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
@@ -127,7 +127,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
     if traits is None:
         registry.check_device(recipe, "cpu")
     with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
-        groups: list[Groups] = []
+        groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
         quantized = 0
 
@@ -140,7 +140,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 technique.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
-            found, repeats, removed = shorten(
+            found, repeats, removed = trim_layers(
                 layer_lists(model),
                 first_differs=first_differs,
                 least_period=_least_period(recipe),
@@ -154,8 +154,8 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):
-                place = virtual.place_of(step.hosted.parameters(index)[0])
-                virtual.tracer.own_host(step.hosted.ring.host(index), place)
+                scope = virtual.scope_of(step.hosted.parameters(index)[0])
+                virtual.tracer.own_host(step.hosted.ring.host(index), scope)
         for name in ("first", "steady"):
             _run(step, virtual, name)
         if not whole and virtual.compiler.captures_each_layer():
@@ -180,13 +180,13 @@ def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
     for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
-        virtual.tracer.live.own(memory, "optimizer", NOWHERE)
+        virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
 
 
 def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:
     total = trainable = 0
     for parameter in model.parameters():
-        group = virtual.place_of(parameter).group
+        group = virtual.scope_of(parameter).group
         times = repeats[run_of(group)] if part_of(group) == MIDDLE else 1
         total += times * parameter.numel()
         trainable += times * parameter.numel() if parameter.requires_grad else 0

@@ -24,8 +24,8 @@ from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import Estimate, PeakHolder, Phases, TracedCode
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.user import UserGpu, user_gpu
-from trainfit.virtual.user.steps import Enough
-from trainfit.virtual.user.usage import EmptiedAllocator
+from trainfit.virtual.user.memory_stats import EmptyCacheAllocator
+from trainfit.virtual.user.steps import TraceComplete
 
 NUM_HOLDERS = 10
 LIBRARY_WORKSPACE = (
@@ -54,7 +54,7 @@ def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Esti
     if steps < 1:
         raise InputError("at least one step is traced", "use steps=3", field="steps", value=steps)
     with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps) as virtual:
-        with contextlib.suppress(Enough):
+        with contextlib.suppress(TraceComplete):
             step()
         segments, whole = virtual.steps.segments(), virtual.steps.num_steps()
         ledger = virtual.tracer.finish()
@@ -82,7 +82,7 @@ def _name_of(step: Callable[..., Any]) -> str:
 def _estimate(
     name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, after_init: int, num_steps: int
 ) -> Estimate:
-    replayed, fits = _replay_on(gpu, ledger, virtual.usage.emptied_at)
+    replayed, fits = _replay_on(gpu, ledger, virtual.memory_stats.emptied_at)
     phases = replayed.phases.model_copy(update={"after_init": after_init})
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
@@ -113,18 +113,18 @@ def _peak_phase(replayed: Replay, phases: Phases) -> str:
 def _replay_on(gpu: Gpu, ledger: Ledger, emptied_at: set[int]) -> tuple[Replay, bool]:
     """As ``estimate.replay_on``, the cache given back where the code did so."""
     capacity = gpu.usable_bytes - overhead_bytes(gpu, ledger)
-    free = replay(ledger, EmptiedAllocator(emptied_at))
+    free = replay(ledger, EmptyCacheAllocator(emptied_at))
     if free.peak_reserved_bytes <= capacity or free.peak_allocated_bytes > capacity:
         return free, free.peak_reserved_bytes <= capacity
     try:
-        return replay(ledger, EmptiedAllocator(emptied_at, capacity)), True
+        return replay(ledger, EmptyCacheAllocator(emptied_at, capacity)), True
     except OutOfMemory:
         return free, False
 
 
 def _after_setup(ledger: Ledger) -> int:
     """Allocated bytes when the first forward begins."""
-    allocator, handles = EmptiedAllocator(set()), {}
+    allocator, handles = EmptyCacheAllocator(set()), {}
     for event in ledger.events:
         if event.segment:
             break
@@ -152,18 +152,18 @@ def _holders(ledger: Ledger, replayed: Replay) -> tuple[PeakHolder, ...]:
 
 
 def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...]:
-    said = [
+    notes = [
         "values on the device are not computed: code that decides by them was shown zeros",
         "step time is a roofline, not yet calibrated on your GPU",
     ]
     if whole == 0:
-        said.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")
+        notes.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")
     elif whole == 1:
-        said.append("one optimizer step ran: the steady step is taken to be like the first")
+        notes.append("one optimizer step ran: the steady step is taken to be like the first")
     if any("convolution" in op.name for op in ledger.ops):
-        said.append(LIBRARY_WORKSPACE)
+        notes.append(LIBRARY_WORKSPACE)
     if any("rnn" in op.name for op in ledger.ops):
-        said.append(
+        notes.append(
             "recurrent layers: cuDNN's kernels are not modelled, neither what they save nor their FLOPs"
         )
-    return (*said, *sorted(virtual.tracer.said))
+    return (*notes, *sorted(virtual.tracer.notes))

@@ -1,7 +1,7 @@
 """The virtual GPU: enter it, build and run a step on ``torch.device("cpu")``, and read its ledger.
 
-Inside, every tensor is fake (shape, dtype, no data), composite operations fall apart as on CUDA, and the tracer
-writes down what each operation would do on the GPU. No GPU is needed, and no memory for the tensors.
+Inside, tensors are fake (shape and dtype, no data), composite operations decompose as on CUDA, and the tracer
+records every operation. No GPU is needed, and no memory for the tensors.
 """
 
 from collections.abc import Iterator
@@ -13,92 +13,91 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual.compile import VirtualCompiler
+from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
-from trainfit.virtual.cuda.real_fallback import fallbacks_told
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import exclusive, replaced
-from trainfit.virtual.host_random import own_generator
-from trainfit.virtual.process_state import restored_settings
-from trainfit.virtual.trace.frozen_gc import frozen_gc
-from trainfit.virtual.trace.host_tensors import HostTensors, Residence
-from trainfit.virtual.trace.scope import Groups, Place, Places
+from trainfit.virtual.trace.exclusive import exclusive, replaced
+from trainfit.virtual.trace.host_random import own_generator
+from trainfit.virtual.trace.host_tensors import HostTensorMode, PlacementState
+from trainfit.virtual.trace.process_state import frozen_gc, restored_settings
+from trainfit.virtual.trace.scope import LayerGroups, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
 
 class VirtualGpu:
-    """What runs inside ``virtual_gpu``: tell it when the model is complete and when a phase begins."""
+    """A running trace; the step reports the complete model and the beginning of each phase."""
 
-    def __init__(self, tracer: Tracer, places: Places, compiler: VirtualCompiler, said: set[str]):
-        self.tracer, self._places = tracer, places
+    def __init__(self, tracer: Tracer, scopes: ScopeTracker, compiler: VirtualCompiler, notes: set[str]):
+        self.tracer, self._scopes = tracer, scopes
         self.compiler = compiler
-        self._said = said
+        self._notes = notes
 
     def assumptions(self) -> tuple[str, ...]:
-        """What the ledger rests on."""
-        return (*self.compiler.assumptions(), *sorted(self._said))
+        """Return the assumptions behind the ledger."""
+        return (*self.compiler.assumptions(), *sorted(self._notes))
 
-    def model_is_complete(self, model: nn.Module, groups: list[Groups]) -> None:
-        """Learn the model's modules and parameters; from here on operations have places."""
-        self._places.bind(model, groups)
+    def model_is_complete(self, model: nn.Module, groups: list[LayerGroups]) -> None:
+        """Register the model's modules and parameters, which gives operations a scope."""
+        self._scopes.bind(model, groups)
         for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            self.tracer.live.own(tensor, "weights", self._places.locate(tensor_name, groups))
+            self.tracer.live.own(tensor, "weights", self._scopes.locate(tensor_name, groups))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                self.tracer.live.watch_gradient(parameter, self.place_of(parameter))
+                self.tracer.live.watch_gradient(parameter, self.scope_of(parameter))
         self.tracer.live.built()
 
     def begin(self, step: str, phase: str) -> None:
-        """A phase (data, forward, backward, optimizer) of a step (first, steady) begins."""
+        """Begin a phase (data, forward, backward, optimizer) of a step (first, steady)."""
         self.tracer.begin(step, phase)
 
-    def place_of(self, parameter: torch.Tensor) -> Place:
-        """Module and group of layers of a parameter of the complete model."""
-        return self._places.of_parameter(parameter)
+    def scope_of(self, parameter: torch.Tensor) -> Scope:
+        """Return the module and group of layers of a parameter of the complete model."""
+        return self._scopes.of_parameter(parameter)
 
     def own_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's state tensors as its own."""
+        """Assign the optimizer's state tensors to the category optimizer."""
         for parameter, state in optimizer.state.items():
-            place = self._places.of_parameter(parameter)
+            scope = self._scopes.of_parameter(parameter)
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self.tracer.live.own(value, "optimizer", place)
+                    self.tracer.live.own(value, "optimizer", scope)
 
     def finish(self) -> Ledger:
-        """The ledger of what ran."""
+        """Return the ledger."""
         return self.tracer.finish()
 
 
 @contextmanager
 def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
-    """Enter a virtual GPU with these traits; tensors made inside on the CPU are on it.
+    """Enter a virtual GPU; tensors made inside on the CPU are on it.
 
     Args:
-        traits: None for a virtual CPU, which chooses its operations as a real one does.
-        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention.choose_backend``).
+        traits: None for a virtual CPU, whose operations are a real CPU's.
+        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention_backend.choose_backend``).
     """
-    places = Places()
-    said: set[str] = set()
+    scopes = ScopeTracker()
+    notes: set[str] = set()
     with ExitStack() as stack:
         stack.enter_context(exclusive())
         stack.enter_context(restored_settings())
         stack.enter_context(own_generator())
         stack.enter_context(frozen_gc())
-        stack.enter_context(fallbacks_told(said))
+        stack.enter_context(report_fallbacks(notes))
         stack.enter_context(transformers_sees_real_tensors())
         if traits is not None:
             stack.enter_context(cuda_ops(traits.compute_capability, prefers_cudnn))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        residence = Residence()
-        tracer = Tracer(traits, places, residence)
-        stack.enter_context(HostTensors(residence))
-        stack.enter_context(places)
+        placement = PlacementState()
+        tracer = Tracer(traits, scopes, placement)
+        stack.enter_context(HostTensorMode(placement))
+        stack.enter_context(scopes)
         stack.enter_context(tracer)
-        yield VirtualGpu(tracer, places, stack.enter_context(VirtualCompiler(traits, tracer, places)), said)
+        yield VirtualGpu(tracer, scopes, stack.enter_context(VirtualCompiler(traits, tracer, scopes)), notes)
 
 
 @contextmanager
 def transformers_sees_real_tensors() -> Iterator[None]:
-    """transformers takes fake tensors for an export and then builds masks and repeats keys that a run does not."""
+    """Hide fake tensors from transformers, which would build masks and repeat keys as for an export."""
     import transformers.utils.import_utils as module
 
     with replaced(module, "is_fake_tensor", lambda tensor: False):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger
-from trainfit.ledger.replay import BLOCK
+from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.measurement.live import LiveBytes
 from trainfit.spec.bench import Curve
 from trainfit.spec.result import CATEGORIES, PHASES
@@ -184,4 +184,4 @@ def _where() -> str:
 
 def rounded(num_bytes: int) -> int:
     """Round up as the allocator does."""
-    return -(-num_bytes // BLOCK) * BLOCK
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK

@@ -22,7 +22,7 @@ from trainfit.measurement.run import DEVICE
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.virtual.trace.frozen_gc import frozen_gc
+from trainfit.virtual.trace.process_state import frozen_gc
 
 Form = Literal["tiny", "full"]
 RULES: dict[Form, Rule] = {

@@ -51,11 +51,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: the model has no list of repeated blocks.
     """
-    from trainfit.checkpointing.whole_block import BlockRuns
+    from trainfit.checkpointing.whole_block import BlockRecompute
     from trainfit.models.layers import require_blocks
     from trainfit.offload.copies import CopyStreams
 
     if recipe.offload.weights:
         return  # offload_weights.py has the same runs move both.
     blocks = require_blocks(draft.model, "offload.activations", True, "set offload.activations: false")
-    BlockRuns(blocks, CopyStreams(draft.device), offload=True).install()
+    BlockRecompute(blocks, CopyStreams(draft.device), offload=True).install()

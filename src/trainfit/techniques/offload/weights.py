@@ -60,13 +60,13 @@ def num_buffers(recipe: Recipe) -> int:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Each block fetches its weights; with ``offload.activations`` its input waits on the host as well."""
-    from trainfit.checkpointing.whole_block import BlockRuns
+    from trainfit.checkpointing.whole_block import BlockRecompute
     from trainfit.offload.optimizer_state import HostMoments
 
     hosted = draft.hosted
     assert hosted is not None, "step.assemble builds the model on the host"
     moments = None if recipe.adapter else HostMoments(hosted, lambda: draft.optimizers)
-    runs = BlockRuns(
+    runs = BlockRecompute(
         hosted.blocks,
         hosted.copy_streams,
         weights=hosted,

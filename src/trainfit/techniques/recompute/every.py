@@ -44,12 +44,12 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     if not isinstance(recipe.recompute, Every):
         return
     from trainfit.models.layers import require_blocks
-    from trainfit.virtual.trace.repeated_layers import TOLD
+    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
     for index, block in enumerate(
         require_blocks(model, "recompute.every", recipe.recompute.every, "use recompute: none")
     ):
-        setattr(block, TOLD, "full" if index % recipe.recompute.every == 0 else "none")
+        setattr(block, BLOCK_CONFIG, "full" if index % recipe.recompute.every == 0 else "none")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -61,11 +61,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     assert isinstance(recipe.recompute, Every)
     from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import require_blocks
-    from trainfit.virtual.trace.repeated_layers import TOLD
+    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
     blocks = require_blocks(draft.model, "recompute.every", recipe.recompute.every, "use recompute: none")
-    if not all(hasattr(block, TOLD) for block in blocks):
+    if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
         name_blocks(recipe, draft.model)
     for block in blocks:
-        if getattr(block, TOLD) == "full":
+        if getattr(block, BLOCK_CONFIG) == "full":
             set_recompute(block, "full")

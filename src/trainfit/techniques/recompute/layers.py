@@ -61,7 +61,7 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     if not isinstance(recipe.recompute, Layers):
         return
     from trainfit.models.layers import decoder_blocks
-    from trainfit.virtual.trace.repeated_layers import TOLD
+    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
     blocks = decoder_blocks(model)
     planned = recipe.recompute.blocks()
@@ -75,7 +75,7 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
     # The last block's backward comes next: there is no time to take anything away.
     planned[-1] = planned[-1].model_copy(update={"offload": 0.0})
     for block, run in zip(blocks, planned, strict=True):
-        setattr(block, TOLD, f"{run.recompute} {run.offload}")
+        setattr(block, BLOCK_CONFIG, f"{run.recompute} {run.offload}")
 
 
 def least_period(recipe: Recipe) -> int:
@@ -88,19 +88,19 @@ def least_period(recipe: Recipe) -> int:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give each block the forward that it was told."""
-    from trainfit.checkpointing.per_block import Blocks
+    from trainfit.checkpointing.per_block import PerBlockSaving
     from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import decoder_blocks
-    from trainfit.virtual.trace.repeated_layers import TOLD
+    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
     blocks = decoder_blocks(draft.model)
-    if not all(hasattr(block, TOLD) for block in blocks):
+    if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
         name_blocks(recipe, draft.model)
-    told = [getattr(block, TOLD).split() for block in blocks]
+    told = [getattr(block, BLOCK_CONFIG).split() for block in blocks]
     if recipe.compile:
         # A block that knew its number would be compiled by itself.
         for block, (level, _) in zip(blocks, told, strict=True):
             if level == "full":
                 set_recompute(block, "full")
         return
-    Blocks(blocks, draft.device, [(level, float(share)) for level, share in told]).install()
+    PerBlockSaving(blocks, draft.device, [(level, float(share)) for level, share in told]).install()

@@ -37,10 +37,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     Raises:
         InputError: an operation that cannot be kept, or a model without repeated blocks.
     """
-    from trainfit.checkpointing.selective import DEAR, check_names, set_recompute
+    from trainfit.checkpointing.selective import DEFAULT_SAVED, check_names, set_recompute
     from trainfit.models.layers import require_blocks
 
-    save = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else DEAR
+    save = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else DEFAULT_SAVED
     check_names(save)
     for block in require_blocks(draft.model, "recompute", "selective", "use recompute: none"):
         set_recompute(block, "selective", save=save, compiled=bool(recipe.compile))

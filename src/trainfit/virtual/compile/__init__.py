@@ -1,9 +1,9 @@
 """torch.compile on the virtual GPU.
 
-PyTorch's own compiler runs: Dynamo captures, AOTAutograd differentiates and partitions, Inductor lowers and schedules
-for the virtual GPU and writes its program. Nothing is compiled to machine code: the program itself runs on the virtual
-GPU. Each buffer that it makes is an allocation, each ``del`` a free, each fused kernel an operation of the bytes that
-it reads and writes. So what is fused, saved, recomputed and reused in place is Inductor's decision.
+Dynamo captures, AOTAutograd differentiates and partitions, and Inductor lowers, schedules and writes its
+program, all as on CUDA. Nothing is compiled to machine code: the program runs on fake tensors. Each of its
+buffers is an allocation, each ``del`` a free, and each fused kernel an operation. So fusion, saved tensors,
+recomputation and buffer reuse are Inductor's decisions.
 """
 
 from trainfit.virtual.compile.compiler import VirtualCompiler

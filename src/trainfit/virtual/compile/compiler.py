@@ -1,4 +1,4 @@
-"""``VirtualCompiler``: what ``assemble`` is given to compile modules with on the virtual GPU."""
+"""``VirtualCompiler``: compiles modules on the virtual GPU, for ``assemble``."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -16,23 +16,23 @@ from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.repeated_layers import signature
-from trainfit.virtual.trace.scope import Places
+from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
 
 class VirtualCompiler:
     """``compiler(module)`` compiles a module in place, as ``module.compile()`` does on a GPU.
 
-    The module is captured when it is first called, for each set of guards once, by Dynamo's own rules. A context
-    manager: what Dynamo remembers of modules on this virtual GPU is forgotten at the end.
+    The module is captured when it is first called, once for each set of guards. A context manager that resets
+    Dynamo at the end.
     """
 
-    def __init__(self, gpu: GpuTraits | None, tracer: Tracer, places: Places):
-        self._gpu, self._tracer, self._places = gpu, tracer, places
+    def __init__(self, gpu: GpuTraits | None, tracer: Tracer, scopes: ScopeTracker):
+        self._gpu, self._tracer, self._scopes = gpu, tracer, scopes
         self._tuning = Tuning(gpu.l2_cache_bytes) if gpu else None
         self._used = False
         self.num_graphs = 0
-        """Graphs captured so far."""
+        """Captured graphs."""
         self._signatures: set[Any] = set()
 
     def __call__(self, module: nn.Module) -> None:
@@ -52,20 +52,20 @@ class VirtualCompiler:
             torch._dynamo.reset()
 
     def captures_each_layer(self) -> bool:
-        """Equal modules got graphs of their own, for more than a first one that differs.
+        """Return whether equal modules were captured separately, beyond a first one that differs.
 
-        Then Dynamo's limit of graphs for one function counts, and the number of layers with it.
+        Then Dynamo's limit of graphs per function matters, and with it the number of layers.
         """
         return self.num_graphs > 2 * len(self._signatures)
 
     def assumptions(self) -> tuple[str, ...]:
-        """What a prediction of compiled code rests on."""
+        """Return the assumptions behind a prediction of compiled code."""
         if not self.num_graphs:
             return ()
         return (
-            f"compiled code: the programs that torch {torch.__version__}'s Inductor writes for this GPU; matrix products "
-            "and attention by the same libraries as without compiling; in the first step kernels are tuned, as nothing was "
-            "compiled on the machine before",
+            f"compiled code: the programs that torch {torch.__version__}'s Inductor writes for this GPU; "
+            "matrix products and attention by the same libraries as without compiling; "
+            "in the first step kernels are tuned, as nothing was compiled on the machine before",
         )
 
     def _run(self, module: nn.Module | None, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._places.within_compiled(module), _no_function_modes():
+            with self._scopes.within_compiled(module), _no_function_modes():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)
@@ -82,7 +82,7 @@ class VirtualCompiler:
             raise refused from None
         finally:
             if self.num_graphs != num_graphs:
-                # Capturing leaves reference cycles, and here they hold what a graph was captured with.
+                # Capturing leaves reference cycles that hold traced tensors.
                 gc.collect()
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -91,31 +91,31 @@ class VirtualCompiler:
         from torch._inductor.compile_fx import compile_fx
 
         self.num_graphs += 1
-        # What a real run left in the caches is a program for a real device.
+        # Cached programs are for real devices.
         settings = functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
         choices = cuda_choices() if self._gpu else nullcontext()
         table = decompositions() if self._gpu else None
-        # Worker processes, once they are warm, would begin to compile kernels as these are written.
+        # Warm worker processes would compile the kernels.
         inductor_settings = config.patch(force_disable_caches=True, compile_threads=1)
         with settings, inductor_settings, choices:
             return compile_fx(gm, list(example_inputs), inner_compile=self._inner, decompositions=table)
 
     def _inner(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **graph_kwargs: Any) -> Any:
-        graph_kwargs.pop("compile_region_name", None)  # since 2.13, a name for profiles
+        graph_kwargs.pop("compile_region_name", None)  # Since torch 2.13, a name for profiles.
         compiled = generate(gm, example_inputs, self._gpu, graph_kwargs, self._program)
         return _runnable(compiled.current_callable)
 
     def _program(self, source: Source) -> Program:
-        return Program(source, self._tracer, self._places, self._tuning)
+        return Program(source, self._tracer, self._scopes, self._tuning)
 
 
 def _refusal(error: BaseException) -> InputError | None:
-    """The InputError that an operation raised while it was captured: Dynamo tells it in an error of its own."""
+    """Return the InputError among the causes of Dynamo's error, raised by an operation during capture."""
     chain: list[BaseException] = [error]
-    for told in chain:  # It grows.
-        if isinstance(told, InputError):
-            return told
-        causes = (told.__cause__, told.__context__)
+    for each in chain:  # Extended below.
+        if isinstance(each, InputError):
+            return each
+        causes = (each.__cause__, each.__context__)
         chain += [cause for cause in causes if cause is not None and cause not in chain]
     return None
 
@@ -128,13 +128,13 @@ def _runnable(call: Callable[[list[Any]], Any]) -> Any:
             return call(inputs)
 
         def post_compile(self, *args: Any, **kwargs: Any) -> None:
-            """Nothing is left to do."""
+            """Do nothing."""
 
         def set_triton_bundle(self, triton_bundle: Any) -> None:
-            """No kernel was compiled."""
+            """Do nothing: no kernel was compiled."""
 
     runnable: Any = Runnable()
-    runnable._boxed_call = True  # on the instance: Dynamo wraps it and copies what it finds there
+    runnable._boxed_call = True  # On the instance, whose attributes Dynamo's wrapper copies.
     return runnable
 
 
@@ -142,15 +142,14 @@ def _with_room(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(*args, **kwargs)
 
 
-# CPython keeps frames in chunks of 16 KiB, mapped when a call needs one and unmapped when it returns; a compiler that
-# calls across such a border all the time maps a million of them, a third of its time. A frame that asks for a large
-# stack gets a chunk of twice its size, and all calls within find room there.
+# CPython maps and unmaps a 16 KiB chunk of frames whenever calls cross its end, a third of the compiler's
+# time. A frame with a large stack gets a chunk of twice its size, in which all inner calls fit.
 _with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 17)
 
 
 @contextmanager
 def _no_function_modes() -> Iterator[None]:
-    """Dynamo would trace a TorchFunctionMode into the graph."""
+    """Leave all TorchFunctionModes, which Dynamo would trace into the graph."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield

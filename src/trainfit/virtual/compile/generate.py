@@ -1,8 +1,7 @@
-"""Inductor's program for one graph: AOTAutograd's graph in, Python source out.
+"""Generate Inductor's program for one graph of AOTAutograd.
 
-Torch's own ``codegen_and_compile`` runs up to the point where kernels would be compiled. Beside the source the caller
-gets what each scheduled kernel reads and writes and which module its operations come from (``Kernel``); the program
-calls ``_at(n)`` before kernel n.
+Torch's ``codegen_and_compile`` runs up to the compilation of kernels. The result has the source and, for each
+scheduled kernel, its bytes and modules (``Kernel``); the program calls ``_at(n)`` before kernel n.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,37 +15,37 @@ from torch import fx
 
 from trainfit.virtual.compile.cuda_device import as_cuda, move_graph, moved_tensor
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 AT = "_at"
-"""Name under which the program tells how far it is."""
+"""Name of the function that the program calls before each kernel."""
 SELF = "L['self']"
 """Dynamo's name of the compiled module."""
 
 
 class Kernel(NamedTuple):
-    """One scheduled kernel (fused or an extern call)."""
+    """A scheduled kernel, fused or extern."""
 
     num_bytes: int
-    """Read and written, each buffer once: Inductor's own count."""
+    """Read and written, each buffer once, as Inductor counts them."""
     modules: tuple[str, ...]
-    """Dotted names, within the compiled module, of the modules whose operations it does."""
+    """Dotted names of its operations' modules, within the compiled module."""
     recomputes: bool
-    """All its operations are the forward's, done again in the backward."""
+    """All its operations recompute the forward in the backward."""
     node: str | None = None
-    """Of an extern call: the graph's node that it computes."""
+    """The graph's node of an extern kernel."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A program as Inductor wrote it."""
+    """A program of Inductor."""
 
     text: str
     kernels: tuple[Kernel, ...]
     constants: dict[str, torch.Tensor]
     is_backward: bool
     graph: fx.Graph | None = None
-    """What was lowered, with Inductor's own rewrites."""
+    """The lowered graph, with Inductor's rewrites."""
 
 
 def generate(
@@ -56,12 +55,12 @@ def generate(
     graph_kwargs: dict[str, Any],
     runnable: Callable[[Source], Callable[[list[Any]], Any]],
 ) -> Any:
-    """Torch's compiled graph, whose callable is ``runnable(source)``.
+    """Return torch's compiled graph with the callable ``runnable(source)``.
 
     Args:
-        gm, example_inputs: on the CPU, as AOTAutograd gives them; for a GPU ``gm`` is moved to CUDA in place.
-        gpu: None for the CPU's own program.
-        graph_kwargs: what ``compile_fx`` gives its inner compiler.
+        gm, example_inputs: on the CPU, from AOTAutograd; for a GPU ``gm`` is moved to CUDA in place.
+        gpu: None for a CPU program.
+        graph_kwargs: keyword arguments of ``compile_fx``'s inner compiler.
     """
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext
@@ -112,7 +111,7 @@ def _kernel(node: Any, is_backward: bool) -> Kernel:
     origins = [
         origin for part in node.get_nodes() if part.node is not None for origin in part.node.get_origins()
     ]
-    # An extern call's first origin is the operation itself; the others made what it reads, maybe in another layer.
+    # An extern kernel's first origin is its own operation; the others compute its inputs.
     own = origins[:1] if node.is_extern() else origins
     modules = tuple(dict.fromkeys(name for origin in own if (name := _module_of(origin)) is not None))
     recomputes = is_backward and bool(origins) and all(_is_forwards(origin) for origin in origins)
@@ -121,12 +120,12 @@ def _kernel(node: Any, is_backward: bool) -> Kernel:
 
 
 def _is_forwards(node: fx.Node) -> bool:
-    """Part of the forward by the partitioner's tag; a random operation run again has lost the tag."""
+    """Return whether a node is tagged as forward; recomputed random operations have lost the tag."""
     return node.meta.get("partitioner_tag") == "is_forward" or str(node.target) == "run_with_rng_state"
 
 
 def _module_of(node: fx.Node) -> str | None:
-    """Dotted name of the innermost module whose forward this node is part of, or the gradient of."""
+    """Return the dotted name of the innermost module of a node or of its forward."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None

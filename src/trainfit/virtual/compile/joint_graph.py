@@ -1,13 +1,11 @@
-"""What Inductor decides for CUDA while the graph, forward and backward in one, is still on the CPU.
+"""Inductor's joint-graph passes and decompositions for CUDA, on a graph of fake CPU tensors.
 
-AOTAutograd differentiates fake CPU tensors (fake CUDA tensors have no backward without a GPU), and Inductor's passes
-over the joint graph look at their device. ``cuda_choices`` makes them choose as on CUDA, ``decompositions`` falls apart
-what CUDA's operations fall apart into:
+AOTAutograd differentiates fake CPU tensors, because fake CUDA tensors have no backward without a GPU:
 
-- matrix products whose sizes the tensor cores cannot take are padded (padded_products.py);
-- attention in fp32 written out is left so, unless TF32 is on (``fx_passes/fuse_attention.py``);
+- matrix products of sizes that tensor cores do not support are padded (pad_matmul.py);
+- eager attention in fp32 is not fused unless TF32 is on (``fx_passes/fuse_attention.py``);
 - a batch of one product is a product (``fx_passes/joint_graph.py``, ``bmm_to_mm``);
-- LayerNorm keeps its mean and scale in fp32, where the CPU keeps them in the input's dtype.
+- LayerNorm keeps mean and scale in fp32, where the CPU uses the input's dtype.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.compile.padded_products import should_pad
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.compile.pad_matmul import should_pad
+from trainfit.virtual.trace.exclusive import replaced
 
 
 @contextmanager
 def cuda_choices() -> Iterator[None]:
-    """Inductor's passes over a joint graph of CPU tensors choose as for CUDA."""
+    """Run Inductor's passes over a joint graph of CPU tensors as for CUDA."""
     from torch._inductor.fx_passes import fuse_attention, joint_graph, pad_mm
 
     params_check = fuse_attention._sfdp_params_check
@@ -40,13 +38,13 @@ def cuda_choices() -> Iterator[None]:
         stack.enter_context(replaced(pad_mm, "has_triton", yes))
         stack.enter_context(replaced(pad_mm, "_should_pad", should_pad))
         stack.enter_context(replaced(fuse_attention, "_sfdp_params_check", may_fuse))
-        # Only bmm_to_mm asks it.
+        # Used by bmm_to_mm alone.
         stack.enter_context(replaced(joint_graph, "check_device", yes))
         yield
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, as it is for CUDA."""
+    """Return Inductor's decomposition table for CUDA."""
     from torch._inductor.decomposition import select_decomp_table
 
     return {**select_decomp_table(), torch.ops.aten.native_layer_norm.default: _layer_norm}
@@ -55,7 +53,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``torch._refs.native_layer_norm`` without its last lines, which convert mean and scale on a CPU."""
+    """Compute ``torch._refs.native_layer_norm`` without the CPU's conversion of mean and scale."""
     from torch._refs import _normalize
 
     first = input.ndim - len(normalized_shape)

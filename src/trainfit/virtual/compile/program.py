@@ -1,8 +1,8 @@
-"""Inductor's program, run on the virtual GPU.
+"""Run Inductor's program on the virtual GPU.
 
-The source is a Python module that allocates buffers, launches Triton kernels, calls PyTorch's own operations and
-deletes what it needs no more. Here it runs as it is, its imports answered by what the virtual GPU has: a buffer is a
-fake tensor, a Triton kernel an entry in the ledger, and every other operation runs on fake tensors under the tracer.
+The program is a Python module that allocates buffers, launches Triton kernels, calls PyTorch's operations and
+deletes buffers. It runs unchanged with substituted imports: a buffer is a fake tensor, a Triton kernel an
+entry in the ledger, and other operations run on fake tensors under the tracer.
 """
 
 import builtins
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from trainfit.virtual.compile.generate import AT, Kernel, Source
-from trainfit.virtual.compile.masked_graph import GraphPairs
+from trainfit.virtual.compile.graph_masks import GraphMasks
 from trainfit.virtual.compile.tuning import Tuning
-from trainfit.virtual.trace.scope import NOWHERE, Place, Places
+from trainfit.virtual.trace.scope import NO_SCOPE, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
 
 aten = torch.ops.aten
@@ -23,27 +23,27 @@ CPU = torch.device("cpu")
 
 
 class Program:
-    """Call it with a list of inputs, which it empties; it returns the outputs."""
+    """A callable that takes a list of inputs, which it empties, and returns the outputs."""
 
-    def __init__(self, source: Source, tracer: Tracer, places: Places, tuning: Tuning | None):
+    def __init__(self, source: Source, tracer: Tracer, scopes: ScopeTracker, tuning: Tuning | None):
         self._kernels = source.kernels
-        self._tracer, self._places, self._tuning = tracer, places, tuning
+        self._tracer, self._scopes, self._tuning = tracer, scopes, tuning
         self._kernel = Kernel(0, (), False)
-        self._base = NOWHERE
-        self._pairs = GraphPairs(source.graph, tracer.pairs) if source.graph is not None else None
+        self._base = NO_SCOPE
+        self._masks = GraphMasks(source.graph, tracer.masks) if source.graph is not None else None
         self._call = self._load(source)
 
     def __call__(self, inputs: list[Any]) -> Any:
-        self._base = self._places.override = self._places.current()
-        if self._pairs is not None:
-            self._pairs.enter(inputs)
+        self._base = self._scopes.override = self._scopes.current()
+        if self._masks is not None:
+            self._masks.enter(inputs)
         try:
             outputs = self._call(inputs)
         finally:
-            self._places.override = None
-            self._tracer.share = None
-        if self._pairs is not None:
-            self._pairs.leave(outputs)
+            self._scopes.override = None
+            self._tracer.visible_share = None
+        if self._masks is not None:
+            self._masks.leave(outputs)
         return outputs
 
     def _load(self, source: Source) -> Callable[[list[Any]], Any]:
@@ -53,50 +53,42 @@ class Program:
         }
         exec(compile(source.text, "<inductor program>", "exec"), names)
         names.update(source.constants)
-        names.update(
-            {
-                "torch": _Overlaid(
-                    torch, cuda=_Anything(), device=_device, ops=_Overlaid(torch.ops, higher_order=_RandomOps)
-                ),
-                "device": _device,
-                "empty_strided_cuda": _empty_strided,
-                "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
-                "reinterpret_tensor": _reinterpret,
-                "assert_size_stride": _nothing,
-                "assert_alignment": _nothing,
-                "get_raw_stream": _nothing,
-                AT: self._at,
-            }
-        )
+        ops = _Overlaid(torch.ops, higher_order=_RandomOps)
+        names |= {
+            "torch": _Overlaid(torch, cuda=_Stub(), device=_device, ops=ops),
+            "device": _device,
+            "empty_strided_cuda": _empty_strided,
+            "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
+            "reinterpret_tensor": _reinterpret,
+            "assert_size_stride": _nothing,
+            "assert_alignment": _nothing,
+            "get_raw_stream": _nothing,
+            AT: self._begin_kernel,
+        }
         return names["call"]
 
-    def _import(
-        self,
-        name: str,
-        module_globals: Any = None,
-        module_locals: Any = None,
-        wanted: Any = (),
-        level: int = 0,
-    ) -> Any:
+    def _import(self, name: str, outer: Any = None, local: Any = None, wanted: Any = (), level: int = 0):
         if name.partition(".")[0] == "triton":
-            return _Anything()
+            return _Stub()
         if name == "torch._inductor.async_compile":
             return SimpleNamespace(AsyncCompile=lambda: _Kernels(self._launch))
-        found = builtins.__import__(name, module_globals, module_locals, wanted, level)
-        # A CPU build lacks CUDA's names; the program gets ours in their place afterwards.
+        found = builtins.__import__(name, outer, local, wanted, level)
+        # Names that a CPU build lacks are replaced by _load.
         return _Overlaid(found, **{key: _nothing for key in wanted or () if not hasattr(found, key)})
 
-    def _at(self, index: int) -> None:
+    def _begin_kernel(self, index: int) -> None:
         self._kernel = self._kernels[index]
-        self._tracer.share = self._pairs.share(self._kernel.node) if self._pairs is not None else None
-        self._places.override = self._place(self._kernel)
+        self._tracer.visible_share = (
+            self._masks.visible_share(self._kernel.node) if self._masks is not None else None
+        )
+        self._scopes.override = self._scope(self._kernel)
 
-    def _place(self, kernel: Kernel) -> Place:
-        """In the layer that the whole program is in; of the modules that a fused kernel works for, the last one's."""
+    def _scope(self, kernel: Kernel) -> Scope:
+        """Return the scope of the program's layer and of the last module that a fused kernel belongs to."""
         within = f".{kernel.modules[-1]}" if kernel.modules else ""
         return self._base._replace(
             module=(self._base.module + within).removeprefix("."),
-            slot=(self._base.slot + within).removeprefix("."),
+            path=(self._base.path + within).removeprefix("."),
             recomputing=self._base.recomputing or kernel.recomputes,
         )
 
@@ -106,12 +98,12 @@ class Program:
         self._tracer.launched(name, self._kernel.num_bytes, str(dtype).removeprefix("torch."))
         if self._tuning is not None:
             self._tracer.tuned(self._tuning.scratch(source, args, self._tracer.ledger))
-        # A second kernel of the same scheduled node reads and writes what is counted already.
+        # The bytes of a second kernel of the same scheduled node are counted already.
         self._kernel = self._kernel._replace(num_bytes=0)
 
 
 class _Kernels:
-    """Stands for Inductor's ``AsyncCompile``: nothing is compiled, a launch is told (Triton for CUDA, C++ for CPU)."""
+    """Replaces Inductor's ``AsyncCompile``: launches are recorded (Triton for CUDA, C++ for CPU)."""
 
     def __init__(self, launch: Callable[[str, str, tuple[Any, ...]], None]):
         self._launch = launch
@@ -123,11 +115,11 @@ class _Kernels:
         return lambda *args: self._launch("cpp_fused", source, args)
 
     def wait(self, names: dict[str, Any]) -> None:
-        """There is nothing to wait for."""
+        """Do nothing."""
 
 
 class _RandomOps:
-    """Operations that put a generator back to a state kept from the forward; the state is on the host."""
+    """Operations that save and restore the random state, which is on the host."""
 
     @staticmethod
     def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
@@ -139,7 +131,7 @@ class _RandomOps:
 
 
 class _Overlaid:
-    """A module with some names replaced."""
+    """A module with some attributes replaced."""
 
     def __init__(self, module: Any, **names: Any):
         self.__dict__.update(names)
@@ -149,16 +141,16 @@ class _Overlaid:
         return getattr(self._module, name)
 
 
-class _Anything:
-    """Has every attribute, takes every call, is a context manager, and does nothing: CUDA's devices and streams."""
+class _Stub:
+    """Stub of CUDA's devices and streams, with every attribute, callable and a context manager."""
 
-    def __getattr__(self, name: str) -> "_Anything":
+    def __getattr__(self, name: str) -> "_Stub":
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "_Anything":
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Stub":
         return self
 
-    def __enter__(self) -> "_Anything":
+    def __enter__(self) -> "_Stub":
         return self
 
     def __exit__(self, *_: object) -> None:

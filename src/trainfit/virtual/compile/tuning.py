@@ -1,10 +1,9 @@
-"""What Inductor's kernels allocate when they are first launched and choose among their configurations.
+"""Scratch of autotuning Inductor's kernels at their first launch.
 
-A kernel that has several configurations runs each of them some hundred times, before its first launch, between writes
-to a buffer as large as the L2 cache; what it changes is cloned for each run (``CachingAutotuner.bench`` and
-``copy_args_to_cpu_if_needed`` in ``torch/_inductor/runtime/triton_heuristics.py``, ``InductorBenchmarker`` in
-``benchmarking.py``). How many configurations there are is told by torch's own heuristics, asked as the program asks
-them. Caches on disk are taken to be empty: a machine that compiled the same kernel before does not tune it again.
+A kernel with several configurations benchmarks each of them, with a buffer of the L2 cache's size to flush it
+and clones of the arguments that it changes (``CachingAutotuner.bench`` and ``copy_args_to_cpu_if_needed`` in
+``torch/_inductor/runtime/triton_heuristics.py``, ``InductorBenchmarker`` in ``benchmarking.py``). The number
+of configurations comes from torch's heuristics. Caches on disk are assumed to be empty.
 """
 
 import ast
@@ -16,36 +15,34 @@ from typing import Any, NamedTuple
 import torch
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger
-from trainfit.virtual.exclusive import replaced
-
-ROUND_BYTES = 512
-"""Smallest block of CUDA's caching allocator."""
+from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.virtual.trace.exclusive import replaced
 
 
 class Kernel(NamedTuple):
-    """What of a Triton kernel's source decides how it is tuned."""
+    """Properties of a Triton kernel's source that determine its autotuning."""
 
     num_configs: int
     changed: tuple[int, ...]
-    """Positions of the arguments that a launch changes: they are cloned."""
+    """Positions of the arguments that a launch changes, which are cloned."""
     spares_memory: bool
-    """Clones that would raise the peak go to the host's memory instead (programs of the backward)."""
+    """Clones that would raise the peak are in host memory (backward programs)."""
 
 
 class Tuning:
-    """Tells once for each kernel what its tuning allocates. One for all programs of a process, as torch's modules."""
+    """Autotuning of the kernels of all programs, once per kernel."""
 
     def __init__(self, l2_cache_bytes: int):
         self._l2_cache_bytes = l2_cache_bytes
         self._launched: set[str] = set()
 
     def scratch(self, source: str, args: Sequence[Any], ledger: Ledger) -> list[tuple[int, ...]]:
-        """Bytes allocated, and freed, together, one after the other, before the kernel's first launch; later none.
+        """Return tuples of bytes, each allocated and freed together, before the kernel's first launch.
 
         Args:
-            source: as Inductor gives it to the compiler.
-            args: of the launch. Tensors are as large and as placed in their storage as on the GPU.
-            ledger: what the run has done so far; its last segment is the running phase.
+            source: as Inductor passes it to the compiler.
+            args: of the launch, with tensors of the GPU's sizes and storage offsets.
+            ledger: the run so far; its last segment is the current phase.
         """
         if source in self._launched:
             return []
@@ -57,24 +54,24 @@ class Tuning:
         if kernel.spares_memory:
             changed = _within(headroom(ledger), changed)
         clones = tuple(_extent(t, int(t.storage_offset())) for t in changed)
-        # A first run warms up before the buffer is made.
+        # The warm-up runs before the buffer is allocated.
         return [clones, (self._l2_cache_bytes, *clones)]
 
 
 def headroom(ledger: Ledger) -> int:
-    """Bytes by which the running phase's highest point lies above what is allocated now."""
+    """Return the current phase's peak minus the bytes allocated now."""
     allocated = highest = 0
     segment = len(ledger.segments) - 1
     for event in ledger.events:
         if event.segment == segment:
-            num_bytes = -(-ledger.storages[event.storage].num_bytes // ROUND_BYTES) * ROUND_BYTES
+            num_bytes = -(-ledger.storages[event.storage].num_bytes // MIN_BLOCK) * MIN_BLOCK
             allocated += num_bytes if event.kind == ALLOCATE else -num_bytes
             highest = max(highest, allocated)
     return highest - allocated
 
 
 def read(source: str) -> Kernel:
-    """The kernel's own description in the source of its module, through ``triton_heuristics``'s decorators."""
+    """Evaluate the ``triton_heuristics`` decorator in a kernel's source."""
     from torch._inductor.runtime import hints, triton_heuristics
 
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
@@ -93,9 +90,10 @@ def read(source: str) -> Kernel:
             spares_memory=inductor_meta.get("optimize_mem", True),
         )
 
-    # Without Triton hints are written as AttrsDescriptor(...), and there is no Config.
+    # Without Triton the source uses AttrsDescriptor(...), and there is no Config.
     known = {
-        **vars(hints), "AttrsDescriptor": dict, "triton_heuristics": triton_heuristics, "torch": torch, "__file__": "",
+        **vars(hints), "AttrsDescriptor": dict, "triton_heuristics": triton_heuristics, "torch": torch,
+        "__file__": "",
     }  # fmt: skip
     with ExitStack() as stack:
         stack.enter_context(replaced(triton_heuristics, "cached_autotune", kernel))
@@ -106,7 +104,7 @@ def read(source: str) -> Kernel:
 
 
 class _Config:
-    """``triton.Config``, as far as heuristics make and compare them."""
+    """Substitute of ``triton.Config`` that the heuristics create and compare."""
 
     def __init__(
         self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **settings: Any
@@ -125,7 +123,7 @@ def _is_heuristic(decorator: ast.expr) -> bool:
 
 
 def _within(budget: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that fit into the budget, each in its turn."""
+    """Return the tensors that fit into the budget, in order."""
     fitting = []
     for t in tensors:
         num_bytes = _extent(t, 0)
@@ -136,7 +134,7 @@ def _within(budget: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _extent(t: torch.Tensor, offset: int) -> int:
-    """Bytes from ``offset`` elements before the first element to the last (``clone_preserve_strides``)."""
+    """Return the bytes from ``offset`` elements before the first to the last (``clone_preserve_strides``)."""
     if t.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))

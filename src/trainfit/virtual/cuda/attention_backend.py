@@ -1,7 +1,7 @@
-"""Which SDPA backend CUDA would choose, called on fake tensors so that autograd saves what CUDA saves.
+"""CUDA's choice of SDPA backend, run on fake tensors so that autograd saves the same tensors as on CUDA.
 
-The rules are those of PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the switches of
-``torch.nn.attention.sdpa_kernel`` are obeyed.
+The rules are those of PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, with the switches of
+``torch.nn.attention.sdpa_kernel``.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Query:
-    """What the choice depends on; shapes [batch, heads, seq, head_dim]."""
+    """Arguments of SDPA; q, k, v are [batch, heads, seq, head_dim]."""
 
     q: Tensor
     k: Tensor
@@ -37,17 +37,16 @@ class Query:
 
 
 def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: bool) -> str:
-    """``cudnn``, ``flash``, ``efficient`` or ``math``: the first in PyTorch's order that may run.
+    """Return the first of PyTorch's backends that can run: cudnn, flash, efficient or math.
 
     Args:
         capability: CUDA compute capability of the GPU.
-        prefers_cudnn: whether this PyTorch and cuDNN put cuDNN first (Hopper and datacentre Blackwell do).
+        prefers_cudnn: whether cuDNN is first (Hopper and datacentre Blackwell).
     Raises:
-        InputError: no backend that is switched on can run this.
+        InputError: no enabled backend can run it.
     """
-    order = (
-        ("cudnn", "flash", "efficient", "math") if prefers_cudnn else ("flash", "efficient", "math", "cudnn")
-    )
+    order = ("flash", "efficient", "math")
+    order = ("cudnn", *order) if prefers_cudnn else (*order, "cudnn")
     allowed = {
         "flash": torch.backends.cuda.flash_sdp_enabled() and _flash_can(query, capability),
         "efficient": torch.backends.cuda.mem_efficient_sdp_enabled() and _efficient_can(query, capability),
@@ -61,7 +60,7 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     kind += ", a mask" if query.mask is not None else ""
     kind += "" if query.heads_match else ", grouped key heads"
     raise InputError(
-        f"the SDPA backends left on have no kernel for {kind}",
+        f"the enabled SDPA backends have no kernel for {kind}",
         "use attention: sdpa or math",
         field="attention",
     )
@@ -77,32 +76,24 @@ def _common(query: Query) -> bool:
 
 
 def _unit_stride(query: Query) -> bool:
-    # check_last_dim_stride_equals_1_dense: T5's mask, a bias whose heads lie innermost, goes to math for it.
+    # check_last_dim_stride_equals_1_dense: T5's mask, a bias with heads innermost, falls back to math.
     if query.mask is not None and query.mask.stride(-1) != 1:
         return False
     return all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in (query.q, query.k, query.v))
 
 
 def _heads_fit(query: Query, gqa: bool) -> bool:
-    if query.heads_match:
-        return True
-    return (
-        gqa
-        and query.gqa
-        and query.k.shape[1] == query.v.shape[1]
-        and query.q.shape[1] % query.k.shape[1] == 0
-    )
+    q, k, v = query.q, query.k, query.v
+    grouped = gqa and query.gqa and k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
+    return query.heads_match or grouped
 
 
 def _flash_can(query: Query, capability: tuple[int, int]) -> bool:
     q, k, v = query.q, query.k, query.v
     if capability < (8, 0) or query.mask is not None or q.dtype not in HALVES or not _common(query):
         return False
-    if (
-        not (q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256)
-        or not _heads_fit(query, True)
-        or not _unit_stride(query)
-    ):
+    dims_fit = q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
+    if not dims_fit or not _heads_fit(query, True) or not _unit_stride(query):
         return False
     consumer = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     if consumer and query.trains and q.shape[-1] > 192 and (query.dropout > 0 or q.shape[-1] <= 224):
@@ -112,11 +103,7 @@ def _flash_can(query: Query, capability: tuple[int, int]) -> bool:
 
 def _efficient_can(query: Query, capability: tuple[int, int]) -> bool:
     q, k, v = query.q, query.k, query.v
-    dtypes = (
-        (torch.float16, torch.bfloat16, torch.float32)
-        if capability >= (8, 0)
-        else (torch.float16, torch.float32)
-    )
+    dtypes = {torch.float16, torch.float32} | ({torch.bfloat16} if capability >= (8, 0) else set())
     if q.dtype not in dtypes or not _common(query) or not _unit_stride(query) or not _heads_fit(query, False):
         return False
     half = q.dtype in HALVES
@@ -134,14 +121,15 @@ def _cudnn_can(query: Query, capability: tuple[int, int]) -> bool:
         return False
     if not _unit_stride(query):
         return False
-    # An H200 with torch 2.11 and cuDNN 9.1x ran head size 256 (Gemma) and any dropout (GPT-2) through cuDNN.
+    # Measured on an H200, torch 2.11, cuDNN 9.1x: head size 256 (Gemma) and dropout (GPT-2) run through
+    # cuDNN.
     limit = 256 if capability[0] in (9, 10) else 128
     dims_fit = q.shape[-1] <= limit and v.shape[-1] <= limit and q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0
     return dims_fit and k.shape[2] != 1 and not (query.dropout and q.shape[2] == 1)
 
 
 def attend(query: Query, backend: str, scale: float | None) -> Tensor:
-    """Run the backend's own op; returns the output, shape of q with v's head_dim."""
+    """Run the backend's operation and return the output, of q's shape with v's head_dim."""
     q, k, v = query.q, query.k, query.v
     if backend == "flash":
         return _flash(query, scale)
@@ -157,9 +145,9 @@ def attend(query: Query, backend: str, scale: float | None) -> Tensor:
 
 
 def _math(query: Query, scale: float | None) -> tuple[Tensor, Tensor]:
-    """``_scaled_dot_product_attention_math`` (attention.cpp), whose mask is added in place but for subclasses, as fakes are.
+    """Run ``_scaled_dot_product_attention_math`` (attention.cpp), which adds the mask in place.
 
-    What it calls by name lives until it returns, its second result, which nobody takes, a little longer.
+    Its C++ locals live until it returns, its unused second result a little longer.
     """
     query_acc, key_acc, value_acc = query.q, query.k, query.v
     dtype = query_acc.dtype
@@ -180,21 +168,20 @@ def _math(query: Query, scale: float | None) -> tuple[Tensor, Tensor]:
     weights = aten._safe_softmax(weights, -1)
     if query.dropout > 0:
         weights = torch.dropout(weights, query.dropout, True)
-    second = weights.to(dtype)  # A compiler evaluates arguments as it likes; an H200's build this one first.
+    second = weights.to(dtype)  # First: the order in which CUDA builds evaluate the two results.
     return (weights @ v).to(dtype), second
 
 
 def _flash(query: Query, scale: float | None) -> Tensor:
-    # Flash attention takes head sizes that are multiples of 8; PyTorch pads before it and slices after.
+    # PyTorch pads head sizes to multiples of 8 and slices the output.
     q, k, v = query.q, query.k, query.v
     dim = q.shape[-1]
     scale = dim**-0.5 if scale is None else scale
     pad = -dim % 8
     if pad:
         q, k, v = (torch.nn.functional.pad(t, (0, pad)) for t in (q, k, v))
-    out = aten._scaled_dot_product_flash_attention(q, k, v, query.dropout, query.causal, False, scale=scale)[
-        0
-    ]
+    flash = aten._scaled_dot_product_flash_attention
+    out = flash(q, k, v, query.dropout, query.causal, False, scale=scale)[0]
     return out[..., :dim] if pad else out
 
 
@@ -210,14 +197,14 @@ def _efficient(query: Query, scale: float | None) -> Tensor:
 
 
 def _float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask becomes an additive one of the query's dtype, as PyTorch converts it."""
+    """Convert a boolean mask to an additive one of the query's dtype."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
 
 
 def _aligned_bias(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    # The kernel reads the bias 16 elements at a time: PyTorch pads the last dimension, slices it and expands.
+    # PyTorch pads the last dimension to a multiple of 16, slices it and expands.
     pad = -mask.shape[-1] % 16
     if pad:
         mask = torch.nn.functional.pad(mask, (0, pad))[..., : k.shape[2]]

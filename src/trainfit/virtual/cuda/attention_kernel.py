@@ -1,4 +1,5 @@
-"""Which kernel computes an attention operation, its head size and length, and if it has a mask: what its time follows from. No torch here."""
+"""The kernel, head size, sequence length and mask of an attention operation, for step times. No torch
+here."""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +7,13 @@ from trainfit.spec.hardware import Gpu
 
 PYTORCHS = ("cudnn", "flash", "efficient")
 MASKS = ("attn_bias", "bias", "attn_mask")
-"""What PyTorch's operations call a tensor that is added to the scores."""
+"""Arguments of PyTorch's operations that are added to the scores."""
 HEADS_FIRST = ("aten::_scaled_dot_product_", "trainfit::")
-"""Operations whose tensors are [batch, heads, seq, head_dim]; the others' are [batch, seq, heads, head_dim]."""
+"""Operations on tensors [batch, heads, seq, head_dim]; others have [batch, seq, heads, head_dim]."""
 
 
 class AttentionKernel(NamedTuple):
-    """Empty for an operation that is no attention."""
+    """An attention kernel; empty for other operations."""
 
     kernel: str = ""
     head: int = 0
@@ -23,7 +24,7 @@ class AttentionKernel(NamedTuple):
 def attention_kernel(
     func: Any, args: Any, kwargs: Any, capability: tuple[int, int] | None
 ) -> AttentionKernel:
-    """What computes this call on a GPU of this capability; on a CPU (None) nothing is told."""
+    """Return the kernel of a call on a GPU of this capability; empty on a CPU (None)."""
     name = func._schema.name
     if capability is None or "_attention" not in name:
         return AttentionKernel()
@@ -45,5 +46,5 @@ def attention_kernel(
 
 
 def prefers_cudnn(gpu: Gpu) -> bool:
-    """Whether PyTorch's SDPA tries cuDNN first on this GPU (check_prefer_cudnn_attention in sdp_utils.cpp)."""
+    """Return whether SDPA tries cuDNN first on this GPU (check_prefer_cudnn_attention in sdp_utils.cpp)."""
     return gpu.compute_capability is not None and gpu.compute_capability[0] in (9, 10)

@@ -1,9 +1,9 @@
 """CUDA's autocast policy for fake CPU tensors.
 
-CPU autocast keeps layer norms, softmax, pow and sums in the low precision; CUDA runs them in fp32. CPU autocast runs
-cross-entropy and pooling in fp32, and casts what is concatenated; CUDA leaves them alone. The lists are those of
-PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE, AT_FORALL_PROMOTE); which
-operations have a policy at all PyTorch itself tells, version by version.
+CPU autocast keeps layer norms, softmax, pow and sums in the low precision; CUDA runs them in fp32. CPU
+autocast runs cross-entropy and pooling in fp32 and casts concatenated tensors; CUDA does not. The lists are
+those of PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
+AT_FORALL_PROMOTE), restricted to the operations for which the installed version has a policy.
 """
 
 from collections.abc import Callable
@@ -12,48 +12,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.thread_kernels import override, skip
+from trainfit.virtual.cuda.thread_kernels import override, skip
+from trainfit.virtual.trace.tensors import tensors_of
 
-FP32 = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
-    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity "
-    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss "
-    "mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist cdist "
-    "renorm logsumexp pdist upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"
-).split()
-FP32_OUTPUT = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList".split()
+FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm cosine_similarity
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss
+    mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss binary_cross_entropy_with_logits dist
+    cdist renorm logsumexp pdist upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+""".split()
+FP32_OUTPUT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList
+""".split()
 PROMOTE = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()
-LOWER = "addmv addr mv chain_matmul linalg_multi_dot einsum lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
-"""On CUDA's low-precision list but not on the CPU's."""
+LOWER = """
+    addmv addr mv chain_matmul linalg_multi_dot einsum lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+""".split()
+"""In CUDA's low-precision list but not in the CPU's."""
 
 
 def install(library: "torch.library.Library") -> None:
     """Register CUDA's policy for the CPU's autocast key, until the library is destroyed."""
-    for names, policy in (
-        (FP32, _in_fp32),
-        (FP32_OUTPUT, _fp32_output),
-        (PROMOTE, _promote),
-        (LOWER, _lower),
-    ):
+    policies = ((FP32, _in_fp32), (FP32_OUTPUT, _fp32_output), (PROMOTE, _promote), (LOWER, _lower))
+    for names, policy in policies:
         for name in names:
             if (op := _find(name)) is not None and has_policy(f"aten::{name}", "AutocastCUDA"):
                 override(library, name, policy(op), "AutocastCPU")
-    for name in torch._C._dispatch_get_all_op_names():
-        if (
-            name.startswith("aten::")
-            and has_policy(name, "AutocastCPU")
-            and not has_policy(name, "AutocastCUDA")
-        ):
-            skip(library, name.removeprefix("aten::"), "AutocastCPU")
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace == "aten" and has_policy(full, "AutocastCPU") and not has_policy(full, "AutocastCUDA"):
+            skip(library, name, "AutocastCPU")
 
 
 def has_policy(name: str, key: str) -> bool:
-    """Whether PyTorch registers an autocast kernel for this operation (``aten::name.overload``) and device.
-
-    A build without CUDA has CUDA's, too.
-    """
+    """Return whether an operation (``aten::name.overload``) has an autocast kernel for a key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
@@ -68,13 +63,10 @@ def _off() -> Any:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    # Autocast leaves fp64, integers and whatever is already right alone.
+    # Autocast keeps fp64 and integers.
     if isinstance(value, Tensor):
-        return (
-            value.to(dtype)
-            if value.is_floating_point() and value.dtype not in (dtype, torch.float64)
-            else value
-        )
+        casts = value.is_floating_point() and value.dtype not in (dtype, torch.float64)
+        return value.to(dtype) if casts else value
     if isinstance(value, list | tuple):
         return [_cast(item, dtype) for item in value]
     return value
@@ -109,15 +101,8 @@ def _fp32_output(op: Any) -> Callable[..., Any]:
 def _promote(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _off():
-            low = torch.get_autocast_dtype("cpu")
-            flat = [
-                t
-                for arg in args
-                for t in (arg if isinstance(arg, list | tuple) else (arg,))
-                if isinstance(t, Tensor)
-            ]
-            widest = torch.float32 if any(t.dtype == torch.float32 for t in flat) else low
-            return op(*_cast(args, widest), **kwargs)
+            is_fp32 = any(t.dtype == torch.float32 for t in tensors_of(args))
+            return op(*_cast(args, torch.float32 if is_fp32 else torch.get_autocast_dtype("cpu")), **kwargs)
 
     return kernel
 

@@ -1,7 +1,7 @@
 """Bytes that a kernel reads and writes in device memory: inputs once, outputs once, nothing for views.
 
-This is the least traffic a kernel can have; caches are assumed to hold what is read again. Indexing counts the
-places that the indices name, broadcast inputs what is stored of them, in-place ops their target twice.
+This is the minimum traffic: repeated reads are assumed to hit caches. Indexing counts the selected elements,
+a broadcast input its stored elements, an in-place operation its target twice.
 """
 
 from functools import lru_cache
@@ -24,13 +24,14 @@ from trainfit.virtual.cuda.op_kinds import (
 from trainfit.virtual.trace.tensors import tensors_of
 
 WHOLE = frozenset({"max", "min"})
-"""Over the whole tensor (overload ``default``) they read a contiguous copy (ReduceAllOps.cpp)."""
+"""Their overload ``default`` reads a contiguous copy (ReduceAllOps.cpp)."""
 GRADIENTS = 1
-"""Position of the gradients in a fused optimizer: its schema calls them written, which only a loss scale does."""
+"""Position of a fused optimizer's gradients, which are written only with a loss scale, unlike in its
+schema."""
 
 
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Bytes read and written by one call; tensors are fake, of the right shapes, dtypes and strides."""
+    """Return the bytes read and written by one call on fake tensors."""
     kind, written = _kind(func)
     if kind == "free":
         return 0
@@ -52,26 +53,20 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     moved = _sum(args) + _sum(kwargs) if kwargs else _sum(args)
     if not written:
         return moved + _sum(out)
-    # What is written in place is read and written; its result is the same memory.
+    # In-place targets are read and written; the result is the same memory.
     moved += sum(_sum(args[i]) for i in written if i < len(args))
     return moved if kwargs.get("grad_scale") is None else moved + _sum(args[GRADIENTS])
 
 
 @lru_cache(maxsize=4096)
 def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
-    """How an op touches memory, and the positions of the arguments that it writes."""
+    """Return how an operation accesses memory, and the positions of the arguments that it writes."""
     name = base_name(func)
     if name in MAY_COPY:
         return "may copy", ()
     if name in WHOLE and func._overloadname == "default":
         return "whole", ()
-    if (
-        func.is_view
-        or name in FREE
-        or name in BY_ONE
-        or name in UNWRITTEN
-        or func._schema.name.startswith(ELSEWHERE)
-    ):
+    if func.is_view or name in FREE | BY_ONE | UNWRITTEN or func._schema.name.startswith(ELSEWHERE):
         return "free", ()
     if name in FACTORIES:
         return "write", ()
@@ -91,13 +86,14 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _indexed(args: tuple[Any, ...], out: Any) -> int:
-    """embedding, index, gather: indices, the places read, the output. scatter, index_put: indices, values, their
-    places; the untouched rest of the target is not counted unless the op makes a new tensor of it.
+    """Count indices and selected elements of a gather or scatter, and its output or values.
+
+    The rest of a scatter's target counts only if the result is a new tensor.
     """
     tensors = tensors_of(args)
     target, others = tensors[0], tensors[1:]
     if isinstance(out, Tensor) and out is target:
-        # Indices and values are read, the places in the target are read and written.
+        # Indices and values are read, the selected elements of the target are read and written.
         values = max((_stored(t) for t in others if t.dtype == target.dtype), default=0)
         return sum(map(_stored, others)) + 2 * values
     if others and isinstance(out, Tensor) and out.shape == target.shape and len(others) > 1:
@@ -110,7 +106,7 @@ def _sum(value: Any) -> int:
 
 
 def _stored(t: Tensor) -> int:
-    """Bytes of the elements that differ in memory: a dimension of stride 0 is stored once."""
+    """Return the bytes of the stored elements: a dimension of stride 0 is stored once."""
     size = t.element_size()
     for length, stride in zip(t.shape, t.stride(), strict=True):
         if stride:

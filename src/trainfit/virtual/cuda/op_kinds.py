@@ -1,7 +1,7 @@
-"""Which operations do no matrix work: elementwise, reductions, data movement, factories, list updates. No torch here.
+"""Operations without matrix products: elementwise, reductions, data movement, factories. No torch here.
 
-PyTorch tags pointwise ops and reductions and marks views; the rest is listed by name, without the trailing
-underscore of in-place ops. What is in no list is reported by name rather than counted as nothing.
+PyTorch tags pointwise operations, reductions and views. Others are listed by name, without the trailing
+underscore of in-place variants. Operations in no list are reported.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,10 @@ FACTORIES = frozenset(
     zeros_like
     """.split()
 )
-"""They write their output and read nothing."""
+"""Write their output and read nothing."""
 
-UNWRITTEN = frozenset(
-    """
-    empty empty_like empty_permuted empty_strided new_empty new_empty_strided
-    """.split()
-)
-"""Memory without contents."""
+UNWRITTEN = frozenset("empty empty_like empty_permuted empty_strided new_empty new_empty_strided".split())
+"""Allocate without writing."""
 
 FREE = frozenset(
     """
@@ -35,13 +31,13 @@ FREE = frozenset(
     squeeze sym_numel sym_size sym_storage_offset sym_stride t transpose _unsafe_view unsqueeze _version
     """.split()
 )
-"""They touch no element of any size."""
+"""Access no elements."""
 
 BY_ONE = frozenset({"multiply_unless_one"})
-"""Ours: a step gives its loss the gradient that the loss expects, so the factor is 1 and nothing is touched."""
+"""Our scaling of the loss's gradient: the factor of a step is 1, so no element is accessed."""
 
 MAY_COPY = frozenset({"contiguous", "reshape"})
-"""Views where the layout allows it, else copies. Only below autograd (in a wrapper tensor's own rules) are they seen whole."""
+"""Views if the layout allows it, else copies; seen in the rules of wrapper subclasses, below autograd."""
 
 GATHERS = frozenset(
     """
@@ -50,7 +46,7 @@ GATHERS = frozenset(
     _unsafe_index_put _unsafe_masked_index
     """.split()
 )
-"""They touch the places that indices name."""
+"""Access the elements that indices select."""
 
 MOVES = frozenset(
     """
@@ -66,54 +62,53 @@ MOVES = frozenset(
     unsafe_split_with_sizes unsqueeze_copy values_copy view_as_complex_copy view_as_real_copy view_copy
     """.split()
 )
-"""They copy elements and compute nothing."""
+"""Copy elements and compute nothing."""
 
 VECTOR_WORK = frozenset(
     """
     abs adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d
-    _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d
-    add affine_grid_generator all allclose aminmax _aminmax _amp_foreach_non_finite_check_and_unscale
+    _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward adaptive_max_pool3d add
+    affine_grid_generator all allclose aminmax _aminmax _amp_foreach_non_finite_check_and_unscale
     _amp_update_scale any argmax argmin avg_pool2d avg_pool2d_backward avg_pool3d avg_pool3d_backward
     batch_norm_backward _batch_norm_no_update _batch_norm_with_update _batch_norm_with_update_functional
-    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits bincount
-    bitwise_and bitwise_or bitwise_xor bucketize celu complex _conj_physical copysign count_nonzero
-    cudnn_batch_norm cudnn_batch_norm_backward cummax _cummax_helper cummin _cummin_helper cumprod
-    cumsum dequantize_nf4 dequantize_rows diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
-    _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward embedding_renorm
-    eq equal floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge gelu gelu_backward
-    glu glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid hardswish
-    hardtanh hardtanh_backward heaviside histc histogram huber_loss huber_loss_backward _is_all_true
-    _is_any_true isin isinf isnan kthvalue le leaky_relu leaky_relu_backward log_sigmoid_backward
-    log_sigmoid_forward log_softmax _log_softmax _log_softmax_backward_data logcumsumexp _logcumsumexp
-    lt masked_fill _masked_scale _masked_softmax _masked_softmax_backward max max_pool2d_with_indices
-    max_pool2d_with_indices_backward median min mish mode mse_loss mse_loss_backward mul multinomial
-    nanmedian native_batch_norm native_batch_norm_backward _native_batch_norm_legit
-    _native_batch_norm_legit_functional _native_batch_norm_legit_no_training native_dropout
-    native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm
-    native_layer_norm_backward ne nll_loss2d_backward nll_loss2d_forward nll_loss_backward
-    nll_loss_forward nonzero nonzero_static norm poisson polar _prelu_kernel _prelu_kernel_backward prod
-    quantize_blocks reflection_pad1d_backward reflection_pad2d_backward relu remainder renorm replication_pad1d_backward
-    replication_pad2d_backward rrelu_with_noise rrelu_with_noise_backward rsub _safe_softmax
-    searchsorted segment_reduce smooth_l1_loss smooth_l1_loss_backward soft_margin_loss
-    soft_margin_loss_backward softmax _softmax _softmax_backward_data softplus softplus_backward sort
-    std_mean sub sum threshold threshold_backward topk trace _unique _unique2 unique_consecutive
-    unique_dim unique_dim_consecutive _unsafe_masked_index_put_accumulate upsample_bicubic2d
-    _upsample_bicubic2d_aa upsample_bicubic2d_backward upsample_bilinear2d _upsample_bilinear2d_aa
-    upsample_bilinear2d_backward upsample_linear1d upsample_nearest1d upsample_nearest1d_backward
-    upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d upsample_trilinear3d var_mean
-    _weight_norm_interface _weight_norm_interface_backward where xlogy
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits bincount bitwise_and
+    bitwise_or bitwise_xor bucketize celu complex _conj_physical copysign count_nonzero cudnn_batch_norm
+    cudnn_batch_norm_backward cummax _cummax_helper cummin _cummin_helper cumprod cumsum dequantize_nf4
+    dequantize_rows diag dist div elu elu_backward _embedding_bag _embedding_bag_backward
+    _embedding_bag_dense_backward _embedding_bag_forward_only embedding_dense_backward embedding_renorm eq
+    equal floor_divide _fused_dropout _fused_rms_norm _fused_rms_norm_backward ge gelu gelu_backward glu
+    glu_backward grid_sampler_2d grid_sampler_2d_backward gt hardshrink hardsigmoid hardswish hardtanh
+    hardtanh_backward heaviside histc histogram huber_loss huber_loss_backward _is_all_true _is_any_true isin
+    isinf isnan kthvalue le leaky_relu leaky_relu_backward log_sigmoid_backward log_sigmoid_forward
+    log_softmax _log_softmax _log_softmax_backward_data logcumsumexp _logcumsumexp lt masked_fill
+    _masked_scale _masked_softmax _masked_softmax_backward max max_pool2d_with_indices
+    max_pool2d_with_indices_backward median min mish mode mse_loss mse_loss_backward mul multinomial nanmedian
+    native_batch_norm native_batch_norm_backward _native_batch_norm_legit _native_batch_norm_legit_functional
+    _native_batch_norm_legit_no_training native_dropout native_dropout_backward native_group_norm
+    native_group_norm_backward native_layer_norm native_layer_norm_backward ne nll_loss2d_backward
+    nll_loss2d_forward nll_loss_backward nll_loss_forward nonzero nonzero_static norm poisson polar
+    _prelu_kernel _prelu_kernel_backward prod quantize_blocks reflection_pad1d_backward
+    reflection_pad2d_backward relu remainder renorm replication_pad1d_backward replication_pad2d_backward
+    rrelu_with_noise rrelu_with_noise_backward rsub _safe_softmax searchsorted segment_reduce smooth_l1_loss
+    smooth_l1_loss_backward soft_margin_loss soft_margin_loss_backward softmax _softmax _softmax_backward_data
+    softplus softplus_backward sort std_mean sub sum threshold threshold_backward topk trace _unique _unique2
+    unique_consecutive unique_dim unique_dim_consecutive _unsafe_masked_index_put_accumulate
+    upsample_bicubic2d _upsample_bicubic2d_aa upsample_bicubic2d_backward upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_bilinear2d_backward upsample_linear1d upsample_nearest1d
+    upsample_nearest1d_backward upsample_nearest2d upsample_nearest2d_backward upsample_nearest3d
+    upsample_trilinear3d var_mean _weight_norm_interface _weight_norm_interface_backward where xlogy
     """.split()
 )
-"""Elementwise work, reductions, norms, losses, pooling, sorting: FLOPs that the matmul convention does not count."""
+"""Elementwise work, reductions, norms, losses, pooling, sorting: their FLOPs are not counted."""
 
 HOST_COPIES = frozenset({"copy_to_host", "copy_to_device"})
 """Copies between the GPU and pinned host memory (offload/copies.py)."""
 
 COPY_DIRECTIONS = {"trainfit.copy_to_host_.default": "out", "trainfit.copy_to_device_.default": "in"}
-"""Their names in a ledger -> which way they copy; the two ways do not share their bytes per second."""
+"""Name in a ledger -> direction of the copy; each direction has its own bandwidth."""
 
 LIKE = frozenset({"dequantize_nf4", "dequantize_rows"})
-"""Ours (kernels/) whose first argument only says a dtype."""
+"""Our kernels whose first argument only gives a dtype."""
 
 OWN_VECTOR_WORK = frozenset(
     """
@@ -121,24 +116,19 @@ OWN_VECTOR_WORK = frozenset(
     multiply_unless_one own_rms_norm own_rms_norm_backward rotate_pairs swiglu swiglu_backward
     """.split()
 )
-"""Kernels of ours that do no products."""
+"""Our kernels without matrix products."""
 
 LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 ELSEWHERE = (
-    "prim::",
-    "profiler::",
-    "c10d::",
-    "_c10d_functional::",
-    "c10d_functional::",
-    "_c10d_functional_autograd::",
-    "fsdp::",
-)
-"""Namespaces of collectives (their time and bytes are modelled apart) and of questions about tensors."""
+    "prim::", "profiler::", "c10d::", "_c10d_functional::", "c10d_functional::",
+    "_c10d_functional_autograd::", "fsdp::",
+)  # fmt: skip
+"""Namespaces of collectives, which are modelled separately, and of queries."""
 TAGS = ("pointwise", "reduction", "view_copy")
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What the operation writes into, among the arguments of one call: tensors or lists of them."""
+    """Return the arguments of a call that the operation writes into: tensors or lists of them."""
     found = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -149,25 +139,19 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]
 
 
 def base_name(func: Any) -> str:
-    """``add`` of ``aten::add_.Tensor``: no namespace, no overload, no trailing underscore."""
+    """Return ``add`` for ``aten::add_.Tensor``: no namespace, overload and trailing underscore."""
     name = func._schema.name.partition("::")[2]
     return name if name.endswith("__") else name.rstrip("_") or name
 
 
+_NO_MATRIX_WORK = FACTORIES | FREE | GATHERS | MOVES | VECTOR_WORK | HOST_COPIES | OWN_VECTOR_WORK
+
+
 @lru_cache(maxsize=4096)
 def does_no_matrix_work(func: Any) -> bool:
-    """Whether the op is known to do no matrix products."""
+    """Return whether an operation is known to multiply no matrices."""
     name = base_name(func)
-    if (
-        func.is_view
-        or name in FACTORIES
-        or name in FREE
-        or name in GATHERS
-        or name in MOVES
-        or name in VECTOR_WORK
-        or name in HOST_COPIES
-        or name in OWN_VECTOR_WORK
-    ):
+    if func.is_view or name in _NO_MATRIX_WORK:
         return True
     if name.startswith(LISTS) or func._schema.name.startswith(ELSEWHERE):
         return True

@@ -1,9 +1,8 @@
-"""What CUDA does differently from the CPU above autograd, laid over fake CPU tensors.
+"""CUDA's decompositions of composite operations for fake CPU tensors.
 
-PyTorch decides in C++, by device, into which kernels a composite op falls apart. Fake tensors are CPU tensors, so
-the CPU's way would be traced. These overrides are registered with the dispatcher while a virtual GPU is entered
-and removed afterwards: attention, dropout, RMS norm, half-precision softmax, autocast. The dispatcher is the whole
-process's; a thread that does not trace gets PyTorch's own kernels (thread_kernels.py).
+PyTorch decomposes composite operations in C++ by device, and fake tensors are CPU tensors. These overrides of
+the dispatcher's kernels (attention, dropout, RMS norm, half-precision softmax, autocast) are registered while
+a virtual GPU is entered, for the tracing thread alone (thread_kernels.py).
 """
 
 import warnings
@@ -16,20 +15,20 @@ from torch import Tensor
 
 from trainfit.virtual.cuda import autocast
 from trainfit.virtual.cuda.attention_backend import Query, attend, choose_backend
-from trainfit.virtual.exclusive import exclusive
-from trainfit.virtual.thread_kernels import override
+from trainfit.virtual.cuda.thread_kernels import override
+from trainfit.virtual.trace.exclusive import exclusive
 
 aten = torch.ops.aten
 
 
 @contextmanager
 def cuda_ops(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[None]:
-    """Composite ops on CPU tensors decompose as on a CUDA GPU of this compute capability."""
+    """Decompose composite operations on CPU tensors as on a CUDA GPU of this compute capability."""
     with exclusive():
         library = torch.library.Library("aten", "IMPL")
         try:
             with warnings.catch_warnings():
-                # PyTorch warns of every replaced kernel; replacing them is the point, and it is undone below.
+                # PyTorch warns of every replaced kernel.
                 warnings.simplefilter("ignore", UserWarning)
                 _install(library, capability, prefers_cudnn)
             _forget_kernels(tuple(library._op_impls))
@@ -41,7 +40,7 @@ def cuda_ops(capability: tuple[int, int], prefers_cudnn: bool) -> Iterator[None]
 
 
 def _forget_kernels(replaced: tuple[str, ...]) -> None:
-    """Let Python's dispatcher, which compiling uses, look these ops' kernels up anew ("aten/softmax.int/AutogradCPU")."""
+    """Clear the Python dispatcher's cache for operations such as "aten/softmax.int/AutogradCPU"."""
     for key in replaced:
         name, _, overload = key.split("/")[1].partition(".")
         getattr(getattr(aten, name), overload or "default")._dispatch_cache.clear()
@@ -59,7 +58,7 @@ def _install(library: Any, capability: tuple[int, int], prefers_cudnn: bool) -> 
 
 
 def _override(library: Any, name: str, kernel: Callable[..., Any]) -> None:
-    # These ops are composite: an autograd kernel that calls other differentiable ops takes the composite's place.
+    # A composite operation is replaced by an autograd kernel that calls other differentiable operations.
     override(library, name, kernel, "AutogradCPU")
 
 
@@ -82,7 +81,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # aten/src/ATen/native/Linear.cpp. For fake tensors, as for any subclass, PyTorch would add the bias out of place.
+    # aten/src/ATen/native/Linear.cpp; for subclasses PyTorch adds the bias out of place.
     if bias is not None and x.dim() == 2:
         return aten.addmm(bias, x, weight.t())
     if bias is not None and x.dim() == 3 and x.is_contiguous():
@@ -93,7 +92,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _softmax(op: Any) -> Callable[..., Tensor]:
     def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        # Only fp16 to fp32 is fused on CUDA; other conversions make a copy first.
+        # CUDA fuses the conversion from fp16 to fp32 alone.
         if x.dtype == torch.float16 and dtype == torch.float32:
             return op(x, dim, True)
         return op(x if dtype is None else x.to(dtype), dim, False)
@@ -102,15 +101,15 @@ def _softmax(op: Any) -> Callable[..., Tensor]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    # CUDA runs one kernel and keeps x and 1/rms; the CPU's falls apart into elementwise operations. So does CUDA's where the
-    # weight has another dtype (a norm of bf16 queries under autocast, before torch listed rms_norm as fp32).
+    # CUDA runs one kernel, unless the weight has another dtype (bf16 queries under autocast, before torch's
+    # autocast ran rms_norm in fp32).
     if weight is not None and weight.dtype != x.dtype:
         return _rms_norm_in_steps(x, shape, weight, eps)
     return FusedRmsNorm.apply(x, list(shape), weight, eps)
 
 
 def _rms_norm_in_steps(x: Tensor, shape: list[int], weight: Tensor, eps: float | None) -> Tensor:
-    """As ``rms_norm_composite`` of PyTorch's aten/src/ATen/native/layer_norm.cpp."""
+    """Decompose as ``rms_norm_composite`` of PyTorch's aten/src/ATen/native/layer_norm.cpp."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     dims = [x.dim() - 1 - index for index in range(len(shape))]
     mean = wide.pow(2).mean(dims, keepdim=True)

@@ -1,7 +1,7 @@
-"""What an operation of ours allocates inside itself on a GPU, found by rehearsing it.
+"""Allocations inside our own kernels, found by a dry run.
 
-An operation with an attribute ``dry_run`` (kernels/custom_op.py) runs its own launcher on fake tensors, without
-launches. Here each storage that it makes is noted, and each that it drops, in order.
+An operation with an attribute ``dry_run`` (kernels/custom_op.py) runs its launcher on fake tensors, without
+launches. The storages that it allocates and frees are recorded in order.
 """
 
 import weakref
@@ -16,21 +16,20 @@ from trainfit.virtual.trace.tensors import tensors_of
 
 
 class Change(NamedTuple):
-    """A storage is made, or freed."""
+    """An allocation or a free of a storage, by its number in the dry run."""
 
     storage: int
-    """Its number in the dry run."""
     is_free: bool
 
 
 class DryRun(TorchDispatchMode):
-    """Notes the storages that operations make while it is entered, and their frees."""
+    """Records allocations and frees while it is entered."""
 
     def __init__(self, inputs: Iterable[Tensor]):
         super().__init__()
         self.changes: list[Change] = []
         self.num_bytes: list[int] = []
-        """Of each storage, by its number."""
+        """By number of the storage."""
         self._live = {t.untyped_storage()._cdata: -1 for t in inputs}
         self._refs: dict[int, Any] = {}
 
@@ -43,10 +42,10 @@ class DryRun(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._refs.clear()  # What becomes of its results is not its own doing.
+        self._refs.clear()  # Later frees of the results are not part of it.
 
     def number_of(self, t: Tensor) -> int:
-        """The number of the tensor's storage, which must be alive; -1 for an input's."""
+        """Return the number of the tensor's storage, which must be alive; -1 for an input's."""
         return self._live[t.untyped_storage()._cdata]
 
     def _follow(self, t: Tensor) -> None:
@@ -65,7 +64,7 @@ class DryRun(TorchDispatchMode):
 
 
 def dry_run(func: Any, args: Any, kwargs: Any, capability: tuple[int, int]) -> tuple[Any, DryRun] | None:
-    """The operation's results on a GPU of this capability, and what it did to memory; None for all but ours that say so."""
+    """Return the results and the dry run of an operation that has one, else None."""
     own = getattr(func, "dry_run", None)
     if own is None:
         return None

@@ -1,12 +1,11 @@
-"""What a real run keeps on the host, and values that a run can know without data.
+"""Host tensors and known values inside the virtual GPU.
 
-Inside the virtual GPU a fake tensor is a device tensor and a real one is a host tensor. What tells them apart is what
-the code says: a factory called without a device, or with the text "cpu", makes a host tensor (AdamW's step counters,
-``torch.tensor(0.0)``); one called with the step's device (a torch.device), or inside ``with torch.device(...)``,
-makes a device tensor, and so does ``.to(device)``.
+Fake tensors are on the device and real ones on the host. A factory without a device, or with the text "cpu",
+makes a host tensor (AdamW's step counters, ``torch.tensor(0.0)``). A factory with a torch.device, or inside
+``with torch.device(...)``, makes a device tensor, and so does ``.to(device)``.
 
-Small device tensors that follow from the host alone (positions, token ids, masks of ones) carry their values along,
-so that code which asks for them (`if mask.all():`) decides as it would on the GPU.
+Small device tensors computed from host values alone (positions, masks of ones) carry their values, so that
+code which reads them (``if mask.all():``) branches as on the GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.host_random import draw
+from trainfit.virtual.cuda.op_kinds import UNWRITTEN, base_name
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.host_random import draw
 
 FACTORIES = frozenset(
     getattr(torch, name)
@@ -32,55 +32,40 @@ FACTORIES = frozenset(
 )
 MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda})
 BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-NOT_FILLED = (
-    "aten::empty",
-    "aten::empty_strided",
-    "aten::empty_like",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-)
-"""What these make has no values yet."""
 MAX_VALUES = 1 << 22
-"""Elements of the largest tensor whose values are carried along."""
+"""Elements of the largest tensor that carries its values."""
 VALUE = "_trainfit_value"
 OVERWRITTEN = "_trainfit_overwritten"
-"""Set on the storage of values that something unknown was written into."""
+"""Set on the storage of values that were overwritten with unknown ones."""
 
 
-class HostTensors(TorchFunctionMode):
-    """Says when a factory call makes a host tensor and when a host tensor moves to the device.
+class HostTensorMode(TorchFunctionMode):
+    """Tracks which factory calls make host tensors and which host tensors move to the device.
 
-    Entered before ``with torch.device(...)`` blocks, so those have already filled in the device they name.
+    Entered before ``with torch.device(...)`` blocks, so those have already set the device.
     """
 
-    def __init__(self, says: "Residence"):
+    def __init__(self, placement: "PlacementState"):
         super().__init__()
-        self._says = says
+        self._placement = placement
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in FACTORIES and kwargs.get("device") in (None, "cpu"):
-            with self._says.host():
+            with self._placement.host():
                 return func(*args, **kwargs)
-        if (
-            func in MOVES
-            and is_host(args[0])
-            and (func is torch.Tensor.cuda or _names_device(args[1:], kwargs))
-        ):
-            with self._says.moving():
-                return (
-                    args[0].clone()
-                    if func is torch.Tensor.cuda
-                    else args[0].to(*args[1:], **{**kwargs, "copy": True})
-                )
+        is_cuda = func is torch.Tensor.cuda
+        if func in MOVES and is_host(args[0]) and (is_cuda or _names_device(args[1:], kwargs)):
+            with self._placement.moving():
+                return args[0].clone() if is_cuda else args[0].to(*args[1:], **{**kwargs, "copy": True})
         if func in BACKWARDS:
-            with self._in_the_engine():
+            with self._in_engine():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
     @contextmanager
-    def _in_the_engine(self) -> Iterator[None]:
-        """A mode is off while it handles a call, here the whole backward: hooks and recomputation run in it."""
+    def _in_engine(self) -> Iterator[None]:
+        """Enter the mode, which is off while it handles a backward, for its hooks and recomputation."""
         module: Any = torch.autograd
         original = module._engine_run_backward
 
@@ -92,8 +77,8 @@ class HostTensors(TorchFunctionMode):
             yield
 
 
-class Residence:
-    """Whether new tensors are the host's, and whether a host tensor is on its way to the device."""
+class PlacementState:
+    """Whether new tensors are host tensors, and whether a host tensor is being moved to the device."""
 
     def __init__(self) -> None:
         self.on_host = False
@@ -107,7 +92,7 @@ class Residence:
 
 
 class _Flag:
-    def __init__(self, owner: Residence, name: str):
+    def __init__(self, owner: PlacementState, name: str):
         self._owner, self._name = owner, name
 
     def __enter__(self) -> None:
@@ -119,12 +104,12 @@ class _Flag:
 
 
 def is_host(value: Any) -> bool:
-    """A real tensor, among fake ones, is on the host."""
+    """Return whether a value is a real tensor, which is on the host."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
 def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an operation for real."""
+    """Run an operation on real tensors."""
     with _disable_current_modes():
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             return draw(func, args, kwargs)
@@ -132,15 +117,15 @@ def on_host(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    """Give ``out`` its values if it is small and all of ``func``'s inputs have theirs."""
+    """Attach the values of ``out`` if it is small and the values of all inputs are known."""
     if not isinstance(out, FakeTensor) or out.numel() > MAX_VALUES:
         return
-    if torch.Tag.nondeterministic_seeded in func.tags or func._schema.name in NOT_FILLED:
+    if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
     try:
         for arg in args:
             if isinstance(arg, Tensor):
-                _value(arg)  # Most are not known, and this says so sooner.
+                _value(arg)  # Raises early in the common case.
         real_args, real_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
     except LookupError:
         known = getattr(out, VALUE, None)
@@ -151,7 +136,7 @@ def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
 
 
 def known_value(t: Tensor) -> Any:
-    """The Python value of a one-element tensor, or None if only a run can know it."""
+    """Return the Python value of a one-element tensor; None if unknown."""
     try:
         return on_host(_value(t).item, (), {})
     except LookupError:
@@ -159,7 +144,7 @@ def known_value(t: Tensor) -> Any:
 
 
 def known_highest(t: Tensor) -> int | None:
-    """The largest value of an integer tensor, or None if only a run can know it."""
+    """Return the largest value of an integer tensor; None if unknown."""
     try:
         value = _value(t)
         return on_host(lambda: value.max().item(), (), {}) if t.numel() else None
@@ -168,7 +153,7 @@ def known_highest(t: Tensor) -> int | None:
 
 
 def carried_values(t: Tensor) -> Tensor | None:
-    """The values of a tensor where they are known: a real one's own, or those carried along."""
+    """Return a tensor's values, its own or those it carries; None if unknown."""
     try:
         return _value(t)
     except LookupError:

@@ -1,4 +1,4 @@
-"""An operation as the ledger's entries: its FLOPs, its bytes, and the groups of layers that it belongs to."""
+"""Ledger entries of an operation: FLOPs, bytes and the groups of layers that it belongs to."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from trainfit.ledger.ledger import Op
 from trainfit.virtual.cuda.attention_kernel import AttentionKernel
 from trainfit.virtual.cuda.bytes_moved import bytes_moved
 from trainfit.virtual.cuda.flops import OpFlops
-from trainfit.virtual.trace.scope import Place
+from trainfit.virtual.trace.scope import Scope
 from trainfit.virtual.trace.tensors import tensors_of
 
 
@@ -17,53 +17,42 @@ def op_entries(
     out: Any,
     *,
     counted: OpFlops | None,
-    place: Place,
-    owners: list[Place],
+    scope: Scope,
+    owners: list[Scope],
     phase: str,
     segment: int,
     attention: AttentionKernel,
 ) -> list[Op]:
-    """One entry an operation; a list operation over several groups' parameters gets one entry a group.
+    """Return one entry; for an operation on a list of several groups' parameters, one per group.
 
     Args:
-        counted: what ``flops.count`` says of it.
-        owners: of a list operation, the place of each tensor's parameter; else one place, or none.
+        counted: the result of ``flops.count``.
+        owners: scope of each parameter of an operation on a list; else one scope, or none.
     """
     dtype = _dtype(args, out)
     groups = {owner.group for owner in owners}
     if len(groups) > 1:
         shares = _shares(func, args, kwargs, out, owners)
         return [
-            Op(str(func), "", segment, group, 0, 0, 0, 0, num_bytes, dtype, int(number == 0), place.updating)
+            Op(str(func), "", segment, group, 0, 0, 0, 0, num_bytes, dtype, int(number == 0), scope.updating)
             for number, (group, num_bytes) in enumerate(shares)
         ]
     num_bytes = bytes_moved(func, args, kwargs, out)
     full, causal = (counted.full, counted.causal) if counted else (0, 0)
-    # Neither recomputation nor an update (Muon makes products of its own) is what the model's mathematics needs.
-    extra = place.recomputing or place.updating
+    # Model FLOPs exclude recomputation and updates (Muon multiplies matrices).
+    extra = scope.recomputing or scope.updating
     needed = phase in ("forward", "backward") and not extra
     model, model_full = (counted.model_causal, counted.model_full) if counted and needed else (0, 0)
     return [
         Op(
-            str(func),
-            place.module,
-            segment,
-            place.group,
-            full,
-            causal,
-            model,
-            model_full,
-            num_bytes,
-            dtype,
-            1,
-            place.updating,
-            *attention,
+            str(func), scope.module, segment, scope.group, full, causal, model, model_full, num_bytes, dtype,
+            1, scope.updating, *attention,
         )
-    ]
+    ]  # fmt: skip
 
 
-def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Place]) -> list[tuple[int, int]]:
-    """Each group's bytes. Of what belongs to nobody (a loss scale) the first one has all."""
+def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Scope]) -> list[tuple[int, int]]:
+    """Return each group's bytes; tensors without an owner (a loss scale) count for the first group."""
     shared = bytes_moved(func, *(_of_group(part, owners, None) for part in (args, kwargs, out)))
     shares: list[tuple[int, int]] = []
     for number, group in enumerate(sorted({owner.group for owner in owners})):
@@ -72,8 +61,8 @@ def _shares(func: Any, args: Any, kwargs: Any, out: Any, owners: list[Place]) ->
     return shares
 
 
-def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
-    """Arguments or results of an operation over lists: of each list, the entries whose owner is in the group."""
+def _of_group(value: Any, owners: list[Scope], group: int | None) -> Any:
+    """Filter the lists in arguments or results to the entries whose owner is in the group."""
     if isinstance(value, dict):
         return {name: _of_group(item, owners, group) for name, item in value.items()}
     if isinstance(value, list) and len(value) == len(owners):
@@ -84,7 +73,7 @@ def _of_group(value: Any, owners: list[Place], group: int | None) -> Any:
 
 
 def _dtype(args: Any, out: Any) -> str:
-    """Dtype of the first floating tensor among the inputs, else of the output."""
+    """Return the dtype of the first floating-point input, else of the output."""
     for t in tensors_of((args, out)):
         if t.is_floating_point():
             return str(t.dtype).removeprefix("torch.")

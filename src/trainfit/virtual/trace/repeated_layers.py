@@ -1,7 +1,6 @@
-"""Find the layers that repeat, and keep only as many as tell the whole.
+"""Find repeated layers of a model and trim them to a first, one middle and a last group.
 
-Enters: the ModuleLists of a built model. Leaves: the same lists, shortened in place, and how many groups the middle
-one stands for. Layers are equal when their classes, parameter and buffer shapes and plain settings are.
+Layers are equal if their classes, parameter and buffer shapes and plain attributes are.
 """
 
 from collections.abc import Iterable
@@ -9,27 +8,27 @@ from typing import Any
 
 from torch import nn
 
-from trainfit.virtual.trace.scope import Groups
+from trainfit.virtual.trace.scope import LayerGroups
 
 MAX_PERIOD = 8
 MAX_LEAD = 4
 POSITION_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "idx", "layer_number"})
-"""Settings that number a layer and change nothing else."""
-TOLD = "trainfit_told"
-"""Setting that a technique writes on a layer: what this one is to do, of several things that equal layers can."""
+"""Attributes that number a layer and have no other effect."""
+BLOCK_CONFIG = "trainfit_block_config"
+"""Attribute of a layer, set by a technique: the layer's own configuration, such as its recomputation."""
 
 
-def shorten(
+def trim_layers(
     lists: Iterable[tuple[str, nn.ModuleList]], *, first_differs: bool = False, least_period: int = 1
-) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
-    """Cut the middle out of the one list of layers, where layers repeat.
+) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
+    """Remove repeated layers from the model's list of layers; a model with several lists stays whole.
 
     Args:
-        first_differs: the first layer does something else than its equals, for what comes before it.
-        least_period: layers of a group at least, where what one layer makes concerns others than its neighbours.
+        first_differs: whether the first layer works differently from equal ones, because of what precedes it.
+        least_period: minimum layers of a group, for layers that affect others than their neighbours.
     Returns:
-        groups, one entry a run of equal layers (empty: nothing was cut), for each how many groups its middle one
-        stands for, and the layers cut out. A model with several lists of layers is left whole.
+        The groups of each run of equal layers (none: nothing was removed), how many groups each middle one
+        stands for, and the removed layers.
     """
     found = list(lists)
     if len(found) != 1:
@@ -48,16 +47,16 @@ def shorten(
     removed = list(layers)[lead + 2 * period : keep_from]
     kept = [*list(layers)[: lead + 2 * period], *list(layers)[keep_from:]]
     _replace(layers, kept)
-    return [Groups(name, lead + period, period, period)], (num_groups,), removed
+    return [LayerGroups(name, lead + period, period, period)], (num_groups,), removed
 
 
 def _shorten_runs(
     name: str, layers: nn.ModuleList, signatures: list[Any], least_period: int
-) -> tuple[list[Groups], tuple[int, ...], list[nn.Module]]:
-    """Each run of equal groups of layers by itself, where the layers differ in what they were told (TOLD) alone."""
-    if len({signature(layer, told=False) for layer in layers}) != 1:
-        return [], (), []  # The model may ask for its layers by number, and cutting would change the numbers.
-    groups: list[Groups] = []
+) -> tuple[list[LayerGroups], tuple[int, ...], list[nn.Module]]:
+    """Trim each run of equal groups of layers, if the layers differ in BLOCK_CONFIG alone."""
+    if len({signature(layer, block_config=False) for layer in layers}) != 1:
+        return [], (), []  # The model may use its layers' indices, which trimming changes.
+    groups: list[LayerGroups] = []
     repeats: list[int] = []
     kept: list[nn.Module] = []
     removed: list[nn.Module] = []
@@ -67,7 +66,7 @@ def _shorten_runs(
         run = list(layers)[start : start + length]
         if length > 3 * period:
             groups.append(
-                Groups(name, period, period, period, len(groups), len(kept), len(kept) + 3 * period)
+                LayerGroups(name, period, period, period, len(groups), len(kept), len(kept) + 3 * period)
             )
             repeats.append(length // period - 2)
             removed += run[2 * period : -period]
@@ -80,7 +79,7 @@ def _shorten_runs(
 
 
 def _run_at(signatures: list[Any], start: int, least_period: int) -> tuple[int, int]:
-    """(period, number of layers, a multiple of it) of the run that begins here and leaves most layers untraced."""
+    """Return (period, number of layers) of the run from ``start`` on that removes most layers."""
     best, most = (1, 1), 0
     for period in range(least_period, MAX_PERIOD + 1):
         length = period
@@ -96,7 +95,7 @@ def _run_at(signatures: list[Any], start: int, least_period: int) -> tuple[int, 
 
 
 def find_period(signatures: list[Any], least: int = 1) -> tuple[int, int] | None:
-    """(leading layers that differ, period) with the fewest layers to trace; None if at least one group can't be saved."""
+    """Return (different leading layers, period) with the fewest layers to trace; None: nothing to remove."""
     best: tuple[int, int, int] | None = None
     for lead in range(min(MAX_LEAD, len(signatures)) + 1):
         for period in range(least, MAX_PERIOD + 1):
@@ -108,9 +107,9 @@ def find_period(signatures: list[Any], least: int = 1) -> tuple[int, int] | None
     return None if best is None else best[1:]
 
 
-def signature(layer: nn.Module, *, told: bool = True) -> tuple[Any, ...]:
-    """What two layers must share to cost the same; without ``told``, to be the same layer told to do something else."""
-    ignored = POSITION_NAMES if told else POSITION_NAMES | {TOLD}
+def signature(layer: nn.Module, *, block_config: bool = True) -> tuple[Any, ...]:
+    """Return a value that is equal for layers of equal cost, with or without regard to BLOCK_CONFIG."""
+    ignored = POSITION_NAMES if block_config else POSITION_NAMES | {BLOCK_CONFIG}
     parts: list[Any] = []
     for name, module in layer.named_modules():
         settings = tuple(

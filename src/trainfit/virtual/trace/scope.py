@@ -1,7 +1,7 @@
-"""Where an operation happens: module, group of layers, and whether it is the backward, recomputation or an update.
+"""Attribute each operation to a module, a group of layers and a phase.
 
-In the forward the stack of running modules tells. In the backward autograd's current node tells: nodes are numbered
-in the order of the forward, and the numbers at which modules began and ended were written down.
+In the forward the scope is that of the innermost running module. In the backward it follows from the sequence
+number of autograd's current node: the numbers at which modules began and ended in the forward are recorded.
 """
 
 import bisect
@@ -13,31 +13,31 @@ import torch
 from torch import nn
 
 from trainfit.ledger.ledger import FIRST, GROUPS_PER_RUN, LAST, MIDDLE, NO_LAYER
-from trainfit.virtual.exclusive import chosen_by_thread
+from trainfit.virtual.trace.exclusive import chosen_by_thread
 
 
-class Place(NamedTuple):
-    """Where an operation happens."""
+class Scope(NamedTuple):
+    """Module, group of layers and phase of an operation."""
 
     module: str
     """Dotted path."""
-    slot: str
-    """The path with the layer's number taken out: the same in every group."""
+    path: str
+    """The path with the layer's number replaced by its name within a group: the same in each group."""
     group: int
     owned: bool = False
-    """In the optimizer: operations belong to the parameter they work on."""
+    """In the optimizer: operations belong to the parameter that they work on."""
     recomputing: bool = False
     in_autograd: bool = False
-    """On CUDA, autograd runs in a thread of its own, with library handles of its own."""
+    """Runs in autograd's thread, which has its own library handles on CUDA."""
     updating: bool = False
-    """A gradient has just arrived: what runs now is a hook's, such as an optimizer in the backward."""
+    """Runs in a hook of an accumulated gradient, such as an optimizer in the backward."""
 
 
-NOWHERE = Place("", "", NO_LAYER)
+NO_SCOPE = Scope("", "", NO_LAYER)
 
 
-class Groups(NamedTuple):
-    """Which layers of one ModuleList stand for which, in one run of equal ones."""
+class LayerGroups(NamedTuple):
+    """First, middle and last group of one run of equal layers in a trimmed ModuleList."""
 
     name: str
     """The list's dotted name."""
@@ -48,14 +48,14 @@ class Groups(NamedTuple):
     start: int = 0
     """Index of the run's first layer in the trimmed list."""
     stop: int | None = None
-    """Index after its last one; None: the list's end."""
+    """Index after its last layer; None: the list's end."""
 
     def has(self, layer: int) -> bool:
-        """Whether the layer at this index of the trimmed list is in the run."""
+        """Return whether the layer at this index of the trimmed list is in the run."""
         return self.start <= layer and (self.stop is None or layer < self.stop)
 
     def locate(self, layer: int) -> tuple[int, str]:
-        """Group of the layer at this index of the (trimmed) list, and its name within any group of the run."""
+        """Return the group of the layer at this index of the trimmed list, and its name within the group."""
         part, name = self._part(layer - self.start)
         return self.run * GROUPS_PER_RUN + part, f"R{self.run}.{name}" if self.run else name
 
@@ -69,36 +69,36 @@ class Groups(NamedTuple):
         return LAST, f"L{offset}" if offset < self.period else f"tail{offset}"
 
 
-class Places:
-    """Follows the running step. Enter as a context manager around it; ``bind`` once the model is complete."""
+class ScopeTracker:
+    """Tracks the scope of the running operation. Enter it around a step; ``bind`` the complete model."""
 
     def __init__(self) -> None:
         self.phase = "init"
-        self._of_module: dict[int, Place] = {}
-        self._of_parameter: dict[int, Place] = {}
-        self._stack: list[Place] = []
-        self._after_layer: Place | None = None
+        self._of_module: dict[int, Scope] = {}
+        self._of_parameter: dict[int, Scope] = {}
+        self._stack: list[Scope] = []
+        self._after_layer: Scope | None = None
         self._numbers: list[int] = []
-        self._marks: list[Place] = []
+        self._marks: list[Scope] = []
         self._handles: list[Any] = []
         self.on_recomputed = lambda: None
-        self.override: Place | None = None
-        """Where compiled code says it is; None: hooks and autograd tell."""
+        self.override: Scope | None = None
+        """The scope that compiled code sets; None: from hooks and autograd."""
 
-    def bind(self, model: nn.Module, groups: list[Groups]) -> None:
-        """Learn every module's and parameter's place."""
+    def bind(self, model: nn.Module, groups: list[LayerGroups]) -> None:
+        """Register the scope of every module and parameter."""
         for name, module in model.named_modules():
             self._of_module[id(module)] = self.locate(name, groups)
         for name, parameter in model.named_parameters():
             self._of_parameter[id(parameter)] = self.locate(name, groups)
 
-    def of_parameter(self, parameter: torch.Tensor) -> Place:
-        """The place of a parameter of the bound model."""
-        return self._of_parameter.get(id(parameter), NOWHERE)
+    def of_parameter(self, parameter: torch.Tensor) -> Scope:
+        """Return the scope of a parameter of the bound model."""
+        return self._of_parameter.get(id(parameter), NO_SCOPE)
 
     @staticmethod
-    def locate(name: str, groups: list[Groups]) -> Place:
-        """Place of a dotted name (a wrapper such as PEFT's may stand before the list's own name)."""
+    def locate(name: str, groups: list[LayerGroups]) -> Scope:
+        """Return the scope of a dotted name; a wrapper such as PEFT's may precede the list's name."""
         for group in groups:
             head, found, tail = name.partition(f"{group.name}.")
             if found and (not head or head.endswith(".")):
@@ -106,39 +106,39 @@ class Places:
                 if not group.has(int(index)):
                     continue
                 number, within = group.locate(int(index))
-                return Place(name, f"{head}{group.name}.{within}.{rest}", number)
-        return Place(name, name, NO_LAYER)
+                return Scope(name, f"{head}{group.name}.{within}.{rest}", number)
+        return Scope(name, name, NO_LAYER)
 
-    def current(self) -> Place:
-        """The place of the operation that runs now."""
+    def current(self) -> Scope:
+        """Return the scope of the running operation."""
         if self.override is not None:
             return self.override
         if self._stack:
-            place = self._stack[-1]
-            if place.group == NO_LAYER and self._after_layer is not None:
-                # Between two layers the loop over them still holds the last one's results.
-                place = self._after_layer
-            return place._replace(recomputing=True, in_autograd=True) if self.phase == "backward" else place
+            scope = self._stack[-1]
+            if scope.group == NO_LAYER and self._after_layer is not None:
+                # Between two layers the loop over them still refers to the last one's results.
+                scope = self._after_layer
+            return scope._replace(recomputing=True, in_autograd=True) if self.phase == "backward" else scope
         if self.phase == "backward":
             return self._of_node(torch._C._current_autograd_node())
-        return NOWHERE._replace(owned=self.phase == "optimizer")
+        return NO_SCOPE._replace(owned=self.phase == "optimizer")
 
     def owned_now(self) -> bool:
         return self.phase == "optimizer" and not self._stack
 
-    def _of_node(self, node: Any) -> Place:
+    def _of_node(self, node: Any) -> Scope:
         if node is None:
-            return NOWHERE
+            return NO_SCOPE
         variable = getattr(node, "variable", None)
         if variable is not None:
             return self.of_parameter(variable)._replace(in_autograd=True, updating=True)
         at = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
-        return (self._marks[at] if at >= 0 else NOWHERE)._replace(in_autograd=True)
+        return (self._marks[at] if at >= 0 else NO_SCOPE)._replace(in_autograd=True)
 
-    def __enter__(self) -> "Places":
+    def __enter__(self) -> "ScopeTracker":
         module = torch.nn.modules.module
         self._handles = [
-            # Every thread's modules call them.
+            # Called by every thread's modules.
             module.register_module_forward_pre_hook(chosen_by_thread(self._begin, _ignore)),
             module.register_module_forward_hook(chosen_by_thread(self._end, _ignore), always_call=True),
         ]
@@ -150,7 +150,7 @@ class Places:
 
     @contextmanager
     def within_compiled(self, module: nn.Module | None) -> Iterator[None]:
-        """A compiled module (None: a function) runs: it begins and ends here; the compiler does not see the hooks."""
+        """Enter a compiled module (None: a function) without the hooks, which Dynamo must not trace."""
         if module is not None:
             self._begin(module, None)
         self.__exit__()
@@ -162,32 +162,31 @@ class Places:
                 self._end(module, None, None)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
-        place = self._of_module.get(id(module), self._stack[-1] if self._stack else NOWHERE)
-        # The next layer, or what comes after the last one, begins.
+        scope = self._of_module.get(id(module), self._stack[-1] if self._stack else NO_SCOPE)
         self._after_layer = None
-        self._stack.append(place)
-        self._mark(place)
+        self._stack.append(scope)
+        self._mark(scope)
 
     def _end(self, module: nn.Module, _: Any, __: Any) -> None:
         if not self._stack:
             return
-        place = self._stack.pop()
-        if place.group != NO_LAYER and self._stack and self._stack[-1].group == NO_LAYER:
-            self._after_layer = place
-        self._mark(self._after_layer or (self._stack[-1] if self._stack else NOWHERE))
+        scope = self._stack.pop()
+        if scope.group != NO_LAYER and self._stack and self._stack[-1].group == NO_LAYER:
+            self._after_layer = scope
+        self._mark(self._after_layer or (self._stack[-1] if self._stack else NO_SCOPE))
         if not self._stack:
             self._after_layer = None
             if self.phase == "backward":
                 self.on_recomputed()
 
-    def _mark(self, place: Place) -> None:
+    def _mark(self, scope: Scope) -> None:
         number = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
         if self._numbers and self._numbers[-1] == number:
-            self._marks[-1] = place
+            self._marks[-1] = scope
         else:
             self._numbers.append(number)
-            self._marks.append(place)
+            self._marks.append(scope)
 
 
 def _ignore(*_: Any) -> None:
-    """Another thread's module was called."""
+    """Ignore another thread's module."""

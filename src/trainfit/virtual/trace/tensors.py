@@ -7,11 +7,11 @@ from torch import Tensor
 
 NESTED = (list, tuple, dict)
 LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
-"""What most arguments are that hold no tensor."""
+"""Types of most arguments that hold no tensor."""
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Of an operation's arguments or results, which are nested in lists, tuples and dicts alone, in order."""
+    """Return the tensors nested in lists, tuples and dicts of arguments or results, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):

@@ -1,7 +1,7 @@
-"""A person's own training code on the virtual GPU: it says "cuda", and gets fake tensors that are followed.
+"""User code that trains on "cuda", traced on the virtual GPU.
 
-``user_gpu`` is the door. Inside, device tensors are fake CPU tensors that say they are on ``cuda:0``; host tensors
-are real, except the parameters of a model that is built on the host: those are fake as well, and marked.
+Inside ``user_gpu`` device tensors are fake CPU tensors that report ``cuda:0``. Host tensors are real, except
+the parameters of a model built on the host, which are fake and marked.
 """
 
 from trainfit.virtual.user.gpu import UserGpu, user_gpu

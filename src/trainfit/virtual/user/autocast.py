@@ -1,4 +1,5 @@
-"""``torch.autocast("cuda")`` on fake CPU tensors: the CPU's autocast, with CUDA's lists (virtual/cuda/autocast.py)."""
+"""``torch.autocast("cuda")`` on fake CPU tensors: CPU autocast with CUDA's lists
+(virtual/cuda/autocast.py)."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,15 +7,14 @@ from typing import Any
 
 import torch
 
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Autocast for "cuda" is on for the virtual GPU's tensors; autocast for "cpu" is the host's and changes nothing.
+    """Map the autocast state of "cuda", which PyTorch and its compiler read and set, to the CPU's.
 
-    PyTorch's ``autocast`` and its compiler, which writes autocast into the code it captures, ask and set the state by
-    device: what they say of "cuda" is done to the CPU's.
+    User code's autocast for "cpu" has no effect.
     """
     autocast = torch.amp.autocast_mode.autocast
     original = autocast.__init__
@@ -46,7 +46,7 @@ def cuda_autocast() -> Iterator[None]:
         named, value = ("cuda", device_type) if on is None else (device_type, on)
         set_enabled("cpu" if named == "cuda" else named, value)
 
-    answers = {
+    functions = {
         "is_autocast_enabled": enabled,
         "get_autocast_dtype": get_dtype,
         "set_autocast_dtype": choose,
@@ -58,6 +58,6 @@ def cuda_autocast() -> Iterator[None]:
         stack.callback(set_dtype, "cpu", cpu_dtype)
         set_dtype("cpu", cuda_dtype[0])
         stack.enter_context(replaced(autocast, "__init__", init))
-        for name, answer in answers.items():
-            stack.enter_context(replaced(torch, name, answer))
+        for name, function in functions.items():
+            stack.enter_context(replaced(torch, name, function))
         yield

@@ -1,8 +1,8 @@
-"""``torch.compile`` in a person's code: PyTorch's own compiler, for the virtual GPU (virtual/compiled).
+"""``torch.compile`` in user code, compiled for the virtual GPU (virtual/compile).
 
-Enters: a module, or a function that a module's forward or an optimizer calls. Leaves: what ``torch.compile`` returns, run
-as the program that Inductor writes. What is compiled otherwise (another backend; a function outside forward and update;
-before the trace) runs eagerly, and that is said.
+Modules, and functions called in a forward or an optimizer, run as Inductor's programs. Other compiled code
+(another backend, a function called elsewhere, code compiled before the trace) runs eagerly, which is
+reported.
 """
 
 import functools
@@ -18,20 +18,23 @@ from torch.utils._pytree import tree_map
 from trainfit.spec.errors import InputError
 from trainfit.virtual.compile import VirtualCompiler
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.trace.scope import Places
-from trainfit.virtual.user.side import CPU, CUDA, names_cuda
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.scope import ScopeTracker
+from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
 from trainfit.virtual.user.tracer import UserTracer
 
 EAGER_BACKEND = "torch.compile with a backend other than inductor: traced as eager code"
 EAGER_FUNCTION = "torch.compile of a function called outside a forward or an update: traced as eager code"
-EAGER_EARLIER = "what torch.compile compiled before the trace began: traced as eager code"
-OPTIONS = "torch.compile's mode and options: Inductor's defaults were taken (CUDA graphs' memory pools of their own are not modelled)"
+EAGER_EARLIER = "code that torch.compile compiled before the trace: traced as eager code"
+OPTIONS = (
+    "torch.compile's mode and options: Inductor's defaults were used "
+    "(CUDA graphs' memory pools are not modelled)"
+)
 PLAIN_MODES = (None, "default", "max-autotune-no-cudagraphs")
 
 
 def learn_torch_cuda() -> None:
-    """Let Dynamo look up PyTorch's functions while ``torch.cuda`` has its own; it does so once a process."""
+    """Let Dynamo look up PyTorch's functions, once per process, while ``torch.cuda`` is unpatched."""
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -40,36 +43,35 @@ def learn_torch_cuda() -> None:
 
 
 @contextmanager
-def compiling(traits: GpuTraits, tracer: UserTracer, places: Places) -> Iterator[None]:
-    """``torch.compile(...)`` and ``module.compile()`` compile for the virtual GPU."""
-    with UserCompiler(traits, tracer, places) as compiler, ExitStack() as stack:
+def compiling(traits: GpuTraits, tracer: UserTracer, scopes: ScopeTracker) -> Iterator[None]:
+    """Compile ``torch.compile(...)`` and ``module.compile()`` for the virtual GPU."""
+    with UserCompiler(traits, tracer, scopes) as compiler, ExitStack() as stack:
         stack.enter_context(replaced(torch, "compile", compiler.compiled))
-        stack.enter_context(
-            replaced(nn.Module, "compile", lambda *args, **how: compiler.in_place(*args, **how))
-        )
-        stack.enter_context(compiler.alone())
+        in_place = lambda *args, **options: compiler.in_place(*args, **options)  # noqa: E731
+        stack.enter_context(replaced(nn.Module, "compile", in_place))
+        stack.enter_context(compiler.only_own_code())
         stack.enter_context(warnings.catch_warnings())
-        # The virtual GPU's own hooks; they are taken out while compiled code runs.
+        # About module hooks; the virtual GPU's are removed while compiled code runs.
         warnings.filterwarnings("ignore", message="Using `torch.compile")
         yield
-        tracer.said.update(compiler.assumptions())
+        tracer.notes.update(compiler.assumptions())
 
 
 class UserCompiler(VirtualCompiler):
-    """Compiles what a person's code asks to have compiled."""
+    """Compiles modules and functions for user code."""
 
-    def __init__(self, gpu: GpuTraits, tracer: UserTracer, places: Places):
-        super().__init__(gpu, tracer, places)
-        self._user_tracer, self._said = tracer, tracer.said
+    def __init__(self, gpu: GpuTraits, tracer: UserTracer, scopes: ScopeTracker):
+        super().__init__(gpu, tracer, scopes)
+        self._user_tracer, self._notes = tracer, tracer.notes
         self._compile, self._compile_in_place = torch.compile, nn.Module.compile
 
-    def compiled(self, model: Any = None, **how: Any) -> Any:
-        """In place of ``torch.compile``."""
+    def compiled(self, model: Any = None, **options: Any) -> Any:
+        """Replace ``torch.compile``."""
         if model is None:
-            return functools.partial(self.compiled, **how)
-        if how.get("backend") == self._backend:  # from ``in_place``, by way of PyTorch
-            return self._compile(model, **how)
-        settings = self._settings(how)
+            return functools.partial(self.compiled, **options)
+        if options.get("backend") == self._backend:  # Called through ``in_place``.
+            return self._compile(model, **options)
+        settings = self._settings(options)
         if settings is None:
             return model
         optimized: Any = self._compile(model, backend=self._backend, **settings)
@@ -78,9 +80,9 @@ class UserCompiler(VirtualCompiler):
             return optimized
         return self._function(model, optimized)
 
-    def in_place(self, module: nn.Module, *args: Any, **how: Any) -> None:
-        """In place of ``nn.Module.compile``."""
-        settings = self._settings(how)
+    def in_place(self, module: nn.Module, *args: Any, **options: Any) -> None:
+        """Replace ``nn.Module.compile``."""
+        settings = self._settings(options)
         if settings is None:
             return
         self._compile_in_place(module, backend=self._backend, **settings)
@@ -88,44 +90,44 @@ class UserCompiler(VirtualCompiler):
         module._compiled_call_impl = functools.partial(self._run, module, compiled)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Other compiled functions, such as those that a module's decorators compiled when it was imported, run eagerly."""
+    def only_own_code(self) -> Iterator[None]:
+        """Run other compiled functions eagerly, such as those compiled when a module was imported."""
         from torch._dynamo import eval_frame
 
         original = eval_frame._callback_from_stance
 
-        def callback(given: Any) -> Any:
-            if given in (None, False) or self._is_ours(eval_frame.innermost_backend(given)):
-                return original(given)
-            self._said.add(EAGER_EARLIER)
+        def callback(current: Any) -> Any:
+            if current in (None, False) or self._is_own(eval_frame.innermost_backend(current)):
+                return original(current)
+            self._notes.add(EAGER_EARLIER)
             return None
 
         with replaced(eval_frame, "_callback_from_stance", callback):
             yield
 
-    def _is_ours(self, backend: Any) -> bool:
+    def _is_own(self, backend: Any) -> bool:
         return getattr(backend, "compiler_fn", backend) == self._backend
 
-    def _settings(self, how: dict[str, Any]) -> dict[str, Any] | None:
-        """What ``torch.compile`` is told; None: nothing is compiled."""
-        if how.get("disable"):
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments for ``torch.compile``; None: run eagerly."""
+        if options.get("disable"):
             return None
-        if how.get("backend", "inductor") != "inductor":
-            self._said.add(EAGER_BACKEND)
+        if options.get("backend", "inductor") != "inductor":
+            self._notes.add(EAGER_BACKEND)
             return None
-        if how.get("mode") not in PLAIN_MODES or how.get("options"):
-            self._said.add(OPTIONS)
+        if options.get("mode") not in PLAIN_MODES or options.get("options"):
+            self._notes.add(OPTIONS)
         if not self._used:
             torch._dynamo.reset()
             self._used = True
-        return {name: how[name] for name in ("fullgraph", "dynamic") if name in how}
+        return {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
 
     def _function(self, function: Callable[..., Any], optimized: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._places.phase in ("forward", "optimizer"):
+            if self._scopes.phase in ("forward", "optimizer"):
                 return self._run(None, optimized, *args, **kwargs)
-            self._said.add(EAGER_FUNCTION)
+            self._notes.add(EAGER_FUNCTION)
             return function(*args, **kwargs)
 
         return call
@@ -139,7 +141,8 @@ class UserCompiler(VirtualCompiler):
         except TorchDynamoException as error:
             cause = str(error).strip().splitlines()
             raise InputError(
-                f"torch.compile does not take this code on the virtual GPU: {cause[0] if cause else type(error).__name__}",
+                "torch.compile does not support this code on the virtual GPU: "
+                f"{cause[0] if cause else type(error).__name__}",
                 "trace it without torch.compile: eager code mostly takes more memory",
                 field="step",
             ) from error
@@ -156,7 +159,7 @@ def _placed(value: Any) -> Any:
 
 
 def _on_cpu(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A captured call that makes something on "cuda" or moves it there does so on the CPU, where all of it is."""
+    """Replace "cuda" by the CPU in a captured call that creates or moves a tensor."""
     if target == "cuda":
         return "to", (args[0], CPU), {}
     if target is torch.amp._enter_autocast:
@@ -173,7 +176,7 @@ def _put_on_cpu(gm: torch.fx.GraphModule) -> None:
 
 @contextmanager
 def _as_dynamo_sees(tracer: UserTracer) -> Iterator[None]:
-    """While compiled code is called: whenever Dynamo captures a frame, it works on fake CPU tensors that say "cuda"."""
+    """Let Dynamo capture frames with fake CPU tensors that report "cuda"."""
     from torch._dynamo import convert_frame, utils
     from torch._dynamo.variables.tensor import TensorVariable
 
@@ -186,7 +189,7 @@ def _as_dynamo_sees(tracer: UserTracer) -> Iterator[None]:
         finally:
             tracer.is_inside = outer
 
-    def told(value: torch.Tensor) -> dict[str, Any]:
+    def specialized(value: torch.Tensor) -> dict[str, Any]:
         known = specialize(value)
         return {**known, "device": CUDA} if known["device"] == CPU else known
 
@@ -199,7 +202,7 @@ def _as_dynamo_sees(tracer: UserTracer) -> Iterator[None]:
 
     with (
         replaced(convert_frame, "_compile", captured),
-        replaced(TensorVariable, "specialize", staticmethod(told)),
+        replaced(TensorVariable, "specialize", staticmethod(specialized)),
         replaced(utils, "run_node", run),
     ):
         yield

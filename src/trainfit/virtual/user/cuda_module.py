@@ -1,6 +1,6 @@
-"""What ``torch.cuda`` and ``torch.accelerator`` answer on the virtual GPU: one device, the catalog's; nothing to wait for.
+"""``torch.cuda`` and ``torch.accelerator`` on the virtual GPU: one device of the catalog, no waiting.
 
-What is not answered here would ask a driver: it raises an InputError that says so.
+Other functions would call the driver and raise InputError.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,34 +13,35 @@ import torch
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import replaced
-from trainfit.virtual.user.side import CPU, CUDA, names_cuda
-from trainfit.virtual.user.usage import Usage
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.user.memory_stats import MemoryStats
+from trainfit.virtual.user.placement import CPU, CUDA, names_cuda
 
-Answers = dict[str, Any]
+Functions = dict[str, Any]
 
 
 @contextmanager
-def cuda_module(gpu: Gpu, traits: GpuTraits, usage: Usage) -> Iterator[None]:
-    """``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` answer for the virtual GPU."""
-    cuda = _properties(gpu, traits) | _memory(usage) | _streams() | _random()
-    rooms = (
+def cuda_module(gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats) -> Iterator[None]:
+    """Patch ``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` for the virtual GPU."""
+    cuda = _properties(gpu, traits) | _memory(memory_stats) | _streams() | _random()
+    nvtx = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing)
+    modules = (
         (torch.cuda, cuda | _state(traits)),
-        (torch.cuda.memory, _memory(usage)),
+        (torch.cuda.memory, _memory(memory_stats)),
         (torch.cuda.random, _random()),
-        (torch.cuda.nvtx, dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing) | {"range": _context}),
-        (torch.accelerator, _accelerator(traits) | _memory(usage)),
+        (torch.cuda.nvtx, nvtx | {"range": _context}),
+        (torch.accelerator, _accelerator(traits) | _memory(memory_stats)),
         (torch, {"Generator": _Generator}),
     )  # fmt: skip
     with ExitStack() as stack:
-        for room, answers in rooms:
-            for name, answer in answers.items():
-                if hasattr(room, name):
-                    stack.enter_context(replaced(room, name, answer))
+        for module, functions in modules:
+            for name, function in functions.items():
+                if hasattr(module, name):
+                    stack.enter_context(replaced(module, name, function))
         yield
 
 
-def _state(traits: GpuTraits) -> Answers:
+def _state(traits: GpuTraits) -> Functions:
     return {
         "_lazy_init": _refuse,
         "_lazy_call": _nothing,
@@ -57,7 +58,7 @@ def _state(traits: GpuTraits) -> Answers:
     }
 
 
-def _properties(gpu: Gpu, traits: GpuTraits) -> Answers:
+def _properties(gpu: Gpu, traits: GpuTraits) -> Functions:
     major, minor = traits.compute_capability
     properties = SimpleNamespace(
         name=gpu.title, major=major, minor=minor, total_memory=gpu.usable_bytes, warp_size=32,
@@ -74,9 +75,9 @@ def _properties(gpu: Gpu, traits: GpuTraits) -> Answers:
     }
 
 
-def _memory(usage: Usage) -> Answers:
+def _memory(memory_stats: MemoryStats) -> Functions:
     def statistics(device: Any = None) -> dict[str, int]:
-        now = usage.now()
+        now = memory_stats.now()
         return {
             "allocated_bytes.all.current": now.allocated_bytes,
             "allocated_bytes.all.peak": now.peak_allocated_bytes,
@@ -87,14 +88,19 @@ def _memory(usage: Usage) -> Answers:
         }
 
     def free_and_total(device: Any = None) -> tuple[int, int]:
-        return max(0, usage.capacity_bytes - usage.now().reserved_bytes), usage.capacity_bytes
+        return max(
+            0, memory_stats.capacity_bytes - memory_stats.now().reserved_bytes
+        ), memory_stats.capacity_bytes
 
-    reserved: Callable[..., int] = lambda device=None: usage.now().reserved_bytes  # noqa: E731
-    max_reserved: Callable[..., int] = lambda device=None: usage.now().peak_reserved_bytes  # noqa: E731
-    reset: Callable[..., None] = lambda device=None: usage.now().reset_peaks()  # noqa: E731
+    reserved: Callable[..., int] = lambda device=None: memory_stats.now().reserved_bytes  # noqa: E731
+
+    def max_reserved(device: Any = None) -> int:
+        return memory_stats.now().peak_reserved_bytes
+
+    reset: Callable[..., None] = lambda device=None: memory_stats.now().reset_peaks()  # noqa: E731
     return {
-        "memory_allocated": lambda device=None: usage.now().allocated_bytes,
-        "max_memory_allocated": lambda device=None: usage.now().peak_allocated_bytes,
+        "memory_allocated": lambda device=None: memory_stats.now().allocated_bytes,
+        "max_memory_allocated": lambda device=None: memory_stats.now().peak_allocated_bytes,
         "memory_reserved": reserved,
         "memory_cached": reserved,
         "max_memory_reserved": max_reserved,
@@ -107,14 +113,14 @@ def _memory(usage: Usage) -> Answers:
         "memory_summary": lambda *_, **__: str(statistics()),
         "mem_get_info": free_and_total,
         "get_memory_info": free_and_total,
-        "empty_cache": lambda: usage.empty_cache(),
+        "empty_cache": lambda: memory_stats.empty_cache(),
         "ipc_collect": _nothing,
         "set_per_process_memory_fraction": _nothing,
         "get_per_process_memory_fraction": lambda device=None: 1.0,
     }
 
 
-def _streams() -> Answers:
+def _streams() -> Functions:
     return {
         "synchronize": _nothing,
         "Stream": _Stream,
@@ -128,7 +134,7 @@ def _streams() -> Answers:
     }
 
 
-def _random() -> Answers:
+def _random() -> Functions:
     state: Callable[..., torch.Tensor] = lambda device=None: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
     return {
         "manual_seed": _nothing,
@@ -143,7 +149,7 @@ def _random() -> Answers:
     }
 
 
-def _accelerator(traits: GpuTraits) -> Answers:
+def _accelerator(traits: GpuTraits) -> Functions:
     return {
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
@@ -161,7 +167,7 @@ def _accelerator(traits: GpuTraits) -> Answers:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to do."""
+    """Do nothing."""
 
 
 def _context(*_: Any, **__: Any) -> Any:
@@ -170,8 +176,8 @@ def _context(*_: Any, **__: Any) -> Any:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise InputError(
-        "the code asks CUDA for something that the virtual GPU has no answer to",
-        "leave that call out of the traced callable (the lines above tell which)",
+        "the code calls a CUDA function that the virtual GPU does not support",
+        "leave that call out of the traced callable (see the traceback)",
         field="step",
     )
 
@@ -190,7 +196,7 @@ class _Device:
 
 
 class _Stream:
-    """A stream of the virtual GPU: what it is told is done already."""
+    """A stream of the virtual GPU, on which all work is done."""
 
     cuda_stream = 0
     device = CUDA
@@ -217,7 +223,7 @@ class _Stream:
 
 
 class _StreamContext:
-    """``torch.cuda.stream(s)``; a type, as PyTorch's compiler asks whether an object is one."""
+    """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -230,7 +236,7 @@ class _StreamContext:
 
 
 class _Event:
-    """An event of the virtual GPU. Times are not known while the code runs: 1 ms between any two."""
+    """An event of the virtual GPU; times are unknown, so 1 ms is between any two."""
 
     def __init__(self, *_: Any, **__: Any):
         pass
@@ -245,7 +251,7 @@ class _Event:
 
 
 class _Generator(torch._C.Generator):
-    """A generator for "cuda" is one for the CPU: no random number of the device is ever drawn."""
+    """A CPU generator for "cuda", from which no random number is drawn."""
 
     def __new__(cls, device: Any = CPU) -> Any:
         new: Any = super().__new__

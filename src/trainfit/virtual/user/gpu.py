@@ -1,4 +1,4 @@
-"""``user_gpu``: a virtual GPU on which a person's own code runs as it stands."""
+"""``user_gpu``: a virtual GPU for unchanged user code."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,41 +11,41 @@ from torch.optim.optimizer import _foreach_supported_types as optimizer_types
 from torch.utils import _foreach_utils
 
 from trainfit.spec.hardware import Gpu
+from trainfit.virtual.cuda.fake_impls import report_fallbacks
 from trainfit.virtual.cuda.ops import cuda_ops
-from trainfit.virtual.cuda.real_fallback import fallbacks_told
 from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.exclusive import exclusive, replaced
 from trainfit.virtual.gpu import transformers_sees_real_tensors
-from trainfit.virtual.host_random import own_generator
-from trainfit.virtual.process_state import restored_random, restored_settings, restored_switches
+from trainfit.virtual.trace.exclusive import exclusive, replaced
+from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import is_host
+from trainfit.virtual.trace.process_state import restored_random, restored_settings, restored_switches
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
 from trainfit.virtual.user.libraries import libraries
+from trainfit.virtual.user.memory_stats import MemoryStats
+from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import one_rank
-from trainfit.virtual.user.side import CUDA, is_device, is_marked
-from trainfit.virtual.user.steps import StepFollower, UserPlaces
-from trainfit.virtual.user.tensors import SidedResidence, UserTensors, real_of
+from trainfit.virtual.user.steps import StepFollower, UserScopeTracker
+from trainfit.virtual.user.tensors import UserPlacementState, UserTensorMode, real_of
 from trainfit.virtual.user.tracer import UserTracer
-from trainfit.virtual.user.usage import Usage
 
 
 class UserGpu:
-    """What ran inside ``user_gpu``."""
+    """A trace of user code."""
 
-    def __init__(self, tracer: UserTracer, steps: StepFollower, usage: Usage):
-        self.tracer, self.steps, self.usage = tracer, steps, usage
+    def __init__(self, tracer: UserTracer, steps: StepFollower, memory_stats: MemoryStats):
+        self.tracer, self.steps, self.memory_stats = tracer, steps, memory_stats
 
 
 @contextmanager
 def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
-    """Enter a virtual GPU that answers to the name "cuda".
+    """Enter a virtual GPU named "cuda".
 
     Args:
-        gpu: the catalog's row.
+        gpu: a row of the catalog.
         prefers_cudnn: whether SDPA tries cuDNN first.
-        max_steps: optimizer steps after which the code is ended (``steps.Enough``).
+        max_steps: optimizer steps after which ``steps.TraceComplete`` is raised.
     """
     with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps) as virtual:
         yield virtual
@@ -54,13 +54,13 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
 @contextmanager
 def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
     traits = GpuTraits.of(gpu)
-    places, residence = UserPlaces(), SidedResidence()
-    # PyTorch's compiler is imported here, and must see torch.cuda as it is.
+    scopes, placement = UserScopeTracker(), UserPlacementState()
+    # Imports PyTorch's compiler, which must see the real torch.cuda.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     learn_torch_cuda()
-    tracer = UserTracer(traits, places, residence, fake)
-    usage = Usage(tracer, gpu.usable_bytes)
-    steps = StepFollower(tracer, places, max_steps)
+    tracer = UserTracer(traits, scopes, placement, fake)
+    memory_stats = MemoryStats(tracer, gpu.usable_bytes)
+    steps = StepFollower(tracer, scopes, max_steps)
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(restored_settings())
@@ -68,28 +68,28 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
         enter(restored_random())
         enter(own_generator())
         enter(transformers_sees_real_tensors())
-        enter(libraries(tracer.said))
+        enter(libraries(tracer.notes))
         enter(one_rank())
-        enter(fallbacks_told(tracer.said))
-        enter(cuda_module(gpu, traits, usage))
+        enter(report_fallbacks(tracer.notes))
+        enter(cuda_module(gpu, traits, memory_stats))
         enter(cuda_autocast())
         enter(cuda_ops(traits.compute_capability, prefers_cudnn))
         enter(fake)
         enter(_fake_parameters(tracer, steps))
-        enter(_says_cuda(tracer))
-        enter(UserTensors(residence, steps.engine_runs, tracer.twin_on_host))
-        enter(places)
+        enter(_reports_cuda(tracer))
+        enter(UserTensorMode(placement, steps.engine_runs, tracer.twin_on_host))
+        enter(scopes)
         enter(steps)
         enter(tracer)
-        enter(compiling(traits, tracer, places))
-        yield UserGpu(tracer, steps, usage)
+        enter(compiling(traits, tracer, scopes))
+        yield UserGpu(tracer, steps, memory_stats)
 
 
 @contextmanager
 def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
-    """Parameters on the host are fake; a module moves between the sides keeping its Parameter objects, as with CUDA.
+    """Make parameters on the host fake, and keep Parameter objects when a module moves, as with CUDA.
 
-    ``steps`` hears of each parameter and optimizer that is made.
+    ``steps`` is notified of new parameters and optimizers.
     """
     original: Callable[..., Any] = nn.Parameter.__new__
 
@@ -100,11 +100,11 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
         steps.parameter_made(parameter)
         return parameter
 
-    make_optimizer: Callable[..., None] = torch.optim.Optimizer.__init__
+    init_optimizer: Callable[..., None] = torch.optim.Optimizer.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         steps.has_optimizer = True
-        make_optimizer(self, *args, **kwargs)
+        init_optimizer(self, *args, **kwargs)
 
     with (
         replaced(nn.Parameter, "__new__", staticmethod(new)),
@@ -115,9 +115,9 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
 
 
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """``nn.Module._apply`` as it is between CPU and CUDA: each parameter's data is replaced, the object stays.
+    """Apply ``fn`` as ``nn.Module._apply`` does between CPU and CUDA, replacing each parameter's data.
 
-    PyTorch's own swaps the objects of fake parameters, which fails where anything refers to them weakly.
+    PyTorch swaps the objects of fake parameters, which fails with weak references to them.
     """
     for module in self.children() if recurse else ():
         module._apply(fn)
@@ -140,8 +140,8 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
 
 
 @contextmanager
-def _says_cuda(tracer: UserTracer) -> Iterator[None]:
-    """A fake tensor tells a person's code, and PyTorch's Python code, that it is on CUDA; its own machinery the truth."""
+def _reports_cuda(tracer: UserTracer) -> Iterator[None]:
+    """Let fake tensors report CUDA to user code and PyTorch's Python code, not to FakeTensor's own."""
     original = vars(FakeTensor)["device"]
 
     def device(self: Any) -> torch.device:

@@ -1,4 +1,4 @@
-"""What libraries above PyTorch remember about the machine, forgotten for a while: they ask anew, and hear of "cuda"."""
+"""Caches and states of libraries above PyTorch, reset so that they find the virtual GPU."""
 
 import io
 import sys
@@ -11,34 +11,33 @@ from torch import _utils
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_tensors import on_host
 
-ASK_THE_MACHINE = ("torch", "cuda", "grouped_mm", "flash")
-"""Parts of the names of transformers' and accelerate's questions that they keep the answers to."""
+CACHED_QUERIES = ("torch", "cuda", "grouped_mm", "flash")
+"""Parts of the names of transformers' and accelerate's cached queries of the machine."""
 
 
 @contextmanager
-def libraries(said: set[str]) -> Iterator[None]:
-    """transformers and accelerate find the virtual GPU; data is loaded in this process; nothing is saved.
+def libraries(notes: set[str]) -> Iterator[None]:
+    """Let transformers and accelerate find the virtual GPU, load data in this process and save nothing.
 
     Args:
-        said: gets a sentence if the code saves something.
+        notes: gets a sentence if the code saves something.
     """
-
     write = torch.save
 
     def save(obj: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # pickle's way with a host tensor
+        if isinstance(obj, torch.UntypedStorage | torch.TypedStorage):  # pickle of a host tensor
             on_host(write, (obj, *args), kwargs)
             return
-        said.add("torch.save wrote nothing: there are no values to keep")
+        notes.add("torch.save wrote nothing: there are no values to keep")
 
-    _forget_answers()
-    kept = _take_states()
+    _clear_queries()
+    states = _take_states()
     with ExitStack() as stack:
-        stack.callback(_forget_answers)
-        stack.callback(_put_back, kept)
+        stack.callback(_clear_queries)
+        stack.callback(_restore_states, states)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
         stack.enter_context(replaced(torch, "load", _loading(torch.load)))
@@ -47,7 +46,7 @@ def libraries(said: set[str]) -> Iterator[None]:
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is read from bytes in memory, as pickle does, is real; what is read from a file stays fake."""
+    """Load tensors from bytes in memory (pickle) as real ones, from a file as fake ones."""
 
     def load(file: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(file, io.BytesIO):
@@ -58,7 +57,7 @@ def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rebuilding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``copy.copy`` and pickle put a new tensor around a storage: a real one where the storage is the host's."""
+    """Rebuild a tensor around a host storage (``copy.copy``, pickle) as a real one."""
 
     def rebuild(storage: Any, *args: Any) -> Any:
         if storage.device.type == "cpu":
@@ -69,7 +68,7 @@ def _rebuilding(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_this_process(loader: Any) -> Any:
-    """An iterator without workers: a forked one would find itself inside the virtual GPU."""
+    """Return an iterator without workers, which would be forked inside the virtual GPU."""
     before = {name: vars(loader)[name] for name in ("num_workers", "timeout")}
     vars(loader).update(num_workers=0, timeout=0)
     try:
@@ -78,15 +77,15 @@ def _in_this_process(loader: Any) -> Any:
         vars(loader).update(before)
 
 
-def _forget_answers() -> None:
-    for name in ("transformers.utils.import_utils", "accelerate.utils.imports"):
-        for question, answer in vars(sys.modules.get(name, object)).items():
-            if hasattr(answer, "cache_clear") and any(part in question for part in ASK_THE_MACHINE):
-                answer.cache_clear()
+def _clear_queries() -> None:
+    for module in ("transformers.utils.import_utils", "accelerate.utils.imports"):
+        for name, query in vars(sys.modules.get(module, object)).items():
+            if hasattr(query, "cache_clear") and any(part in name for part in CACHED_QUERIES):
+                query.cache_clear()
 
 
 def _take_states() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Empty accelerate's process-wide states; what was in them."""
+    """Clear accelerate's process-wide states and return each with its content."""
     taken = []
     for state in _accelerate_states():
         taken.append((state, dict(state)))
@@ -94,7 +93,7 @@ def _take_states() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return taken
 
 
-def _put_back(taken: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def _restore_states(taken: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for state in _accelerate_states():
         state.clear()
     for state, before in taken:

@@ -1,4 +1,4 @@
-"""Process groups in traced code: one rank runs, several are refused at once instead of hanging."""
+"""Process groups in user code: one rank runs; several are refused instead of hanging."""
 
 import importlib
 import os
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.exclusive import replaced
+from trainfit.virtual.trace.exclusive import replaced
 
 REMEDY = (
     "run the traced callable as one rank: WORLD_SIZE=1 or world_size=1, and no launcher of several processes"
@@ -19,11 +19,11 @@ REMEDY = (
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Refuse what needs a second process, and end a process group that the code leaves behind.
+    """Refuse a second process, and destroy a process group that the code leaves.
 
     Raises:
-        InputError: inside, where more than one rank, processes of ``torch.multiprocessing.spawn`` or
-            DistributedDataParallel are asked for.
+        InputError: inside, for more than one rank, ``torch.multiprocessing.spawn`` or
+            DistributedDataParallel.
     """
     dist: Any = torch.distributed
     if not dist.is_available():
@@ -33,12 +33,12 @@ def one_rank() -> Iterator[None]:
     spawn = importlib.import_module("torch.multiprocessing.spawn")
     had_group = dist.is_initialized()
     with ExitStack() as stack:
-        # init_process_group looks both up here, whoever calls it by whichever name.
+        # Module globals of init_process_group.
         stack.enter_context(replaced(c10d, "rendezvous", _checked_rendezvous(c10d.rendezvous)))
         stack.enter_context(
             replaced(c10d, "_new_process_group_helper", _checked_group(c10d._new_process_group_helper))
         )
-        # Made by hand it waits for its clients, before any group is asked for.
+        # Created directly, a store waits for its clients.
         stack.enter_context(replaced(dist.TCPStore, "__init__", _checked_store(dist.TCPStore.__init__)))
         stack.enter_context(replaced(spawn, "start_processes", _refuse_processes))
         stack.enter_context(
@@ -91,7 +91,7 @@ def _checked_group(original: Any) -> Any:
 
 
 def _on_host(backend: Any) -> Any:
-    """Gloo in NCCL's place, which needs a GPU: one rank has nobody to talk to."""
+    """Return Gloo for NCCL, which needs a GPU; one rank does not communicate."""
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     return c10d.Backend("gloo") if str(backend) == "nccl" else backend
 

@@ -1,7 +1,7 @@
-"""Which phase of which step a person's own code is in, and what its parameters, gradients and states are.
+"""Steps and phases of user code, and the owners of its parameters, gradients and optimizer states.
 
-PyTorch tells all of it: the outermost module that is called begins a forward, autograd's engine a backward, an
-optimizer's ``step`` an update. The first optimizer that steps counts the steps.
+A call of an outermost module begins a forward, autograd's engine a backward, an optimizer's ``step`` an
+update. The first optimizer that steps counts the steps.
 """
 
 import weakref
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trainfit.ledger.ledger import Segment
-from trainfit.virtual.exclusive import chosen_by_thread
-from trainfit.virtual.trace.scope import NOWHERE, Places
-from trainfit.virtual.user.side import is_device
+from trainfit.virtual.trace.exclusive import chosen_by_thread
+from trainfit.virtual.trace.scope import NO_SCOPE, ScopeTracker
+from trainfit.virtual.user.placement import is_device
 from trainfit.virtual.user.tracer import UserTracer
 
 
-class Enough(BaseException):
-    """Ends the traced callable. Not an Exception, so that its own ``except`` blocks let it pass."""
+class TraceComplete(BaseException):
+    """Ends the traced callable; a BaseException, so that its ``except Exception`` blocks do not catch it."""
 
 
-class UserPlaces(Places):
-    """Also tells when an outermost module is called."""
+class UserScopeTracker(ScopeTracker):
+    """Also reports calls of outermost modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class UserPlaces(Places):
         super()._begin(module, inputs)
 
 
-class Mark(NamedTuple):
-    """A segment of the ledger: its phase, the updates and the backward-to-forward turns before it."""
+class SegmentStart(NamedTuple):
+    """Phase of a segment, and the updates and backward-to-forward turns before it."""
 
     phase: str
     num_updates: int
@@ -45,30 +45,28 @@ class Mark(NamedTuple):
 
 
 class StepFollower:
-    """Follows the phases. Enter as a context manager around the callable.
+    """Tracks the phases. Enter it around the callable.
 
     Args:
-        max_steps: ends the callable (``Enough``) where the forward after so many steps would begin.
+        max_steps: raise ``TraceComplete`` at the beginning of the forward after so many steps.
     """
 
-    def __init__(self, tracer: UserTracer, places: UserPlaces, max_steps: int):
-        self._tracer, self._places, self._max_steps = tracer, places, max_steps
-        self._marks = [Mark("init", 0, 0)]
+    def __init__(self, tracer: UserTracer, scopes: UserScopeTracker, max_steps: int):
+        self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
+        self._starts = [SegmentStart("init", 0, 0)]
         self._parameters: list[weakref.ref[Tensor]] = []
         self._watched: set[int] = set()
         self._known_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._lead: int | None = None
+        self._main_optimizer: int | None = None
         self._num_updates = self._num_turns = self._engine_depth = 0
         self._turned = False
         self._handles: list[Any] = []
         self.has_trained = False
         self.has_optimizer = False
-        """One was made: its updates are the steps, not the backwards."""
+        """Steps are updates rather than backwards."""
         self.num_parameters = self.num_trained = 0
-        """Elements of the parameters on the device when a module was last called, and of those that are trained."""
-        places.on_outermost = self._forward_begins
-
-    # -- what the callable does ---------------------------------------------------------------------------------
+        """Elements of all and of trainable parameters on the device at the last call of a module."""
+        scopes.on_outermost = self._forward_begins
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
@@ -82,13 +80,13 @@ class StepFollower:
             handle.remove()
 
     def parameter_made(self, parameter: Tensor) -> None:
-        """A parameter was made, on either side."""
+        """Register a new parameter."""
         self._parameters.append(weakref.ref(parameter))
 
     @contextmanager
     def engine_runs(self) -> Iterator[None]:
-        """Around each run of autograd's engine."""
-        if self._engine_depth == 0 and self._places.phase != "optimizer":
+        """Track a run of autograd's engine."""
+        if self._engine_depth == 0 and self._scopes.phase != "optimizer":
             self._begin("backward")
             self.has_trained = True
         self._engine_depth += 1
@@ -99,14 +97,14 @@ class StepFollower:
 
     def _forward_begins(self, module: nn.Module) -> None:
         if self._engine_depth:
-            return  # recomputed
-        self._learn(module)
-        if self._places.phase == "forward":
+            return  # Recomputation.
+        self._register(module)
+        if self._scopes.phase == "forward":
             return
-        if self._places.phase == "backward":
+        if self._scopes.phase == "backward":
             self._num_turns += 1
         if (self._num_updates if self.has_optimizer else self._num_turns) >= self._max_steps:
-            raise Enough
+            raise TraceComplete
         self._begin("forward")
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -128,63 +126,59 @@ class StepFollower:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, Tensor):
-                    self._tracer.live.own(value, "optimizer", NOWHERE)
-        if self._lead is None:
-            self._lead = id(optimizer)
-        if self._lead == id(optimizer):
+                    self._tracer.live.own(value, "optimizer", NO_SCOPE)
+        if self._main_optimizer is None:
+            self._main_optimizer = id(optimizer)
+        if self._main_optimizer == id(optimizer):
             self._num_updates += 1
         if not self._engine_depth:
             self._begin("data")
 
-    # -- what it holds ------------------------------------------------------------------------------------------
-
-    def _learn(self, module: nn.Module) -> None:
+    def _register(self, module: nn.Module) -> None:
         if module not in self._known_modules:
             self._known_modules.add(module)
-            self._places.bind(module, [])
+            self._scopes.bind(module, [])
         held = [p for ref in self._parameters if (p := ref()) is not None]
         self._parameters = [weakref.ref(p) for p in held]
         for tensor in (*held, *module.buffers()):
             if is_device(tensor):
-                self._tracer.live.own(tensor, "weights", NOWHERE)
+                self._tracer.live.own(tensor, "weights", NO_SCOPE)
         for parameter in held:
             if parameter.requires_grad and id(parameter) not in self._watched and is_device(parameter):
                 self._watched.add(id(parameter))
-                self._tracer.live.watch_gradient(parameter, NOWHERE)
+                self._tracer.live.watch_gradient(parameter, NO_SCOPE)
         on_device = [p for p in held if is_device(p)]
         self.num_parameters = sum(p.numel() for p in on_device)
         self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
-        if len(self._marks) == 1:
-            # What was put on the device before training and is no weight: the first batch, targets, tables.
-            self._tracer.live.categorise("activations", self._tracer.live.born_in(0))
-
-    # -- segments -----------------------------------------------------------------------------------------------
+        if len(self._starts) == 1:
+            # Other tensors moved to the device before training: the first batch, targets, tables.
+            self._tracer.live.categorise("activations", self._tracer.live.allocated_in(0))
 
     def _begin(self, phase: str) -> None:
-        if self._places.phase == phase:
+        if self._scopes.phase == phase:
             return
         self._tracer.begin("", phase)
-        self._marks.append(Mark(phase, self._num_updates, self._num_turns))
+        self._starts.append(SegmentStart(phase, self._num_updates, self._num_turns))
 
     def num_steps(self) -> int:
-        """Whole steps seen: updates; without an optimizer, backwards."""
-        if self._lead is not None:
+        """Return the number of complete steps: updates, or backwards without an optimizer."""
+        if self._main_optimizer is not None:
             return self._num_updates
-        return sum(mark.phase == "backward" for mark in self._marks)
+        return sum(start.phase == "backward" for start in self._starts)
 
     def segments(self) -> list[Segment]:
-        """The ledger's segments by name: ``setup``, then ``first``, ``later`` ones, ``steady``, the last whole one."""
+        """Return the segments, of steps setup, first, later, steady (the last complete one) and rest."""
         whole = max(1, self.num_steps())
-        return [Segment(self._step_of(n, mark, whole), mark.phase) for n, mark in enumerate(self._marks)]
+        return [Segment(self._step_of(n, start, whole), start.phase) for n, start in enumerate(self._starts)]
 
-    def _step_of(self, position: int, mark: Mark, whole: int) -> str:
+    def _step_of(self, position: int, start: SegmentStart, whole: int) -> str:
         if position == 0:
             return "setup"
-        number = mark.num_updates if self._lead is not None else mark.num_turns
+        number = start.num_updates if self._main_optimizer is not None else start.num_turns
         if number >= whole:
             return "rest"
         return "first" if number == 0 else "steady" if number == whole - 1 else "later"
 
 
 def _ignore(*_: Any) -> None:
-    """Another thread's optimizer took a step."""
+    """Ignore another thread's optimizer."""

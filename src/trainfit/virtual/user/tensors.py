@@ -1,7 +1,5 @@
-"""Calls of a person's code that say where a tensor is: factories, ``.to``, ``.cuda()``, ``.cpu()``, ``.device``.
-
-What enters names "cuda" or "cpu"; what leaves is a call on fake CPU tensors whose side (side.py) is known.
-"""
+"""Device placement in user code: factories, ``.to``, ``.cuda()``, ``.cpu()``, ``.device`` on fake CPU
+tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from trainfit.spec.errors import InputError
-from trainfit.virtual.trace.host_tensors import FACTORIES, HostTensors, Residence, carried_values, on_host
-from trainfit.virtual.user.side import (
+from trainfit.virtual.trace.host_tensors import (
+    FACTORIES,
+    HostTensorMode,
+    PlacementState,
+    carried_values,
+    on_host,
+)
+from trainfit.virtual.user.placement import (
     CPU,
     LARGEST_REAL_BYTES,
     device_of,
@@ -32,8 +36,8 @@ LIKE = frozenset(
 )
 
 
-class SidedResidence(Residence):
-    """Also whether a device tensor is on its way to the host, as a fake one."""
+class UserPlacementState(PlacementState):
+    """Also whether a device tensor is being moved to the host, as a fake one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,17 +52,19 @@ class SidedResidence(Residence):
             self.is_leaving = False
 
 
-class UserTensors(HostTensors):
-    """Gives every call the side its code means.
+class UserTensorMode(HostTensorMode):
+    """Translates devices in calls of user code.
 
     Args:
-        on_engine: entered around each run of autograd's engine.
-        twin: makes a fake host tensor of a real one.
+        on_engine: returns a context for each run of autograd's engine.
+        twin: returns a fake host tensor like a real one.
     """
 
-    def __init__(self, says: SidedResidence, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]):
-        super().__init__(says)
-        self._residence, self._on_engine, self._twin = says, on_engine, twin
+    def __init__(
+        self, placement: UserPlacementState, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]
+    ):
+        super().__init__(placement)
+        self._placement, self._on_engine, self._twin = placement, on_engine, twin
         self._calls: dict[Any, Callable[..., Any]] = {
             torch.Tensor.to: self._to,
             torch.Tensor.cuda: self._cuda,
@@ -69,9 +75,7 @@ class UserTensors(HostTensors):
             torch.Tensor.__array__: lambda t, dtype=None, **_: np.asarray(self._numpy(t), dtype),
             torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
             torch.Tensor.__deepcopy__: self._deepcopy,
-            torch.Tensor.__format__: lambda t, spec: format(
-                real_of(t) if isinstance(t, FakeTensor) else t, spec
-            ),
+            torch.Tensor.__format__: self._format,
             _setter("data"): self._set_data,
             _getter("is_cuda"): is_device,
             _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
@@ -88,21 +92,20 @@ class UserTensors(HostTensors):
             return self._make_alike(func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _in_the_engine(self) -> Any:
-        return _Both(super()._in_the_engine(), self._on_engine())
-
-    # -- factories ----------------------------------------------------------------------------------------------
+    def _in_engine(self) -> Any:
+        return _Both(super()._in_engine(), self._on_engine())
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None and func is not torch.from_numpy:
-            # What torch.set_default_device or ``with torch.device(...)`` says.
-            device = default_device.CURRENT_DEVICE
+            device = (
+                default_device.CURRENT_DEVICE
+            )  # From torch.set_default_device or ``with torch.device(...)``.
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if func in FROM_DATA and args and isinstance(args[0], Tensor):
-            side = device_of(args[0]) if device is None else device
-            how = {"dtype": kwargs.get("dtype"), "copy": func is torch.tensor}
-            return self._move(args[0].detach(), side, how)
+            target = device_of(args[0]) if device is None else device
+            options = {"dtype": kwargs.get("dtype"), "copy": func is torch.tensor}
+            return self._move(args[0].detach(), target, options)
         if names_cuda(device):
             if func in FROM_DATA:
                 made = self._make(func, args, {**kwargs, "device": CPU})
@@ -110,32 +113,24 @@ class UserTensors(HostTensors):
             return func(*args, **{**kwargs, "device": CPU})
         if not names_host(device) or is_device(kwargs.get("out")):
             return func(*args, **kwargs)
-        with self._residence.host():
+        with self._placement.host():
             return func(*args, **kwargs)
 
     def _make_alike(self, func: Any, args: Any, kwargs: Any) -> Any:
         like, device = args[0], kwargs.get("device")
         if device is None or names_cuda(device) == is_device(like):
-            return func(
-                *args, **({**kwargs, "device": CPU} if device is not None and names_cuda(device) else kwargs)
-            )
+            return func(*args, **(kwargs | {"device": CPU} if names_cuda(device) else kwargs))
         if names_cuda(device):
-            with self._residence.moving():
+            with self._placement.moving():
                 return func(*args, **{**kwargs, "device": CPU})
         if names_host(device):
-            with self._residence.host():
+            with self._placement.host():
                 shape = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
             return func(shape, *args[1:], **{**kwargs, "device": CPU})
         return func(*args, **kwargs)
 
-    # -- moves --------------------------------------------------------------------------------------------------
-
     def _to(self, t: Tensor, *args: Any, **kwargs: Any) -> Any:
-        other = (
-            kwargs.pop("other", None)
-            if "other" in kwargs
-            else next((a for a in args if isinstance(a, Tensor)), None)
-        )
+        other = kwargs.pop("other", next((a for a in args if isinstance(a, Tensor)), None))
         if other is not None:
             rest = [a for a in args if a is not other]
             return self._to(t, device_of(other), other.dtype, *rest, **kwargs)
@@ -148,34 +143,37 @@ class UserTensors(HostTensors):
     def _cuda(self, t: Tensor, device: Any = None, *_: Any, **kwargs: Any) -> Tensor:
         return self._move(t, "cuda", {"memory_format": kwargs.get("memory_format")})
 
-    def _move(self, t: Tensor, device: Any, how: dict[str, Any]) -> Tensor:
-        """``t.to(device, **how)``; the same tensor where nothing changes."""
-        how = {name: value for name, value in how.items() if value is not None}
+    def _move(self, t: Tensor, device: Any, options: dict[str, Any]) -> Tensor:
+        """Return ``t.to(device, **options)``, the same tensor if nothing changes."""
+        options = {name: value for name, value in options.items() if value is not None}
         if names_cuda(device) and not is_device(t) and device_of(t).type == "cpu":
             if isinstance(t, torch.nn.Parameter) and not isinstance(t, FakeTensor):
                 raise InputError(
-                    "a parameter that was made before the trace is moved to the GPU",
+                    "a parameter created before the trace is moved to the GPU",
                     "build the model inside the callable that is traced",
                     field="step",
                 )
-            with self._residence.moving():
-                return t.to(device=CPU, **{**how, "copy": True})
+            with self._placement.moving():
+                return t.to(device=CPU, **{**options, "copy": True})
         if names_host(device) and is_device(t):
-            return self._to_host(t, how)
-        return t.to(device=CPU if names_cuda(device) else device, **how)
+            return self._to_host(t, options)
+        return t.to(device=CPU if names_cuda(device) else device, **options)
 
-    def _to_host(self, t: Tensor, how: dict[str, Any]) -> Tensor:
-        """What the device held, if that is known; else zeros. What autograd must follow stays fake."""
+    def _to_host(self, t: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return known values or zeros as a real tensor; tensors that need gradients stay fake."""
         traced = t.requires_grad and torch.is_grad_enabled()
         if traced or t.numel() * t.element_size() > LARGEST_REAL_BYTES:
-            with self._residence.leaving():
-                return t.to(device=CPU, **{**how, "copy": True})
-        return real_of(t).to(how.get("dtype", t.dtype))
+            with self._placement.leaving():
+                return t.to(device=CPU, **{**options, "copy": True})
+        return real_of(t).to(options.get("dtype", t.dtype))
 
     def _set_data(self, t: Tensor, data: Tensor) -> None:
-        """``t.data = data``: a fake tensor (a parameter) stays one, its storage on the data's side."""
+        """Set ``t.data``; a fake tensor (a parameter) stays fake, on the data's device."""
         fake = isinstance(t, FakeTensor) and not isinstance(data, FakeTensor)
         t.data = self._twin(data) if fake else data
+
+    def _format(self, t: Tensor, spec: str) -> str:
+        return format(real_of(t) if isinstance(t, FakeTensor) else t, spec)
 
     def _numpy(self, t: Tensor, **kwargs: Any) -> Any:
         if is_device(t):
@@ -184,7 +182,7 @@ class UserTensors(HostTensors):
 
     def _deepcopy(self, t: Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(t, FakeTensor):
-            # A real copy of a real storage: with the modes on, the new tensor that takes it would be fake.
+            # With the modes on, the copy of a real tensor would be fake.
             return on_host(type(t).__deepcopy__, (t, memo), {})
         if id(t) not in memo:
             with torch.no_grad():
@@ -199,11 +197,11 @@ class UserTensors(HostTensors):
 
 
 def real_of(t: Tensor) -> Tensor:
-    """A real tensor in a fake one's place, with its values if they are known, else zeros."""
+    """Return a real tensor with a fake one's values if they are known, else zeros."""
     known = carried_values(t)
     if known is not None:
         return known.clone()
-    # numpy's zeros take no memory before they are written.
+    # NumPy's zeros take no memory before they are written.
     numel = t.numel() * t.element_size()
     return torch.from_numpy(np.zeros(numel, dtype=np.uint8)).view(t.dtype).view(t.shape)
 
@@ -217,7 +215,7 @@ def _setter(name: str) -> Any:
 
 
 class _Both:
-    """Two contexts as one."""
+    """Two contexts in one."""
 
     def __init__(self, first: Any, second: Any):
         self._contexts = (first, second)

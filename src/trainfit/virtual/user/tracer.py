@@ -1,7 +1,7 @@
-"""The tracer of a person's own code: devices named "cuda" become the virtual GPU's, and fake host tensors take nothing.
+"""The tracer of user code: translates "cuda" to the virtual GPU and ignores fake host tensors.
 
-What ``UserTensors`` sees above autograd it has already said in its own words; here arrives what PyTorch's Python code
-calls out of its sight (inside ``torch.nn.functional``), and every operation on parameters that are still on the host.
+``UserTensorMode`` translates calls above autograd. This mode sees calls inside PyTorch's Python code
+(``torch.nn.functional``) and operations on parameters on the host.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from trainfit.virtual.cuda.fake_impls import READS_VALUE
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.dry_run import DryRun
 from trainfit.virtual.trace.host_tensors import carried_values, carry_values, is_host, on_host
-from trainfit.virtual.trace.scope import Places
+from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.trace.tracer import LIFTS, Tracer
-from trainfit.virtual.user.side import CPU, CUDA, is_device, is_marked, mark, names_cuda
-from trainfit.virtual.user.tensors import SidedResidence
+from trainfit.virtual.user.placement import CPU, CUDA, is_device, is_marked, mark, names_cuda
+from trainfit.virtual.user.tensors import UserPlacementState
 
 aten = torch.ops.aten
 INDEXING = (
@@ -33,20 +33,22 @@ INDEXING = (
 )
 ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
 """Operations whose tensors may be on different devices."""
-ALL_SELECTED = "a mask that only the data can tell is taken to select everything"
+ALL_SELECTED = "a mask that depends on the data is taken to select everything"
 
 
 class UserTracer(Tracer):
-    """Records what runs on the virtual GPU, and lets the host's part run for real or as a fake."""
+    """Records operations on the virtual GPU; those on the host run unrecorded."""
 
-    def __init__(self, gpu: GpuTraits, places: Places, residence: SidedResidence, fake: FakeTensorMode):
-        super().__init__(gpu, places, residence)
+    def __init__(
+        self, gpu: GpuTraits, scopes: ScopeTracker, placement: UserPlacementState, fake: FakeTensorMode
+    ):
+        super().__init__(gpu, scopes, placement)
         self._fake = fake
-        self._residence = residence
+        self._placement = placement
         self.is_inside = False
-        """PyTorch's own code asks: it must see fake CPU tensors as they are."""
-        self.said: set[str] = set()
-        """What is traced otherwise than it would run, in words."""
+        """Whether PyTorch's own code runs, which must see fake tensors on the CPU."""
+        self.notes: set[str] = set()
+        """Deviations of the trace from a real run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outer, self.is_inside = self.is_inside, True
@@ -64,12 +66,10 @@ class UserTracer(Tracer):
             return self._on_device(func, types, args, kwargs)
         tensors = tensors_of((args, kwargs))
         if func in LIFTS and is_host(args[0]):
-            return on_host(
-                func, args, kwargs
-            )  # from_numpy, and torch.tensor on its way: it is moved afterwards
-        if self._residence.is_leaving:
+            return on_host(func, args, kwargs)  # from_numpy and torch.tensor, which move the result later
+        if self._placement.is_leaving:
             return _marked(func(*args, **kwargs))
-        if self._residence.is_moving or not any(is_marked(t) for t in tensors):
+        if self._placement.is_moving or not any(is_marked(t) for t in tensors):
             return self._traced(func, types, args, kwargs)
         if any(is_device(t) for t in tensors):
             return self._traced(func, types, args, kwargs)
@@ -78,7 +78,7 @@ class UserTracer(Tracer):
         return _marked(func(*args, **kwargs))
 
     def _on_device(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with self._residence.moving():
+        with self._placement.moving():
             return self._traced(func, types, args, kwargs)
 
     def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -97,23 +97,22 @@ class UserTracer(Tracer):
         return target
 
     def _sized_by_data(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """An operation whose result's size follows from values: those that are known, else a mask that selects all."""
+        """Run an operation with a data-dependent size on known values, else with masks that select all."""
         values = [carried_values(t) for t in tensors_of((args, kwargs))]
         if all(value is not None for value in values):
             return self._sized_by_values(func, args, kwargs)
         with self:
             if func is aten.nonzero.default:
-                self.said.add(ALL_SELECTED)
+                self.notes.add(ALL_SELECTED)
                 mask = args[0]
                 return torch.empty(mask.numel(), mask.dim(), dtype=torch.int64, device=CUDA)
             if func is aten.masked_select.default:
                 return aten.index.Tensor(args[0], [args[1]])
             if func._schema.name in INDEXING:
-                return func(
-                    args[0], [part for index in args[1] for part in _as_positions(index)], *args[2:], **kwargs
-                )
+                indices = [part for index in args[1] for part in _as_positions(index)]
+                return func(args[0], indices, *args[2:], **kwargs)
         raise InputError(
-            f"{func} gives a result whose size only the data can tell",
+            f"the size of {func}'s result depends on the data",
             "give the traced callable a version of this step whose sizes are fixed",
             field="step",
         ) from error
@@ -132,18 +131,18 @@ class UserTracer(Tracer):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
         super()._record(func, args, kwargs, out, dry_run)
-        if func is not aten._to_copy.default or not self._residence.is_moving:
+        if func is not aten._to_copy.default or not self._placement.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():
-            # From the host to another layout: by way of a contiguous copy on the device (Copy.cu, copy_kernel_cuda).
+            # A copy from the host to another layout needs a contiguous copy on the device (Copy.cu).
             size = out.numel() * out.element_size()
-            self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.places.current(), str(func))
+            self.live.add_scratch((size,), len(self.ledger.ops) - 1, self.scopes.current(), str(func))
 
     def _is_fresh(self, t: Tensor) -> bool:
         return super()._is_fresh(t) and not is_host(t) and not is_marked(t)
 
     def twin_on_host(self, data: Tensor) -> Tensor:
-        """A fake tensor on the host, shaped like a real one."""
+        """Return a fake tensor on the host, like a real one."""
         shape, stride, dtype = data.shape, data.stride(), data.dtype
         outer, self.is_inside = self.is_inside, True
         try:
@@ -163,31 +162,26 @@ def _marked(out: Any) -> Any:
 
 
 def _as_positions(index: Any) -> tuple[Any, ...]:
-    """A boolean mask as one list of positions a dimension, as CUDA makes of it; anything else as it is."""
+    """Convert a boolean mask to one index tensor per dimension, as CUDA does."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.bool, torch.uint8):
         return (index,)
     return torch.nonzero(index).unbind(1)
 
 
 def _check_sides(func: Any, args: Any, kwargs: Any) -> None:
-    """As on a real GPU: tensors of the host and the device do not mix, but for scalars.
-
-    Raises:
-        RuntimeError: they do.
-    """
+    """Raise RuntimeError for tensors on both host and device, except scalars, as CUDA does."""
     name = func._schema.name
     if name in ACROSS_SIDES or name.startswith(("aten::_foreach", "aten::_fused", "aten::_amp")):
         return
     tensors = tensors_of((args, kwargs))
     if any(is_device(t) for t in tensors) and any(t.dim() and (is_host(t) or is_marked(t)) for t in tensors):
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({func})"
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"cuda:0 and cpu! ({func})"
         )
 
 
 def _changes_nothing(t: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Whether this conversion is to where and what the tensor is already."""
-    return kwargs.get("dtype") in (None, t.dtype) and kwargs.get("memory_format") in (
-        None,
-        torch.preserve_format,
-    )
+    """Return whether a conversion keeps the tensor's dtype and memory format."""
+    keeps_format = kwargs.get("memory_format") in (None, torch.preserve_format)
+    return keeps_format and kwargs.get("dtype") in (None, t.dtype)

@@ -1,8 +1,8 @@
-"""Scratch and outputs of the fused attention kernels, tensors [batch, heads, seq, head_dim] as SDPA has them.
+"""Scratch and outputs of the fused attention kernels on tensors [batch, heads, seq, head_dim].
 
 Sources: aten/src/ATen/native/transformers/cuda/attention.cu, attention_backward.cu, flash_attn/flash_api.cpp,
-mem_eff_attention/kernel_forward.h, kernel_backward.h, kernels/cutlassB.h; aten/src/ATen/native/cudnn/MHA.cpp and
-NVIDIA's cudnn-frontend (node/scaled_dot_product_flash_attention.h).
+mem_eff_attention/kernel_forward.h, kernel_backward.h, kernels/cutlassB.h; aten/src/ATen/native/cudnn/MHA.cpp
+and NVIDIA's cudnn-frontend (node/scaled_dot_product_flash_attention.h).
 """
 
 from math import ceil
@@ -24,15 +24,15 @@ LSE_ROWS = 32
 
 
 def head_dim_rounded(head_dim: int) -> int:
-    """The head size of flash's accumulators: a multiple of 32, above 128 of 64 (flash_api.cpp)."""
+    """Return the head size of flash's accumulators: a multiple of 32, above 128 of 64 (flash_api.cpp)."""
     return round_up(head_dim, 32 if head_dim <= 128 else 64)
 
 
 @SCRATCH.rule("_scaled_dot_product_flash_attention")
 def flash_forward(call: Call) -> tuple[int, ...]:
-    """Partial outputs when keys are split among blocks, that is when there are too few queries to fill the GPU.
+    """Partial outputs if keys are split among blocks, when too few queries fill the GPU.
 
-    With dropout, the RNG state is allocated a second time before the first is dropped.
+    With dropout the RNG state is allocated twice.
     """
     q, k = call.args[0], call.args[1]
     if call.arg(3, "dropout_p", 0.0):
@@ -46,17 +46,17 @@ def flash_forward(call: Call) -> tuple[int, ...]:
 
 
 def flash_splits(batch_heads: int, seq_q: int, seq_k: int, head_dim: int, num_sms: int) -> int:
-    """Into how many parts flash's forward splits the keys (``num_splits_heuristic``), at most 128."""
+    """Return the number of splits of the keys in flash's forward (``num_splits_heuristic``), at most 128."""
     block_keys = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
     key_blocks = ceil_div(seq_k, block_keys)
-    work, slots = batch_heads * ceil_div(seq_q, 64), num_sms * 2
-    if work >= 0.8 * slots:
+    work, resident = batch_heads * ceil_div(seq_q, 64), num_sms * 2
+    if work >= 0.8 * resident:
         return 1
     efficiency: dict[int, float] = {}
-    for splits in range(1, min(128, slots, key_blocks) + 1):
-        # A split that leaves as many key blocks to each part as one less does is no gain.
+    for splits in range(1, min(128, resident, key_blocks) + 1):
+        # Skip splits that leave each part as many key blocks as one split less.
         if splits == 1 or ceil_div(key_blocks, splits) != ceil_div(key_blocks, splits - 1):
-            waves = work * splits / slots
+            waves = work * splits / resident
             efficiency[splits] = waves / ceil(waves)
     best = max(efficiency.values())
     return next(splits for splits, value in efficiency.items() if value >= 0.85 * best)
@@ -64,7 +64,7 @@ def flash_splits(batch_heads: int, seq_q: int, seq_k: int, head_dim: int, num_sm
 
 @OUTPUTS.rule("_scaled_dot_product_flash_attention")
 def flash_outputs(call: Call) -> dict[int, int]:
-    """output as q; logsumexp [b, h, s] fp32; no cumulative lengths; RNG state 16 bytes and an unused 8, both on the GPU."""
+    """Logsumexp [b, h, s] in fp32, and on the GPU the RNG state (16 bytes) and an unused tensor (8 bytes)."""
     q = call.args[0]
     batch, heads, seq, _ = q.shape
     sizes = {1: batch * heads * seq * FLOAT, 6: 2 * SEED, 7: SEED}
@@ -73,8 +73,10 @@ def flash_outputs(call: Call) -> dict[int, int]:
 
 @SCRATCH.rule("_scaled_dot_product_flash_attention_backward")
 def flash_backward(call: Call) -> tuple[int, ...]:
-    """softmax_d, dq in fp32; dk and dv for every query head when heads are grouped; copies of grad_out and out
-    unless they lie [batch, seq, heads, head_dim] in memory (``mha_bwd``)."""
+    """softmax_d and dq in fp32; with grouped heads dk and dv of every query head (``mha_bwd``).
+
+    Also copies of grad_out and out, unless their memory is ordered [batch, seq, heads, head_dim].
+    """
     grad, q, k, _, out = call.args[:5]
     batch, heads, seq_q, head_dim = q.shape
     heads_k, seq_k = k.shape[1], k.shape[2]
@@ -90,7 +92,7 @@ def flash_backward(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("_scaled_dot_product_efficient_attention")
 def efficient_forward(call: Call) -> tuple[int, ...]:
-    """The output in fp32 while it is summed, for 16-bit inputs of head size over 128 (kNeedsOutputAccumulatorBuffer)."""
+    """An fp32 output for 16-bit inputs of head size over 128 (kNeedsOutputAccumulatorBuffer)."""
     q, v = call.args[0], call.args[2]
     batch, heads, seq, _ = q.shape
     if q.element_size() == 2 and v.shape[-1] > 128:
@@ -100,7 +102,7 @@ def efficient_forward(call: Call) -> tuple[int, ...]:
 
 @OUTPUTS.rule("_scaled_dot_product_efficient_attention")
 def efficient_outputs(call: Call) -> dict[int, int]:
-    """logsumexp [b, h, s rounded up to 32] fp32 if asked for; seed and offset are host tensors."""
+    """Optional logsumexp [b, h, s rounded up to 32] in fp32; seed and offset are host tensors."""
     batch, heads, seq, _ = call.args[0].shape
     wanted = call.arg(4, "compute_log_sumexp", False)
     lse = batch * heads * round_up(seq, LSE_ROWS) * FLOAT if wanted else 0
@@ -109,7 +111,7 @@ def efficient_outputs(call: Call) -> dict[int, int]:
 
 @SCRATCH.rule("_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(call: Call) -> tuple[int, ...]:
-    """delta; the kernel's workspace; a copy of grad_out unless it lies [batch, seq, heads, head_dim] in memory."""
+    """Delta, the kernel's workspace, and a copy of grad_out unless ordered [batch, seq, heads, head_dim]."""
     grad, q, k, v = call.args[:4]
     dropout = call.args[9]
     batch, heads, seq_q, _ = q.shape
@@ -117,7 +119,7 @@ def efficient_backward(call: Call) -> tuple[int, ...]:
     delta = batch * heads * seq_q * FLOAT
     working = (delta, backward_workspace(q, k, v, bool(dropout), call.gpu))
     if q.element_size() == 4:
-        # Before the kernel: grad * out, its sum over the head, and the sum in another layout.
+        # Before the kernel: grad * out, its sum over the head, and that in another layout.
         before = (batch * heads * seq_q * v.shape[-1] * FLOAT, delta, delta if heads > 1 and seq_q > 1 else 0)
         working = max(working, before, key=sum)
     return (*copies, *working)
@@ -125,7 +127,7 @@ def efficient_backward(call: Call) -> tuple[int, ...]:
 
 @OUTPUTS.rule("_scaled_dot_product_cudnn_attention")
 def cudnn_outputs(call: Call) -> dict[int, int]:
-    """logsumexp [b, h, s] fp32 if asked for; seed and offset, 8 bytes each, on the GPU (``_cudnn_attention_forward``)."""
+    """Optional logsumexp [b, h, s] in fp32; seed and offset, 8 bytes each (``_cudnn_attention_forward``)."""
     batch, heads, seq, _ = call.args[0].shape
     wanted = call.arg(4, "compute_log_sumexp", False)
     return by_tensor(call.out, {1: batch * heads * seq * FLOAT if wanted else 0, 6: SEED, 7: SEED})
@@ -133,15 +135,17 @@ def cudnn_outputs(call: Call) -> dict[int, int]:
 
 @SCRATCH.rule("_scaled_dot_product_cudnn_attention")
 def cudnn_forward(call: Call) -> tuple[int, ...]:
-    """A workspace of one block (seen on an H200, torch 2.11, cuDNN 9; its size is not public)."""
+    """A workspace of one allocator block, measured on an H200 (torch 2.11, cuDNN 9)."""
     return (1,)
 
 
 @SCRATCH.rule("_scaled_dot_product_cudnn_attention_backward")
 def cudnn_backward(call: Call) -> tuple[int, ...]:
-    """One workspace: dq in fp32 and the row sums of grad * out (cudnn-frontend ``get_fe_workspace_size_node``,
-    cuDNN 9); with grouped heads dk and dv of every query head, which cuDNN sums itself (assumed in the inputs'
-    dtype: cuDNN's source is not public). A copy of grad_out whose last stride is not 1.
+    """One workspace, and a copy of grad_out whose last stride is not 1.
+
+    The workspace has dq and the row sums of grad * out in fp32 (cudnn-frontend
+    ``get_fe_workspace_size_node``, cuDNN 9); with grouped heads also dk and dv of every query head, assumed
+    in the inputs' dtype.
     """
     grad, q, k, v = call.args[:4]
     batch, heads, seq_q, head_dim = q.shape
@@ -149,12 +153,12 @@ def cudnn_backward(call: Call) -> tuple[int, ...]:
     workspace = batch * heads * seq_q * (head_dim + 1) * FLOAT
     if heads_k != heads:
         workspace += batch * heads * seq_k * (head_dim + v.shape[-1]) * q.element_size()
-    workspace += 1  # One block more than the tensors in it, as in the forward.
+    workspace += 1  # One more block, as in the forward.
     return (workspace,) if grad.stride(-1) == 1 else (num_bytes(grad), workspace)
 
 
 def by_tensor(out: tuple[object, ...], sizes: dict[int, int]) -> dict[int, int]:
-    """Sizes by position in the output, turned into sizes by position among the tensors in it."""
+    """Convert sizes by position in the output to sizes by position among its tensors."""
     position, found = 0, {}
     for index, value in enumerate(out):
         if isinstance(value, Tensor):

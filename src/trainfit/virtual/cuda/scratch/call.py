@@ -21,7 +21,7 @@ class Call:
         self.gpu: GpuTraits = gpu if gpu is not None else GpuTraits()
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument given by position or by name."""
+        """Return an argument given by position or by name."""
         return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
 
 
@@ -29,14 +29,14 @@ R = TypeVar("R")
 
 
 class Registry(dict[str, Callable[[Call], R]]):
-    """Rules by the op's schema name (``aten::mm``; all its overloads). One op has one rule.
-
-    Raises:
-        ValueError: a second rule for an op.
-    """
+    """Rules by schema name (``aten::mm``, for all overloads)."""
 
     def rule(self, *names: str) -> Callable[[Callable[[Call], R]], Callable[[Call], R]]:
-        """Decorator: the function is the rule of these ops."""
+        """Register a function as the rule of these operations.
+
+        Raises:
+            ValueError: an operation has a rule already.
+        """
 
         def add(function: Callable[[Call], R]) -> Callable[[Call], R]:
             for name in names:
@@ -49,17 +49,17 @@ class Registry(dict[str, Callable[[Call], R]]):
 
 
 def num_bytes(t: Tensor, itemsize: int | None = None) -> int:
-    """Bytes of the tensor's elements, of ``itemsize`` bytes each if given."""
+    """Return the bytes of the tensor's elements, of ``itemsize`` bytes each if given."""
     return t.numel() * (itemsize or t.element_size())
 
 
 def copy_if_strided(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Bytes of the copies that ``.contiguous()`` makes of these tensors."""
+    """Return the bytes of the copies that ``.contiguous()`` makes of these tensors."""
     return tuple(num_bytes(t) for t in tensors if t is not None and not t.is_contiguous())
 
 
 def accumulate_size(dtype: torch.dtype) -> int:
-    """Bytes of an accumulator for this dtype on CUDA (``acc_type``): fp32 for 16-bit floats, int64 for integers."""
+    """Return the bytes of an accumulator (``acc_type``): fp32 for 16-bit floats, int64 for integers."""
     if dtype in (torch.float16, torch.bfloat16):
         return 4
     return dtype.itemsize if dtype.is_floating_point or dtype.is_complex else 8

@@ -1,7 +1,7 @@
-"""Which kernel the memory-efficient attention's backward launches, and the workspace it asks for.
+"""Kernel and workspace of the memory-efficient attention's backward, for compute capability 8.0 and later.
 
-Source: mem_eff_attention/kernel_backward.h (``Params::workspace_size``), kernels/cutlassB.h (the kernels in order),
-attention_backward.cu (which of them fit, the number of key splits). For GPUs of capability 8.0 and later.
+Source: mem_eff_attention/kernel_backward.h (``Params::workspace_size``), kernels/cutlassB.h (the kernels in
+order), attention_backward.cu (choice of the kernel, number of key splits).
 """
 
 from typing import NamedTuple
@@ -12,13 +12,15 @@ from trainfit.virtual.cuda.scratch.call import ceil_div, round_up
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 
 A100_SHARED_MEMORY = 163 * 1024
-"""The 128-wide kernels need more shared memory than GPUs of capability 8.6, 8.9 and 12.0 have (99 KiB a block)."""
+"""The 128-wide kernels need more shared memory than capability 8.6, 8.9 and 12.0 have (99 KiB a block)."""
 UNBOUNDED = 65536
 
 
 class Kernel(NamedTuple):
-    """One instance of the backward kernel: rows of queries and keys a block takes, largest head size, whether it
-    needs the shared memory of an A100, and whether it serves dropout."""
+    """An instance of the backward kernel: rows of queries and keys per block, and the largest head size.
+
+    ``large``: needs the shared memory of an A100. ``dropout``: supports dropout.
+    """
 
     queries: int
     keys: int
@@ -32,7 +34,7 @@ HALF_KERNELS = (
     Kernel(128, 64, UNBOUNDED, large=True), Kernel(64, 64, UNBOUNDED),
 )  # fmt: skip
 CONSUMER_HALF_KERNELS = (*HALF_KERNELS[:2], Kernel(128, 64, 96, dropout=False), *HALF_KERNELS[2:])
-"""Capability 8.6 and 8.9 have one more."""
+"""With an extra kernel on capability 8.6 and 8.9."""
 FLOAT_KERNELS = (
     Kernel(64, 64, 32), Kernel(64, 64, 64), Kernel(128, 64, 128, large=True), Kernel(64, 64, 128),
     Kernel(128, 64, UNBOUNDED, large=True), Kernel(64, 64, UNBOUNDED),
@@ -40,7 +42,7 @@ FLOAT_KERNELS = (
 
 
 def choose_kernel(head_dim: int, half: bool, dropout: bool, gpu: GpuTraits) -> Kernel:
-    """The first kernel that takes this head size and fits the GPU's shared memory."""
+    """Return the first kernel that supports the head size and fits the GPU's shared memory."""
     consumer = gpu.compute_capability in ((8, 6), (8, 9))
     kernels = FLOAT_KERNELS if not half else CONSUMER_HALF_KERNELS if consumer else HALF_KERNELS
     return next(
@@ -53,7 +55,7 @@ def choose_kernel(head_dim: int, half: bool, dropout: bool, gpu: GpuTraits) -> K
 
 
 def backward_workspace(q: Tensor, k: Tensor, v: Tensor, dropout: bool, gpu: GpuTraits) -> int:
-    """Bytes of the workspace: dq tiles in fp32 with their locks, and dk, dv tiles where registers do not hold them."""
+    """Return the workspace's bytes: fp32 dq tiles with locks, and dk, dv tiles that exceed the registers."""
     batch, heads, seq_q, head_dim = q.shape
     seq_k, head_dim_v = k.shape[2], v.shape[-1]
     half = q.element_size() == 2

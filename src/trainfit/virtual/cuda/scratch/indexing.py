@@ -1,7 +1,6 @@
-"""Scratch of embedding's and indexing's gradients: indices are sorted so that equal ones are added in order.
+"""Scratch of embedding and indexing; their gradients sort the indices so that equal ones are added in order.
 
-Sources: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu. CUB's small counters are
-not counted (see sorting.py).
+Sources: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu.
 """
 
 from math import prod
@@ -23,10 +22,9 @@ IN_PLACE = ("aten::index_put_", "aten::_index_put_impl_")
 
 @SCRATCH.rule("embedding_dense_backward")
 def embedding_backward(call: Call) -> tuple[int, ...]:
-    """Up to 3072 indices: copies only. More: sorted indices, segments, and partial sums in fp32.
+    """Copies of strided inputs; for over 3072 indices also sorted indices, segments and fp32 partial sums.
 
-    The bound on partial sums, numel / 10 + min(numel, num_weights) rows, is PyTorch's own: it does not wait for
-    the GPU to count them.
+    PyTorch bounds the rows of partial sums by numel / 10 + min(numel, num_weights).
     """
     grad, indices, num_weights, _, by_frequency = call.args
     copies = copy_if_strided(indices, grad)
@@ -42,30 +40,30 @@ def embedding_backward(call: Call) -> tuple[int, ...]:
         *copies,
         count * item, count * item, *counts,  # sorted_indices, orig_indices, count
         count * item, SCALAR,  # segment_offsets, num_of_segments
-        segments * item, segments * item, SCALAR,  # partials_per_segment, its offsets, num_of_partial_segments
+        segments * item, segments * item, SCALAR,  # partials_per_segment, offsets, num_of_partial_segments
         partials * item, partials * width * partial_item,  # partial_segment_offset, grad_weight_per_segment
     )  # fmt: skip
 
 
 @SCRATCH.rule("embedding")
 def embedding(call: Call) -> tuple[int, ...]:
-    """``indices.reshape(-1)`` of strided indices (Embedding.cpp)."""
+    """A copy of strided indices (Embedding.cpp)."""
     return copy_if_strided(call.args[1])
 
 
 @SCRATCH.rule("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put")
 def index_put(call: Call) -> tuple[int, ...]:
-    """Accumulating: linear indices, sorted with their origins (``index_put_with_sort_kernel``). Else nothing.
+    """Scratch of index_put; accumulating sorts linear indices (``index_put_with_sort_kernel``).
 
-    Alive at the sort: linearIndex, sorted_indices, orig_indices, range, and the radix sort's second copies.
+    Live at the sort: linearIndex, sorted_indices, orig_indices, range, and the radix sort's second copies.
     """
     target, indices, values = call.args[:3]
     if not call.arg(3, "accumulate", False):
-        # One value under a mask is filled in without listing the places (canDispatchToMaskedFill).
+        # One value under a mask is a masked fill (canDispatchToMaskedFill).
         return () if values.numel() == 1 and is_one_mask(indices) else masks_to_indices(indices)
     reached = slice_elements(target, indices)
     masked = any(t is not None and t.dtype in MASKS for t in indices)
-    # How many places a mask names is known only on the device; the values tell.
+    # The number of elements that a mask selects follows from the values.
     count = values.numel() // max(1, reached) if masked else prod(broadcast_shape(indices))
     copies = copy_if_strided(target) if call.name in IN_PLACE else ()
     if values.numel() < count * reached or not values.is_contiguous():
@@ -75,23 +73,23 @@ def index_put(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("index", "_unsafe_index")
 def index(call: Call) -> tuple[int, ...]:
-    """Reading: masks become index tensors of as many places as the output shows; int32 indices become int64."""
+    """Int64 copies of int32 indices, and index tensors of masks."""
     source, indices = call.args[:2]
-    places = call.out.numel() // max(1, slice_elements(source, indices))
+    selected = call.out.numel() // max(1, slice_elements(source, indices))
     masks = sum(t.dim() for t in indices if t is not None and t.dtype in MASKS)
     narrow = tuple(num_bytes(t, 8) for t in indices if t is not None and t.dtype == torch.int32)
-    return (*narrow, places * masks * 8) if masks else narrow
+    return (*narrow, selected * masks * 8) if masks else narrow
 
 
 @SCRATCH.rule("masked_select")
 def masked_select(call: Call) -> tuple[int, ...]:
-    """The places under the mask, one int64 index tensor a dimension."""
+    """One int64 index tensor per dimension for the mask."""
     return (call.out.numel() * 8 * max(call.args[0].dim(), call.args[1].dim()),)
 
 
 @SCRATCH.rule("masked_scatter", "masked_scatter_")
 def masked_scatter(call: Call) -> tuple[int, ...]:
-    """How many places lie before each (``maskPrefixSum``), int64."""
+    """The int64 prefix sum of the mask (``maskPrefixSum``)."""
     return (call.args[0].numel() * 8,)
 
 
@@ -101,17 +99,17 @@ def is_one_mask(indices: Any) -> bool:
 
 
 def masks_to_indices(indices: Any) -> tuple[int, ...]:
-    """A boolean mask becomes one int64 index tensor a dimension; all its elements counted, the most there can be."""
+    """Return the bytes of masks' index tensors, int64 per dimension, as if all elements were selected."""
     return tuple(num_bytes(t, 8) * t.dim() for t in indices if t is not None and t.dtype in MASKS)
 
 
 def broadcast_shape(indices: Any) -> tuple[int, ...]:
-    """Shape that the index tensors have together."""
+    """Return the broadcast shape of the index tensors."""
     return tuple(torch.broadcast_shapes(*(t.shape for t in indices if t is not None)))
 
 
 def slice_elements(target: Tensor, indices: Any) -> int:
-    """Elements of the target that one index reaches: its dimensions that no index tensor names."""
+    """Return the elements of the target per index: those of its dimensions without an index tensor."""
     left, d = 1, 0
     for t in (*indices, *[None] * target.dim()):
         width = t.dim() if t is not None and t.dtype in MASKS else 1
@@ -123,5 +121,5 @@ def slice_elements(target: Tensor, indices: Any) -> int:
 
 @SCRATCH.rule("nonzero")
 def nonzero(call: Call) -> tuple[int, ...]:
-    """The count on the device (Nonzero.cu); a copy of a strided input."""
+    """The device's count (Nonzero.cu), and a copy of a strided input."""
     return (*copy_if_strided(call.args[0]), 4 * ceil_div(call.args[0].numel(), 1 << 30))

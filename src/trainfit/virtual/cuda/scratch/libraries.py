@@ -1,9 +1,8 @@
-"""Memory that libraries keep for good: the workspaces of cuBLAS and cuBLASLt.
+"""Workspaces of cuBLAS and cuBLASLt, allocated once and kept.
 
-PyTorch gives each cuBLAS handle a workspace per stream, from the caching allocator, at the handle's first use, and
-never takes it back (aten/src/ATen/cuda/CublasHandlePool.cpp). Handles belong to threads: the main thread's first
-matrix product (forward, optimizer) takes one, autograd's device thread (backward and what is recomputed there) takes
-a second one.
+PyTorch allocates one workspace per cuBLAS handle and stream from the caching allocator at the handle's first
+use (aten/src/ATen/cuda/CublasHandlePool.cpp). Each thread has its own handle: the main thread (forward,
+optimizer) and autograd's device thread (backward, recomputation).
 """
 
 from typing import Any
@@ -16,18 +15,19 @@ from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 from trainfit.virtual.cuda.scratch.matmul import is_grouped_kernel
 
 MIB = 1 << 20
-_CUBLAS = {
-    f"aten::{name}"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "addr", "_addmm_activation",
-                 "_scaled_mm", "_scaled_mm_v2", "_int_mm")
-}  # fmt: skip
+_CUBLAS = frozenset(
+    "aten::" + name
+    for name in """
+    mm addmm bmm baddbmm addbmm mv addmv dot vdot addr _addmm_activation _scaled_mm _scaled_mm_v2 _int_mm
+    """.split()
+)
 _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def cublas_workspace_bytes(gpu: GpuTraits) -> int:
-    """cuBLAS workspace of one handle and stream: 32 MiB on Hopper (and from torch 2.12 on Blackwell), else ":4096:2:16:8".
+    """Return the bytes of a cuBLAS workspace: 32 MiB on Hopper (from torch 2.12 on Blackwell), else 8.1 MiB.
 
-    Where kernels are to repeat bit by bit, ":4096:8", which cuBLAS needs for it: also 32 MiB.
+    Deterministic algorithms need ":4096:8", also 32 MiB; the default is ":4096:2:16:8".
     Source: ``parseChosenWorkspaceSize`` in CublasHandlePool.cpp; Blackwell: PyTorch pull request 175344.
     """
     major = gpu.compute_capability[0]
@@ -37,18 +37,17 @@ def cublas_workspace_bytes(gpu: GpuTraits) -> int:
 
 
 def cublaslt_workspace_bytes(gpu: GpuTraits) -> int:
-    """What the first use of cuBLASLt on a handle and stream allocates beside cuBLAS's workspace.
+    """Return the bytes that cuBLASLt adds to cuBLAS's workspace: 1 MiB up to torch 2.11, then 0.
 
-    torch 2.11 keeps a workspace of its own, 1 MiB (``getCUDABlasLtWorkspace`` reads the environment variable's
-    default as off); from 2.12 it is cuBLAS's (PyTorch pull request 175879).
+    Source: ``getCUDABlasLtWorkspace``; shared from 2.12 on (PyTorch pull request 175879).
     """
     return MIB if gpu.torch_version < (2, 12) else 0
 
 
 def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
-    """Whether the op asks for the thread's cuBLAS handle, and so for its workspace.
+    """Return whether an operation uses cuBLAS and thus its workspace.
 
-    ``_grouped_mm`` does only where it is not one CUTLASS kernel; an empty product launches nothing.
+    ``_grouped_mm`` does unless it is one CUTLASS kernel; an empty product launches nothing.
     """
     name = func._schema.name
     if name == "aten::_grouped_mm":
@@ -57,7 +56,7 @@ def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
 
 
 def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
-    """Whether the op runs through cuBLASLt: a bias added in the epilogue, scaled or integer products.
+    """Return whether an operation uses cuBLASLt: a bias in the epilogue, scaled or integer products.
 
     Source: ``addmm_out_cuda_impl`` in aten/src/ATen/native/cuda/Blas.cpp.
     """
@@ -70,7 +69,7 @@ def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 def bias_in_epilogue(call: Call) -> bool:
-    """addmm(bias, a, b) with a one-dimensional contiguous bias, beta 1, a float dtype, no operand of one row or column."""
+    """Return whether addmm(bias, a, b) adds a contiguous 1-D bias in the epilogue; no operand is a vector."""
     bias, first, second = call.args[:3]
     return (
         call.kwargs.get("beta", 1) == 1
@@ -80,3 +79,31 @@ def bias_in_epilogue(call: Call) -> bool:
         and bias.dtype in _LT_DTYPES
         and min(*first.shape, *second.shape) > 1
     )
+
+
+class Workspaces:
+    """Track which thread has allocated which library's workspace."""
+
+    def __init__(self, gpu: GpuTraits):
+        self._gpu = gpu
+        self._taken: set[tuple[str, bool]] = set()
+
+    def first_use(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool
+    ) -> tuple[int, ...]:
+        """Return the bytes of the workspaces that this operation is the first to use.
+
+        Args:
+            in_autograd: whether it runs in autograd's thread.
+        """
+        sizes: list[int] = []
+        if uses_cublas(func, args, self._gpu) and self._is_new("cublas", in_autograd):
+            sizes.append(cublas_workspace_bytes(self._gpu))
+        if uses_cublaslt(func, args, kwargs) and self._is_new("cublaslt", in_autograd):
+            sizes.append(cublaslt_workspace_bytes(self._gpu))
+        return tuple(size for size in sizes if size)
+
+    def _is_new(self, library: str, in_autograd: bool) -> bool:
+        new = (library, in_autograd) not in self._taken
+        self._taken.add((library, in_autograd))
+        return new

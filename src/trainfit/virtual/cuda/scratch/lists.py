@@ -1,4 +1,4 @@
-"""Scratch of operations on lists of tensors (foreach). The in-place ones and the fused optimizers take none.
+"""Scratch of foreach operations; in-place ones and fused optimizers take none.
 
 Sources: aten/src/ATen/native/cuda/ForeachReduceOp.cu, MultiTensorApply.cuh; AmpKernels.cu (no scratch).
 """
@@ -9,12 +9,12 @@ from trainfit.virtual.cuda.scratch.call import Call, Registry, accumulate_size, 
 
 SCRATCH: Registry[tuple[int, ...]] = Registry()
 CHUNK = 65536
-"""Elements one block works on (kChunkSize)."""
+"""Elements per block (kChunkSize)."""
 
 
 @SCRATCH.rule("_foreach_norm", "_foreach_powsum")
 def foreach_norm(call: Call) -> tuple[int, ...]:
-    """``output_per_tensor``: one partial norm per chunk, chunks of the largest tensor times the number of tensors.
+    """Partial norms, ``output_per_tensor``: chunks of the largest tensor times the number of tensors.
 
     The slow path (orders other than 0, 1, 2 and infinity; integers) works tensor by tensor.
     """
@@ -28,7 +28,7 @@ def foreach_norm(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("_foreach_max")
 def foreach_max(call: Call) -> tuple[int, ...]:
-    """``output_per_tensor`` in the tensors' own dtype."""
+    """Partial maxima, ``output_per_tensor``, in the tensors' dtype."""
     tensors = call.args[0]
     return (_partials(tensors) * tensors[0].element_size(),) if tensors else ()
 

@@ -1,7 +1,7 @@
-"""Scratch of losses that are reduced inside one op, and of softmax's copies.
+"""Scratch of losses and softmax; contiguous cross-entropy (``_log_softmax``, ``nll_loss``) takes none.
 
-Sources: aten/src/ATen/native/Loss.cpp, BinaryOps; aten/src/ATen/native/cuda/SoftMax.cu, NLLLoss2d.cu, Loss.cu.
-Cross-entropy itself (``_log_softmax``, ``nll_loss``) takes no scratch on contiguous inputs.
+Sources: aten/src/ATen/native/Loss.cpp, BinaryOps; aten/src/ATen/native/cuda/SoftMax.cu, NLLLoss2d.cu,
+Loss.cu.
 """
 
 from trainfit.virtual.cuda.scratch.call import Call, Registry, copy_if_strided, num_bytes
@@ -11,7 +11,7 @@ SCRATCH: Registry[tuple[int, ...]] = Registry()
 
 @SCRATCH.rule("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 def reduced_loss(call: Call) -> tuple[int, ...]:
-    """The elementwise loss, before it is summed or averaged (Loss.cpp: ``Tensor loss``; reduction 0 keeps it as output)."""
+    """The elementwise loss (Loss.cpp: ``Tensor loss``), which is the output with reduction 0."""
     name, source = call.name, call.args[0]
     position = 3 if name == "aten::binary_cross_entropy" else 2
     return () if call.arg(position, "reduction", 1) == 0 else (num_bytes(source),)
@@ -19,24 +19,24 @@ def reduced_loss(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("_softmax", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward")
 def softmax(call: Call) -> tuple[int, ...]:
-    """``input.contiguous()`` (SoftMax.cu host_softmax, NLLLoss: ``self.contiguous()``)."""
+    """A copy of a strided input (SoftMax.cu host_softmax, NLLLoss)."""
     return copy_if_strided(call.args[0])
 
 
 @SCRATCH.rule("_log_softmax_backward_data")
 def log_softmax_backward(call: Call) -> tuple[int, ...]:
-    """``grad.contiguous()`` and ``output.contiguous()`` (SoftMax.cu host_softmax_backward)."""
+    """Copies of strided grad and output (SoftMax.cu host_softmax_backward)."""
     return copy_if_strided(call.args[0], call.args[1])
 
 
 @SCRATCH.rule("_softmax_backward_data")
 def softmax_backward(call: Call) -> tuple[int, ...]:
-    """``Tensor tmp = grad * output`` (SoftMax.cu softmax_backward_cuda_out), and a copy of an output that is strided."""
+    """``grad * output`` (SoftMax.cu softmax_backward_cuda_out), and a copy of a strided output."""
     return (num_bytes(call.args[0]), *copy_if_strided(call.args[1]))
 
 
 @SCRATCH.rule("_safe_softmax")
 def safe_softmax(call: Call) -> tuple[int, ...]:
-    """Which scores are -inf, and which rows wholly: booleans (SoftMax.cpp ``_safe_softmax``)."""
+    """Booleans of -inf scores and of rows of -inf alone (SoftMax.cpp ``_safe_softmax``)."""
     x, dim = call.args[0], call.args[1]
     return (*copy_if_strided(x), x.numel(), x.numel() // max(1, x.shape[dim]))

@@ -1,7 +1,7 @@
-"""Scratch of matrix products: operands that cuBLAS cannot take as they lie are copied first.
+"""Scratch of matrix products: copies of operands whose layout cuBLAS does not support.
 
-Sources: aten/src/ATen/native/cuda/Blas.cpp, ``prepare_matrix_for_cublas`` and ``prepare_batch_matrix_for_cublas``;
-GroupMM.cu for experts' products.
+Sources: aten/src/ATen/native/cuda/Blas.cpp, ``prepare_matrix_for_cublas`` and
+``prepare_batch_matrix_for_cublas``; GroupMM.cu for grouped products.
 """
 
 import torch
@@ -15,39 +15,40 @@ SCRATCH: Registry[tuple[int, ...]] = Registry()
 
 @SCRATCH.rule("mm", "_int_mm")
 def product(call: Call) -> tuple[int, ...]:
-    """mm(a, b): each operand whose layout has no leading dimension is cloned."""
+    """Scratch of mm(a, b): clones of operands without a leading dimension."""
     return tuple(num_bytes(t) for t in (call.args[1], call.args[0]) if needs_copy(t))
 
 
 @SCRATCH.rule("addmm", "_addmm_activation")
 def added_product(call: Call) -> tuple[int, ...]:
-    """addmm(self, a, b): as mm; self goes into the epilogue or into the output, no scratch."""
+    """Scratch of addmm(self, a, b): as mm; ``self`` goes into the epilogue or the output."""
     return tuple(num_bytes(t) for t in (call.args[2], call.args[1]) if needs_copy(t))
 
 
 @SCRATCH.rule("bmm")
 def batched_product(call: Call) -> tuple[int, ...]:
-    """bmm(a, b): each operand of which neither matrix dimension has stride 1 is cloned."""
+    """Scratch of bmm(a, b): clones of operands of which neither matrix dimension has stride 1."""
     return tuple(num_bytes(t) for t in (call.args[1], call.args[0]) if needs_batch_copy(t))
 
 
 @SCRATCH.rule("baddbmm")
 def added_batched_product(call: Call) -> tuple[int, ...]:
-    """baddbmm(self, a, b): as bmm."""
+    """Scratch of baddbmm(self, a, b): as bmm."""
     return tuple(num_bytes(t) for t in (call.args[2], call.args[1]) if needs_batch_copy(t))
 
 
 TENSOR_MAP = 128
-"""Bytes of a tensor map of Hopper's copy engine (``cute::TmaDescriptor``)."""
+"""Bytes of a TMA descriptor (``cute::TmaDescriptor``)."""
 
 
 @SCRATCH.rule("_grouped_mm")
 def grouped_product(call: Call) -> tuple[int, ...]:
-    """_grouped_mm in bf16 on Hopper: pointers, strides and shapes of every group, and CUTLASS's workspace.
+    """Scratch of _grouped_mm in bf16: pointers, strides and shapes of every group, and CUTLASS's workspace.
 
-    The workspace holds tensor maps for each SM: of both operands, the accumulator and each epilogue warp group's
-    output (sm90_mma_array_tma_gmma_ws_warpspecialized.hpp, sm90_epilogue_array_tma_warpspecialized.hpp; that small
-    problems' ping-pong kernel has two such groups and the other one is from memory). Blackwell's is not known here.
+    On Hopper the workspace has TMA descriptors per SM of both operands, the accumulator and each epilogue
+    warp group's output (sm90_mma_array_tma_gmma_ws_warpspecialized.hpp,
+    sm90_epilogue_array_tma_warpspecialized.hpp); the ping-pong kernel for small problems is assumed to have
+    two such groups. Blackwell's workspace is unknown.
     """
     a, b = call.args[0], call.args[1]
     if not is_grouped_kernel(a, b, call.gpu):
@@ -63,12 +64,12 @@ def grouped_product(call: Call) -> tuple[int, ...]:
 
 
 def is_grouped_kernel(a: Tensor, b: Tensor, gpu: GpuTraits) -> bool:
-    """Whether grouped products run as one CUTLASS kernel; else cuBLAS multiplies group by group (GroupedBlas.cpp)."""
+    """Return whether it is one CUTLASS kernel; else cuBLAS runs per group (GroupedBlas.cpp)."""
     return a.dtype == b.dtype == torch.bfloat16 and gpu.compute_capability in ((9, 0), (10, 0), (10, 3))
 
 
 def needs_copy(t: Tensor) -> bool:
-    """Whether cuBLAS cannot take this matrix: neither dense nor with rows or columns of stride 1 that do not overlap."""
+    """Return whether cuBLAS does not support the layout: not dense, and no stride of 1 without overlap."""
     rows, columns = t.shape
     row_stride, column_stride = t.stride()
     dense = (column_stride == 1 or columns == 1) and (row_stride == columns or rows == 1)
@@ -79,7 +80,7 @@ def needs_copy(t: Tensor) -> bool:
 
 
 def needs_batch_copy(t: Tensor) -> bool:
-    """The same for a batch [b, m, n]; a batch stride of 0 (expanded) is taken as it is."""
+    """Return the same for a batch [b, m, n], whose batch stride may be 0 (expanded)."""
     _, rows, columns = t.shape
     _, row_stride, column_stride = t.stride()
     by_column = row_stride == 1 and column_stride >= max(1, rows)

@@ -1,8 +1,8 @@
-"""Scratch of reductions: when few outputs meet long inputs, several blocks share one output through global memory.
+"""Scratch of reductions: with few outputs and long inputs, blocks share an output in global memory.
 
-Source: aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``gpu_reduce_kernel``, ``AccumulationBuffer``),
-ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceOps.cpp (conversions before the kernel),
-ReduceAllOps.cpp (copies before it).
+Source: aten/src/ATen/native/cuda/Reduce.cuh (``setReduceConfig``, ``gpu_reduce_kernel``,
+``AccumulationBuffer``), ReduceSumProdKernel.cu, ReduceMomentKernel.cu, ReduceNormKernel.cu, ReduceOps.cpp
+(conversions before the kernel), ReduceAllOps.cpp (copies before it).
 """
 
 from math import prod
@@ -32,7 +32,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class Dim(NamedTuple):
-    """A dimension of the iterator: its size, the input's stride in elements, the output's (0: reduced)."""
+    """A dimension of the iterator; strides in elements, ``out_stride`` 0 if reduced."""
 
     size: int
     stride: int
@@ -41,9 +41,9 @@ class Dim(NamedTuple):
 
 @SCRATCH.rule("sum", "mean", "prod", "nansum")
 def sums(call: Call) -> tuple[int, ...]:
-    """sum, mean: accumulated in ``acc_type``; 16-bit inputs are read 8 at a time.
+    """Scratch of sums, accumulated in ``acc_type``; sum and mean read 16-bit inputs 8 at a time.
 
-    An input of another dtype than the output is converted first, except 16-bit floats to fp32 (``make_reduction``).
+    The input is converted to the output's dtype first, except 16-bit floats to fp32 (``make_reduction``).
     """
     x, out = call.args[0], call.out
     fused = x.dtype == out.dtype or (x.dtype in HALVES and out.dtype == torch.float32)
@@ -55,9 +55,9 @@ def sums(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("amax", "amin", "max", "min")
 def extrema(call: Call) -> tuple[int, ...]:
-    """amax, amin and the whole-tensor max, min: accumulated in the input's dtype. max(dim) has a kernel of its own.
+    """Scratch of amax, amin, max() and min(), accumulated in the input's dtype; max(dim) has none.
 
-    The whole-tensor max and min copy a tensor that is not contiguous first (ReduceAllOps.cpp).
+    max() and min() copy a strided input (ReduceAllOps.cpp).
     """
     if not isinstance(call.out, Tensor) or isinstance(call.arg(1, "other"), Tensor):
         return ()
@@ -68,28 +68,28 @@ def extrema(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("any", "all")
 def truth(call: Call) -> tuple[int, ...]:
-    """Accumulated in bool."""
+    """Scratch of any and all, accumulated in bool."""
     x = call.args[0]
     return reduction(x, call.out, dims_of(call), x.dtype, 1, 4, call.gpu)
 
 
 @SCRATCH.rule("argmax", "argmin")
 def positions(call: Call) -> tuple[int, ...]:
-    """Accumulated as pairs of value and int64 index."""
+    """Scratch of argmax and argmin, accumulated as pairs of value and int64 index."""
     x = call.args[0]
     return reduction(x, call.out, dims_of(call), x.dtype, 16, 4, call.gpu)
 
 
 @SCRATCH.rule("linalg_vector_norm")
 def vector_norm(call: Call) -> tuple[int, ...]:
-    """Accumulated in ``acc_type`` (NormTwoOps)."""
+    """Scratch of vector norms, accumulated in ``acc_type`` (NormTwoOps)."""
     x = call.args[0]
     return reduction(x, call.out, dims_of(call, 2), x.dtype, accumulate_size(x.dtype), 4, call.gpu)
 
 
 @SCRATCH.rule("norm")
 def norm(call: Call) -> tuple[int, ...]:
-    """As vector_norm; the dimensions follow the order of the norm."""
+    """Scratch as of ``vector_norm``, with other argument positions."""
     x = call.args[0]
     dims = call.arg(2, "dim") if not isinstance(call.arg(2, "dim"), torch.dtype) else None
     return reduction(x, call.out, dims, x.dtype, accumulate_size(x.dtype), 4, call.gpu)
@@ -97,7 +97,7 @@ def norm(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("var", "std", "var_mean", "std_mean")
 def moments(call: Call) -> tuple[int, ...]:
-    """Accumulated as Welford's mean, M2 and counts: 16 bytes in fp32, 32 in fp64."""
+    """Scratch of var and std, accumulated as Welford's mean, M2 and counts: 16 bytes in fp32, 32 in fp64."""
     x = call.args[0]
     out = call.out if isinstance(call.out, Tensor) else call.out[0]
     return reduction(x, out, dims_of(call), x.dtype, 32 if x.dtype == torch.float64 else 16, 4, call.gpu)
@@ -105,12 +105,12 @@ def moments(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("logsumexp")
 def logsumexp(call: Call) -> tuple[int, ...]:
-    """The maxima, and the input minus them, exponentiated in place (ReduceOps.cpp ``logsumexp_out_impl``)."""
+    """The maxima and the exponentials (ReduceOps.cpp ``logsumexp_out_impl``)."""
     return (num_bytes(call.out), num_bytes(call.args[0]))
 
 
 def dims_of(call: Call, position: int = 1) -> list[int] | None:
-    """The dimensions to reduce; None is all. Overloads without a dimension have a flag or nothing there."""
+    """Return the dimensions to reduce; None for all. Overloads without them have a flag or nothing."""
     dims = call.arg(position, "dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
         return [dims]
@@ -126,13 +126,13 @@ def reduction(
     vector: int,
     gpu: GpuTraits,
 ) -> tuple[int, ...]:
-    """Buffers of one reduction: what blocks hand each other, and the semaphores that count them.
+    """Return the staging buffer and semaphores of one reduction.
 
     Args:
-        dims: dimensions of ``x`` that are reduced; None for all.
+        dims: reduced dimensions of ``x``; None for all.
         dtype: of the input as the kernel reads it.
-        accumulator: bytes of one accumulated value.
-        vector: elements one load takes along the reduced dimension (``input_vec_size``).
+        accumulator: bytes of an accumulated value.
+        vector: elements per load along the reduced dimension (``input_vec_size``).
     """
     if x.numel() == 0:
         return ()
@@ -140,7 +140,7 @@ def reduction(
     extra: tuple[int, ...] = ()
     item = dtype.itemsize
     if not fits_32_bit(shape, item):
-        # Partial sums cannot be kept in a 16-bit output between the parts of a tensor over 2 GiB.
+        # A 16-bit output cannot hold partial sums between the parts of a tensor over 2 GiB.
         if dtype in HALVES and out.dtype == dtype:
             extra = (out.numel() * accumulator,)
         while not fits_32_bit(shape, item):
@@ -149,7 +149,7 @@ def reduction(
 
 
 def iterator_dims(x: Tensor, dims: list[int] | None) -> list[Dim]:
-    """The iterator's dimensions, fastest first, reduced ones first, neighbours joined (``reorder``, ``coalesce``)."""
+    """Return the iterator's dimensions, reduced and fastest first, coalesced (``reorder``, ``coalesce``)."""
     reduced = {d % max(1, x.dim()) for d in dims} if dims is not None else set(range(x.dim()))
     out_stride, kept, gone = 1, [], []
     for d in reversed(range(x.dim())):
@@ -172,13 +172,13 @@ def iterator_dims(x: Tensor, dims: list[int] | None) -> list[Dim]:
 
 
 def fits_32_bit(dims: list[Dim], item: int) -> bool:
-    """``can_use_32bit_indexing``: elements and byte offsets below 2**31."""
+    """Return ``can_use_32bit_indexing``: elements and byte offsets below 2**31."""
     extent = 1 + sum((dim.size - 1) * dim.stride * item for dim in dims)
     return prod(dim.size for dim in dims) <= INT32_MAX and extent <= INT32_MAX
 
 
 def first_half(dims: list[Dim]) -> list[Dim]:
-    """The first part when the dimension of the largest extent is cut in two (``with_32bit_indexing``)."""
+    """Return the first half along the dimension of the largest extent (``with_32bit_indexing``)."""
     widest = max(range(len(dims)), key=lambda i: (dims[i].size - 1) * dims[i].stride)
     return [dim._replace(size=dim.size // 2) if i == widest else dim for i, dim in enumerate(dims)]
 
@@ -186,7 +186,7 @@ def first_half(dims: list[Dim]) -> list[Dim]:
 def global_buffers(
     dims: list[Dim], item: int, accumulator: int, vector: int, gpu: GpuTraits
 ) -> tuple[int, ...]:
-    """Bytes of the staging buffer and the semaphores, or nothing (``setReduceConfig``, ``global_memory_size``)."""
+    """Return the bytes of staging buffer and semaphores (``setReduceConfig``, ``global_memory_size``)."""
     num_reduced = sum(dim.out_stride == 0 for dim in dims)
     num_outputs = prod(dim.size for dim in dims[num_reduced:])
     num_inputs = prod(dim.size for dim in dims[:num_reduced])
@@ -227,7 +227,7 @@ def global_buffers(
 
 
 def output_vector(dims: list[Dim], num_reduced: int) -> int:
-    """How many neighbouring outputs one thread takes (``get_output_vec_size``); the data starts at an aligned address."""
+    """Return the adjacent outputs per thread (``get_output_vec_size``) of aligned data."""
     size = 4
     for number in (dims[num_reduced].size, *(dim.stride for i, dim in enumerate(dims) if i != num_reduced)):
         while number % size:
@@ -236,7 +236,7 @@ def output_vector(dims: list[Dim], num_reduced: int) -> int:
 
 
 def block_shape(dim0: int, dim1: int, threads: int) -> tuple[int, int]:
-    """Width and height of a block (``set_block_dimension``), powers of two."""
+    """Return width and height of a block (``set_block_dimension``), powers of two."""
     wide = power_of_two_below(dim0) if dim0 < threads else threads
     high = power_of_two_below(dim1) if dim1 < threads else threads
     height = min(high, threads // min(wide, WARP))
@@ -244,5 +244,5 @@ def block_shape(dim0: int, dim1: int, threads: int) -> tuple[int, int]:
 
 
 def power_of_two_below(n: int) -> int:
-    """The largest power of two not above n, at least 1 (``last_pow2``)."""
+    """Return the largest power of two not above n, at least 1 (``last_pow2``)."""
     return 1 << (max(1, n).bit_length() - 1)

@@ -1,7 +1,7 @@
-"""Scratch of sorting, selecting and scanning.
+"""Scratch of sort, topk and scans.
 
-Sources: aten/src/ATen/native/cuda/Sort.cpp, SortStable.cu, TensorTopK.cpp, cub.cuh, ScanKernels.cpp. CUB's radix
-sort keeps a second copy of keys and values; its counters and those of its scans (some KiB) are not counted.
+Sources: aten/src/ATen/native/cuda/Sort.cpp, SortStable.cu, TensorTopK.cpp, cub.cuh, ScanKernels.cpp. CUB's
+radix sort needs a second copy of keys and values; counters (some KiB) are not counted.
 """
 
 from torch import Tensor
@@ -18,7 +18,7 @@ INDEX = 8
 
 @SCRATCH.rule("sort")
 def sort(call: Call) -> tuple[int, ...]:
-    """Up to 4096 elements a slice are sorted in shared memory; longer slices by radix sort with index arrays."""
+    """Scratch of sort: none up to 4096 elements a slice, else a radix sort with index arrays."""
     x = call.args[0]
     stable_overload = "stable" in call.kwargs
     dim = call.kwargs.get("dim", -1) if stable_overload else call.arg(1, "dim", -1)
@@ -26,7 +26,7 @@ def sort(call: Call) -> tuple[int, ...]:
 
 
 def sort_scratch(x: Tensor, dim: int) -> tuple[int, ...]:
-    """``sort_cuda_kernel``: indices of every slice, and a second copy of keys and values."""
+    """Scratch of ``sort_cuda_kernel``: indices of every slice, and a second copy of keys and values."""
     if x.dim() == 0 or x.numel() == 0 or x.shape[dim] <= SMALL_SORT:
         return ()
     length = x.shape[dim]
@@ -35,14 +35,14 @@ def sort_scratch(x: Tensor, dim: int) -> tuple[int, ...]:
     if slices == 1 or length >= HUGE_SLICE:
         return (*copies, length * INDEX, length * (x.element_size() + INDEX))
     if slices < FEW_SLICES:
-        # Pairs of index and segment, twice, and the radix sorts' second copies of them with the keys.
+        # Pairs of index and segment, twice, and the radix sorts' second copies.
         return (*copies, x.numel() * INDEX, x.numel() * INDEX, x.numel() * (x.element_size() + INDEX))
     return (*copies, x.numel() * INDEX, x.numel() * (x.element_size() + INDEX))
 
 
 @SCRATCH.rule("topk")
 def topk(call: Call) -> tuple[int, ...]:
-    """A copy of a strided input; a full sort where few slices are very long (``should_use_sort``)."""
+    """Scratch of topk: a copy of a strided input; a sort of few very long slices (``should_use_sort``)."""
     x, dim = call.args[0], call.arg(2, "dim", -1)
     if x.dim() and x.numel() and x.numel() // x.shape[dim] <= 10 and x.shape[dim] >= 100_000:
         return (num_bytes(x), x.numel() * INDEX, *sort_scratch(x, dim))
@@ -51,6 +51,6 @@ def topk(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("cumsum", "cumprod")
 def scan(call: Call) -> tuple[int, ...]:
-    """The input converted to the output's dtype first (ReduceOps.cpp ``impl_func_cum_ops``)."""
+    """Scratch of scans: the input in the output's dtype (ReduceOps.cpp ``impl_func_cum_ops``)."""
     x = call.args[0]
     return (call.out.numel() * call.out.element_size(),) if x.dtype != call.out.dtype else copy_if_strided(x)

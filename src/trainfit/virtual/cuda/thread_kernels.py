@@ -1,11 +1,11 @@
-"""Kernels in PyTorch's dispatcher that run on the tracing thread alone; other threads get the original."""
+"""Dispatcher kernels for the tracing thread alone; other threads get the original."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from trainfit.virtual.exclusive import is_tracing_thread
+from trainfit.virtual.trace.exclusive import is_tracing_thread
 
 Kernel = Callable[..., Any]
 """Takes the dispatch key set, then the operation's arguments."""
@@ -31,7 +31,7 @@ def _register(library: "torch.library.Library", name: str, kernel: Kernel, key: 
 
 
 def _original(name: str, key: str) -> Kernel:
-    """Return the dispatcher's kernel. An autocast key without its own falls through."""
+    """Return the dispatcher's kernel; an autocast key without one falls through."""
     if key.startswith("Autocast") and not torch._C._dispatch_has_kernel_for_dispatch_key(
         f"aten::{name}", key
     ):
@@ -40,7 +40,7 @@ def _original(name: str, key: str) -> Kernel:
 
 
 def _fall_through(name: str, key: str) -> Kernel:
-    # The set also has the Python dispatcher's key, which is in use while PyTorch compiles.
+    # The set includes the Python dispatcher's key, which PyTorch's compiler uses.
     lower_keys = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
     base, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, base), overload or "default")

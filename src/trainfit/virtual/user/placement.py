@@ -1,7 +1,7 @@
-"""On which side a tensor is while a person's code runs: the host's or the device's.
+"""Placement of a tensor in user code: host or device.
 
-A real tensor is on the host. A fake one is on the device, unless its storage carries a mark: parameters of a model
-that is built on the host are fake too, so that no model's size of memory is taken or filled with random numbers.
+A real tensor is on the host. A fake one is on the device unless its storage is marked: parameters of a model
+built on the host are fake too, which takes no memory and draws no random numbers.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 MARK = "_trainfit_on_host"
 LARGEST_REAL_BYTES = 1 << 28
-"""Larger tensors that come from the device to the host stay fake."""
+"""Larger tensors stay fake when copied from the device to the host."""
 
 
 def is_device(value: Any) -> bool:
-    """Whether it is a tensor on the virtual GPU."""
+    """Return whether a value is a tensor on the virtual GPU."""
     return isinstance(value, FakeTensor) and value.fake_device.type == "cpu" and not is_marked(value)
 
 
 def is_marked(value: Any) -> bool:
-    """Whether it is a fake tensor on the host."""
+    """Return whether a value is a fake tensor on the host."""
     if not isinstance(value, FakeTensor) or value.fake_device.type != "cpu":
         return False
     with torch._C.DisableTorchFunction():
@@ -37,7 +37,7 @@ def mark(value: Tensor) -> None:
 
 
 def device_of(value: Tensor) -> torch.device:
-    """The device that a person's code is told."""
+    """Return the device that user code sees."""
     if isinstance(value, FakeTensor):
         known = value.fake_device
         return CUDA if known.type == "cpu" and not is_marked(value) else known
@@ -45,7 +45,7 @@ def device_of(value: Tensor) -> torch.device:
 
 
 def names_cuda(value: Any) -> bool:
-    """``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a device's number."""
+    """Return whether a value is ``"cuda"``, ``"cuda:0"``, ``torch.device("cuda")`` or a device index."""
     if isinstance(value, torch.device):
         return value.type == "cuda"
     if isinstance(value, str):
@@ -54,5 +54,5 @@ def names_cuda(value: Any) -> bool:
 
 
 def names_host(value: Any) -> bool:
-    """``None``, ``"cpu"`` or ``torch.device("cpu")``."""
+    """Return whether a value is ``None``, ``"cpu"`` or ``torch.device("cpu")``."""
     return value is None or (isinstance(value, str | torch.device) and torch.device(value).type == "cpu")

@@ -1,8 +1,7 @@
 """One trace at a time in a process; PyTorch's functions replaced for the tracing thread alone.
 
-Tracing replaces kernels and functions that a whole process shares. ``exclusive`` serialises traces by one
-re-entrant lock. ``replaced`` puts a function in place of another for the tracing thread alone, so that a
-thread that trains meanwhile keeps PyTorch's own.
+Tracing replaces process-wide kernels and functions. ``exclusive`` serialises traces by a re-entrant lock, and
+``replaced`` affects the tracing thread alone, so that another thread can train meanwhile.
 """
 
 import functools
@@ -22,7 +21,7 @@ class _Holder:
         self.thread: int | None = None
 
     def after_fork(self) -> None:
-        """Free the lock in a forked child whose parent has the holder: that thread is not in the child."""
+        """Release the lock in a forked child, which does not have the holding thread."""
         if self.thread != threading.get_ident():
             self.__init__()
 
@@ -34,7 +33,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the tracing lock. Nested in the same thread it changes nothing; another thread waits."""
+    """Hold the tracing lock, which is re-entrant; another thread waits."""
     with _holder.lock:
         before = _holder.thread
         _holder.thread = threading.get_ident()
@@ -49,17 +48,16 @@ def is_tracing_thread() -> bool:
     return threading.get_ident() == _holder.thread
 
 
-# While torch.compile captures it calls this function, as with torch.compiler.assume_constant_result, instead
-# of tracing into the threading module.
+# As torch.compiler.assume_constant_result: Dynamo calls it instead of tracing into the threading module.
 is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for a while, within ``exclusive``.
+    """Replace an attribute while entered, within ``exclusive``.
 
-    A function, method or property in the place of another is seen by the tracing thread alone. Anything else, such
-    as a class or a table, is seen by every thread.
+    Functions, methods and properties are replaced for the tracing thread alone, other values (classes,
+    tables) for every thread.
     """
     with exclusive():
         inherited = name not in vars(owner)
@@ -90,7 +88,7 @@ def chosen_by_thread(value: Callable[..., Any], original: Callable[..., Any]) ->
     def call(*args: Any, **kwargs: Any) -> Any:
         return value(*args, **kwargs) if is_tracing_thread() else original(*args, **kwargs)
 
-    # Dynamo asks for the signature of some of the functions that are replaced.
+    # Dynamo inspects the signature of some of the replaced functions.
     return functools.update_wrapper(call, value, assigned=(), updated=())
 
 

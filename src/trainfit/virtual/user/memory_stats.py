@@ -1,15 +1,15 @@
-"""What ``torch.cuda.memory_allocated()`` and its kin answer while a person's code runs: the ledger so far, replayed."""
+"""Memory statistics (``torch.cuda.memory_allocated()``) in user code, from a replay of the ledger so far."""
 
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE
 from trainfit.virtual.trace.tracer import Tracer
 
 
-class Usage:
-    """The caching allocator, brought up to date whenever it is asked.
+class MemoryStats:
+    """A caching allocator that replays new events on demand.
 
     Attributes:
-        emptied_at: numbers of events before which the code gave the cache back (``torch.cuda.empty_cache``).
+        emptied_at: numbers of events before which the code called ``torch.cuda.empty_cache``.
     """
 
     def __init__(self, tracer: Tracer, capacity_bytes: int):
@@ -20,26 +20,25 @@ class Usage:
         self.emptied_at: set[int] = set()
 
     def now(self) -> CachingAllocator:
-        """The allocator as it stands now."""
+        """Return the allocator after all events so far."""
         ledger = self._tracer.ledger
         for event in ledger.events[self._num_seen :]:
             if event.kind == ALLOCATE:
-                self._handles[event.storage] = self._allocator.malloc(
-                    ledger.storages[event.storage].num_bytes
-                )
+                num_bytes = ledger.storages[event.storage].num_bytes
+                self._handles[event.storage] = self._allocator.malloc(num_bytes)
             else:
                 self._allocator.free(self._handles.pop(event.storage))
         self._num_seen = len(ledger.events)
         return self._allocator
 
     def empty_cache(self) -> None:
-        """Give cached segments back, here and when the ledger is replayed."""
+        """Release cached segments, here and when the ledger is replayed."""
         self.now().empty_cache()
         self.emptied_at.add(self._num_seen)
 
 
-class EmptiedAllocator(CachingAllocator):
-    """A caching allocator whose cache is given back before the calls (malloc and free) of these numbers."""
+class EmptyCacheAllocator(CachingAllocator):
+    """A caching allocator that empties its cache before the calls (malloc and free) of these numbers."""
 
     def __init__(self, emptied_at: set[int], capacity_bytes: int | None = None):
         super().__init__(capacity_bytes)

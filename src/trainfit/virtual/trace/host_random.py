@@ -1,7 +1,6 @@
-"""A random generator of the trace's own for tensors on the host.
+"""A separate random generator for a trace's host tensors.
 
-PyTorch's default CPU generator belongs to the whole process: putting its state back after a trace would also
-take back what another thread drew meanwhile.
+Restoring the process's default CPU generator after a trace would also undo the draws of other threads.
 """
 
 from collections.abc import Iterator
@@ -11,18 +10,18 @@ from typing import Any
 
 import torch
 
-from trainfit.virtual.exclusive import is_tracing_thread, replaced
+from trainfit.virtual.trace.exclusive import is_tracing_thread, replaced
 
 _own: list[torch.Generator] = []
-"""Generators of the traces that are entered, innermost last. Only the tracing thread reads or changes it."""
+"""Generators of nested traces, innermost last; used by the tracing thread alone."""
 
 
 @contextmanager
 def own_generator() -> Iterator[None]:
-    """Give the tracing thread a generator of its own, in the state that the default one has now.
+    """Give the tracing thread its own generator, with the default one's current state.
 
     ``torch.manual_seed``, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.random.fork_rng`` act
-    on it; operations on host tensors that the tracer sees draw from it (``draw``).
+    on it; traced operations on host tensors draw from it (``draw``).
     """
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
@@ -35,18 +34,18 @@ def own_generator() -> Iterator[None]:
 
 
 def draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that draws random numbers; on the tracing thread from the trace's own generator."""
+    """Run an operation that draws random numbers, on the tracing thread from the trace's generator."""
     if not _own or not is_tracing_thread():
         return func(*args, **kwargs)
-    taking = _taking_generator(func)
-    if taking is None:
-        return _draw_from_lent_state(func, args, kwargs)
-    return taking(*args, **{**kwargs, "generator": kwargs.get("generator") or _own[-1]})
+    overload = _overload_with_generator(func)
+    if overload is None:
+        return _draw_with_swapped_state(func, args, kwargs)
+    return overload(*args, **{**kwargs, "generator": kwargs.get("generator") or _own[-1]})
 
 
 @cache
-def _taking_generator(func: Any) -> Any:
-    """Return the operation, or its overload, that takes a generator as a keyword; None if there is none."""
+def _overload_with_generator(func: Any) -> Any:
+    """Return the overload that takes a generator as a keyword; None if there is none."""
     name = func._overloadname
     for each in (name, "generator" if name == "default" else f"{name}_generator"):
         found = getattr(func.overloadpacket, each, None)
@@ -55,8 +54,8 @@ def _taking_generator(func: Any) -> Any:
     return None
 
 
-def _draw_from_lent_state(func: Any, args: Any, kwargs: Any) -> Any:
-    """The default generator lends its state for one call; a number that another thread draws meanwhile is repeated."""
+def _draw_with_swapped_state(func: Any, args: Any, kwargs: Any) -> Any:
+    """Swap the default generator's state for one call; a concurrent draw of another thread is repeated."""
     own, default = _own[-1], torch.default_generator
     before = default.get_state()
     default.set_state(own.get_state())
@@ -68,7 +67,7 @@ def _draw_from_lent_state(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class _DefaultGenerator:
-    """The default generator: the trace's own on the tracing thread, PyTorch's on any other."""
+    """Proxy of the default generator: the trace's own on the tracing thread, PyTorch's on others."""
 
     def __init__(self, default: Any):
         self._default = default

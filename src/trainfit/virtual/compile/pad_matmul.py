@@ -1,0 +1,73 @@
+"""Choice of matrix products that Inductor pads for tensor cores (``torch/_inductor/fx_passes/pad_mm.py``).
+
+On a GPU a benchmark in the first step decides: pad if the product takes over 1.1 times as long as the padded
+one with its copies. Here these times are calculated from shares of a GPU's peaks, measured with that benchmark
+on an H200 (torch 2.11). Of 152 recorded decisions 151 agree (tests/data/padding_on_h200.jsonl).
+"""
+
+from typing import Any
+
+import torch
+
+MACHINE_BALANCE = 200
+"""16-bit FLOPs per byte read: 156 on A100, 206 on H200, 295 on H100 by their data sheets."""
+MARGIN = 1.1
+"""Least speedup of the padded product (``is_padded_faster``)."""
+ALIGNED, EVEN, ODD, ODD_OUTPUT = 0.72, 0.25, 0.14, 0.10
+"""Share of the peak FLOP/s by alignment of rows: all to 16 bytes; some only to 4 or 8; some to 2; the output
+alone to 2. Measured on an H200: 640 to 820 TFLOP/s of 989; 200 to 272; 123 to 150; 85 to 106."""
+COPY, TRANSPOSING_COPY = 0.29, 0.115
+"""Share of the peak bytes/s of padding an operand. Measured on an H200: 1.4 and 0.55 TB/s of 4.8."""
+
+
+def should_pad(match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, input: Any = None) -> bool:
+    """Replace ``pad_mm._should_pad``, which is called for unaligned products only."""
+    from torch._inductor.fx_passes.pad_mm import should_exclude_padding_time
+
+    return is_padding_faster(
+        mat1, mat2,
+        free1=should_exclude_padding_time(match, "mat1"), free2=should_exclude_padding_time(match, "mat2"),
+    )  # fmt: skip
+
+
+def is_padding_faster(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) -> bool:
+    """Return whether padding ``mat1 @ mat2`` ([m, k] x [k, n], optionally batched) is faster.
+
+    Args:
+        free1, free2: whether the kernel that computes an operand can write it padded.
+    """
+    if mat1.dtype not in (torch.float16, torch.bfloat16):
+        return False  # In fp32 unaligned sizes cost almost nothing.
+    (m, k), n = mat1.shape[-2:], mat2.shape[-1]
+    # pad_mm.is_mm_compute_bound.
+    if m * k * n <= MACHINE_BALANCE / 2 * (m * k + k * n + m * n):
+        return False
+    unaligned = _share(_row(mat1), _row(mat2), n)
+    if unaligned == ALIGNED:
+        return False
+    flops = 2 * m * k * n
+    copies = 0.0
+    if not free1 and (m % 8 or k % 8):
+        copies += _copy(mat1, m * k)
+    if not free2 and (k % 8 or n % 8):
+        copies += _copy(mat2, k * n)
+    return flops / unaligned > MARGIN * (flops / ALIGNED + copies * MACHINE_BALANCE)
+
+
+def _share(row1: int, row2: int, output_row: int) -> float:
+    rows = (row1, row2, output_row)
+    if all(row % 8 == 0 for row in rows):
+        return ALIGNED
+    if all(row % 2 == 0 for row in rows):
+        return EVEN
+    return ODD if row1 % 2 or row2 % 2 else ODD_OUTPUT
+
+
+def _row(t: torch.Tensor) -> int:
+    """Return the stride between rows (or contiguous columns), else that of a contiguous copy."""
+    return max(t.stride()[-2:]) if 1 in t.stride()[-2:] else t.shape[-1]
+
+
+def _copy(t: torch.Tensor, numel: int) -> float:
+    """Return the bytes read and written to pad an operand, over the share of the bandwidth."""
+    return 2 * numel * t.element_size() / (COPY if t.stride(-1) == 1 else TRANSPOSING_COPY)
