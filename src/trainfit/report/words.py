@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
+from trainfit.techniques import registry
 
 
 def describe(recipe: Recipe) -> str:
     """Return one line: model, batch, technique and hardware."""
     size = batch_text(recipe) + (" accumulated" if recipe.batch.accumulate > 1 else "")
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
-    return f"{recipe.model.display_name}, batch {size}, {technique(recipe)}, on {hardware}"
+    return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
 def batch_text(recipe: Recipe) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.step import Batch, Step
-from trainfit.techniques.loader import Feed
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import Corpora, Corpus
