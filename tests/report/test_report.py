@@ -11,7 +11,6 @@ from trainfit.report import comparisons as plots
 from trainfit.report.compare import compare, summarise
 from trainfit.report.comparisons import markdown_table, text_table
 from trainfit.report.html import report_page as page
-from trainfit.report.words import technique
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_record
 from trainfit.spec.recipe import Recipe

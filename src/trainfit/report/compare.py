@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trainfit.report.words import batch_text, technique
+from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
