@@ -79,7 +79,7 @@ def run(
     from trainfit.catalog.load import gpu as find_gpu
     from trainfit.catalog.names import gpu_note
     from trainfit.report.console import progress
-    from trainfit.report.mfu_text import show
+    from trainfit.report.results import show_usage
     from trainfit.spec.errors import InputError
 
     found: dict[str, Any] = {}
@@ -113,4 +113,4 @@ def run(
     if json:
         print_json(found)
     else:
-        show(found)
+        show_usage(found)
