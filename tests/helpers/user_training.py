@@ -1,4 +1,4 @@
-"""What tests of ``trainfit.trace`` share: a small model, a training loop as people write it, and a check run inside."""
+"""Shared by tests of ``trainfit.trace``: a small model, a plain training loop, and a check run inside."""
 
 from collections.abc import Callable
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from trainfit.report.words import batch_text, technique
+from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
+from trainfit.techniques.registry import describe
 
 GOAL = 0.03
 """Predictions are to lie this close to the measured peak (a share)."""
@@ -37,7 +38,7 @@ class Comparison:
 
     @property
     def technique(self) -> str:
-        return technique(self.recipe)
+        return describe(self.recipe)
 
     @property
     def device(self) -> str:

@@ -17,11 +17,12 @@ from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, Comparison, Summary, summarise
 from trainfit.report.plot import can_draw
 from trainfit.report.table import Column, Table, percent, size_text
-from trainfit.report.words import batch_text, technique
+from trainfit.report.words import batch_text
 from trainfit.spec.printable import printable
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import PHASES
 from trainfit.spec.sweep import RUNNING, WAITING, Row
+from trainfit.techniques.registry import describe
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -157,7 +158,7 @@ def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> 
     where = f"Measured on {', '.join(devices)}." if devices else "Nothing was measured."
     shown = sweep.table(rows)
     recipes = {row.variant: recipe_from(row.recipe) for row in rows}
-    what = [Column("technique", lambda row: technique(recipes[row.variant]), False)]
+    what = [Column("technique", lambda row: describe(recipes[row.variant]), False)]
     if len({batch_text(recipe) for recipe in recipes.values()}) > 1:
         what.append(Column("batch", lambda row: batch_text(recipes[row.variant]), False))
     table = Table([shown.columns[0], *what, *shown.columns[1:]], rows, shown.is_marked)

@@ -6,60 +6,20 @@ from collections.abc import Mapping
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
+from trainfit.techniques import registry
 
 
 def describe(recipe: Recipe) -> str:
     """Return one line: model, batch, technique and hardware."""
     size = batch_text(recipe) + (" accumulated" if recipe.batch.accumulate > 1 else "")
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
-    return f"{recipe.model.display_name}, batch {size}, {technique(recipe)}, on {hardware}"
+    return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
 def batch_text(recipe: Recipe) -> str:
     """Return ``micro x seq``, and ``x accumulate`` where there is accumulation."""
     batch = recipe.batch
     return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
-
-
-def technique(recipe: Recipe) -> str:
-    """Return what differs from the default step: ``bf16, recompute full, lora 16``."""
-    optimizer, adapter = recipe.optimizer, recipe.adapter
-    momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
-    in_backward = "optimizer in backward" + (" by block" if optimizer.in_backward == "block" else "")
-    is_default = optimizer.name == "adamw" and optimizer.implementation == "fused"
-    parts = [
-        recipe.precision,
-        recipe.model.implementation if recipe.model.implementation != "hf" else "",
-        f"{recipe.attention} attention" if recipe.attention != "sdpa" else "",
-        "block kernels" if recipe.block_kernels != "standard" else "",
-        f"{recipe.loss} loss" if recipe.loss != "standard" else "",
-        *(f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value),
-        f"recompute {_recompute_words(recipe.recompute)}" if recipe.recompute != "none" else "",
-        "activations on the host" if recipe.offload.activations else "",
-        "weights on the host" if recipe.offload.weights else "",
-        f"compile {recipe.compile}" if recipe.compile else "",
-        "" if is_default else f"{optimizer.name} {optimizer.implementation}{momentum}",
-        "stochastic rounding" if optimizer.stochastic_rounding else "",
-        in_backward if optimizer.in_backward else "",
-        "" if optimizer.clip_norm is None else f"clipped to {optimizer.clip_norm:g}",
-        f"{adapter.kind} {adapter.rank if adapter.kind == 'lora' else adapter.tokens}" if adapter else "",
-        f"{recipe.quantize} base" if recipe.quantize else "",
-        f"{recipe.loader.workers} loader workers" if recipe.loader.workers else "",
-        f"cache emptied every {recipe.empty_cache_every} steps"
-        if recipe.empty_cache_every is not None
-        else "",
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def _recompute_words(recompute: Recompute) -> str:
-    if isinstance(recompute, str):
-        return recompute
-    if isinstance(recompute, Layers):
-        shares = " + ".join(f"{run.count} {run.recompute}" for run in recompute.layers)
-        return shares + (" (partly offloaded)" if any(run.offload for run in recompute.layers) else "")
-    ((name, value),) = recompute.model_dump().items()
-    return f"{name} {'+'.join(value['save']) if isinstance(value, dict) else value}"
 
 
 def recompute_written(recompute: Recompute) -> str:
