@@ -65,7 +65,8 @@ def kept(ledger: Ledger) -> dict[int, int]:
 
 
 def kept_by_torch(make: Any, shape: tuple[int, ...]) -> int:
-    """Bytes that a real module, compiled up to AOTAutograd's partition, saves for its backward; inputs left out."""
+    """Bytes that a real module, compiled up to AOTAutograd's partition, saves for its backward; inputs left
+    out."""
     torch._dynamo.reset()
     module, x = make(), torch.randn(shape, requires_grad=True)
     inputs = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}

@@ -1,7 +1,8 @@
 """How many functions a program calls, Python's and C's.
 
-The same (to 2 %) on every machine and at every load, which seconds are not: the same code took 5.3 s on one day and 12 s
-on another, on machines of the same name. So what must stay fast is bounded in calls, and its seconds are in the docs.
+The same (to 2 %) on every machine and at every load, which seconds are not: the same code took 5.3 s on one
+day and 12 s on another, on machines of the same name. So what must stay fast is bounded in calls, and its
+seconds are in the docs.
 """
 
 import cProfile
@@ -20,7 +21,8 @@ profile.enable()
 
 
 def command(code: str, count: Path) -> list[str]:
-    """The command that runs ``code`` in a new interpreter and writes to ``count`` how many calls it made, imports too."""
+    """The command that runs ``code`` in a new interpreter and writes to ``count`` how many calls it made,
+    imports too."""
     return [sys.executable, "-c", PROGRAM + code, str(count)]
 
 

@@ -1,10 +1,13 @@
-"""Recipes measured on a GPU together with where its driver put each segment, for predictions to be replayed there.
+"""Recipes measured on a GPU together with where its driver put each segment, for predictions to be replayed
+there.
 
-Which of two free blocks of equal size is handed out depends on their addresses, and a free block that is up to a MiB larger
-than what is asked for is handed out whole: so peaks depend on what only the driver knows. Told it, a prediction has to
-agree in every phase to the byte; a request or a free that the virtual GPU misses would show.
+Which of two free blocks of equal size is handed out depends on their addresses, and a free block that is up
+to a MiB larger than what is asked for is handed out whole: so peaks depend on what only the driver knows.
+Told it, a prediction has to agree in every phase to the byte; a request or a free that the virtual GPU misses
+would show.
 
-``python tests/helpers/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the allocator's history.
+``python tests/helpers/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the
+allocator's history.
 """
 
 import importlib
@@ -67,7 +70,8 @@ def in_order(segments: Iterable[tuple[int, int]]) -> Callable[[int], int]:
 
 
 def differences(recipe: Recipe, run: Run) -> dict[str, int]:
-    """Bytes by which phases of the measured run are higher than the prediction replayed with its addresses, where they are.
+    """Bytes by which phases of the measured run are higher than the prediction replayed with its addresses,
+    where they are.
 
     The ledger is the one that a prediction in another process has kept, else it is traced here.
     """

@@ -1,4 +1,5 @@
-"""Everything process-wide that tracing could change: ``snapshot()`` and the names that differ between two of them."""
+"""Everything process-wide that tracing could change: ``snapshot()`` and the names that differ between two of
+them."""
 
 import gc
 import importlib
@@ -17,23 +18,37 @@ import torch
 from torch.utils import _foreach_utils
 
 MODULES = (
-    "torch", "torch.nn", "torch.nn.functional", "torch.nn.modules.module", "torch.nn.parameter", "torch.nn.init", "torch.autograd",
-    "torch.autograd.graph", "torch.amp.autocast_mode", "torch.random", "torch.serialization", "torch._C", "torch.utils.data.dataloader",
-    "torch.utils.checkpoint", "torch.utils.deterministic", "torch.utils._triton", "torch.utils._device", "torch.utils.flop_counter",
-    "torch.utils._foreach_utils", "torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.nvtx", "torch.accelerator",
-    "torch.distributed", "torch.distributed.distributed_c10d", "torch.multiprocessing", "torch.optim.optimizer", "torch._subclasses.fake_tensor",
-    "torch._dynamo.eval_frame", "torch._dynamo.convert_frame", "torch._dynamo.utils", "torch._dynamo.device_interface",
-    "torch._inductor.scheduler", "torch._inductor.fx_passes.pad_mm", "torch._inductor.fx_passes.fuse_attention",
-    "torch._inductor.fx_passes.joint_graph", "torch._inductor.runtime.triton_heuristics", "torch._inductor.graph",
-    "transformers.modeling_utils", "transformers.masking_utils", "transformers.utils.import_utils", "transformers.utils.generic",
-    "transformers.pytorch_utils", "transformers.initialization", "accelerate.state", "accelerate.accelerator", "torch.multiprocessing.spawn",
+    "torch", "torch.nn", "torch.nn.functional", "torch.nn.modules.module", "torch.nn.parameter",
+    "torch.nn.init", "torch.autograd",
+    "torch.autograd.graph", "torch.amp.autocast_mode", "torch.random", "torch.serialization", "torch._C",
+    "torch.utils.data.dataloader",
+    "torch.utils.checkpoint", "torch.utils.deterministic", "torch.utils._triton", "torch.utils._device",
+    "torch.utils.flop_counter",
+    "torch.utils._foreach_utils", "torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.nvtx",
+    "torch.accelerator",
+    "torch.distributed", "torch.distributed.distributed_c10d", "torch.multiprocessing",
+    "torch.optim.optimizer", "torch._subclasses.fake_tensor",
+    "torch._dynamo.eval_frame", "torch._dynamo.convert_frame", "torch._dynamo.utils",
+    "torch._dynamo.device_interface",
+    "torch._inductor.scheduler", "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.joint_graph", "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.graph",
+    "transformers.modeling_utils", "transformers.masking_utils", "transformers.utils.import_utils",
+    "transformers.utils.generic",
+    "transformers.pytorch_utils", "transformers.initialization", "accelerate.state",
+    "accelerate.accelerator", "torch.multiprocessing.spawn",
     "peft.mapping", "copy", "random", "os", "time", "builtins",
 )  # fmt: skip
 CLASSES = (
-    "torch.Tensor", "torch.nn.Parameter", "torch.nn.Module", "torch.Generator", "torch.optim.Optimizer", "torch.utils.data.DataLoader",
-    "torch._subclasses.fake_tensor.FakeTensor", "torch._subclasses.fake_tensor.FakeTensorMode", "torch.amp.autocast_mode.autocast",
-    "torch._inductor.scheduler.Scheduler", "torch._inductor.graph.GraphLowering", "torch._dynamo.variables.tensor.TensorVariable",
-    "transformers.modeling_utils.PreTrainedModel", "torch.nn.parallel.DistributedDataParallel", "accelerate.state.PartialState",
+    "torch.Tensor", "torch.nn.Parameter", "torch.nn.Module", "torch.Generator", "torch.optim.Optimizer",
+    "torch.utils.data.DataLoader",
+    "torch._subclasses.fake_tensor.FakeTensor", "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.amp.autocast_mode.autocast",
+    "torch._inductor.scheduler.Scheduler", "torch._inductor.graph.GraphLowering",
+    "torch._dynamo.variables.tensor.TensorVariable",
+    "transformers.modeling_utils.PreTrainedModel", "torch.nn.parallel.DistributedDataParallel",
+    "accelerate.state.PartialState",
 )  # fmt: skip
 CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 REGISTRIES = (
@@ -60,7 +75,8 @@ def snapshot() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Names in ``before`` whose value is another one in ``after``; attributes that were added where a module was imported before."""
+    """Names in ``before`` whose value is another one in ``after``; attributes that were added where a module
+    was imported before."""
     found = {
         name: (value, after.get(name, "gone"))
         for name, value in before.items()
@@ -96,7 +112,9 @@ def _torch() -> dict[str, Any]:
         "multithreaded backward": torch.autograd.is_multithreading_enabled()
         if hasattr(torch.autograd, "is_multithreading_enabled")
         else torch._C._is_multithreading_enabled(),
-        "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types],
+        "autocast": [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types
+        ],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
@@ -112,7 +130,9 @@ def _torch() -> dict[str, Any]:
                 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             ),
-            "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+            "cudnn": (
+                torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
+            ),
             "sdp": (
                 torch.backends.cuda.flash_sdp_enabled(),
                 torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -124,7 +144,9 @@ def _torch() -> dict[str, Any]:
         },
         "function modes": [id(torch._C._get_function_stack_at(index)) for index in stack],
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "dispatch keys": (str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set())),
+        "dispatch keys": (
+            str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set()),
+        ),
         "saved tensor hooks": _saved_tensor_hooks(),
         "module hooks": [list(hook) for hook in hooks if hasattr(hook, "__len__")],
         "optimizer hooks": _optimizer_hooks(),
@@ -183,7 +205,9 @@ def _process() -> dict[str, Any]:
         "logging disabled": logging.root.manager.disable,
         "warnings": (list(warnings.filters), id(warnings.showwarning), id(warnings.formatwarning)),
         "environment": dict(os.environ),
-        "gc": (gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(), list(map(id, gc.callbacks))),
+        "gc": (
+            gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(), list(map(id, gc.callbacks)),
+        ),
         "import hooks": (list(map(id, sys.meta_path)), list(map(id, sys.path_hooks)), list(sys.path)),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "folder": os.getcwd(),
@@ -214,7 +238,8 @@ def _attributes() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, owner in owners:
         for key, value in list(vars(owner).items()):
-            # A lazily imported module adds submodules and the names that they hold to its package; that is no change.
+            # A lazily imported module adds submodules and the names that they hold to its package; that is no
+            # change.
             if key not in COUNTED and not isinstance(value, ModuleType) and _matters(value):
                 found[f"{name}|{key}"] = id(value)
     for registry in REGISTRIES:

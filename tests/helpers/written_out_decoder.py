@@ -1,7 +1,9 @@
-"""The course program of the published 2.7B measurements, in our own words: every operation written out by hand.
+"""The course program of the published 2.7B measurements, in our own words: every operation written out by
+hand.
 
-Separate matrices without biases, RMSNorm, RoPE on neighbouring pairs, softmax and SiLU operation by operation, a causal
-mask made by every layer. Shapes: b batch, s sequence, d width, h heads, f feed-forward, v vocabulary.
+Separate matrices without biases, RMSNorm, RoPE on neighbouring pairs, softmax and SiLU operation by
+operation, a causal mask made by every layer. Shapes: b batch, s sequence, d width, h heads, f feed-forward, v
+vocabulary.
 """
 
 import math

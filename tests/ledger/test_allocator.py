@@ -1,4 +1,5 @@
-"""The caching allocator's replay: sequences worked out by hand from the source's rules, and what always holds."""
+"""The caching allocator's replay: sequences worked out by hand from the source's rules, and what always
+holds."""
 
 import gzip
 import itertools
@@ -78,7 +79,8 @@ def test_best_fit_then_lowest_address() -> None:
     a, keep_1, b, keep_2, c, _ = [allocator.malloc(size * MIB) for size in (4, 2, 3, 2, 3, 2)]
     for handle in (a, b, c):
         allocator.free(handle)
-    # Free: 4 MiB at 0, 3 MiB at 6, 3 MiB at 11, and 4 MiB behind. 3 MiB - 512 fits the 3 MiB at 6 without a split.
+    # Free: 4 MiB at 0, 3 MiB at 6, 3 MiB at 11, and 4 MiB behind. 3 MiB - 512 fits the 3 MiB at 6 without a
+    # split.
     taken = allocator.malloc(3 * MIB - 512)
     assert allocator.block_size(taken) == 3 * MIB
     (row,) = allocator.segments()
@@ -236,8 +238,9 @@ def test_a_hundred_thousand_events_take_under_half_a_second() -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "bart"])
 def test_three_steps_on_an_h200(name: str) -> None:
-    """Every allocation of examples/ on an H200 (torch 2.11), replayed: the same bytes, and the same addresses if the
-    driver's are given. allocator_on_h200.json.gz: sizes, or -1 - number of the allocation freed; addresses / 512."""
+    """Every allocation of examples/ on an H200 (torch 2.11), replayed: the same bytes, and the same addresses
+    if the driver's are given. allocator_on_h200.json.gz: sizes, or -1 - number of the allocation freed;
+    addresses / 512."""
     run = _measured("allocator_on_h200")[name]
     alone = CachingAllocator()
     told = CachingAllocator(
@@ -267,9 +270,10 @@ SMALL_RUNS = (
 def test_phases_of_two_steps_on_an_h200(name: str, told: bool) -> None:
     """Every allocation of the recipes of two GPU tests, replayed: the peak of each phase to the byte.
 
-    first_steps_on_h200.json.gz (torch 2.11, driver 580): sizes, or -n for a free of the allocation made n before; the call
-    before which the model is built; (call, bytes) where a phase ended with that peak; segments as (address, bytes) in MiB.
-    Without the room that a context begins with, five of them miss, by up to 2.6 MiB."""
+    first_steps_on_h200.json.gz (torch 2.11, driver 580): sizes, or -n for a free of the allocation made n
+    before; the call before which the model is built; (call, bytes) where a phase ended with that peak;
+    segments as (address, bytes) in MiB. Without the room that a context begins with, five of them miss, by up
+    to 2.6 MiB."""
     run = _measured("first_steps_on_h200")[name]
     place = _where([(address * MIB, size * MIB) for address, size in run["segments"]]) if told else None
     allocator, handles, found = CachingAllocator(segment_address=place), [], []
@@ -305,12 +309,13 @@ def _where(segments: list[tuple[int, int]]) -> Callable[[int], int]:
 
 
 def test_where_the_driver_puts_segments() -> None:
-    """Read off an H200: what the context leaves of its own room upwards, until a segment finds no place there; then stretches
-    of 32 MiB downwards, within one upwards, the lowest that has room first."""
+    """Read off an H200: what the context leaves of its own room upwards, until a segment finds no place
+    there; then stretches of 32 MiB downwards, within one upwards, the lowest that has room first."""
     driver = DriverAddresses(32000 * MIB)
     sizes = (64, 2, 60, 20, 198, 20, 16, 16, 12, 20, 16, 12, 2)
     placed = [driver.allocate(size * MIB) // MIB for size in sizes]
-    # The room is 31680 to 32000. 198 MiB are too large for it; they leave 26 of their stretch, in which 20 find place.
+    # The room is 31680 to 32000. 198 MiB are too large for it; they leave 26 of their stretch, in which 20
+    # find place.
     assert placed[:4] == [31680, 31744, 31746, 31806]
     below = 31680 - 224
     assert placed[4:6] == [below, below + 198]

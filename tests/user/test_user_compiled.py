@@ -14,7 +14,8 @@ from user_training import MIB, SQUARE, N, inside, mlp
 
 
 class Chain(nn.Module):
-    """exp(cos(sin(w))), summed: eager code keeps sin and exp for the backward; the compiler recomputes them from w."""
+    """exp(cos(sin(w))), summed: eager code keeps sin and exp for the backward; the compiler recomputes them
+    from w."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,8 +27,8 @@ STATES = [
     ("adamw", "fused", False, 3), ("adamw", "foreach", True, 2), ("adamw", "forloop", True, 2),
     ("adafactor", "forloop", True, 2), ("adafactor", "foreach", True, 2),
 ]  # fmt: skip
-"""Optimizer, implementation, whether its step counters are on the host (torch/optim: fused and capturable keep them
-on the device), device tensors a matrix has as state."""
+"""Optimizer, implementation, whether its step counters are on the host (torch/optim: fused and capturable
+keep them on the device), device tensors a matrix has as state."""
 
 
 @pytest.mark.parametrize(("name", "implementation", "counts_on_host", "num_device"), STATES)
