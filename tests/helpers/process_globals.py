@@ -119,7 +119,7 @@ def _torch() -> dict[str, Any]:
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
+            getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009
         ),
         "matmul precision": torch.get_float32_matmul_precision(),
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
@@ -131,7 +131,8 @@ def _torch() -> dict[str, Any]:
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             ),
             "cudnn": (
-                torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic,
+                torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.deterministic,
             ),
             "sdp": (
                 torch.backends.cuda.flash_sdp_enabled(),
@@ -206,7 +207,8 @@ def _process() -> dict[str, Any]:
         "warnings": (list(warnings.filters), id(warnings.showwarning), id(warnings.formatwarning)),
         "environment": dict(os.environ),
         "gc": (
-            gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(), list(map(id, gc.callbacks)),
+            gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(),
+            list(map(id, gc.callbacks)),
         ),
         "import hooks": (list(map(id, sys.meta_path)), list(map(id, sys.path_hooks)), list(sys.path)),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},

@@ -81,7 +81,7 @@ def test_one_launched_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_are_refused() -> None:
     with pytest.raises(InputError, match="one process"):
-        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore[reportPrivateImportUsage]
+        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore
 
 
 def test_data_parallel_is_refused(tmp_path: Path) -> None:

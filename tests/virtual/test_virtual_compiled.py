@@ -141,7 +141,10 @@ def activation_bytes(ledger: Ledger) -> int:
 
 def phase_of(ledger: Ledger, storage: int) -> tuple[str, str]:
     op = ledger.storages[storage].op
-    return tuple(ledger.segments[ledger.ops[op].segment]) if op >= 0 else ("", "")  # pyright: ignore[reportReturnType]
+    if op < 0:
+        return "", ""
+    segment = ledger.segments[ledger.ops[op].segment]
+    return segment.step, segment.phase
 
 
 def flops(ledger: Ledger) -> float:

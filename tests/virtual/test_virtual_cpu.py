@@ -8,7 +8,7 @@ from typing import Any
 
 import peft  # noqa: F401
 import pytest
-import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
+import transformers.optimization  # noqa: F401 - importing these two allocates a few tensors
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.process import forked
