@@ -1,4 +1,4 @@
-"""What tests of ``trainfit.trace`` share: a small model, a training loop as people write it, and a check run inside."""
+"""Helpers of tests of ``trainfit.trace``: a small model, a training loop and a check inside a trace."""
 
 from collections.abc import Callable
 

@@ -44,11 +44,11 @@ def size_of(allocator: CachingAllocator, handle: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("asked", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)]
+    ("requested", "rounded"), [(1, 512), (512, 512), (513, 1024), (MIB, MIB), (MIB + 1, MIB + 512)]
 )
-def test_requests_are_rounded_to_512_bytes(asked: int, rounded: int) -> None:
+def test_requests_are_rounded_to_512_bytes(requested: int, rounded: int) -> None:
     allocator = CachingAllocator()
-    assert size_of(allocator, allocator.malloc(asked)) == allocator.allocated_bytes == rounded
+    assert size_of(allocator, allocator.malloc(requested)) == allocator.allocated_bytes == rounded
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_hundred_thousand_events_take_under_half_a_second() -> None:
     draw = random.Random(0)
     sizes = [int(2 ** draw.uniform(8, 27)) for _ in range(50_000)]
     took_s: list[float] = []
-    while len(took_s) < 8:  # Other tests run beside: the soonest counts.
+    while len(took_s) < 8:  # Other processes run: the minimum counts.
         allocator, live = CachingAllocator(), []
         started = time.process_time()
         for size in sizes:
@@ -268,10 +268,10 @@ def test_three_steps_on_an_h200(name: str) -> None:
     addresses / 512."""
     run = _measured("allocator_on_h200")[name]
     alone = CachingAllocator()
-    told = CachingAllocator(
+    with_addresses = CachingAllocator(
         segment_address=_where([(address * 512, size) for address, size in run["segments"]])
     )
-    for allocator, addresses in ((alone, None), (told, run["addresses"])):
+    for allocator, addresses in ((alone, None), (with_addresses, run["addresses"])):
         handles: list[int] = []
         for call in run["calls"]:
             if call < 0:
@@ -290,9 +290,9 @@ SMALL_RUNS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("with_addresses", [False, True])
 @pytest.mark.parametrize("name", SMALL_RUNS)
-def test_phases_of_two_steps_on_an_h200(name: str, told: bool) -> None:
+def test_phases_of_two_steps_on_an_h200(name: str, with_addresses: bool) -> None:
     """Every allocation of the recipes of two GPU tests, replayed: the peak of each phase to the byte.
 
     first_steps_on_h200.json.gz (torch 2.11, driver 580): sizes, or -n for a free of the allocation made n
@@ -300,7 +300,9 @@ def test_phases_of_two_steps_on_an_h200(name: str, told: bool) -> None:
     segments as (address, bytes) in MiB. Without the room that a context begins with, five of them miss, by up
     to 2.6 MiB."""
     run = _measured("first_steps_on_h200")[name]
-    place = _where([(address * MIB, size * MIB) for address, size in run["segments"]]) if told else None
+    place = (
+        _where([(address * MIB, size * MIB) for address, size in run["segments"]]) if with_addresses else None
+    )
     allocator, handles, found = CachingAllocator(segment_address=place), [], []
     phases = dict(run["peaks"])
     for index, call in enumerate([*run["calls"], 0]):

@@ -1,4 +1,4 @@
-"""``trainfit.trace``: what people's code says of devices, and where its tensors land."""
+"""Devices in user code under ``trainfit.trace``."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""``trainfit.trace``: people's own code, written for "cuda", on the virtual GPU."""
+"""``trainfit.trace`` of user code written for "cuda"."""
 
 import argparse
 import importlib.util

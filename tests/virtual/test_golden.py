@@ -84,14 +84,14 @@ def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
     fused = forward_bytes(context)
     token = 4 * context * SIZES["layers"] * 4
     kept_by = {
-        "softmax": SIZES["heads"] * context * token,  # exp(x - max), beside the probabilities
-        "hidden_act": SIZES["f"] * token,  # sigmoid(x), beside x and silu(x)
+        "softmax": SIZES["heads"] * context * token,  # exp(x - max), with the probabilities
+        "hidden_act": SIZES["f"] * token,  # sigmoid(x), with x and silu(x)
         "norm": 2 * SIZES["d"] * token,  # x * rsqrt(...), before the weight, of both norms of a layer
     }
     written_out = {"softmax": "unfused", "hidden_act": "silu_unfused", "norm": "rmsnorm_unfused"}
     for switch, kept in kept_by.items():
         more = forward_bytes(context, **{switch: written_out[switch]}) - fused
-        # The allocator hands out blocks up to 1 MiB larger than asked; how many differs by tens of MB.
+        # The allocator hands out blocks up to 1 MiB larger than requested; how many differs by tens of MB.
         assert more == pytest.approx(kept, abs=0.05 * GB), switch
     everything = forward_bytes(context, **written_out) - fused
     assert everything == pytest.approx(sum(kept_by.values()), abs=0.05 * GB)

@@ -64,10 +64,10 @@ CHOICES: list[tuple[str, Query, tuple[int, int], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("case", "asked", "capability", "backend"), CHOICES, ids=[case for case, *_ in CHOICES]
+    ("case", "requested", "capability", "backend"), CHOICES, ids=[case for case, *_ in CHOICES]
 )
-def test_choice(case: str, asked: Query, capability: tuple[int, int], backend: str) -> None:
-    assert choose_backend(asked, capability, False) == backend
+def test_choice(case: str, requested: Query, capability: tuple[int, int], backend: str) -> None:
+    assert choose_backend(requested, capability, False) == backend
 
 
 CUDNN_FIRST = [
@@ -85,12 +85,12 @@ CUDNN_FIRST = [
 
 
 @pytest.mark.parametrize(
-    ("case", "asked", "capability", "backend"), CUDNN_FIRST, ids=[c for c, *_ in CUDNN_FIRST]
+    ("case", "requested", "capability", "backend"), CUDNN_FIRST, ids=[c for c, *_ in CUDNN_FIRST]
 )
 def test_choice_where_cudnn_comes_first(
-    case: str, asked: Query, capability: tuple[int, int], backend: str
+    case: str, requested: Query, capability: tuple[int, int], backend: str
 ) -> None:
-    assert choose_backend(asked, capability, True) == backend
+    assert choose_backend(requested, capability, True) == backend
 
 
 def test_switches_are_obeyed() -> None:

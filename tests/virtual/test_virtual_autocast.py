@@ -213,7 +213,7 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
             patch.setattr("trainfit.virtual.trace.storages.LiveStorages.own", stop)
         else:
             patch.setattr(torch.optim.AdamW, "step", stop)
-        # What fails inside transformers' own model, without trainfit too, is told as its config's failure.
+        # A failure inside transformers' model is reported as its config's.
         with pytest.raises((StopError, InputError)):
             trace(tiny_recipe())
     assert state_of_pytorch() == before

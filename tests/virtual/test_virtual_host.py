@@ -66,7 +66,7 @@ def test_counters_take_memory_on_the_device_only_where_they_are() -> None:
 
 
 def test_small_values_are_carried() -> None:
-    """transformers asks ``if mask.all():`` and then attends without a mask."""
+    """transformers evaluates ``if mask.all():`` and then uses no mask."""
     with on_h200():
         ones = torch.ones(2, 8, dtype=torch.int64, device=CPU)
         padded = ones.clone()
