@@ -2,8 +2,8 @@
 there.
 
 The allocator chooses between free blocks of equal size by address, and does not split a block up to 1 MiB
-larger than the request. So peaks depend on the driver's addresses; with them a prediction has to agree in every
-phase to the byte.
+larger than the request. So peaks depend on the driver's addresses; with them a prediction has to agree in
+every phase to the byte.
 
 ``python tests/helpers/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the
 allocator's history.
