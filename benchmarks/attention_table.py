@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.attention_table RECORDS... [--into src/trainfit/catalog/attention.toml]``
 
-Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of several records of a
-shape and GPU the newest counts, and only as a whole: kernels of one shape are compared within one run; one that came to fewer kernels
-than an older one with the same torch does not take its place. Rates are each kernel's own, forward and backward apart. Both leave
-out what leaves a large GPU idle (``FEWEST_ROWS``), and medians of fewer than six samples.
+Enters: files of Records. Leaves: the whole file anew, so a shape that no record given has is gone from it. Of
+several records of a shape and GPU the newest counts, and only as a whole: kernels of one shape are compared
+within one run; one that came to fewer kernels than an older one with the same torch does not take its place.
+Rates are each kernel's own, forward and backward apart. Both leave out what leaves a large GPU idle
+(``FEWEST_ROWS``), and medians of fewer than six samples.
 """
 
 import argparse
@@ -27,19 +28,22 @@ from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 
 MADE_BY = "python -m benchmarks.attention_table RECORDS"
 KERNELS: dict[str, AttentionKernel] = {
-    "eager": "eager", "pytorch": "sdpa", "flash": "flash", "cudnn": "cudnn", "efficient": "efficient", "ours": "triton",
+    "eager": "eager", "pytorch": "sdpa", "flash": "flash", "cudnn": "cudnn", "efficient": "efficient",
+    "ours": "triton",
 }  # fmt: skip
 """A benchmark's body -> the recipe's word for it; bodies that no recipe can ask for are left out."""
 ADDITIVE = "additive"
-"""The mask of a row whose kernel was given one, as bench/workloads/attention.py has it, which imports torch."""
+"""The mask of a row whose kernel was given one, as bench/workloads/attention.py has it, which imports
+torch."""
 NEEDED = ("dtype", "head", "causal", "seq", "heads", "batch", "body", "pass")
 FEWEST_ROWS = 65536
-"""Queries of all heads and sequences: in tiles of 128 rows, four times as many as an H200 has multiprocessors, 132. One head of 32,768
-reached up to a third less than one of 65,536 there."""
+"""Queries of all heads and sequences: in tiles of 128 rows, four times as many as an H200 has
+multiprocessors, 132. One head of 32,768 reached up to a third less than one of 65,536 there."""
 FEWEST_SAMPLES = 6
 """The fewest whose least and greatest hold the median with 95 % (bench/harness/timing.py)."""
 HOPPER, GLUON_HEADS = (9, 0), (64, 128)
-"""Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports torch."""
+"""Where ``ours`` is not the plain kernels, as kernels/flash_attention/dispatch.py has it, which imports
+torch."""
 Key = tuple[str, int, bool, int]
 RateKey = tuple[Kernel, str, int, int, bool]
 
@@ -80,12 +84,12 @@ def runs_of(records: Sequence[Record]) -> list[AttentionRun]:
             "make one with trainfit bench flash --record FILE",
         )
     by_time = {record.created_at: record for record in records}
-    told: dict[str, tuple[list[AttentionShape], list[AttentionRate]]] = {}
+    by_record: dict[str, tuple[list[AttentionShape], list[AttentionRate]]] = {}
     for _, (record, shape) in sorted(shapes.items(), key=lambda one: one[0]):
-        told.setdefault(record.created_at, ([], []))[0].append(shape)
+        by_record.setdefault(record.created_at, ([], []))[0].append(shape)
     for _, (record, rate) in sorted(rates.items(), key=lambda one: one[0]):
-        told.setdefault(record.created_at, ([], []))[1].append(rate)
-    return [_run(by_time[when], *found) for when, found in sorted(told.items())]
+        by_record.setdefault(record.created_at, ([], []))[1].append(rate)
+    return [_run(by_time[when], *found) for when, found in sorted(by_record.items())]
 
 
 def _full(records: Sequence[Record]) -> Iterator[tuple[Record, BenchResult, str]]:
@@ -130,7 +134,8 @@ def _run(record: Record, shapes: list[AttentionShape], rates: list[AttentionRate
     assert result is not None
     assert result.gpu is not None
     return AttentionRun(
-        gpu=result.gpu, measured_at=record.created_at, commit=record.commit or "", torch=result.environment.torch,
+        gpu=result.gpu, measured_at=record.created_at, commit=record.commit or "",
+        torch=result.environment.torch,
         experiment=result.experiment, shapes=tuple(shapes), rates=tuple(rates),
     )  # fmt: skip
 
@@ -150,10 +155,11 @@ def shapes_of(rows: Sequence[BenchRow]) -> list[AttentionShape]:
 
 
 def rates_of(rows: Sequence[BenchRow], gpu: str) -> list[AttentionRate]:
-    """Kernels of which forward and backward have a time; of one that several shapes have, the one of most heads.
+    """Return the rates of kernels with a time of forward and backward, of the shape with most heads.
 
-    Of causal attention, and of attention with an additive mask. Unmasked tiles are faster: our plain backward in fp32 is twice as fast
-    without a mask. Boolean masks are left out: their conversion is an operation of its own in a ledger.
+    Of causal attention, and of attention with an additive mask. Unmasked tiles are faster: our plain backward
+    in fp32 is twice as fast without a mask. Boolean masks are left out: their conversion is an operation of
+    its own in a ledger.
     """
     found: dict[RateKey, dict[tuple[int, int], dict[str, float]]] = {}
     for row in _timed(rows):
@@ -222,14 +228,16 @@ def _largest(found: dict[Key, dict[tuple[int, int], dict[str, Spread]]]) -> Iter
                 AttentionShape,
                 {"dtype": dtype, "head": head, "causal": causal, "seq": seq, "heads": heads, "batch": batch,
                  "seconds": {kernel: one.median for kernel, one in several[heads, batch].items()},
-                 "spread": {kernel: (one.high - one.low) / one.median for kernel, one in several[heads, batch].items()}},
+                 "spread": {kernel: (one.high - one.low) / one.median
+                            for kernel, one in several[heads, batch].items()}},
             )  # fmt: skip
 
 
 def text_of(runs: Sequence[AttentionRun]) -> str:
     """The TOML file: the same runs give the same bytes."""
     parts = [
-        f"# Written by {MADE_BY}; do not edit. Seconds: of shapes forward and backward together, of rates apart.\n"
+        f"# Written by {MADE_BY}; do not edit. "
+        "Seconds: of shapes forward and backward together, of rates apart.\n"
         "# measured_at is the record's time: it names the record in results/.\n"
     ]
     for run in runs:
@@ -246,7 +254,8 @@ def _shape(shape: AttentionShape) -> str:
     seconds = ", ".join(f"{name} = {shape.seconds[name]:.6e}" for name in sorted(shape.seconds))
     spread = ", ".join(f"{name} = {shape.spread[name]:.4f}" for name in sorted(shape.spread))
     return (
-        f'{{ dtype = "{shape.dtype}", head = {shape.head}, causal = {str(shape.causal).lower()}, seq = {shape.seq}, '
+        f'{{ dtype = "{shape.dtype}", head = {shape.head}, causal = {str(shape.causal).lower()}, '
+        f"seq = {shape.seq}, "
         f"heads = {shape.heads}, batch = {shape.batch}, seconds = {{ {seconds} }}"
         + (f", spread = {{ {spread} }} }}" if spread else " }")
     )
@@ -254,7 +263,8 @@ def _shape(shape: AttentionShape) -> str:
 
 def _rate(rate: AttentionRate) -> str:
     return (
-        f'{{ kernel = "{rate.kernel}", dtype = "{rate.dtype}", head = {rate.head}, causal = {str(rate.causal).lower()}, '
+        f'{{ kernel = "{rate.kernel}", dtype = "{rate.dtype}", head = {rate.head}, '
+        f"causal = {str(rate.causal).lower()}, "
         f"seq = {rate.seq}, heads = {rate.heads}, batch = {rate.batch}, forward = {rate.forward:.6e}, "
         f"backward = {rate.backward:.6e}{', masked = true' if rate.masked else ''} }}"
     )

@@ -1,9 +1,9 @@
 """Merge records of one experiment from the same GPU and torch: several processes may share an experiment.
 
-Of rows with equal points the newest counts, except that a row that was not run or throttled never replaces one with
-more information. The failure of a point that lacks keys is left out once a row has all of them. A list of findings (a
-step's top kernels) comes from one record. Rows keep the experiment's order as far as the records show it: a point
-that only a later record has follows the point before it there.
+Of rows with equal points the newest counts, except that a row that was not run or throttled never replaces
+one with more information. The failure of a point that lacks keys is left out once a row has all of them. A
+list of findings (a step's top kernels) comes from one record. Rows keep the experiment's order as far as the
+records show it: a point that only a later record has follows the point before it there.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Recipes of docs/results/techniques.md: one model and batch, each technique alone and in combinations.
 
-``python -m benchmarks.technique_suite recipes.jsonl`` writes these recipes, one a line, for
-``benchmarks.accuracy.suite`` and ``trainfit.measurement.suite``.
+``python -m benchmarks.technique_suite recipes.jsonl`` writes them, one a line, for ``trainfit sweep``.
 """
 
 import argparse

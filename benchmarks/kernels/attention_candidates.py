@@ -1,7 +1,8 @@
-"""The configurations of FlashAttention that flash_attention_tune.py compares, and the process that checks or times them.
+"""Configurations of FlashAttention that attention_tune.py compares, and the process that runs them.
 
-``python -m benchmarks.kernels.attention_candidates check|time NAME...`` prints one JSON line a name. A candidate is
-one direction of one implementation on one shape: causal, bf16, one sequence of 16 heads, each head with its own keys.
+``python -m benchmarks.kernels.attention_candidates check|time NAME...`` prints one JSON line a name. A
+candidate is one direction of one implementation on one shape: causal, bf16, one sequence of 16 heads, each
+head with its own keys.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ IN_TRITON: dict[tuple[str, int], list[Tiles]] = {
     ("keys", 64): [Tiles(32, 128, 4, 3), Tiles(64, 64, 4, 2)],
     ("queries", 64): [Tiles(128, 64, 4, 3), Tiles(64, 64, 4, 2)],
 }  # fmt: skip
-"""Direction and head size -> neighbours of the tiles in use, for another GPU; of the backward's passes those in use too."""
+"""Direction and head size -> neighbours of the tiles in use, for another GPU; of the backward's passes those
+in use too."""
 
 
 FORWARDS: dict[int, list[Groups]] = {
@@ -108,14 +110,14 @@ FORWARDS: dict[int, list[Groups]] = {
 """Head size -> the forward in use, and its neighbours for another GPU of the family."""
 
 
-# -- running one ------------------------------------------------------------------------------------------------------
+# -- running one --
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q, k, v and the gradient of the output."""
 
 
 def _tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = False) -> Tensors:
-    """``growing``: earlier keys have larger scores, so that maxima grow many times over while a kernel walks backwards."""
+    """``growing``: earlier keys have larger scores, so maxima grow while a kernel walks backwards."""
     torch.manual_seed(n + m + d)
     shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
     q, k_, v, gradient = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
@@ -125,7 +127,7 @@ def _tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = Fal
 
 
 def _prepared(candidate: Candidate, tensors: Tensors, is_causal: bool) -> Callable[[], tuple[Tensor, ...]]:
-    """A call that computes the candidate's direction once: the output, or those of dq, dk and dv that it makes."""
+    """Return a call that computes the candidate's direction once: the output, or its part of dq, dk, dv."""
     q, k, v, gradient = tensors
     how, scale = candidate.how, 1 / math.sqrt(q.shape[-1])
     if isinstance(how, str):
@@ -222,8 +224,9 @@ def _largest(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> list[float
 
 
 def check(candidate: Candidate) -> dict[str, Any]:
-    """Errors on small odd shapes beside those of eager bf16 (at most twice as large is right), and near PyTorch's flash on
-    the timed shape, three times over: a race shows rarely. ``error`` says of every wrong shape where.
+    """Compare errors on small odd shapes with those of eager bf16 (at most twice as large is right), and near
+    PyTorch's flash on the timed shape, three times over: a race shows rarely. ``error`` says of every wrong
+    shape where.
 
     Public implementations are run on the timed shape only.
     """
@@ -254,7 +257,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
 
 
 def _ended(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What the kernels that were launched have made. If one hangs, this process ends, with a traceback to here."""
+    """Wait for the launched kernels; if one hangs, end this process with a traceback to here."""
     faulthandler.dump_traceback_later(RUN_LIMIT_S, exit=True)
     torch.cuda.synchronize()
     faulthandler.cancel_dump_traceback_later()
@@ -280,9 +283,10 @@ def _timed_tensors(candidate: Candidate) -> Tensors:
 
 
 def time(candidate: Candidate) -> dict[str, Any]:
-    """Median seconds and TFLOP/s: causal FLOPs, 2 products forward, 5 backward (Dao, arXiv:2307.08691, section 4.1).
+    """Return median seconds and TFLOP/s; 2 products forward, 5 backward, half masked (Dao, 2023, section 4.1).
 
-    A pass alone: those that it does, 4 for dK and dV, 3 for dQ. Where most samples were lost to held clocks: an error, no number.
+    A pass alone: those that it does, 4 for dK and dV, 3 for dQ. Where most samples were lost to held clocks:
+    an error, no number.
     """
     run = _prepared(candidate, _timed_tensors(candidate), True)
     taken = take(lambda lap: run(), _stopwatch(), RULE)
@@ -295,7 +299,8 @@ def time(candidate: Candidate) -> dict[str, Any]:
     )  # 2 a multiply-add, half of them masked
     return {
         "name": candidate.name, "direction": candidate.direction, "d": candidate.d, "n": LENGTHS[candidate.d],
-        "heads": HEADS, "median_s": times.median, "p10_s": times.low, "p90_s": times.high, "samples": len(times.samples),
+        "heads": HEADS, "median_s": times.median, "p10_s": times.low, "p90_s": times.high,
+        "samples": len(times.samples),
         "discarded": taken.discarded, "status": taken.status, "tflops_per_s": flops / times.median * 1e-12,
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
     }  # fmt: skip

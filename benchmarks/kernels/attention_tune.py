@@ -1,8 +1,10 @@
-"""Which FlashAttention is right and which is fast on this GPU: ``python -m benchmarks.kernels.attention_tune``.
+"""Check and time configurations of FlashAttention: ``python -m benchmarks.kernels.attention_tune``.
 
-Every candidate is first compiled and checked, a process each, many at once: a wrong, crashing or hanging one costs its own
-time limit only. Then all that were right are timed one after the other by the experiments' harness (timing.py: clocks watched, no
-number of a throttled run), beside PyTorch's flash, cuDNN and FlexAttention. Prints a table and writes one JSON line a candidate (``--out``): its configuration, seconds, TFLOP/s, or what went wrong.
+Every candidate is first compiled and checked, a process each, many at once: a wrong, crashing or hanging one
+costs its own time limit only. Then all that were right are timed one after the other by the experiments'
+harness (timing.py: clocks watched, no number of a throttled run), against PyTorch's flash, cuDNN and
+FlexAttention. Prints a table and writes one JSON line a candidate (``--out``): its configuration, seconds,
+TFLOP/s, or what went wrong.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from trainfit.spec.printable import say
 from trainfit.spec.provenance import commit, now
 
 CHECK_LIMIT_S = 240
-"""Of one candidate's process: start, compilation of three variants, six small runs and a large one. A kernel that hangs when
-it is compiled ends the process earlier (RUN_LIMIT_S in attention_candidates.py)."""
+"""Of one candidate's process: start, compilation of three variants, six small runs and a large one. A kernel
+that hangs when it is compiled ends the process earlier (RUN_LIMIT_S in attention_candidates.py)."""
 TIME_LIMIT_S = 60
 """Of one candidate among those that are timed."""
 
@@ -43,13 +45,13 @@ def main() -> None:
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no GPU, and these kernels run on one")
-    asked = [each for each in candidates() if re.search(chosen.only, each.name)]
+    chosen_ones = [each for each in candidates() if re.search(chosen.only, each.name)]
     with ThreadPoolExecutor(chosen.workers) as pool:
-        checked = list(pool.map(_checked, asked))
+        checked = list(pool.map(_checked, chosen_ones))
     made = {"made_at": now(), "commit": commit()}
     errors = {row["name"]: row.get("errors") for row in checked}
     wrong = [row for row in checked if "error" in row]
-    right = [each for each, row in zip(asked, checked, strict=True) if "error" not in row]
+    right = [each for each, row in zip(chosen_ones, checked, strict=True) if "error" not in row]
     with chosen.out.open("w") as file:
         for row in (*wrong, *timed(right)):
             file.write(json.dumps({**made, **row, "errors": errors[row["name"]]}) + "\n")
@@ -91,7 +93,7 @@ def _checked(candidate: Candidate) -> dict[str, Any]:
 
 
 def timed(waiting: list[Candidate]) -> Iterator[dict[str, Any]]:
-    """A row each; where the timing process ends before its work, it is begun again behind the one it died of."""
+    """Yield a row each; where the timing process dies, it restarts after the candidate it died of."""
     while waiting:
         process, done = _process("time", [each.name for each in waiting]), 0
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""What ``kernel_benchmark`` compares: for each operation its inputs, its definition, and the ways of computing it.
+"""Operations that loss_and_blocks.py compares: inputs, definition, and the ways of computing them.
 
 Shapes: n tokens, v vocabulary, e hidden size, f feed-forward size, h heads (a quarter of them keys) of 128.
 """
@@ -29,7 +29,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True)
 class Sizes:
-    """``tokens``, ``vocabulary``, ``hidden`` of the loss; ``rows`` of norm and gates; ``length`` and ``heads`` of a rotation."""
+    """Sizes of the loss (first three), norm and gates (``rows``), and rotation (``length``, ``heads``)."""
 
     tokens: int
     vocabulary: int
@@ -46,7 +46,7 @@ SMALL = Sizes(tokens=509, vocabulary=3001, hidden=256, rows=509, feedforward=771
 
 @dataclass(frozen=True)
 class Case:
-    """One operation. ``ways``: name -> a function of ``inputs``; ``upstream``: its result's gradients, None of a scalar."""
+    """One operation. ``ways``: functions of ``inputs`` by name; ``upstream``: gradients of the result."""
 
     name: str
     inputs: tuple[Tensor, ...]
@@ -75,7 +75,8 @@ def _with_compiler(ways: dict[str, Callable[..., Any]], definition: Any, compile
 def loss(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool) -> Case:
     """Every 13th token is ignored. The gradients are computed in our forwards, so only the whole is timed.
 
-    Of the chunk sizes, 32 chunks are Liger-Kernel's choice for 131,072 x 4,096 (as many logits as there are hidden values).
+    Of the chunk sizes, 32 chunks are Liger-Kernel's choice for 131,072 x 4,096 (as many logits as there are
+    hidden values).
     """
     n, v, e = sizes.tokens, sizes.vocabulary, sizes.hidden
     hidden = _randn(device, dtype, n, e)
@@ -140,7 +141,7 @@ def gates(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool
 
 
 def rotation(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool) -> Case:
-    """Heads beside each other in memory, as products give them; angles in fp32."""
+    """Heads next to each other in memory, as products give them; angles in fp32."""
     b, n, h, d = max(1, sizes.rows // sizes.length), sizes.length, sizes.heads, 128
     q, k = (
         _randn(device, dtype, b, n, heads, d, grad=False).transpose(1, 2).requires_grad_()
@@ -166,8 +167,9 @@ def rotation(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: b
 
 
 def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: bool) -> Case:
-    """AdamW of one weight and its moments, in place. ``eager`` and ``compiled`` round bf16 at random as our kernel does, by
-    PyTorch's random numbers; what only rounds to nearest says so. Other dtypes are always rounded to nearest.
+    """AdamW of one weight and its moments, in place. ``eager`` and ``compiled`` round bf16 at random as our
+    kernel does, by PyTorch's random numbers; what only rounds to nearest says so. Other dtypes are always
+    rounded to nearest.
     """
     n, e = sizes.rows, sizes.hidden
     p, g, m = (_randn(device, dtype, n, e, grad=False) * scale for scale in (0.1, 1e-3, 1e-4))
@@ -201,7 +203,8 @@ def update(sizes: Sizes, device: torch.device, dtype: torch.dtype, compiled: boo
 
     ways: dict[str, Callable[..., Any]] = {
         "ours": partial(ours, True), "ours, to nearest": partial(ours, False),
-        "torch fused, to nearest": partial(torchs, "fused"), "torch foreach, to nearest": partial(torchs, "foreach"),
+        "torch fused, to nearest": partial(torchs, "fused"),
+        "torch foreach, to nearest": partial(torchs, "foreach"),
     }  # fmt: skip
     return Case(
         "update", (p, g, m, v), definition, _with_compiler(ways, definition, compiled), parts=("forward",),
@@ -244,7 +247,7 @@ def products(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
 
 
 def tilings(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Case:
-    """The kernel alone over one chunk of logits, by block and warps; the logits go on being overwritten, which costs the same."""
+    """The kernel alone over one chunk of logits, which it overwrites each time, by block and warps."""
     n, v = max(1, sizes.tokens // 4), sizes.vocabulary
     logits = _randn(device, dtype, n, v, grad=False)
     targets, factor = torch.randint(v, (n,), device=device), torch.ones((), device=device)
@@ -319,6 +322,7 @@ def beyond_32_bits(device: torch.device) -> dict[str, Any]:
     expected = fused_cross_entropy.plain_cross_entropy(last, targets[-1:], factor, 1.0, 0.0, Terms(), True)
     error = (logits[-1:].float() - last.float()).norm() / last.float().norm()
     return {
-        "case": "loss", "size": f"{c:,} x {v:,} logits", "way": "ours, over 2^31 logits", "part": "errors", "error": [error.item()],
+        "case": "loss", "size": f"{c:,} x {v:,} logits", "way": "ours, over 2^31 logits",
+        "part": "errors", "error": [error.item()],
         "losses": [losses[-1].item(), expected.item()], "of_eager": error.item() / 2**-8,
     }  # fmt: skip

@@ -11,8 +11,9 @@ MOST = 12
 
 
 def where_wrong(name: str, found: Tensor, wanted: Tensor, allowed: float) -> str:
-    """One line on two [b, heads, rows, d] tensors: tiles of 64 rows with an error over ``allowed`` by head, halves of columns,
-    the worst entry, and the share of what was wanted that is there (1: right, 0: missing, 2: twice). Empty if all is right.
+    """One line on two [b, heads, rows, d] tensors: tiles of 64 rows with an error over ``allowed`` by head,
+    halves of columns, the worst entry, and the share of what was wanted that is there (1: right, 0: missing,
+    2: twice). Empty if all is right.
     """
     found, wanted = found.double(), wanted.double()
     wrong = ~((found - wanted).abs() <= allowed)  # what is no number is wrong, too
@@ -24,7 +25,8 @@ def where_wrong(name: str, found: Tensor, wanted: Tensor, allowed: float) -> str
     listed = "; ".join(_tiles(b, h, found, wanted, wrong) for b, h in heads[:MOST])
     halves = [int(half.sum()) for half in wrong.split(ROWS, -1)]
     return (
-        f"{name}: {int(wrong.sum())} of {wrong.numel()} entries off by over {allowed:.2g}, {int(found.isnan().sum())} not numbers; "
+        f"{name}: {int(wrong.sum())} of {wrong.numel()} entries off by over {allowed:.2g}, "
+        f"{int(found.isnan().sum())} not numbers; "
         f"by {ROWS} columns {halves}; worst at {worst}: {found[worst]:.4g} for {wanted[worst]:.4g}; "
         f"{len(heads)} heads, as batch,head tile(share): {listed}"
     )

@@ -1,14 +1,16 @@
-"""Our loss and block kernels beside eager PyTorch, its compiler and cuBLAS: errors, times, memory.
+"""Compare loss and block kernels with eager PyTorch, its compiler and cuBLAS: errors, times, memory.
 
-``python -m benchmarks.kernels.loss_and_blocks FILE`` runs on the GPU (minutes on an H200), writes JSON Lines and
-prints a table. ``--tiny`` takes sizes of a few kilobytes and any device, to see that everything runs.
+``python -m benchmarks.kernels.loss_and_blocks FILE`` runs on the GPU (minutes on an H200), writes JSON Lines
+and prints a table. ``--tiny`` takes sizes of a few kilobytes and any device, to see that everything runs.
 
-Every line has ``case``, its ``size``, ``way`` and ``part``. Times are the harness's of every experiment (timing.py), milliseconds: median, and the
-10th and 90th percentile; ``samples`` were kept, ``discarded`` thrown away because the driver held the clocks down. Where there is no
-clean run ``part`` is "failed" and ``message`` says why. ``tflops`` counts the three products of 2 n v e that a linear
-cross-entropy needs, ``gb_per_s`` the bytes that must be read and written; both of the median. ``extra_bytes``: the allocator's peak
-over what was there before and the gradients. ``error`` is the norm of the difference from fp64 by the norm, ``of_eager`` by eager
-PyTorch's error in the same dtype, of a single number by half a last place at least.
+Every line has ``case``, its ``size``, ``way`` and ``part``. Times are the harness's of every experiment
+(timing.py), milliseconds: median, and the 10th and 90th percentile; ``samples`` were kept, ``discarded``
+thrown away because the driver held the clocks down. Where there is no clean run ``part`` is "failed" and
+``message`` says why. ``tflops`` counts the three products of 2 n v e that a linear cross-entropy needs,
+``gb_per_s`` the bytes that must be read and written; both of the median. ``extra_bytes``: the allocator's
+peak over what was there before and the gradients. ``error`` is the norm of the difference from fp64 by the
+norm, ``of_eager`` by eager PyTorch's error in the same dtype, of a single number by half a last place at
+least.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def rows_of(case: Case, bench: Bench) -> Iterator[Row]:
             if row.times is None or row.status == "impossible":
                 yield base | {"part": "failed", "message": f"{part}: {row.status}: {row.message}"[:300]}
             else:
-                yield base | {"part": part} | _told(row, extra_bytes(call, bench.device))
+                yield base | {"part": part} | _numbers(row, extra_bytes(call, bench.device))
         torch.compiler.reset()
 
 
@@ -82,10 +84,11 @@ def _timed(case: Case, part: str, call: Callable[[], Any], bench: Bench) -> Benc
     return row
 
 
-def _told(row: BenchRow, extra: int | None) -> Row:
+def _numbers(row: BenchRow, extra: int | None) -> Row:
     assert row.times is not None
     found: Row = {
-        "ms": 1e3 * row.times.median, "ms_p10": 1e3 * row.times.low, "ms_p90": 1e3 * row.times.high, "extra_bytes": extra,
+        "ms": 1e3 * row.times.median, "ms_p10": 1e3 * row.times.low, "ms_p90": 1e3 * row.times.high,
+        "extra_bytes": extra,
         "samples": len(row.times.samples), "discarded": row.discarded, "status": row.status,
     }  # fmt: skip
     return found | dict(row.numbers)
@@ -127,7 +130,8 @@ def errors_of(case: Case) -> Iterator[Row]:
         if way.startswith("ours"):
             found = _differences(_results(case, run, case.inputs, case.upstream), exact)
             yield {
-                "case": case.name, "size": case.size, "way": way, "part": "errors", "error": found, "eager": eager,
+                "case": case.name, "size": case.size, "way": way, "part": "errors", "error": found,
+                "eager": eager,
                 "of_eager": max(a / b for a, b in zip(found, measures, strict=True)),
             }  # fmt: skip
 
@@ -135,8 +139,9 @@ def errors_of(case: Case) -> Iterator[Row]:
 def _measure(error: float, result: Tensor) -> float:
     """What another way's error is divided by: eager's own, and of a single number half a last place at least.
 
-    A loss that eager PyTorch happens to round to almost nothing is no measure for one that is off by less than its own last
-    place. Over many numbers such luck is even. What eager has exactly is held to half a last place, too.
+    A loss that eager PyTorch happens to round to almost nothing is no measure for one that is off by less
+    than its own last place. Over many numbers such luck is even. What eager has exactly is held to half a
+    last place, too.
     """
     half = torch.finfo(result.dtype).eps / 2
     return max(error, half) if result.numel() == 1 or not error else error
@@ -156,7 +161,7 @@ def _differences(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 def benchmark(sizes: Sizes, bench: Bench, compiled: bool) -> Iterator[Row]:
-    """Errors at small sizes, then times, one case after the other; the inputs of a case go before the next one's come."""
+    """Yield errors at small sizes, then times; a case's inputs are freed before the next one's."""
     dtype, device = torch.bfloat16, bench.device
     for make in kernel_cases.CASES:
         small = make(kernel_cases.SMALL, device, dtype, False)
@@ -182,24 +187,25 @@ def table(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write and print; exit code 0, 65 where INTO cannot be, or 1 if a way failed or is more than twice as wrong as eager PyTorch."""
+    """Write and print; exit code 0, 65 for a bad path, 1 if a way failed or errs over twice eager's error."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels.loss_and_blocks", description="Benchmark the loss and block kernels."
-    )  # fmt: skip
+        prog="python -m benchmarks.kernels.loss_and_blocks",
+        description="Benchmark the loss and block kernels.",
+    )
     parser.add_argument("into", type=Path, help="JSON Lines to write")
     parser.add_argument("--tiny", action="store_true", help="small sizes, any device, no compiler")
-    asked = parser.parse_args(arguments)
-    if not asked.tiny and not torch.cuda.is_available():
+    options = parser.parse_args(arguments)
+    if not options.tiny and not torch.cuda.is_available():
         parser.error("torch sees no GPU; --tiny runs without one")
-    if not asked.into.parent.is_dir():
-        say(f"trainfit: INTO = {asked.into}: no such folder; make it, or name another", err=True)
+    if not options.into.parent.is_dir():
+        say(f"trainfit: INTO = {options.into}: no such folder; make it, or name another", err=True)
         return EXIT_BAD_INPUT
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     made = {"made_at": now(), "commit": commit(), "gpu": name, "torch": torch.__version__}
-    bad, sizes = 0, TINY if asked.tiny else FULL
-    with asked.into.open("w", encoding="utf-8") as file:
-        for row in benchmark(sizes, bench_of(device, asked.tiny), compiled=not asked.tiny):
+    bad, sizes = 0, TINY if options.tiny else FULL
+    with options.into.open("w", encoding="utf-8") as file:
+        for row in benchmark(sizes, bench_of(device, options.tiny), compiled=not options.tiny):
             file.write(json.dumps({**made, **row}) + "\n")
             file.flush()
             say(table(row))

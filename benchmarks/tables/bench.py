@@ -14,7 +14,7 @@ from trainfit.spec.units import GIB, KIB, format_bytes
 
 FILE = Path(__file__).parents[2] / "results/bench.jsonl"
 Text = Callable[[BenchRow], str]
-BODIES = {
+BODIES: dict[Cell, str] = {
     "ours": "trainfit",
     "cudnn": "cuDNN",
     "flash": "flash",

@@ -46,7 +46,7 @@ def test_the_bodies_of_attention_agree(is_causal: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in BODIES if name != "eager"])
 def test_the_bodies_of_attention_agree_on_a_gpu(name: str) -> None:
-    """In bf16, forward and gradients, against fp32 written out: bf16 keeps 8 bits, sums of 256 differ by a few of the last."""
+    """In bf16, forward and gradients, against fp32 written out: bf16 keeps 8 bits."""
     cuda = torch.device("cuda")
     case = Case(name, "bf16", batch=2, heads=4, seq=256, head=64, is_causal=True)
     q, k, v, gradient = attention.tensors(case, cuda)
@@ -165,7 +165,7 @@ def test_a_plan_of_flash_has_the_compared_shapes_first_and_no_case_twice() -> No
 def test_once_a_body_is_out_of_memory_its_longer_sequences_are_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And where only the one that holds no scores is left, it has run where the others could not, and no further."""
+    """The body that holds no scores runs where the others ran out of memory, and no further."""
 
     def row(bench: Bench, case: Case) -> list[BenchRow]:
         full_up = case.seq >= 32768 and case.body != "ours"

@@ -117,15 +117,15 @@ def test_an_error_of_an_experiment_loses_no_row(
     file = tmp_path / "records.sqlite"
     assert main(["bench", "accumulation", "--device", "cpu", "--json", "--record", str(file)]) == 70
     (record,) = read(file, "bench")
-    said = capsys.readouterr()
-    assert record.bench == BenchResult.model_validate_json(said.out)
+    printed = capsys.readouterr()
+    assert record.bench == BenchResult.model_validate_json(printed.out)
     assert [(row.point["n"], row.status) for row in record.bench.rows] == [
         (1, "done"),
         (2, "not-run"),
         (3, "not-run"),
     ]
     assert record.bench.rows[2].message == "the run ended: ZeroDivisionError: our mistake"
-    assert "ZeroDivisionError" in said.err
+    assert "ZeroDivisionError" in printed.err
 
 
 def test_a_run_that_ends_before_its_first_row_keeps_nothing(
@@ -159,23 +159,23 @@ def test_a_record_that_cannot_be_written_loses_no_table(
         str(tmp_path / "r"),
     ]
     assert main(words) == 74
-    said = capsys.readouterr()
-    assert "9.953" in said.out
-    assert "No space left" in said.err
+    printed = capsys.readouterr()
+    assert "9.953" in printed.out
+    assert "No space left" in printed.err
 
 
 @pytest.mark.parametrize("option", ["--plot", "--record"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_run(
+def test_a_path_that_cannot_be_written_is_refused_before_the_run(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = {str(tmp_path / "missing" / "x.svg"): "no such folder", str(tmp_path): "is a folder"}
-    for place, why in places.items():
-        assert main(["bench", "accumulation", "--device", "cpu", option, place]) == 65
-        said = capsys.readouterr()
-        assert said.out == ""
-        assert len(said.err.splitlines()) == 1
-        assert why in said.err
-        assert option[2:] in said.err
+    paths = {str(tmp_path / "missing" / "x.svg"): "no such folder", str(tmp_path): "is a folder"}
+    for path, why in paths.items():
+        assert main(["bench", "accumulation", "--device", "cpu", option, path]) == 65
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1
+        assert why in printed.err
+        assert option[2:] in printed.err
 
 
 def test_a_device_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What an experiment says of the device: whose times they are, what L2 is read in, how phases are held against each other."""
+"""Whose times an experiment records, the order in which L2 is read, errors of phases."""
 
 import pytest
 

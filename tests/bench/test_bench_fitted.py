@@ -1,4 +1,4 @@
-"""A benchmark's tables in a narrow terminal: nothing wider than it, no number cut or lost, and words that say what is meant."""
+"""A benchmark's tables in a narrow terminal: nothing wider than it, no number cut or lost."""
 
 import pytest
 
@@ -14,7 +14,10 @@ KERNEL = "vectorized_elementwise_kernel CUDAFunctor_add_of_a_template_60"
 def row(point: dict[str, Cell], status: str = "done", **numbers: Cell) -> BenchRow:
     times = Spread.of([0.001, 0.002, 0.003])
     return BenchRow.model_validate(
-        {"point": point, "status": status, "message": "" if status == "done" else "why", "times": times, "numbers": numbers}
+        {
+            "point": point, "status": status, "message": "" if status == "done" else "why",
+            "times": times, "numbers": numbers,
+        }
     )  # fmt: skip
 
 

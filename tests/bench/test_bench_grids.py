@@ -1,4 +1,4 @@
-"""The shapes that ``attention`` and ``flash`` have in full form: those that were asked for, and what ends a ladder of lengths."""
+"""The shapes of ``attention`` and ``flash`` in full form, and what ends a series of lengths."""
 
 from collections.abc import Iterator
 from itertools import product

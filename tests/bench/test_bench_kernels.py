@@ -1,4 +1,4 @@
-"""``bench kernels``: kernels get the part of the model that launched them, on a CPU and from a GPU's events."""
+"""``bench kernels``: kernels get the part of the model that launched them, on a CPU and by a GPU's events."""
 
 import gzip
 import json
@@ -266,7 +266,8 @@ def test_the_largest_kernels_of_a_pass() -> None:
     ("name", "expected"),
     [
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
+            "std::array<char*, 3ul> >(int)",
             "vectorized_elementwise_kernel CUDAFunctor_add",
         ),
         ("void (anonymous namespace)::softmax_warp_forward<float, float, 9>(float*)", "softmax_warp_forward"),

@@ -1,4 +1,4 @@
-"""``bench memory``: what is followed on a CPU is what the ledger says, to the byte; a published table from the ledger alone."""
+"""``bench memory``: what is tracked on a CPU equals the ledger, to the byte; a published table."""
 
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,8 @@ def test_an_accounts_peaks_and_what_is_alive_at_the_highest() -> None:
     whole = account.curve(100)
     assert whole.phases == ("forward", "forward", "forward", "backward", "backward")
     assert whole.columns == {
-        "weights": (4, 4, 4, 4, 4), "gradients": (0, 0, 0, 1, 1), "activations": (2, 2, 2, 2, 0), "temporary": (0, 3, 0, 0, 0),
+        "weights": (4, 4, 4, 4, 4), "gradients": (0, 0, 0, 1, 1), "activations": (2, 2, 2, 2, 0),
+        "temporary": (0, 3, 0, 0, 0),
     }  # fmt: skip
     # A stretch keeps its highest moment, so no curve loses a peak.
     assert account.curve(2).columns["temporary"] == (3, 0)
@@ -127,13 +128,15 @@ def test_every_prediction_of_the_tiny_run_is_exact(tiny: BenchResult) -> None:
 
 
 def test_a_table_of_the_course_from_the_ledger_alone() -> None:
-    """2.7B, fp32, batch 4: a published report has 51.39 and 51.38 GiB at contexts 128 and 512, which are first steps."""
+    """A published report has 51.39 and 51.38 GiB at contexts 128 and 512 in fp32: first steps."""
     phases = {}
     for context in (128, 512):
         recipe = recipe_from(
             {
-                "model": {"config": "2.7b", "implementation": "native"}, "batch": {"micro": 4, "seq": context},
-                "precision": "fp32", "attention": "eager", "optimizer": {"name": "adamw", "implementation": "fused"},
+                "model": {"config": "2.7b", "implementation": "native"},
+                "batch": {"micro": 4, "seq": context},
+                "precision": "fp32", "attention": "eager",
+                "optimizer": {"name": "adamw", "implementation": "fused"},
                 "hardware": {"gpu": "h200"},
             }
         )  # fmt: skip
@@ -212,7 +215,8 @@ def test_the_residual_stream_of_the_course() -> None:
     recipe = recipe_from({"model": {"config": "2.7b"}, "batch": {"micro": 4, "seq": 512}})
     row = memory._residual_row({}, recipe, torch.empty(4, 512, 2560, device="meta"))
     assert row.numbers == {
-        "dtype": "float32", "shape": "4 x 512 x 2560", "bytes": 20_971_520, "MiB": 20.0, "MB": 20.97152, "GB": 0.02097152,
+        "dtype": "float32", "shape": "4 x 512 x 2560", "bytes": 20_971_520,
+        "MiB": 20.0, "MB": 20.97152, "GB": 0.02097152,
     }  # fmt: skip
 
 
@@ -248,3 +252,32 @@ def test_a_point_starts_with_the_workspaces_given_back_and_their_segments_after_
     on_gpu = Bench(torch.device("cuda"), "full", CpuStopwatch(), None, RULES["full"], float("inf"))
     assert memory_measure.start_afresh(on_gpu) == 7
     assert done == ["workspaces", "segments", "count"]
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_the_backward_makes_is_named_by_its_node_and_its_operation(name: str) -> None:
+    device = torch.device(name)
+    model = {"config": "tiny-llama-demo", "implementation": "native"}
+    step = assemble(
+        recipe_from({"model": model, "batch": {"micro": 1, "seq": 32}, "attention": "eager"}), device
+    )
+    batches = step.random_batches()
+    account = memory_measure.follow(
+        step, batches, lambda begin: memory_measure.whole_step(step, batches, begin)
+    )
+    made = [piece for piece in account.pieces if piece.phase == "backward" and piece.num_bytes > 512]
+    assert made
+    assert {piece.where.partition(": ")[0] for piece in made} == {"backward"}
+    operations: dict[str, set[str]] = {}
+    for piece in made:
+        operations.setdefault(piece.where, set()).add(piece.op)
+    assert "aten._softmax_backward_data.default" in operations["backward: SoftmaxBackward0"]
+    assert operations["backward: MmBackward0"] == {"aten.mm.default"}
+    weights = sum(p.numel() * p.element_size() for p in step.model.parameters() if p.dim() == 2)
+    gradients = sum(piece.num_bytes for piece in made if piece.category == "gradients")
+    assert gradients >= weights
+    forward = [piece for piece in account.pieces if piece.phase == "forward" and piece.num_bytes > 512]
+    assert not any(piece.where.startswith("backward") for piece in forward)

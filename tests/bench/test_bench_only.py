@@ -95,24 +95,8 @@ def test_only_the_selected_points_are_run() -> None:
         run("gpu", device="cpu", form="tiny", only={"cache": ["hot"]})
 
 
-def test_only_one_warm_up_of_a_transformer() -> None:
-    result = run(
-        "transformer", device="cpu", form="tiny", only={"warm-up": ["5"], "precision": ["bf16", "fp32"]}
-    )
-    assert [(row.point["precision"], row.point["warm-up"]) for row in result.rows] == [
-        ("fp32", 5),
-        ("bf16", 5),
-    ]
-
-
 def test_what_a_number_is_made_with_runs_though_its_row_is_not_selected() -> None:
     rows = run("fusion", device="cpu", form="tiny", only={"body": ["eager"]}).rows
     assert all("of_a_copy" in row.numbers for row in rows)
     (row,) = run("dataloader", device="cpu", form="tiny", only={"workers": ["0"], "data": ["loaded"]}).rows
     assert "waiting_share" in row.numbers
-
-
-def test_every_length_of_a_body_can_be_selected() -> None:
-    """In full form the list of points has the longest, though no run would come to it out of memory."""
-    rows = run("attention", device="cpu", form="full", limit_s=0).rows
-    assert {row.point["seq"] for row in rows} >= {256, 16384, 131072}

@@ -1,4 +1,4 @@
-"""``bench streams`` on a CPU, which has one stream: what is compared, and that wrong results are not timed."""
+"""``bench streams`` on a CPU, which has one stream: what is compared; wrong results are not timed."""
 
 import math
 

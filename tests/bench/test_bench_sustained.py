@@ -1,4 +1,4 @@
-"""Products back to back: what is counted, what is thrown away, and that each kind computes a linear layer's products."""
+"""Products back to back: what is counted and discarded; each kind computes a linear layer's products."""
 
 from typing import Any
 

@@ -86,15 +86,15 @@ def test_a_rate_or_a_time_of_a_throttled_row_is_refused(status: Any, numbers: Ma
 class Nvml:
     """Says clocks and reasons in turn, one pair for each time that one asks."""
 
-    def __init__(self, asked: list[tuple[int, tuple[str, ...]]]):
-        self.asked, self.at = asked, -1
+    def __init__(self, states: list[tuple[int, tuple[str, ...]]]):
+        self.states, self.at = states, -1
 
     def clocks_mhz(self) -> dict[str, int]:
         self.at += 1
-        return {"sm": self.asked[self.at][0], "sm_max": 1980}
+        return {"sm": self.states[self.at][0], "sm_max": 1980}
 
     def throttled(self) -> tuple[str, ...]:
-        return self.asked[self.at][1]
+        return self.states[self.at][1]
 
     def driver(self) -> None:
         return None
@@ -111,9 +111,9 @@ class Events:
         return self.left < 0
 
 
-def cuda_stopwatch(asked: list[tuple[int, tuple[str, ...]]]) -> CudaStopwatch:
+def cuda_stopwatch(states: list[tuple[int, tuple[str, ...]]]) -> CudaStopwatch:
     watch = object.__new__(CudaStopwatch)
-    watch._nvml, watch._clocks, watch._seen = cast(Any, Nvml(asked)), {}, {}
+    watch._nvml, watch._clocks, watch._seen = cast(Any, Nvml(states)), {}, {}
     return watch
 
 

@@ -27,7 +27,7 @@ from trainfit.spec.samples import Environment, Spread
 
 
 class ScriptedStopwatch(Stopwatch):
-    """A device whose next run takes what the script says; ``held`` says in which samples the clocks are held."""
+    """A device whose runs take scripted times; ``held``: samples in which its clocks are held down."""
 
     flush_bytes = 0
 
@@ -77,7 +77,7 @@ class ScriptedStopwatch(Stopwatch):
 
 
 def ticking(step_s: float) -> Callable[[], float]:
-    """A wall clock that is ``step_s`` later each time it is asked."""
+    """A wall clock that is ``step_s`` later each time it is read."""
     ticks = count()
     return lambda: next(ticks) * step_s
 
@@ -180,7 +180,7 @@ def test_a_rule_may_ask_for_a_rest_before_every_sample() -> None:
 
 
 class Rested(ScriptedStopwatch):
-    """A device that is held down unless it rested for ``enough_s`` before; what it says at first is no reason."""
+    """A device that is held down unless it rested for ``enough_s`` before."""
 
     def __init__(self, enough_s: float):
         super().__init__(lambda sample: 1.0)

@@ -1,4 +1,4 @@
-"""``bench transformer``: which steps count for which number of warm-up steps, where the clocks were held in some."""
+"""``bench transformer``: which steps count for each number of warm-up steps, where some throttled."""
 
 import pytest
 import torch

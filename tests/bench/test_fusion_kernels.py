@@ -1,4 +1,4 @@
-"""The kernels that experiments time: against their definitions, in the interpreter; CUDA C++ as nvcc makes it."""
+"""Kernels that experiments time against their definitions, in the interpreter; CUDA C++ as nvcc makes it."""
 
 import math
 import re

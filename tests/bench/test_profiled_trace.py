@@ -1,4 +1,4 @@
-"""The trace of ``bench kernels``: each kernel's phase and part, and tracks of both, also where the profiler's own ranges end early."""
+"""The trace of ``bench kernels``: each kernel's phase and part, and tracks of both."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def kernel(number: int, ts: float, dur: float, cat: str = "kernel") -> dict[str,
 
 
 def gpu_trace() -> list[dict[str, Any]]:
-    """Kernels out of order, a kernel that no operation is known of, and a backward's range as Kineto draws it on a GPU."""
+    """Kernels out of order, one without a known operation, and a backward's range as Kineto draws it."""
     on_gpu = {"ph": "X", "cat": "gpu_user_annotation", "pid": 0, "tid": 7}
     return [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "ts": 0, "args": {"name": "stream 7 "}},
@@ -48,7 +48,10 @@ def gpu_trace() -> list[dict[str, Any]]:
         kernel(21, 40.0, 6.0, "gpu_memset"),
         kernel(31, 60.0, 8.0),
         kernel(99, 70.0, 1.0),
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 5, "tid": 90, "ts": 1.0, "dur": 3.0, "args": {"External id": 11}},
+        {
+            "ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 5, "tid": 90, "ts": 1.0, "dur": 3.0,
+            "args": {"External id": 11},
+        },
         {**on_gpu, "name": "phase: backward", "ts": 50.0, "dur": 0.7, "args": {"External id": 8}},
         {**on_gpu, "name": "Optimizer.step#AdamW.step", "ts": 60.0, "dur": 8.0, "args": {"External id": 9}},
     ]  # fmt: skip

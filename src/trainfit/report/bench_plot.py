@@ -99,7 +99,12 @@ def _series(rows: Sequence[BenchRow], plot: Plot) -> Iterator[Series]:
     stacked = isinstance(plot.y, tuple)
     for index, name in enumerate(plot.y if isinstance(plot.y, tuple) else ()):
         label = name.removesuffix("_share").replace("_", " ")
-        yield _one(rows, plot, name, Series(label, (), kind="bar", stack="all", color=PART_COLORS[index]))
+        yield _one(
+            rows,
+            plot,
+            name,
+            Series(label, (), kind="bar", stack="all", color=PART_COLORS[index % len(PART_COLORS)]),
+        )
     groups: dict[str, list[BenchRow]] = {}
     for row in () if stacked else rows:
         groups.setdefault(_name(plot, row.point[plot.series]) if plot.series else "", []).append(row)

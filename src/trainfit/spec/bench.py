@@ -1,4 +1,4 @@
-"""What a benchmark says: one typed row for each point, of which only a clean run has a number."""
+"""Result of a benchmark: one typed row for each point; only a clean run has a number."""
 
 from typing import Any, Literal
 
@@ -13,14 +13,14 @@ BenchStatus = Literal[
 ]
 WITHOUT_NUMBERS: tuple[BenchStatus, ...] = ("throttled", "out-of-memory", "refused", "failed", "not-run")
 TIMELESS = "_bytes"
-"""How numbers end that held clocks do not change."""
+"""Ending of numbers that throttling does not change."""
 
 
 class Curve(Value):
-    """How something went on, for a plot and not for a table: columns of equally many values."""
+    """A quantity over a step, for a plot: columns of equally many values."""
 
     phases: tuple[str, ...]
-    """Which phase of the step each point is in."""
+    """Phase of the step of each point."""
     columns: dict[str, tuple[int, ...]]
     """Bytes by category; a category that is not here is 0 throughout."""
 
@@ -39,25 +39,23 @@ class Curve(Value):
 class BenchRow(Value):
     """One point of an experiment.
 
-    status: done: the median's confidence interval is as narrow as asked; unsteady: the time cap came first,
-        and
-    ``times`` says how wide it is; impossible: faster than the device's data sheet allows, so the timing is
-    wrong: its times are kept as evidence and no rate is made of them; throttled: the driver held the clocks
-    down, so there is no time and no rate, only bytes; refused: this device or version does not have it;
-    not-run: the experiment's time limit came first, or the run was ended.
+    Attributes:
+        point: values that distinguish this row, such as ``{"seq": 256, "pass": "forward"}``.
+        status: done: the median's confidence interval is narrow enough; unsteady: the time cap came first;
+            impossible: faster than the data sheet allows, so times are kept as evidence and no rate is made
+            of them; throttled: the driver held the clocks down, so there are only bytes; refused: this
+            device or version lacks it; not-run: the time limit came first, or the run was ended.
+        times: seconds of each kept sample.
+        numbers: results other than times, units in the names (``tflops_per_s``, ``bytes``); dtypes are text.
+        discarded: samples discarded because they were throttled.
     """
 
     point: dict[str, Cell]
-    """What was asked: the values that tell this row from the others, such as ``{"seq": 256, "pass":
-    "forward"}``."""
     status: BenchStatus
     message: str = ""
     times: Spread | None = None
-    """Seconds of each kept sample."""
     numbers: dict[str, Cell] = {}
-    """What came out beside the times, units in the names (``tflops_per_s``, ``bytes``); dtypes are text."""
     discarded: Count = 0
-    """Samples that were thrown away because the clocks were held down while they ran."""
     curve: Curve | None = None
 
     @model_validator(mode="after")
@@ -84,10 +82,9 @@ class BenchResult(Value):
     rows: tuple[BenchRow, ...]
     environment: Environment
     gpu: str | None = None
-    """The catalog's name of the device, whose data sheet bounds the times; None: not in the catalog, nothing
-    is bounded."""
+    """The catalog's name of the device, whose data sheet bounds the times; None: not in the catalog."""
     limit_s: Seconds
     elapsed_s: Seconds
     settings: dict[str, Any] = {}
-    """``flush_bytes``: what the cache flush writes; ``cpu``: the host's processor, beside a GPU. (Older
-    records also have a rule's fields, which not every row was taken by.)"""
+    """``flush_bytes``: written by the cache flush; ``cpu``: the host's processor. Older records also have the
+    fields of the form's rule."""

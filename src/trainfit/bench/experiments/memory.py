@@ -249,7 +249,8 @@ EXPERIMENT = Experiment(
     ),
     plots=(
         Plot(
-            x=(), y="curve", panels=("attention", "context", "precision", "source"), where={"pass": (WHOLE_STEP,)},
+            x=(), y="curve", panels=("attention", "context", "precision", "source"),
+            where={"pass": (WHOLE_STEP,)},
             order={"attention": (), "context": (), "precision": MODES,
                    "source": ("predicted", "measured")},
             title="Memory through a whole step, by category",

@@ -6,15 +6,16 @@ the gain if the shorter list were hidden completely. Both ways give the same res
 anything is timed. A CPU has one stream, so no rows of two.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainfit.bench.harness.bench import Bench, Build, Part, Point
+from trainfit.bench.harness.bench import Bench, Part, Point
 from trainfit.bench.harness.experiment import Column, Experiment, Plot
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import TOTAL, Lap, Timing
@@ -32,6 +33,8 @@ ROWS, ROW_SIZE = {"tiny": 2, "full": 16}, {"tiny": 256, "full": 131072}
 TOLERANCE = 1e-2
 """Of |difference| / |result|: streams may select different kernels for the same product in bf16."""
 Do = Callable[[], object]
+Make = Callable[[Bench], tuple[Do, Tensor]]
+"""Makes one list of work and the tensor of its result."""
 
 
 @dataclass(frozen=True)
@@ -52,103 +55,76 @@ def run(bench: Bench) -> Iterator[BenchRow]:
 
 def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
     """Return the cases by name; those of pinned memory and of CUDA graphs on CUDA only."""
+    additions = _pair(_additions)
     kernels = {
-        "two products that each fill the GPU": _two_products,
-        "softmaxes of few rows": _softmaxes,
-        "additions of few numbers": _additions,
+        "two products that each fill the GPU": _pair(partial(_products, SMALL_PRODUCT_SIZE)),
+        "softmaxes of few rows": _pair(_softmaxes),
+        "additions of few numbers": additions,
     }
     if device.type != "cuda":
         return {**kernels, **_copies("pageable")}
-    both_ways = {"copy to the GPU, then to the host, pinned": _two_copies}
-    graph = {"additions of few numbers, in a CUDA graph": _additions}
+    both_ways = {
+        "copy to the GPU, then to the host, pinned": _pair(
+            partial(_copy, False, True), partial(_copy, True, True)
+        )
+    }
+    graph = {"additions of few numbers, in a CUDA graph": additions}
     return {**_copies("pinned"), **both_ways, **kernels, **graph, **_copies("pageable")}
 
 
 def _copies(memory: str) -> dict[str, Callable[[Bench], Case]]:
-    to_gpu, to_host = (_copy_and_products(to_host, memory == "pinned") for to_host in (False, True))
+    to_gpu, to_host = (partial(_copy, to_host, memory == "pinned") for to_host in (False, True))
+    products = partial(_products, PRODUCT_SIZE)
     return {
-        f"copy to the GPU, {memory}, then products": to_gpu,
-        f"copy to the host, {memory}, then products": to_host,
-        f"products, then copy to the GPU, {memory}": _turned(to_gpu),
+        f"copy to the GPU, {memory}, then products": _pair(to_gpu, products),
+        f"copy to the host, {memory}, then products": _pair(to_host, products),
+        f"products, then copy to the GPU, {memory}": _pair(products, to_gpu),
     }
 
 
 # -- the cases --
 
 
-def _copy(bench: Bench, to_host: bool, pinned: bool) -> tuple[Do, Tensor]:
-    numel = COPY_BYTES[bench.form] // 4
-    here, there = torch.empty(numel, pin_memory=pinned), torch.randn(numel, device=bench.device)
-    here.copy_(torch.randn(numel, device=bench.device))
-    into, source = (here, there) if to_host else (there, here)
-    return (lambda: into.copy_(source, non_blocking=True)), into
+def _pair(first: Make, second: Make | None = None) -> Callable[[Bench], Case]:
+    """Return a function that makes a case of two lists, or twice the same list on its own tensors."""
 
-
-def _products(bench: Bench, size: int, count: int) -> tuple[Do, Tensor]:
-    """Return ``count`` times the same product, and its result."""
-    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
-    a, b = (torch.randn(size, size, device=bench.device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(a)
-
-    def do() -> None:
-        for _ in range(count):
-            torch.mm(a, b, out=out)
-
-    return do, out
-
-
-def _copy_and_products(to_host: bool, pinned: bool) -> Callable[[Bench], Case]:
     def make(bench: Bench) -> Case:
-        copy, copied = _copy(bench, to_host, pinned)
-        products, product = _products(bench, PRODUCT_SIZE[bench.form], PRODUCTS[bench.form])
-        return Case(copy, products, (copied, product))
+        (one, one_out), (other, other_out) = first(bench), (second or first)(bench)
+        return Case(one, other, (one_out, other_out))
 
     return make
 
 
-def _turned(make: Callable[[Bench], Case]) -> Callable[[Bench], Case]:
-    """Return the case with its lists swapped: the second is issued first."""
-
-    def made(bench: Bench) -> Case:
-        case = make(bench)
-        return Case(case.second, case.first, case.results)
-
-    return made
+def _copy(to_host: bool, pinned: bool, bench: Bench) -> tuple[Do, Tensor]:
+    numel = COPY_BYTES[bench.form] // 4
+    here, there = torch.empty(numel, pin_memory=pinned), torch.randn(numel, device=bench.device)
+    here.copy_(torch.randn(numel, device=bench.device))
+    into, source = (here, there) if to_host else (there, here)
+    return (lambda: into.copy_(source, non_blocking=pinned)), into
 
 
-def _two_copies(bench: Bench) -> Case:
-    (first, one), (second, other) = _copy(bench, False, True), _copy(bench, True, True)
-    return Case(first, second, (one, other))
+def _products(sizes: Mapping[str, int], bench: Bench, count: int | None = None) -> tuple[Do, Tensor]:
+    """Return ``count`` times the same product, and its result."""
+    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
+    shape = (sizes[bench.form], sizes[bench.form])
+    a, b = (torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    count = count or PRODUCTS[bench.form]
+    return (lambda: [torch.mm(a, b, out=out) for _ in range(count)]), out
 
 
-def _two_products(bench: Bench) -> Case:
-    size = SMALL_PRODUCT_SIZE[bench.form]
-    (first, one), (second, other) = (_products(bench, size, PRODUCTS[bench.form]) for _ in range(2))
-    return Case(first, second, (one, other))
-
-
-def _softmaxes(bench: Bench) -> Case:
+def _softmaxes(bench: Bench) -> tuple[Do, Tensor]:
     """Return many kernels that each use a part of the GPU, for much longer than a launch takes."""
-
-    def one() -> tuple[Do, Tensor]:
-        x = torch.randn(ROWS[bench.form], ROW_SIZE[bench.form], device=bench.device)
-        out = torch.empty_like(x)
-        return (lambda: [torch.softmax(x, -1, out=out) for _ in range(MANY[bench.form])]), out
-
-    (first, one_out), (second, other_out) = one(), one()
-    return Case(first, second, (one_out, other_out))
+    x = torch.randn(ROWS[bench.form], ROW_SIZE[bench.form], device=bench.device)
+    out = torch.empty_like(x)
+    return (lambda: [torch.softmax(x, -1, out=out) for _ in range(MANY[bench.form])]), out
 
 
-def _additions(bench: Bench) -> Case:
+def _additions(bench: Bench) -> tuple[Do, Tensor]:
     """Return many kernels that end before the host has issued the next."""
-
-    def one() -> tuple[Do, Tensor]:
-        x = torch.randn(1024, device=bench.device)
-        out = torch.empty_like(x)
-        return (lambda: [torch.add(x, 1, out=out) for _ in range(MANY[bench.form])]), out
-
-    (first, one_out), (second, other_out) = one(), one()
-    return Case(first, second, (one_out, other_out))
+    x = torch.randn(1024, device=bench.device)
+    out = torch.empty_like(x)
+    return (lambda: [torch.add(x, 1, out=out) for _ in range(MANY[bench.form])]), out
 
 
 # -- one stream and two --
@@ -272,25 +248,22 @@ def _clocks(bench: Bench) -> Iterator[BenchRow]:
         (f"{host}, synchronised", True, True),
         (device, False, False),
     ):  # fmt: skip
-        build = _product_once(bench, size, synchronised=synchronised)
+        build = partial(_product_once, bench, synchronised)
         part = Part({"one product timed by": title, "size": size}, work=work)
         yield from bench.time([part], build, rule, on_host=on_host)
 
 
-def _product_once(bench: Bench, size: int, *, synchronised: bool) -> Build:
-    def build() -> Callable[[Lap], object]:
-        product, _ = _products(bench, size, 1)
+def _product_once(bench: Bench, synchronised: bool) -> Callable[[Lap], object]:
+    product, _ = _products(PRODUCT_SIZE, bench, 1)
+    product()
+    synchronize(bench.device)
+
+    def do(lap: Lap) -> None:
         product()
-        synchronize(bench.device)
+        if synchronised:
+            synchronize(bench.device)
 
-        def do(lap: Lap) -> None:
-            product()
-            if synchronised:
-                synchronize(bench.device)
-
-        return do
-
-    return build
+    return do
 
 
 def synchronize(device: torch.device) -> None:

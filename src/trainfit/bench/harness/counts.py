@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from trainfit.bench.harness.profiling import num_on_gpu, profiler
 
 
 class MovedBytes(TorchDispatchMode):
@@ -64,8 +64,7 @@ def launches(run: Callable[[], object], device: torch.device) -> int | None:
         return None
     run()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profiler(device) as profile:
         run()
         torch.cuda.synchronize(device)
-    events: Any = profiler.events()
-    return sum(e.device_type == DeviceType.CUDA and not e.is_user_annotation for e in events) or None
+    return num_on_gpu(profile.events() or ()) or None

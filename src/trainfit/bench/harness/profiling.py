@@ -12,8 +12,8 @@ created the node).
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,10 @@ PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 """Operations that are a matrix product, including helpers they launch, such as split-K sums."""
 ENGINE = "autograd::engine::evaluate_function"
 """The engine around one node, which also sums gradients."""
-OVERHEADS = frozenset(
-    {
-        "Activity Buffer Request",
-        "Buffer Flush",
-        "Command Buffer Full",
-        "Driver Compiler",
-        "Instrumentation",
-        "Lazy Function Loading",
-        "Resource",
-        "Runtime Triggered Module Loading",
-        "Unrecognized",
-    }
-)
+OVERHEADS = {
+    "Activity Buffer Request", "Buffer Flush", "Command Buffer Full", "Driver Compiler", "Instrumentation",
+    "Lazy Function Loading", "Resource", "Runtime Triggered Module Loading", "Unrecognized",
+}  # fmt: skip
 """CUPTI's overhead events (Kineto, ``overheadKindString``). They can have an operation's number, and torch
 then attributes all of its kernels to them once more."""
 BACKWARD_SCOPE = 1
@@ -86,9 +77,10 @@ def ranges(model: nn.Module) -> Iterator[None]:
         _wrap(inside.attention.out, "projections")
         _wrap(inside.mlp, "MLP")
     loss = decoder.next_token_loss
-    with ExitStack() as stack:
-        stack.enter_context(_replaced(attention, "eager_attention", attention_in_ranges))
-        stack.enter_context(_replaced(decoder, "next_token_loss", _in_part("loss", loss)))
+    with (
+        patch.object(attention, "eager_attention", attention_in_ranges),
+        patch.object(decoder, "next_token_loss", _in_part("loss", loss)),
+    ):
         yield
 
 
@@ -102,17 +94,6 @@ def _in_part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of the native decoder's modules within the context."""
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def attention_in_ranges(

@@ -30,10 +30,7 @@ from trainfit.spec.hardware import PeakDtype
 
 Kind = Literal["bf16", "fp8", "fp8-casts"]
 KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("bf16", "fp8"), "cuda": ("bf16", "fp8", "fp8-casts")}
-SHAPES = {
-    "tiny": ((64, 32, 48),),
-    "full": ((16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096)),
-}
+SHAPES = {"tiny": ((64, 32, 48),), "full": ((16384, 4096, 14336), (16384, 14336, 4096), (16384, 4096, 4096))}
 """Tokens, inputs and outputs: the linear layers of Llama 3.1 8B with most of its FLOPs."""
 PRODUCTS = ("forward", "input's gradient", "weight's gradient")
 BOTH_GRADIENTS = "both gradients"

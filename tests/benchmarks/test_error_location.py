@@ -1,5 +1,7 @@
 """The words that say where a kernel's result is wrong."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,14 +39,15 @@ def test_what_is_no_number_is_wrong() -> None:
 
 
 def test_a_check_goes_on_behind_a_wrong_shape(monkeypatch) -> None:
-    """Only dq of the causal cases lacks its first head; every such shape is text, and nothing of dk and dv."""
+    """Only dq of the causal cases lacks its first head; those shapes are named, nothing of dk and dv."""
 
     def tensors(b: int, h: int, k: int, n: int, m: int, d: int, growing: bool = False) -> tuple[Tensor, ...]:
         shapes = ((b, h, n, d), (b, k, m, d), (b, k, m, d), (b, h, n, d))
         return tuple(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes)
 
     def exact(tensors: tuple[Tensor, ...], is_causal: bool) -> tuple[Tensor, ...]:
-        return candidates._exact(tensors, is_causal, torch.float64)["backward"]  # pyright: ignore[reportArgumentType]
+        exact: Any = candidates._exact
+        return exact(tensors, is_causal, torch.float64)["backward"]
 
     def prepared(candidate: Candidate, tensors: tuple[Tensor, ...], is_causal: bool):
         dq, dk, dv = (x.bfloat16() for x in exact(tensors, is_causal))

@@ -1,4 +1,4 @@
-"""The kernels' benchmark runs whole in tiny form, and on a GPU its errors are within twice eager PyTorch's."""
+"""The kernels' benchmark runs in tiny form, and on a GPU its errors are within twice eager PyTorch's."""
 
 import json
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("make", kernel_cases.CASES, ids=lambda make: make.__name__)
 def test_errors_on_a_gpu_are_at_most_twice_eagers(make, dtype: torch.dtype):
-    """Of the loss, one number: at most one last place, where that is more. Eager's may be right to 1.6e-8 by chance."""
+    """The loss is one number: at most one last place, where that is more than twice eager's error."""
     torch.manual_seed(1)
     case = make(kernel_cases.SMALL, torch.device("cuda"), dtype, False)
     rows = list(kernel_benchmark.errors_of(case))

@@ -1,4 +1,4 @@
-"""The tuning command goes on behind a candidate that ends the process which times it, and says what it died of."""
+"""The tuning command continues after a candidate that ends its process, and reports what it died of."""
 
 import json
 import subprocess
