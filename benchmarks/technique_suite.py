@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,123 +26,9 @@ REFERENCE: Data = {
 }
 """With every other field at its default: bf16, fused AdamW."""
 
-OPTIMIZER = ("optimizer.name", "optimizer.implementation", "optimizer.momentum")
 LORA: Data = {"adapter": {"kind": "lora"}}
 FULL: Data = {"recompute": "full"}
-BLOCKS_OF_REFERENCE = 16
-
-
-@dataclass(frozen=True)
-class Usage:
-    """How recipes use a technique.
-
-    Attributes:
-        fields: the technique's own; a recipe's control is the same recipe with these at their defaults.
-        variants: what is measured, merged into the reference.
-        needs: what it cannot be without; the control has it too.
-    """
-
-    fields: tuple[str, ...]
-    variants: tuple[Data, ...]
-    needs: Data
-
-
-def _usage(fields: tuple[str, ...], *variants: Data, needs: Data | None = None) -> Usage:
-    return Usage(fields, variants, needs or {})
-
-
-def _optimizer(*variants: Data) -> Usage:
-    return _usage(OPTIMIZER, *({"optimizer": fields} for fields in variants))
-
-
-USAGES: dict[str, Usage] = {
-    "accumulation": _usage(
-        ("batch.micro", "batch.accumulate"), {"batch": {"micro": 1, "accumulate": 4}}
-    ),
-    "adafactor": _optimizer({"name": "adafactor"}, {"name": "adafactor", "implementation": "fused"}),
-    "adamw": _optimizer({"implementation": "foreach"}),
-    "adamw_low_bit": _optimizer({"name": "adamw8bit"}, {"name": "adamw4bit"}),
-    "attention": _usage(
-        ("attention",), *({"attention": name} for name in ("cudnn", "triton", "eager"))
-    ),
-    "block_kernels": _usage(("block_kernels",), {"block_kernels": "triton"}),
-    "chunked_loss": _usage(("loss",), {"loss": "chunked"}),
-    "compile_block": _usage(("compile",), {"compile": "block"}),
-    "compile_model": _usage(("compile",), {"compile": "model"}),
-    "empty_cache": _usage(("empty_cache_every",), {"empty_cache_every": 1}),
-    "fp8": _usage(("precision",), {"precision": "fp8"}, needs={"compile": "block"}),
-    "fused_loss": _usage(("loss",), {"loss": "fused"}),
-    "gradient_clipping": _usage(("optimizer.clip_norm",), {"optimizer": {"clip_norm": 1.0}}),
-    "loader": _usage(("loader",), {"loader": {"workers": 2}}),
-    "loss_terms": _usage(("loss_terms",), {"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}}),
-    "lora": _usage(("adapter",), LORA),
-    "muon": _optimizer({"name": "muon"}),
-    "offload_activations": _usage(
-        ("offload.activations",), {"offload": {"activations": True}}, needs=FULL
-    ),
-    "offload_weights": _usage(
-        ("offload.weights",),
-        {"offload": {"weights": True}},
-        needs={**FULL, "optimizer": {"in_backward": True}},
-    ),
-    "optimizer_in_backward": _usage(("optimizer.in_backward",), {"optimizer": {"in_backward": True}}),
-    "precision": _usage(("precision",), {"precision": "fp32"}, {"precision": "amp-bf16"}),
-    "prefix_tuning": _usage(("adapter",), {"adapter": {"kind": "prefix"}}),
-    "quantize": _usage(("quantize",), {"quantize": "nf4"}, needs=LORA),
-    "recompute_budget": _usage(
-        ("recompute",), {"recompute": {"budget": 0.5}}, needs={"compile": "model"}
-    ),
-    "recompute_every": _usage(("recompute",), {"recompute": {"every": 2}}),
-    "recompute_full": _usage(("recompute",), FULL),
-    "recompute_layers": _usage(
-        ("recompute",),
-        {"recompute": {"layers": [{"recompute": "elementwise", "count": BLOCKS_OF_REFERENCE}]}},
-    ),
-    "recompute_selective": _usage(("recompute",), {"recompute": "selective"}),
-    "sgd": _optimizer({"name": "sgd"}),
-    "soft_prompts": _usage(("adapter",), {"adapter": {"kind": "prompt"}}),
-    "stochastic_rounding": _usage(
-        ("optimizer.stochastic_rounding",), {"optimizer": {"stochastic_rounding": True}}
-    ),
-}  # fmt: skip
-"""By the technique's file."""
-
-MORE: dict[str, tuple[Data, ...]] = {
-    "adafactor": tuple(
-        {"optimizer": {"name": "adafactor", "implementation": way, "momentum": momentum}}
-        for way in ("foreach", "fused")
-        for momentum in (0.0, 0.9)
-    ),
-    "adamw": tuple({"optimizer": {"name": "adamw", "implementation": way}} for way in ("fused", "forloop")),
-    "adamw_low_bit": ({"optimizer": {"name": "adamw4bit", "implementation": "forloop"}},),
-    "attention": tuple({"attention": name} for name in ("flash", "efficient", "math", "triton")),
-    "loader": ({"loader": {"prefetch": 4}},),
-    "muon": ({"optimizer": {"name": "muon", "momentum": 0.0}},),
-    "lora": ({"adapter": {"kind": "lora", "dtype": "base"}},),
-    "offload_weights": (
-        {"offload": {"weights": True}, "recompute": "full"},
-        {"offload": {"weights": True}, "recompute": "full", **LORA},
-    ),
-    "optimizer_in_backward": ({"optimizer": {"in_backward": "block"}},),
-    "precision": ({"precision": "amp-fp16"},),
-    "prefix_tuning": ({"adapter": {"kind": "prefix", "dtype": "base"}},),
-    "quantize": (
-        {"quantize": "int8"},
-        {"quantize": "fp8"},
-        {"quantize": "nf4", "adapter": {"kind": "lora", "dtype": "base"}},
-    ),
-    "recompute_layers": (
-        {"recompute": {"layers": [{"recompute": "none", "offload": 0.5, "count": BLOCKS_OF_REFERENCE}]}},
-        {"recompute": {"budget_gib": 20}},
-    ),
-    "recompute_selective": ({"recompute": {"selective": {"save": ["attention"]}}},),
-    "sgd": ({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
-    "soft_prompts": ({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
-}  # fmt: skip
-"""Further variants, which are not measured."""
-
-VARIANTS = {name: (*usage.variants, *MORE.get(name, ())) for name, usage in USAGES.items()}
-"""The variants that the table of refusals tries."""
+LAYERS = registry.techniques()["recompute_layers"].examples[0]
 
 CHUNKED: Data = {"loss": "chunked"}
 COMBINED: tuple[Data, ...] = (
@@ -159,7 +44,7 @@ COMBINED: tuple[Data, ...] = (
     {**CHUNKED, "recompute": {"every": 2}, "loader": {"workers": 2},
      "optimizer": {"name": "adamw8bit", "clip_norm": 1.0}},
     {
-        **CHUNKED, **USAGES["recompute_layers"].variants[0],
+        **CHUNKED, **LAYERS,
         "optimizer": {"name": "sgd", "momentum": 0.9, "in_backward": True},
     },
     {**CHUNKED, **FULL, "batch": {"micro": 1, "accumulate": 4}, "empty_cache_every": 1},
@@ -179,15 +64,15 @@ COMBINED: tuple[Data, ...] = (
 
 
 def alone(technique: str) -> list[Recipe]:
-    """Return the reference with each variant of the technique, and what it cannot be without."""
-    usage = USAGES[technique]
-    return [recipe_from(merge(merge(REFERENCE, usage.needs), variant)) for variant in usage.variants]
+    """Return the reference with each of the technique's examples and what it needs."""
+    found = registry.techniques()[technique]
+    return [recipe_from(merge(merge(REFERENCE, found.needs), example)) for example in found.examples]
 
 
 def suite() -> list[Recipe]:
     """Return every recipe of the page, each once: controls first, then combinations."""
     recipes = [recipe_from(REFERENCE)]
-    for technique in USAGES:
+    for technique in sorted(registry.techniques()):
         for recipe in alone(technique):
             recipes += [found for found in (control(technique, recipe), recipe) if found is not None]
     recipes += [recipe_from(merge(REFERENCE, partners)) for partners in COMBINED]
@@ -201,7 +86,7 @@ def control(technique: str, recipe: Recipe) -> Recipe | None:
     the default, or the rest needs it.
     """
     data = recipe.model_dump(mode="json")
-    for field in USAGES[technique].fields:
+    for field in registry.techniques()[technique].fields:
         data = set_field(data, field, _default(field))
     if technique == "accumulation":
         data["batch"]["micro"] = recipe.batch.micro * recipe.batch.accumulate
@@ -258,9 +143,11 @@ def as_yaml(fields: dict[str, Any]) -> str:
 
 
 def in_a_recipe(technique: str) -> str:
-    """Return the variants of a technique as Markdown, with a value of each field that it covers."""
-    ways = [as_yaml(differences(recipe, USAGES[technique].fields)) for recipe in alone(technique)]
-    for field, values in registry.techniques()[technique].COVERS.items():
+    """Return the examples of a technique as Markdown, with a value of each field that it covers."""
+    ways = [
+        as_yaml(differences(recipe, registry.techniques()[technique].fields)) for recipe in alone(technique)
+    ]
+    for field, values in registry.techniques()[technique].covers.items():
         missing = [value for value in values if not any(_flow(value) in way for way in ways)]
         ways += [f"{field}: {WRITTEN_OUT.get(value, _flow(value))}" for value in missing]
     return ", ".join(f"`{way}`" for way in ways)

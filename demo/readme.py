@@ -1,4 +1,4 @@
-"""Refresh the output of the README's first command, trimmed to its answer and its memory table (``make readme``)."""
+"""Refresh the trimmed output of the README's first command (``make readme``)."""
 
 import os
 import re

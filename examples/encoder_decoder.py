@@ -4,8 +4,8 @@
     python examples/encoder_decoder.py --predict        # what that run will take, on a machine without a GPU
     python examples/encoder_decoder.py --tiny           # a toy size, for a CPU
 
-The task: write the source backwards. Sources differ in length and are padded, as text is. Nothing here but the last
-lines of ``main`` knows of trainfit.
+The task: write the source backwards. Sources differ in length and are padded, as text is. Nothing here but
+the last lines of ``main`` knows of trainfit.
 """
 
 import argparse
@@ -34,16 +34,18 @@ SIZES = {
 }
 """google-t5/t5-large and facebook/bart-large."""
 TINY = {
-    "t5": dict(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0),
+    "t5": dict(vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        decoder_start_token_id=0),
     "bart": dict(
-        vocab_size=128, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        vocab_size=128, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
         encoder_attention_heads=4, decoder_attention_heads=4, max_position_embeddings=64,
     ),
 }  # fmt: skip
 
 
 class Reversal(Dataset):
-    """Random token sequences of ``source`` tokens, a few of them padding; the target is the source backwards."""
+    """Random sequences of ``source`` tokens, a few of them padding; the target is the source backwards."""
 
     def __init__(self, length: int, source: int, target: int, vocabulary: int, pad: int):
         self.length, self.source, self.target, self.vocabulary, self.pad = (

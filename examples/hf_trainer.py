@@ -4,8 +4,8 @@
     python examples/hf_trainer.py --predict        # what that run will take, on a machine without a GPU
     python examples/hf_trainer.py --tiny           # a toy size, for a CPU
 
-Nothing here but the last lines of ``main`` knows of trainfit: the Trainer's own loop is traced, with its mixed precision,
-its clipping and its batches fetched ahead.
+Nothing here but the last lines of ``main`` knows of trainfit: the Trainer's own loop is traced, with its
+mixed precision, its clipping and its batches fetched ahead.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 SIZES = {
     "gpt2": dict(n_embd=1024, n_layer=24, n_head=16),
     "llama": dict(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22,
+        num_attention_heads=32,
         num_key_value_heads=4,
     ),
 }  # fmt: skip

@@ -1,10 +1,12 @@
-"""Train an image classifier (ResNet-50 or ViT-B/16) as PyTorch's tutorials do: mixed precision, a DataLoader, one GPU.
+"""Train an image classifier (ResNet-50 or ViT-B/16) as PyTorch's tutorials do: mixed precision, a DataLoader,
+one GPU.
 
     python examples/image_classification.py                  # trains; on a GPU it prints the memory it took
-    python examples/image_classification.py --predict        # what that run will take, on a machine without a GPU
-    python examples/image_classification.py --tiny           # a toy size, for a CPU
+    python examples/image_classification.py --predict        # what that run will take, on a machine without a
+    GPU python examples/image_classification.py --tiny           # a toy size, for a CPU
 
-Nothing here but the last lines of ``main`` knows of trainfit. Images are random: memory and speed do not ask what is on them.
+Nothing here but the last lines of ``main`` knows of trainfit. Images are random: memory and speed do not ask
+what is on them.
 """
 
 import argparse
@@ -127,7 +129,8 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     size, num_classes = (32, 10) if args.tiny else (224, 1000)
     loader = DataLoader(
-        RandomImages(args.steps * args.batch_size, size, num_classes), batch_size=args.batch_size, shuffle=True,
+        RandomImages(args.steps * args.batch_size, size, num_classes), batch_size=args.batch_size,
+        shuffle=True,
         drop_last=True, num_workers=args.workers, pin_memory=device.type == "cuda",
     )  # fmt: skip
     model = build_model(args).to(device, memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""What every test shares: one thread a process (several run side by side), and GPU tests skipped with a reason."""
+"""Shared by all tests: one thread per process, GPU tests skipped with a reason, and common fixtures."""
 
 import gc
 import os
@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
-    # Kernels run in Triton's interpreter; what Triton's own library is made of is decided when it is imported.
+    # Triton decides at import whether its library runs in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+from command_worker import Worker
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,13 +30,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _caches_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Ledgers cached by these tests stay out of the user's cache, and theirs out of the tests."""
+    """Keep the ledger caches of tests and user apart."""
     os.environ["TRAINFIT_CACHE"] = str(tmp_path_factory.mktemp("trainfit-cache"))
+
+
+@pytest.fixture(scope="session")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """A process that runs command lines in forks of itself."""
+    with Worker(tmp_path_factory.mktemp("worker")) as running:
+        yield running
 
 
 @pytest.fixture
 def empty_gpu_after() -> Iterator[None]:
-    """The GPU is left to the tests after with nothing cached."""
+    """Leave an empty GPU cache to later tests."""
     import torch
 
     yield
@@ -44,7 +53,7 @@ def empty_gpu_after() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled before, and nothing left for the tests after."""
+    """Start without compiled code, and leave none."""
     import torch
     from torch._dynamo.utils import counters
 

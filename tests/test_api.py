@@ -1,4 +1,4 @@
-"""The Python functions: they compute and print what the commands do, refuse bad input in one line, and load nothing early."""
+"""Python functions compute and print what the commands do, and refuse bad input in one line."""
 
 import json
 import pickle
@@ -21,7 +21,8 @@ from trainfit.spec.recipe_file import recipe_from
 
 Captured = pytest.CaptureFixture[str]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "api.md"
-TINY: dict[str, Any] = {"model": {"config": TINY_LLAMA, "name": "tiny"}, "batch": {"micro": 2, "seq": 16}, "precision": "fp32"}  # fmt: skip
+TINY: dict[str, Any] = {"model": {"config": TINY_LLAMA, "name": "tiny"}, "batch": {"micro": 2, "seq": 16},
+    "precision": "fp32"}  # fmt: skip
 
 
 @pytest.fixture
@@ -92,13 +93,16 @@ def test_every_field_of_a_recipe_is_a_keyword() -> None:
 
 
 BAD: list[tuple[Callable[[], object], str]] = [
-    (lambda: trainfit.predict("gpt2", gpu="h2000"), r"hardware\.gpu = 'h2000': no accelerator .*did you mean h200"),
-    (lambda: trainfit.predict("gpt2", micro=3), r"micro = 3: unknown key; here it is batch\.micro"),  # pyright: ignore
+    (lambda: trainfit.predict("gpt2", gpu="h2000"),
+        r"hardware\.gpu = 'h2000': no accelerator .*did you mean h200"),
+    (lambda: trainfit.predict("gpt2", micro=3), r"micro = 3: unknown key; here it is batch\.micro"),
+    # pyright: ignore
     (lambda: trainfit.predict("gpt2", seq=1), r"batch\.micro|batch\.seq"),
     (lambda: trainfit.predict("llama-3.1-8x"), "did you mean llama-3.1-8b"),
     (lambda: trainfit.predict(3), "recipe = 3: not a recipe; give a name"),  # pyright: ignore
     (lambda: trainfit.predict("gpt2", seq=8, batch={"seq": 9}), r"seq = 8: batch\.seq is given twice"),
-    (lambda: trainfit.predict("gpt2", set=3), "set = 3: should be a mapping, or a list of text"),  # pyright: ignore
+    (lambda: trainfit.predict("gpt2", set=3), "set = 3: should be a mapping, or a list of text"),
+    # pyright: ignore
     (lambda: trainfit.predict("gpt2", batch=object()), "not a recipe's value"),  # pyright: ignore
     (lambda: trainfit.mfu("gpt2", batch=1, seq=8), "give one of step_s and mfu"),
     (lambda: trainfit.mfu("gpt2", batch=0, seq=8, mfu=0.4), "batch = 0: must be above 0"),
@@ -178,7 +182,8 @@ def test_the_package_lists_its_functions_and_imports_nothing_for_it() -> None:
     code = (
         "import sys, trainfit; names = dir(trainfit); assert set(trainfit.__all__) <= set(names)\n"
         "for name in ('predict', 'measure', 'train', 'trace', 'mfu', 'load_recipe'): assert name in names\n"
-        "early = {'torch', 'pydantic', 'rich', 'typer', 'numpy'} & set(sys.modules); assert not early, early\n"
+        "early = {'torch', 'pydantic', 'rich', 'typer', 'numpy'} & set(sys.modules)\n"
+        "assert not early, early\n"
         "for name in trainfit.__all__: getattr(trainfit, name)\n"
         "trainfit.load_recipe('gpt2', seq=64); assert 'torch' not in sys.modules\n"
         "try: trainfit.plans\n"

@@ -1,4 +1,4 @@
-"""Every record carries a digest of its content: a changed one is refused, and nothing is appended to a damaged file."""
+"""Records carry digests: a changed one is refused, and nothing is appended to a damaged file."""
 
 import json
 import sqlite3

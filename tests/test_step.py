@@ -140,7 +140,7 @@ def test_a_resumed_step_continues_bit_for_bit(fields: dict[str, Any]):
     ids=str,
 )
 def test_the_same_step_runs_on_fake_tensors(fields: dict[str, Any]):
-    """One step, first and steady, with parameters, gradients' dtypes and optimizer states as on real tensors."""
+    """A first and a steady step have parameters, gradient dtypes and optimizer states of real tensors."""
     recipe = tiny_recipe(**fields)
     real = assemble(recipe, CPU)
     losses(real, 2)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import truth_values
-from benchmarks.accuracy.truth_techniques import LONGEST_STEP_S, TECHNIQUES, draw_for
+from benchmarks.accuracy.truth_techniques import LONGEST_STEP_S, draw_for, drawn_techniques
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model as find_model
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
@@ -153,7 +153,7 @@ def _asked(options: argparse.Namespace) -> Iterator[Recipe]:
             options.count, options.seed, options.gpu, near_card=options.near_card,
             compiled_share=options.compiled_share, jobs=options.jobs,
         )  # fmt: skip
-    every = (*TECHNIQUES, *truth_values.DRAWS)
+    every = (*drawn_techniques(), *truth_values.DRAWS)
     if options.technique not in ("all", *every):
         raise InputError(
             "no technique of that name",
@@ -179,9 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compiled-share", type=float, default=0.15)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--near-card", action="store_true", help="within 3 %% of the card's size, both sides")
-    parser.add_argument(
-        "--technique", metavar="NAME", help="a file of techniques/, or all; --count is of each"
-    )
+    parser.add_argument("--technique", metavar="NAME", help="a technique, or all; --count is of each")
     options = parser.parse_args(arguments)
     try:
         recipes = _asked(options)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.tables.joined import recipe_of, records, versions_of
 from benchmarks.technique_suite import (
     COMBINED,
     REFERENCE,
-    USAGES,
-    VARIANTS,
     Data,
     alone,
     as_yaml,
@@ -40,40 +40,19 @@ MS = 1e-3
 NEAREST, FARTHEST = 0.04, 1.0
 """Changes within and beyond which a technique is not drawn; beyond are fp32 and eager attention."""
 
-TITLES = {
-    "precision": "Precision",
-    "fp8": "fp8",
-    "stochastic_rounding": "Stochastic rounding",
-    "recompute_full": "Full recomputation",
-    "recompute_every": "Every k-th block",
-    "recompute_selective": "Selective recomputation",
-    "recompute_layers": "Plan by block",
-    "recompute_budget": "Compiler budget",
-    "offload_activations": "Activation offload",
-    "offload_weights": "Weight offload",
-    "compile_block": "Compile by block",
-    "compile_model": "Compile the model",
-    "attention": "Attention backends",
-    "block_kernels": "Block kernels",
-    "chunked_loss": "Chunked loss",
-    "fused_loss": "Fused loss",
-    "loss_terms": "Loss terms",
-    "adamw": "AdamW",
-    "adamw_low_bit": "8-bit and 4-bit AdamW",
-    "adafactor": "Adafactor",
-    "muon": "Muon",
-    "sgd": "SGD",
-    "optimizer_in_backward": "Optimizer in backward",
-    "gradient_clipping": "Gradient clipping",
-    "accumulation": "Gradient accumulation",
-    "lora": "LoRA",
-    "soft_prompts": "Prompt tuning and p-tuning",
-    "prefix_tuning": "Prefix tuning",
-    "quantize": "Quantised base",
-    "loader": "Loader",
-    "empty_cache": "Emptying the cache",
-}
-"""Headings of docs/reference/techniques.md, in its order, by the techniques' names."""
+REFERENCE_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "techniques.md"
+
+
+def titles() -> dict[str, str]:
+    """Return the headings of techniques by name, in the order of REFERENCE_PAGE; those without a heading last."""
+    headings = re.findall(r"^### (.*)$", REFERENCE_PAGE.read_text("utf-8"), re.M)
+    place = {heading: number for number, heading in enumerate(headings)}
+    ordered = sorted(registry.in_order(), key=lambda one: place.get(one.title, len(place)))
+    return {technique.name: technique.title for technique in ordered}
+
+
+TITLES = titles()
+ALL = registry.techniques()
 
 
 @dataclass(frozen=True)
@@ -154,8 +133,8 @@ def measured() -> str:
     """Memory, step time and perplexity with each technique, against the same recipe without it."""
     rows = [["(reference)", "", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
     for one in effects():
-        own = as_yaml(differences(one.recipe, USAGES[one.technique].fields))
-        needed = as_yaml(USAGES[one.technique].needs)
+        own = as_yaml(differences(one.recipe, ALL[one.technique].fields))
+        needed = as_yaml(ALL[one.technique].needs)
         cells = _cells(one.with_it, one, one.perplexity)
         rows.append([TITLES[one.technique], f"`{own}`", f"`{needed}`" if needed else "", *cells])
     heads = [
@@ -250,9 +229,9 @@ def tradeoff() -> str:
 
 def _label(one: Effect) -> str:
     """Return the technique's heading, and the value of its recipe where it has several."""
-    if len(USAGES[one.technique].variants) == 1:
+    if len(ALL[one.technique].examples) == 1:
         return TITLES[one.technique]
-    own = differences(one.recipe, USAGES[one.technique].fields)
+    own = differences(one.recipe, ALL[one.technique].fields)
     return ", ".join(map(str, own.values()))
 
 
@@ -279,11 +258,11 @@ def _anchor(title: str) -> str:
 @cache
 def refusals() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Return technique -> techniques with which every recipe, and with which some recipes, are refused."""
-    never: dict[str, set[str]] = {name: set() for name in USAGES}
-    partly: dict[str, set[str]] = {name: set() for name in USAGES}
-    for first in USAGES:
-        for second in USAGES:
-            is_choice = USAGES[first].fields == USAGES[second].fields
+    never: dict[str, set[str]] = {name: set() for name in ALL}
+    partly: dict[str, set[str]] = {name: set() for name in ALL}
+    for first in ALL:
+        for second in ALL:
+            is_choice = ALL[first].fields == ALL[second].fields
             found = set(_refused(first, second)) if first < second and not is_choice else set()
             if True in found:
                 kind = partly if False in found else never
@@ -294,8 +273,8 @@ def refusals() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 def _refused(first: str, second: str) -> Iterator[bool]:
     """Yield whether a recipe is refused, for each combination of the variants that stand alone."""
-    for one in VARIANTS[first]:
-        for other in VARIANTS[second]:
+    for one in (*ALL[first].examples, *ALL[first].variants):
+        for other in (*ALL[second].examples, *ALL[second].variants):
             alone_too = [
                 merge(REFERENCE, _laid(name, data)) for name, data in ((first, one), (second, other))
             ]
@@ -305,7 +284,7 @@ def _refused(first: str, second: str) -> Iterator[bool]:
 
 def _laid(technique: str, variant: Data) -> Data:
     """Return the variant with what it cannot be without."""
-    needed = {} if _is_allowed(merge(REFERENCE, variant)) else USAGES[technique].needs
+    needed = {} if _is_allowed(merge(REFERENCE, variant)) else ALL[technique].needs
     return merge(needed, variant)
 
 

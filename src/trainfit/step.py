@@ -1,7 +1,7 @@
-"""A recipe becomes one training step: model, then techniques in one visible order, then optimizer.
+"""Assemble a recipe into one training step: model, then techniques in order, then optimizer.
 
-The same step runs on the virtual GPU (fake CPU tensors) and on a real device, so nothing here asks for CUDA.
-Shapes: b micro-batch, s sequence.
+The same step runs on the virtual GPU (fake CPU tensors) and on a real device, so nothing here requires
+CUDA. Shapes: b micro-batch, s sequence.
 """
 
 from __future__ import annotations
@@ -14,54 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from trainfit.models.build import build_model, build_on_host
+from trainfit.models.build import build_model
 from trainfit.models.layers import max_positions
 from trainfit.offload.blocks import HostBlocks
 from trainfit.optim.all_or_nothing import one_update
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
-from trainfit.techniques.base import Compiler, ContextFactory, Draft, LossFunction
-from trainfit.techniques.offload.weights import num_buffers
-from trainfit.techniques.precision.dtypes import weight_dtype
+from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction, weight_dtype
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""
-
-ORDER = (
-    "block_kernels",
-    "quantize",
-    "lora",
-    "soft_prompts",
-    "prefix_tuning",
-    "fp8",
-    "recompute_full",
-    "recompute_every",
-    "recompute_selective",
-    "recompute_budget",
-    "recompute_layers",
-    "chunked_loss",
-    "fused_loss",
-    "loss_terms",
-    "compile_block",
-    "compile_model",
-    "offload_weights",
-    "offload_activations",
-    "precision",
-    "attention",
-    "accumulation",
-    "loader",
-    "empty_cache",
-    "adamw",
-    "adamw_low_bit",
-    "sgd",
-    "adafactor",
-    "muon",
-    "stochastic_rounding",
-    "optimizer_in_backward",
-    "gradient_clipping",
-)
-"""Every technique, in the order in which it is applied."""
 
 
 def assemble(
@@ -71,23 +34,25 @@ def assemble(
     on_model: Callable[[nn.Module], None] | None = None,
     compiler: Compiler | None = None,
 ) -> Step:
-    """The training step that ``recipe`` describes, its parameters on ``device``.
+    """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
-    Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights; on fake tensors the CPU's alone.
+    Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights; with fake
+    tensors only the CPU's.
 
     Args:
-        on_model: called with the bare model before any technique touches it.
+        on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
 
     Raises:
-        InputError: a value not there yet, techniques that exclude each other, or more positions than the model has.
+        InputError: a value that no technique covers, techniques that exclude each other, or too long
+            a sequence.
     """
     registry.check(recipe)
     _seed(recipe.seed)
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
     draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
-    for technique in in_order():
+    for technique in registry.in_order():
         if technique.applies(recipe):
             technique.apply(recipe, draft)
     if not draft.optimizers:
@@ -96,7 +61,7 @@ def assemble(
 
 
 def _seed(seed: int) -> None:
-    """Seed every device's generator, or where tensors are fake the CPU's, from which those on the host are drawn."""
+    """Seed every device's generator; with fake tensors only the CPU's, from which host tensors are drawn."""
     if active_fake_mode() is None:
         torch.manual_seed(seed)
     else:
@@ -106,28 +71,21 @@ def _seed(seed: int) -> None:
 def _build(
     recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
 ) -> tuple[nn.Module, HostBlocks | None]:
-    """The bare model in training mode, and where its blocks' weights are if not on the device."""
-    dtype = weight_dtype(recipe)
-    if recipe.offload.weights:
-        model, hosted = build_on_host(
-            recipe.model,
-            dtype=dtype,
-            device=device,
-            attention=recipe.attention,
-            quantize=recipe.quantize,
-            num_buffers=num_buffers(recipe),
-            on_model=on_model,
+    """Return the bare model in training mode, and the blocks whose weights are on the host."""
+    dtype, hosted = weight_dtype(recipe), None
+    build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
+    if build is not None:
+        model, hosted = build(recipe, dtype, device, on_model)
+    else:
+        model = build_model(
+            recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
         )
-        return model.train(), hosted
-    model = build_model(
-        recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
-    )
-    on_model(model)
-    return model.train(), None
+        on_model(model)
+    return model.train(), hosted
 
 
 def _check_positions(recipe: Recipe, model: nn.Module) -> None:
-    """A GPU would end in a device assert, which says neither where nor why."""
+    """Refuse a sequence longer than the learned positions, which on a GPU ends in a device assert."""
     positions = max_positions(model)
     if positions is not None and recipe.batch.seq > positions:
         raise InputError(
@@ -138,20 +96,12 @@ def _check_positions(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def in_order() -> list[registry.Technique]:
-    """The techniques as ORDER has them; a file without a place is a bug of ours."""
-    found = registry.techniques()
-    assert sorted(found) == sorted(ORDER), f"step.ORDER and techniques/ differ: {set(found) ^ set(ORDER)}"
-    return [found[name] for name in ORDER]
-
-
 class Step:
-    """One training step: the plain loop people write.
+    """One training step: a plain training loop's body.
 
-    Which tensors stay alive decides the peak, so it is fixed here: as in the Hugging Face Trainer, the model's
-    output is dropped once the loss is taken from it, so backward starts with the logits held only by autograd (and
-    only where some backward formula needs them). The loss tensor lives until its backward is done. Gradients are set
-    to None after the update, so forward starts without them. The batches are the caller's.
+    Which tensors stay alive decides the peak. As in the Hugging Face Trainer, the model's output is dropped
+    once the loss is taken from it, so in backward only autograd holds the logits. The loss tensor lives
+    until its backward is done. Gradients are set to None after the update. The caller owns the batches.
     """
 
     def __init__(self, recipe: Recipe, draft: Draft):
@@ -161,7 +111,7 @@ class Step:
         self.optimizers = draft.optimizers
         self.scaler = draft.scaler
         self.readings = draft.readings
-        """What techniques measured in the last update, by name ([] fp32, on the device)."""
+        """Values that techniques measured in the last update, by name ([] fp32, on the device)."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
         self._before_update, self._after_step = draft.before_update, draft.after_step
         self._around_forward = draft.around_forward
@@ -169,10 +119,10 @@ class Step:
         self._num_micro_batches = draft.num_micro_batches
         self._steps_in_backward = draft.steps_in_backward
         self.hosted = draft.hosted
-        """Where the decoder blocks' weights are; None: on the device."""
+        """The decoder blocks whose weights are on the host; None: all weights are on the device."""
 
     def random_batches(self, seed: int = 0) -> list[Batch]:
-        """``accumulate`` micro-batches of uniform token ids, the same for a seed on every device."""
+        """Return ``accumulate`` micro-batches of uniform token ids, equal for a seed on every device."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.recipe.batch.micro, self.recipe.batch.seq)
         batches: list[Batch] = []
@@ -184,9 +134,14 @@ class Step:
     def __call__(
         self, batches: Sequence[Batch], on_phase: Callable[[str], None] = lambda phase: None
     ) -> Tensor:
-        """Forward and backward of every micro-batch, then one update; the mean loss, detached, fp32 scalar.
+        """Run forward and backward of every micro-batch, then one update.
 
-        ``on_phase`` hears "forward" and "backward" once a micro-batch and "optimizer" once, as each begins.
+        Args:
+            on_phase: called as each phase begins: "forward" and "backward" for each micro-batch, "optimizer"
+                once.
+
+        Returns:
+            The mean loss, detached, fp32 scalar.
         """
         losses: list[Tensor] = []
         for batch in batches:
@@ -203,11 +158,11 @@ class Step:
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     def loss(self, batch: Batch) -> Tensor:
-        """Forward only: what training minimises, fp32 scalar. The model's output is dropped here."""
+        """Run the forward and return the training loss, fp32 scalar. The model's output is dropped here."""
         return self._forward(self._loss, batch)
 
     def cross_entropy(self, batch: Batch) -> Tensor:
-        """Forward only: the mean next-token cross-entropy, fp32 scalar, whose exponential is the perplexity."""
+        """Run the forward and return the mean next-token cross-entropy, fp32 scalar."""
         return self._forward(self._cross_entropy or self._loss, batch)
 
     def _forward(self, loss: LossFunction | None, batch: Batch) -> Tensor:
@@ -241,19 +196,19 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
     def settle(self) -> None:
-        """Wait until what is copied to the host in the background is there."""
+        """Wait for background copies to the host."""
         if self.hosted is not None:
             self.hosted.copy_streams.synchronize()
 
     def parameters_on_host(self) -> set[int]:
-        """``id`` of each parameter whose value is on the host, the device's a passing copy."""
+        """Return the ``id`` of each parameter whose value is on the host."""
         if self.hosted is None:
             return set()
         indices = range(len(self.hosted.blocks))
         return {id(parameter) for index in indices for parameter in self.hosted.parameters(index)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizers and scaler, by reference. Random generators and data are the training loop's."""
+        """Return model, optimizers and scaler by reference, without random generators and data."""
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -261,7 +216,7 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state_dict()`` of a step of the same recipe, bit for bit. Takes the tensors over."""
+        """Continue bit for bit from a ``state_dict()`` of the same recipe. Takes over its tensors."""
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved)
@@ -270,7 +225,7 @@ class Step:
 
 
 def entered(factories: Sequence[ContextFactory]) -> ExitStack:
-    """One context of them all, the first outermost."""
+    """Enter all contexts, the first outermost."""
     stack = ExitStack()
     for factory in factories:
         stack.enter_context(factory())
@@ -278,7 +233,7 @@ def entered(factories: Sequence[ContextFactory]) -> ExitStack:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``, keeping the dtypes that were saved.
+    """Load an optimizer's state with the dtypes that were saved.
 
     torch casts floating state to its parameter's dtype, which would round fp32 moments of bf16 weights.
     """
@@ -292,7 +247,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Token ids the model takes: 0 to this, not included."""
+    """Return the number of token ids that the model takes."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return text.vocab_size

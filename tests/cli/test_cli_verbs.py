@@ -1,22 +1,20 @@
 """The verbs end to end, on tiny models and on the golden ones: what they print, record and return."""
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from command_worker import Worker
 from trainfit.cli.main import main
 from trainfit.cli.measure import EXIT_CODES
 from trainfit.records import read
 from trainfit.spec.result import Estimate, Measurement
 
 Captured = pytest.CaptureFixture[str]
-COMMAND = [sys.executable, "-c", "import sys; from trainfit.cli.main import main; sys.exit(main())"]
 
 
 def as_json(arguments: list[str], capsys: Captured) -> dict:
@@ -171,7 +169,7 @@ LLAMA_405B = ["mfu", "--model", "llama-3.1-405b", "--batch", "16", "--seq", "64"
     ("more", "percent"), [([], "0.80"), (["--adapter", "lora"], "0.53"), (["--attention", "full"], "0.80")]
 )
 def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> None:
-    """Published: 0.80 % for full fine-tuning, 0.53 % for LoRA (issue 2, item 9), by 6N and 4N."""
+    """Published: 0.80 % for full fine-tuning, 0.53 % for LoRA by 6N and 4N."""
     data = as_json([*LLAMA_405B, *more], capsys)
     assert f"{data['mfu']:.2%}" == f"{percent}%"
     assert f"{data['closed_form']['mfu']:.2%}" == f"{percent}%"
@@ -180,19 +178,7 @@ def test_mfu_of_llama_405b(more: list[str], percent: str, capsys: Captured) -> N
 
 def test_full_recomputation_reads_45_as_60(capsys: Captured) -> None:
     """One more forward: 8N over 6N."""
-    model = [
-        "mfu",
-        "--model",
-        "llama-2-7b",
-        "--batch",
-        "2",
-        "--seq",
-        "512",
-        "--gpu",
-        "h100-sxm",
-        "--recompute",
-        "full",
-    ]
+    model = "mfu --model llama-2-7b --batch 2 --seq 512 --gpu h100-sxm --recompute full".split()
     at_one_second = as_json([*model, "--step-s", "1"], capsys)
     step_s = at_one_second["mfu"] / 0.45
     data = as_json([*model, "--step-s", str(step_s)], capsys)
@@ -208,7 +194,8 @@ def test_gpu_hours_to_money(capsys: Captured) -> None:
 
 
 def test_gpu_hours_of_a_published_run(capsys: Captured) -> None:
-    """Llama 3.1 405B: 15.6e12 tokens in 30.84M H100 hours at 38 to 43 % BF16 MFU (https://arxiv.org/abs/2407.21783, 3.3).
+    """Llama 3.1 405B: 15.6e12 tokens in 30.84M H100 hours at 38 to 43 % BF16 MFU
+    (https://arxiv.org/abs/2407.21783, 3.3).
 
     The published hours include interruptions and longer contexts.
     """
@@ -223,7 +210,8 @@ def test_gpu_hours_of_a_published_run(capsys: Captured) -> None:
 
 
 def test_a_batch_needs_so_many_times_one_sequence(capsys: Captured) -> None:
-    one, many = (as_json(["mfu", "--model", "gpt2", "--batch", str(batch), "--seq", "1024", "--step-s", "1"], capsys)
+    one, many = (as_json(["mfu", "--model", "gpt2", "--batch", str(batch), "--seq", "1024", "--step-s", "1"],
+        capsys)
                  for batch in (1, 4096))  # fmt: skip
     assert many["model_flops"] == 4096 * one["model_flops"]
 
@@ -247,30 +235,38 @@ def test_mfu_refuses(arguments: list[str], code: int, capsys: Captured) -> None:
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_train_stops_with_75_and_resumes(tmp_path: Path, capsys: Captured) -> None:
-    """SIGTERM saves and exits 75; --resume goes on to the end; --json prints the summary alone."""
-    arguments = ["train", "tiny-cpu", "--set", "batch.seq=32", "--data", "stories:200", "--out", str(tmp_path / "run"),
-                 "--device", "cpu", "--no-tensorboard", "--json"]  # fmt: skip
-    log = tmp_path / "run" / "log.jsonl"
-    process = subprocess.Popen(
-        [*COMMAND, *arguments, "--steps", "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+STOP_AFTER_STEPS = """
+import os, pathlib, signal, threading, time
+
+def stop():
+    log = pathlib.Path({log!r})
+    while not (log.exists() and log.read_text().count("\\n") > 3):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=stop, daemon=True).start()
+"""
+
+
+def test_train_stops_with_75_and_resumes(tmp_path: Path, worker: Worker) -> None:
+    """SIGTERM saves and exits 75; --resume trains to the end; --json prints the summary alone."""
+    words = (
+        "train tiny-cpu --set batch.seq=32 --data stories:200 --out run --device cpu --no-tensorboard --json"
     )
-    deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 75, err
-    stopped = json.loads(out)
+    limits = {"folder": tmp_path, "memory_bytes": None}
+    first = STOP_AFTER_STEPS.format(log=str(tmp_path / "run" / "log.jsonl"))
+    ended = worker.run(*words.split(), "--steps", "100000", first=first, **limits)
+    assert ended.code == 75, ended.err
+    stopped = json.loads(ended.out)
     assert stopped["status"] == "stopped"
-    steps = str(stopped["steps"] + 2)
-    assert main([*arguments, "--steps", steps, "--resume"]) == 0
-    assert json.loads(capsys.readouterr().out)["first_step"] == stopped["steps"]
+    resumed = worker.run(*words.split(), "--steps", str(stopped["steps"] + 2), "--resume", **limits)
+    assert resumed.code == 0, resumed.err
+    assert json.loads(resumed.out)["first_step"] == stopped["steps"]
 
 
 def test_training_twice_into_one_folder_is_65(tmp_path: Path, capsys: Captured) -> None:
-    arguments = ["train", "tiny-cpu", "--set", "batch.seq=32", "--data", "stories:100", "--steps", "1", "--device", "cpu",
+    arguments = ["train", "tiny-cpu", "--set", "batch.seq=32", "--data", "stories:100", "--steps", "1",
+        "--device", "cpu",
                  "--out", str(tmp_path / "run"), "--no-tensorboard", "--eval-fraction", "0"]  # fmt: skip
     assert main(arguments) == 0
     assert "DONE" in capsys.readouterr().out
@@ -306,18 +302,17 @@ def test_a_config_json_is_a_recipe_with_every_default(tmp_path: Path, capsys: Ca
         ({"hidden_size": 2**40}, "model.config.hidden_size = 1099511627776: not a size"),
     ],
 )
-def test_a_bad_config_json_is_65_and_one_line(changed: dict, says: str, tmp_path: Path) -> None:
+def test_a_bad_config_json_is_65_and_one_line(
+    changed: dict, says: str, tmp_path: Path, worker: Worker
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(OWN | changed))
-    done = subprocess.run(
-        [*COMMAND, "predict", str(file), "--set", "batch.seq=32"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 65
-    assert done.stdout == ""
-    last = done.stderr.splitlines()[-1]
+    ended = worker.run("predict", str(file), "--set", "batch.seq=32")
+    assert (ended.code, ended.out) == (65, "")
+    last = ended.err.splitlines()[-1]
     assert last.startswith(f"trainfit: error: {file}: ")
     assert says in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(

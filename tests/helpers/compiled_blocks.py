@@ -65,8 +65,7 @@ def kept(ledger: Ledger) -> dict[int, int]:
 
 
 def kept_by_torch(make: Any, shape: tuple[int, ...]) -> int:
-    """Bytes that a real module, compiled up to AOTAutograd's partition, saves for its backward; inputs left
-    out."""
+    """Return the bytes that a module, partitioned by AOTAutograd, saves for its backward, without inputs."""
     torch._dynamo.reset()
     module, x = make(), torch.randn(shape, requires_grad=True)
     inputs = {t.untyped_storage().data_ptr() for t in (x, *module.parameters())}

@@ -21,8 +21,7 @@ profile.enable()
 
 
 def command(code: str, count: Path) -> list[str]:
-    """The command that runs ``code`` in a new interpreter and writes to ``count`` how many calls it made,
-    imports too."""
+    """Return a command that runs ``code`` in a new interpreter and writes its number of calls."""
     return [sys.executable, "-c", PROGRAM + code, str(count)]
 
 

@@ -1,9 +1,10 @@
 """Recipes measured on a GPU together with where its driver put each segment, for predictions to be replayed
 there.
 
-The allocator chooses between free blocks of equal size by address, and does not split a block up to 1 MiB
-larger than the request. So peaks depend on the driver's addresses; with them a prediction has to agree in
-every phase to the byte.
+Which of two free blocks of equal size is handed out depends on their addresses, and a free block that is up
+to a MiB larger than what is asked for is handed out whole: so peaks depend on what only the driver knows.
+Told it, a prediction has to agree in every phase to the byte; a request or a free that the virtual GPU misses
+would show.
 
 ``python tests/helpers/driver_addresses.py RECIPES RUNS`` measures, in processes of their own that record the
 allocator's history.
@@ -57,12 +58,12 @@ def replayed(ledger: Ledger, run: Run) -> Phases:
 
 
 def in_order(segments: Iterable[tuple[int, int]]) -> Callable[[int], int]:
-    """Return the address of the run's next segment, which must be of the requested size."""
+    """The address of each segment that is asked for: of the next one, which must be as large."""
     following = iter(segments)
 
     def place(num_bytes: int) -> int:
         address, size = next(following)
-        assert size == num_bytes, f"{num_bytes} bytes requested, the run's segment has {size}"
+        assert size == num_bytes, f"a segment of {num_bytes} bytes is asked for, the run took one of {size}"
         return address
 
     return place

@@ -1,5 +1,4 @@
-"""Everything process-wide that tracing could change: ``snapshot()`` and the names that differ between two of
-them."""
+"""Snapshots of the process-wide state that tracing could change, and their differences."""
 
 import gc
 import importlib
@@ -75,8 +74,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Names in ``before`` whose value is another one in ``after``; attributes that were added where a module
-    was imported before."""
+    """Return the changed values of ``before``, and attributes added to modules that were imported before."""
     found = {
         name: (value, after.get(name, "gone"))
         for name, value in before.items()
@@ -112,14 +110,14 @@ def _torch() -> dict[str, Any]:
         "multithreaded backward": torch.autograd.is_multithreading_enabled()
         if hasattr(torch.autograd, "is_multithreading_enabled")
         else torch._C._is_multithreading_enabled(),
-        "autocast": [
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types
-        ],
+        "autocast": [(torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind)) for kind in device_types],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            getattr(torch.utils.deterministic, "fill_uninitialized_memory"),  # noqa: B009
+            torch.utils.deterministic.fill_uninitialized_memory,
+            # pyright: ignore[reportAttributeAccessIssue]
         ),
         "matmul precision": torch.get_float32_matmul_precision(),
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
@@ -130,10 +128,8 @@ def _torch() -> dict[str, Any]:
                 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             ),
-            "cudnn": (
-                torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark,
-                torch.backends.cudnn.deterministic,
-            ),
+            "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.deterministic),
             "sdp": (
                 torch.backends.cuda.flash_sdp_enabled(),
                 torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -145,9 +141,8 @@ def _torch() -> dict[str, Any]:
         },
         "function modes": [id(torch._C._get_function_stack_at(index)) for index in stack],
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "dispatch keys": (
-            str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set()),
-        ),
+        "dispatch keys": (str(torch._C._dispatch_tls_local_include_set()),
+            str(torch._C._dispatch_tls_local_exclude_set())),
         "saved tensor hooks": _saved_tensor_hooks(),
         "module hooks": [list(hook) for hook in hooks if hasattr(hook, "__len__")],
         "optimizer hooks": _optimizer_hooks(),
@@ -206,10 +201,8 @@ def _process() -> dict[str, Any]:
         "logging disabled": logging.root.manager.disable,
         "warnings": (list(warnings.filters), id(warnings.showwarning), id(warnings.formatwarning)),
         "environment": dict(os.environ),
-        "gc": (
-            gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(),
-            list(map(id, gc.callbacks)),
-        ),
+        "gc": (gc.isenabled(), gc.get_freeze_count(), gc.get_threshold(), gc.get_debug(),
+            list(map(id, gc.callbacks))),
         "import hooks": (list(map(id, sys.meta_path)), list(map(id, sys.path_hooks)), list(sys.path)),
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "folder": os.getcwd(),

@@ -11,7 +11,8 @@ from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, Train
 from trainfit.training.options import SyntheticData, TrainOptions
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 384, "max_position_embeddings": 64,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 384, "n_positions": 64}

@@ -1,4 +1,4 @@
-"""Helpers of tests of ``trainfit.trace``: a small model, a training loop and a check inside a trace."""
+"""Shared by tests of ``trainfit.trace``: a small model, a plain training loop, and a check run inside."""
 
 from collections.abc import Callable
 

@@ -18,13 +18,13 @@ import torch
 
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, asked, stop_at, tiny
+from trainfit.measurement.feed import Feed, RandomTokens
 from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Loader
 from trainfit.techniques import registry
-from trainfit.techniques.loader import Feed, RandomTokens
 from trainfit.training.corpus import Corpus
 from trainfit.training.loop import train
 from trainfit.training.order import StepSequences, sequence_numbers

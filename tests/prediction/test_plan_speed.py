@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import counted_calls
+from machine_speed import slowness
 from trainfit.planning.recompute import plan
 from trainfit.spec.recipe import Batch, Hardware, Optimizer
 from trainfit.spec.recompute import BudgetGib, Layers
@@ -32,6 +33,6 @@ def test_80_layers_are_planned_in_seconds(
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "deep"))
     begin = time.process_time()
     found, calls = counted_calls.of(plan, deep)
-    assert time.process_time() - begin < MOST_S
+    assert time.process_time() - begin < MOST_S * slowness()
     assert isinstance(found.recipe.recompute, Layers)
     assert calls < MOST_CALLS

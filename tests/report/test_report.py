@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from trainfit.report import comparisons as plots
-from trainfit.report.compare import compare, summarise, technique
+from trainfit.report.compare import compare, summarise
 from trainfit.report.comparisons import markdown_table, text_table
 from trainfit.report.html import report_page as page
 from trainfit.spec.errors import InputError
@@ -26,6 +26,7 @@ from trainfit.spec.result import (
 )
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
+from trainfit.techniques.registry import describe
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$ | [red]&amp; \"q\""
 
@@ -152,25 +153,25 @@ def test_nothing_to_report_is_said():
 
 
 def test_technique_names_what_differs():
-    assert technique(recipe()) == "bf16"
+    assert describe(recipe()) == "bf16"
     chosen = recipe(
         precision="amp-bf16", recompute="full", compile="block", adapter={"kind": "lora", "rank": 8}
     )
-    assert technique(chosen) == "amp-bf16, recompute full, compile block, lora 8"
+    assert describe(chosen) == "amp-bf16, recompute full, compile block, lora 8"
     streamed = recipe(
         recompute="full", offload={"weights": True, "activations": True}, empty_cache_every=3,
         optimizer={"in_backward": "block", "stochastic_rounding": True}, loader={"workers": 2},
     )  # fmt: skip
-    assert technique(streamed) == (
+    assert describe(streamed) == (
         "bf16, recompute full, activations on the host, weights on the host, stochastic rounding, "
         "optimizer in backward by block, 2 loader workers, cache emptied every 3 steps"
     )
     planned = recipe(
         recompute={"layers": ["full", "full", {"recompute": "elementwise", "offload": 0.5}, "none"]}
     )
-    assert technique(planned) == "bf16, recompute 2 full + 1 elementwise + 1 none (partly offloaded)"
+    assert describe(planned) == "bf16, recompute 2 full + 1 elementwise + 1 none (partly offloaded)"
     soft = recipe(adapter={"kind": "prompt", "tokens": 9}, recompute={"selective": {"save": ["silu", "mm"]}})
-    assert technique(soft) == "bf16, recompute selective mm+silu, prompt 9"
+    assert describe(soft) == "bf16, recompute selective mm+silu, prompt 9"
 
 
 def hostile() -> list[Record]:

@@ -15,7 +15,7 @@ from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
 from trainfit.techniques import empty_cache, registry
-from trainfit.techniques.base import Draft
+from trainfit.techniques.draft import Draft
 from virtual_runs import recipe_of
 
 MIB = 1 << 20

@@ -98,7 +98,7 @@ def test_lora_without_peft_is_one_line(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_every_value_of_every_covered_field_is_a_known_or_a_refused_one():
-    """COVERS speaks of fields that a recipe has, so a misspelt one cannot go unnoticed."""
+    """A misspelt field in ``covers`` cannot go unnoticed."""
     recipe = tiny_recipe(adapter=LORA)
     for field in registry.covered():
         owner: Any = recipe
@@ -108,10 +108,14 @@ def test_every_value_of_every_covered_field_is_a_known_or_a_refused_one():
         assert last in type(owner).model_fields, field
 
 
-def test_every_technique_has_its_place():
-    from trainfit.step import ORDER
-
-    assert set(registry.techniques()) == set(ORDER)
+def test_the_order_of_application() -> None:
+    assert [technique.name for technique in registry.in_order()] == [
+        "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8", "recompute_full", "recompute_every",
+        "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss", "loss_terms",
+        "compile_block", "compile_model", "offload_weights", "offload_activations", "precision", "attention",
+        "accumulation", "loader", "empty_cache", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon",
+        "stochastic_rounding", "optimizer_in_backward", "gradient_clipping",
+    ]  # fmt: skip
 
 
 def test_a_recipe_is_refused_without_torch():

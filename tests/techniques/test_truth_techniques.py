@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.accuracy import truth_suite
-from benchmarks.accuracy.truth_techniques import LATER, TECHNIQUES, draw_for, num_blocks
+from benchmarks.accuracy.truth_techniques import PARTNERS, draw_for, drawn_techniques
+from trainfit.catalog.families import FAMILIES
+from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
@@ -33,8 +35,13 @@ def test_an_older_seed_draws_what_it_drew(asked: tuple[int, float]) -> None:
 
 
 def test_every_technique_joins_one_of_the_two_suites() -> None:
-    assert {*TECHNIQUES, *FIRST_GENERATION} == set(registry.techniques())
-    assert set(TECHNIQUES) & set(FIRST_GENERATION) == set()
+    drawn, weighted = (
+        {name for name, technique in registry.techniques().items() if getattr(technique.draw, kind)}
+        for kind in ("alone", "weights")
+    )
+    assert weighted == {*FIRST_GENERATION, "adafactor", "optimizer_in_backward"}
+    assert drawn | weighted == set(registry.techniques())
+    assert not drawn & {*FIRST_GENERATION}
 
 
 def checked(technique: str, chance: random.Random, *, combined: bool) -> Recipe | None:
@@ -46,7 +53,7 @@ def checked(technique: str, chance: random.Random, *, combined: bool) -> Recipe 
     return recipe
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("technique", drawn_techniques())
 def test_draws_are_allowed_ask_for_the_technique_and_vary(technique: str) -> None:
     for combined in (False, True):
         chance = random.Random(3)
@@ -73,11 +80,16 @@ def test_a_seed_draws_the_same_again() -> None:
     assert twice[0] == twice[1]
 
 
+def num_blocks(name: str) -> int:
+    config = model_config(name)
+    return next(config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config)
+
+
 def test_a_plan_names_every_block() -> None:
     chance = random.Random(0)
     for _ in range(40):
         data = draw_for("recompute_layers", chance, "h200", combined=False)
-        assert sum(run["count"] for run in data["recompute"]["layers"]) == num_blocks(data)
+        assert sum(run["count"] for run in data["recompute"]["layers"]) == num_blocks(data["model"]["config"])
 
 
 def test_kernels_are_drawn_for_models_that_they_take() -> None:
@@ -87,17 +99,11 @@ def test_kernels_are_drawn_for_models_that_they_take() -> None:
     for _ in range(40):
         model = draw_for("block_kernels", chance, "h200", combined=True)["model"]
         families = ("llama", "mistral", "qwen2", "qwen3") if model["implementation"] == "hf" else ("native",)
-        assert any(model["config"] in truth_draws.FAMILIES[family] for family in families)
+        assert any(model["config"] in FAMILIES[family] for family in families)
 
 
 def test_later_techniques_leave_older_draws_alone() -> None:
-    drawn = json.dumps(
-        [
-            draw_for(name, random.Random(name), "h200", combined=True)
-            for name in TECHNIQUES
-            if name not in LATER
-        ]
-    )
+    drawn = json.dumps([draw_for(name, random.Random(name), "h200", combined=True) for name in PARTNERS])
     assert hashlib.sha256(drawn.encode()).hexdigest()[:16] == "c741dce0f76579b0"
 
 

@@ -14,7 +14,8 @@ from trainfit.training import checkpoint, durable, state
 from trainfit.training.checkpoint import Progress
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 97, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 64}
@@ -37,7 +38,8 @@ CASES = {
     "sgd": ("optimizer.name=sgd",),
     "adafactor": ("optimizer.name=adafactor", "optimizer.implementation=forloop", "precision=bf16"),
     "adafactor-momentum": (
-        "optimizer.name=adafactor", "optimizer.implementation=forloop", "optimizer.momentum=0.9", "precision=bf16",
+        "optimizer.name=adafactor", "optimizer.implementation=forloop", "optimizer.momentum=0.9",
+        "precision=bf16",
     ),
     "in-backward": ("optimizer.in_backward=true",),
     "lora": ("adapter={kind: lora, rank: 4}", "precision=bf16"),

@@ -1,4 +1,4 @@
-"""A tokenizer.json of one's own changes no training data: each document is encoded whole, as it is, or the run says so."""
+"""A given tokenizer.json: each document is encoded whole and unchanged, or a note names the loss."""
 
 import json
 import os

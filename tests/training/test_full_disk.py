@@ -1,9 +1,8 @@
-"""A disk that takes no more: one line, exit 74, nothing half-written, the last checkpoint whole, and resume goes on."""
+"""A full disk: one line, exit 74, nothing half-written, an intact last checkpoint, and a run that resumes."""
 
 import errno
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from command_worker import Worker
 from tiny_sweep import BASE, sweep_of
 from tiny_training import asked, losses_in_log, tiny
 from trainfit import records
@@ -91,57 +91,33 @@ class _Filler:
         return self.do if name == "on_start" else lambda *arguments: None
 
 
-def command(
-    *words: str, cwd: Path, limit: int | None = None, **more: Any
-) -> subprocess.CompletedProcess[str]:
-    def limited() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    code = "import sys; from trainfit.cli.entry import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=cwd, text=True, timeout=250, stdin=subprocess.DEVNULL,
-        preexec_fn=limited, **({"capture_output": True} | more),
-    )  # fmt: skip
-
-
-def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path) -> None:
-    """Any machine: the process's own limit of a file's size ends a checkpoint's write."""
+def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path, worker: Worker) -> None:
+    """On any machine: a limit on the size of a file ends a checkpoint's write."""
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(tiny().content()))
-    words = [
-        "train",
-        str(recipe),
-        "--out",
-        "run",
-        "--steps",
-        "6",
-        "--data",
-        "stories:60",
-        "--save-every",
-        "2",
-    ]
-    ended = command(*words, "--json", cwd=tmp_path, limit=150_000)
-    assert (ended.returncode, ended.stdout) == (74, "")
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("trainfit: error")]
+    words = f"train {recipe} --out run --steps 6 --data stories:60 --save-every 2 --json".split()
+    limits = {"folder": tmp_path, "memory_bytes": None}
+    ended = worker.run(*words, file_bytes=150_000, **limits)
+    assert (ended.code, ended.out) == (74, "")
+    errors = [line for line in ended.err.splitlines() if line.startswith("trainfit: error")]
     assert errors == [
-        "trainfit: error: run/checkpoints/step-00000002/model-00000.safetensors: File too large; raise the limit of a "
-        "file's size (ulimit -f); no checkpoint had been saved: --resume begins with the first step"
+        "trainfit: error: run/checkpoints/step-00000002/model-00000.safetensors: File too large; raise "
+        "the limit of a file's size (ulimit -f); no checkpoint had been saved: --resume begins with the first "
+        "step"
     ]
-    assert "Traceback" not in ended.stderr
-    again = command(*words, "--resume", "--json", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["steps"] == 6
+    assert "Traceback" not in ended.err
+    again = worker.run(*words, "--resume", **limits)
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["steps"] == 6
 
 
-@pytest.mark.parametrize("words", [["gpus"], ["gpus", "--json"], ["predict", "tiny-cpu"]])
-def test_a_full_standard_output_is_74(words: list[str], tmp_path: Path) -> None:
+def test_a_full_standard_output_is_74(worker: Worker) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
-    with open("/dev/full", "w") as full:
-        ended = command(*words, cwd=tmp_path, capture_output=False, stdout=full, stderr=subprocess.PIPE)
-    assert ended.returncode == 74
-    assert ended.stderr == f"trainfit: error: standard output: {FULL}; free some space there\n"
+    for words in (["gpus"], ["gpus", "--json"], ["predict", "tiny-cpu"]):
+        ended = worker.run(*words, out="/dev/full")
+        assert ended.code == 74
+        assert ended.err == f"trainfit: error: standard output: {FULL}; free some space there\n"
 
 
 def test_a_closed_standard_output_is_74(tmp_path: Path) -> None:

@@ -1,24 +1,24 @@
-"""SIGTERM and Ctrl-C at any moment: exit 75 with one line that says what is saved, and the run goes on from there."""
+"""SIGTERM and Ctrl-C at any moment: exit 75, one line on what is saved, and a run that can be resumed."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from command_worker import Worker
+from machine_speed import slowness
 from tiny_training import Listener, asked, losses_in_log, tiny
-from trainfit.cli.main import guarded, main
-from trainfit.training import evaluate as evaluation
+from trainfit.cli.main import guarded
+from trainfit.training import session
 from trainfit.training.log import JsonlLog
 from trainfit.training.loop import train
 from trainfit.training.stop import Stopped, StopSignal
 
-CODE = "import sys; from trainfit.cli.entry import main; sys.exit(main())"
 AT = """
 import builtins, os, signal, sys
 wanted, number = sys.argv[1], int(sys.argv[2])
@@ -52,13 +52,20 @@ def words(recipe: str, *more: str) -> list[str]:
 def run(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=250,
-        stdin=subprocess.DEVNULL, env=os.environ | {"TRAINFIT_CACHE": str(cwd / "cache")},  # a cached ledger needs no torch
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"TRAINFIT_CACHE": str(cwd / "cache")},  # A cached ledger needs no torch.
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
-    "module", ["trainfit.cli", "typer", "torch", "transformers", "trainfit.training.loop"]
+    ("module", "number"),
+    [
+        ("trainfit.cli", signal.SIGINT),
+        ("typer", signal.SIGTERM),
+        ("torch", signal.SIGINT),
+        ("transformers", signal.SIGTERM),
+        ("trainfit.training.loop", signal.SIGINT),
+    ],
 )
 def test_a_signal_during_an_import_says_that_nothing_was_saved(
     module: str, number: int, recipe: str, tmp_path: Path
@@ -78,84 +85,74 @@ def test_a_signal_during_an_import_says_that_nothing_was_saved(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-SLOW = """
-import signal, sys, time
-place = sys.argv.pop(1)
+STOPPED_IN = """
+import os, signal, time
+import trainfit.training.{module} as module
+plain = module.{name}
 
-def slow(module, name):
-    plain = getattr(module, name)
-    def once(*arguments, **options):
-        print("here", flush=True, file=sys.stderr)
-        for _ in range(600):
-            time.sleep(0.1)
-        return plain(*arguments, **options)
-    setattr(module, name, once)
+def stopped(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(600):
+        time.sleep(0.1)
+    return plain(*arguments, **options)
 
-import trainfit.training.loop as loop, trainfit.training.corpus as corpus, trainfit.training.checkpoint as checkpoint
-if place == "model": slow(loop, "assemble")
-if place == "data": slow(corpus, "_tokenize")
-if place == "resume": slow(checkpoint, "load")
-from trainfit.cli.entry import main
-sys.exit(main())
+module.{name} = stopped
 """
+PLACES = {"model": ("loop", "assemble"), "data": ("corpus", "_tokenize"), "resume": ("checkpoint", "load")}
 
 
-@pytest.mark.parametrize("place", ["model", "data", "resume"])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_signal_before_the_first_step_ends_at_once_and_the_run_starts_again(
-    place: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, recipe: str, tmp_path: Path, worker: Worker
 ) -> None:
-    more = ["--resume"] if place == "resume" else []
+    more, limits = ["--resume"] if place == "resume" else [], {"folder": tmp_path, "memory_bytes": None}
     if more:
-        monkeypatch.chdir(tmp_path)
-        assert main(words(recipe, "--steps", "2")) == 0
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, place, *words(recipe, *more)], cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert process.stderr is not None
-    while process.stderr.readline() != "here\n":
-        assert process.poll() is None
-    began_s = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    out, said = process.communicate(timeout=60)
-    assert time.monotonic() - began_s < 30, "it did not wait for the work"
-    assert (process.returncode, out) == (75, "")
+        assert worker.run(*words(recipe, "--steps", "2"), **limits).code == 0
+    module, name = PLACES[place]
+    ended = worker.run(*words(recipe, *more), first=STOPPED_IN.format(module=module, name=name), **limits)
+    assert ended.wall_s < 30 * slowness(), "it did not wait for the work"
+    assert (ended.code, ended.out) == (75, "")
     saved = (
         "--resume goes on from run/checkpoints/step-00000002" if more
         else "nothing had been saved: the same command starts again"
     )  # fmt: skip
-    assert said.splitlines()[-1] == f"trainfit: SIGTERM: stopped; {saved}"
+    assert ended.err.splitlines()[-1] == f"trainfit: SIGTERM: stopped; {saved}"
     assert not list((tmp_path / "run").rglob(".unfinished*"))
-    monkeypatch.chdir(tmp_path)
-    assert main(words(recipe, *more)) == 0
+    assert worker.run(*words(recipe, *more), **limits).code == 0
+
+
+TWICE = """
+import os, signal
+import trainfit.training.durable as durable
+plain = durable._seal
+
+def seal(work):
+    if "step-00000002" in work.name:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    plain(work)
+
+durable._seal = seal
+"""
 
 
 def test_a_run_that_is_ended_while_a_checkpoint_is_written_is_whole(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, worker: Worker
 ) -> None:
-    """Twice in a row, as ``timeout`` sends it to the process and to its group, in the middle of a checkpoint's write."""
+    """Two signals in the middle of a checkpoint's write: ``timeout`` signals the process and its group."""
     straight = train(tiny(), asked(tmp_path / "straight", 6, eval_fraction=0.05, eval_sequences=64))
-    twice = (
-        "import os, signal, sys, trainfit.training.durable as durable\n"
-        "plain = durable._seal\n"
-        "def seal(work):\n"
-        "    if 'step-' in work.name and 'step-00000002' in work.name:\n"
-        "        os.kill(os.getpid(), signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    plain(work)\n"
-        "durable._seal = seal\n"
-    ) + CODE
-    ended = run(twice, *words(recipe, "--save-every", "2"), cwd=tmp_path)
-    assert ended.returncode == 75, ended.stderr
-    assert json.loads(ended.stdout)["message"] == "SIGTERM after step 2 of 6; --resume goes on from it"
-    monkeypatch.chdir(tmp_path)
-    capsys.readouterr()
-    assert main(words(recipe, "--resume")) == 0
-    losses = [json.loads(out)["losses"] for out in (ended.stdout, capsys.readouterr().out)]
+    limits = {"folder": tmp_path, "memory_bytes": None}
+    ended = worker.run(*words(recipe, "--save-every", "2"), first=TWICE, **limits)
+    assert ended.code == 75, ended.err
+    assert json.loads(ended.out)["message"] == "SIGTERM after step 2 of 6; --resume goes on from it"
+    resumed = worker.run(*words(recipe, "--resume"), **limits)
+    assert resumed.code == 0, resumed.err
+    losses = [json.loads(out)["losses"] for out in (ended.out, resumed.out)]
     assert losses[0] + losses[1] == list(straight.losses)
 
 
 def stopped_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
-    plain = evaluation.evaluate
+    plain = session.evaluate
 
     def evaluate(*arguments: object, **options: object) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -189,7 +186,6 @@ def test_a_signal_in_the_first_step_ends_without_a_checkpoint(tmp_path: Path) ->
         signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     listener.on_start = at_start  # type: ignore[method-assign]
-    import trainfit.training.session as session
 
     class Slow(session.Feed):
         def __next__(self) -> object:  # type: ignore[override]

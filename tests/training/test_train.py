@@ -1,4 +1,4 @@
-"""The training loop: it learns, tells what it does, stops politely, and ends with a clear message."""
+"""The training loop: learning, metrics, signals, and the message at the end."""
 
 import io
 import json
@@ -28,14 +28,15 @@ def test_it_learns_and_no_model_beats_the_entropy_of_unseen_stories(tmp_path):
     assert summary.losses[0] == pytest.approx(math.log(384), rel=0.05), "a random model knows nothing"
     assert summary.final_loss < 0.75 * summary.losses[0]
     assert summary.evaluations[1].perplexity < summary.evaluations[0].perplexity
-    # Tokens of the tokenizer cover about the same text in both sides, so bits a token of all stories is the floor.
+    # Tokens of the tokenizer cover about the same text in both sides, so bits a token of all stories is the
+    # floor.
     bits = sum(synthetic_text(0, index).bits for index in range(400))
     tokens = listener.run.train_tokens + listener.run.eval_tokens
     assert summary.eval_perplexity > 2 ** (bits / tokens)
     assert summary.eval_perplexity == pytest.approx(math.exp(summary.evaluations[-1].loss))
 
 
-def test_what_observers_hear_in_order(tmp_path):
+def test_observers_are_called_in_order(tmp_path):
     listener = Listener()
     flops = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
     summary = train(
@@ -81,11 +82,12 @@ def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_checkpoin
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_after_the_step_and_are_given_back(tmp_path, number):
-    before = signal.getsignal(number)
+    before, console = signal.getsignal(number), Console(file=io.StringIO(), width=200)
     listener = Listener(stop_at(2, number))
-    summary = train(tiny(), asked(tmp_path, 500), observers=[listener])
+    train(tiny(), asked(tmp_path, 500), observers=[listener, ProgressBar(console)])
     assert listener.heard == ["start", 1, 2, "saved", "end"]
-    assert number.name in summary.message
+    ended = f"stopped: {number.name} after step 2 of 500; --resume goes on from it"
+    assert ended in console.file.getvalue()
     assert signal.getsignal(number) is before
 
 
@@ -118,7 +120,7 @@ def test_an_error_of_an_observer_ends_the_run_and_closes_all(tmp_path):
     assert [listener.closed for listener in listeners] == [1, 1]
 
 
-def test_the_norm_before_clipping_is_told(tmp_path):
+def test_the_norm_before_clipping_is_reported(tmp_path):
     listener = Listener()
     recipe = tiny("optimizer.name=sgd", "optimizer.lr=1.0", "optimizer.clip_norm=1e-6")
     train(recipe, asked(tmp_path / "a", 2), observers=[listener])
@@ -137,7 +139,7 @@ def test_a_device_that_is_not_there(tmp_path):
     assert not (tmp_path / "run.json").exists()
 
 
-def test_an_op_without_deterministic_kernel_is_told_with_the_way_out(tmp_path, monkeypatch):
+def test_an_op_without_deterministic_kernel_is_refused_with_the_remedy(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -157,7 +159,7 @@ def test_an_op_without_deterministic_kernel_is_told_with_the_way_out(tmp_path, m
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_progress_bar_shows_what_the_issue_names(tmp_path, terminal):
+def test_the_progress_bar_shows_every_metric(tmp_path, terminal):
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
     flops = StepFlops(model_flops=6e9, hardware_flops=8e9, peak_flops_per_s=1e12)
     summary = train(tiny(), asked(tmp_path, 3), flops=flops, observers=[ProgressBar(console)])
@@ -179,12 +181,9 @@ def test_the_progress_bar_shows_what_the_issue_names(tmp_path, terminal):
     ) == ("loss 2.0000  2.00M tokens/s"), "what is not known is left out"
 
 
-def test_stopping_early_says_how_to_go_on(tmp_path):
-    console = Console(file=io.StringIO(), width=200)
-    train(tiny(), asked(tmp_path, 9), observers=[Listener(stop_at(2)), ProgressBar(console)])
-    assert "stopped: SIGTERM after step 2 of 9; --resume goes on from it" in console.file.getvalue()
-
-
 def test_options_and_observers_need_no_torch():
-    code = "import sys, trainfit.training.options, trainfit.training.observer, trainfit.training.log; sys.exit('torch' in sys.modules)"
+    modules = ", ".join(
+        f"trainfit.training.{name}" for name in ("options", "observer", "log", "folder", "stop")
+    )
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

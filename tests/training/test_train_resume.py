@@ -1,8 +1,6 @@
 """A resumed run has the losses of an unbroken one to the last bit, or is refused."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,20 +45,18 @@ def test_ten_steps_and_ten_more_are_twenty_to_the_last_bit(tmp_path, config, set
     assert losses_in_log(tmp_path / "straight") == dict(enumerate(straight.losses, 1))
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(tmp_path):
+def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(tmp_path, worker):
     recipe = tiny()
     straight = train(recipe, asked(tmp_path / "straight", 12))
     killed = asked(tmp_path / "killed", 12, save_every=4)
     code = (
-        "import sys, signal; sys.path.insert(0, sys.argv[1]); import tiny_training as t; from pathlib import Path\n"
+        "import sys, signal; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1] / 'helpers')!r}); import tiny_training as t\n"
         "from trainfit.training.log import JsonlLog; from trainfit.training.loop import train\n"
-        "o = t.asked(Path(sys.argv[2]), 12, save_every=4)\n"
+        f"o = t.asked(Path({killed.out!r}), 12, save_every=4)\n"
         "train(t.tiny(), o, observers=[JsonlLog(), t.Listener(t.stop_at(10, signal.SIGKILL))])"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parents[1] / "helpers"), killed.out], timeout=120
-    )
-    assert ended.returncode == -signal.SIGKILL
+    assert worker.run(first=code, memory_bytes=None).code == -signal.SIGKILL
     assert len(losses_in_log(killed.folder)) == 10
     with (killed.folder / "log.jsonl").open("a") as log:
         log.write('{"kind": "step", "st')  # What a kill in the middle of a write leaves.

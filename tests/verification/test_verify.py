@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import gpu, gpu_of_device, gpus
 from trainfit.cli.main import main
 from trainfit.measurement.environment import host_environment
@@ -13,7 +14,6 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Measurement
 from trainfit.verification import this_device, verify
-from trainfit.verification.draws import FAMILIES
 from trainfit.verification.verify import Check, conclude, suite
 
 Captured = pytest.CaptureFixture[str]

@@ -1,7 +1,7 @@
-"""How fast each attention kernel was measured to be, by GPU, dtype, head size and length: what ``attention: best`` chooses by
-(shapes), and what predicted times follow from (rates).
+"""Measured speed of attention kernels by GPU, dtype, head size and length.
 
-Enters: ``attention.toml``, which ``python -m benchmarks.attention_table`` writes from records. Leaves: frozen values. No torch.
+``attention: best`` chooses by the shapes, predicted times use the rates. ``python -m
+benchmarks.attention_table`` writes attention.toml from records. Imports no torch.
 """
 
 import functools
@@ -21,12 +21,13 @@ from trainfit.spec.value import PositiveInt, Value, disagreement, parse
 
 FILE = FOLDER / "attention.toml"
 Dtype = Literal["bf16", "fp32"]
-"""bf16 stands for fp16, too: the kernels and the tensor cores' rate are the same."""
+"""bf16 includes fp16: kernels and tensor-core rates are the same."""
 Kernel = Literal["cudnn", "flash", "efficient", "gluon", "plain"]
-"""PyTorch's, and ours: for Hopper's 16-bit heads of some sizes, and for all else."""
+"""PyTorch's three; trainfit's for some 16-bit head sizes on Hopper (gluon), and for all others (plain)."""
 FORWARD_PRODUCTS = 2
 BACKWARD_PRODUCTS = {"cudnn": 5, "flash": 5, "efficient": 5, "gluon": 5, "plain": 7}
-"""Matrix products of n x n x d that a kernel executes: our plain backward is two passes, both of which make scores (virtual/cuda/flops.py)."""
+"""Matrix products of n x n x d that a kernel executes. The plain backward computes scores in both of its
+two passes (virtual/cuda/flops.py)."""
 
 
 class AttentionShape(Value):
@@ -48,7 +49,7 @@ class AttentionShape(Value):
         return (self.dtype, self.head, self.causal, self.seq)
 
     def are_equal(self, one: AttentionKernel, other: AttentionKernel) -> bool:
-        """Whether the two times differ by no more than half the spreads of both, so that another run may turn them round."""
+        """Whether the two times differ by no more than half their combined spread."""
         scattered = sum(self.seconds[name] * self.spread.get(name, 0.0) / 2 for name in (one, other))
         return abs(self.seconds[one] - self.seconds[other]) <= scattered
 
@@ -83,7 +84,7 @@ class AttentionRate(Value):
         return (self.kernel, self.dtype, self.head, self.seq, self.masked)
 
     def flops_per_s(self, *, backward: bool) -> float:
-        """What it executes a second, masked pairs not counted."""
+        """Return the FLOP/s, masked pairs not counted."""
         products = BACKWARD_PRODUCTS[self.kernel] if backward else FORWARD_PRODUCTS
         pairs = self.seq * (self.seq + 1) / 2 if self.causal else self.seq**2
         flops = 2.0 * products * self.batch * self.heads * pairs * self.head
@@ -111,7 +112,7 @@ class AttentionRun(Value):
 
 
 class Found(NamedTuple):
-    """The measurement nearest to what was asked."""
+    """The measurement nearest to a request."""
 
     run: AttentionRun
     shape: AttentionShape
@@ -119,10 +120,10 @@ class Found(NamedTuple):
 
 @functools.cache
 def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
-    """The runs of a file, checked.
+    """Return the runs of a file, checked.
 
     Raises:
-        InputError: a GPU that the catalog does not have, a shape or rate that is there twice, or a value that makes no sense.
+        InputError: a GPU that the catalog does not have, a duplicate shape or rate, or an invalid value.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     runs = tuple(parse(AttentionRun, row, file=path.name) for row in table.get("run", []))
@@ -143,7 +144,10 @@ def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
 def nearest(
     runs: Sequence[AttentionRun], *, gpu: str, dtype: Dtype, head: int, seq: int, causal: bool = True
 ) -> Found | None:
-    """The measured shape of this GPU, dtype and head size whose length is nearest, as a ratio; None: nothing is measured."""
+    """Return the measured shape of this GPU, dtype and head size whose length is nearest, as a ratio.
+
+    None: nothing is measured.
+    """
     found = [
         Found(run, shape)
         for run in runs
@@ -164,14 +168,19 @@ def nearest_rate(
     seq: int,
     masked: bool = False,
 ) -> AttentionRate | None:
-    """Of the kernel on this GPU: the measured head size nearest to what is asked, then the nearest length, both as ratios.
+    """Return the kernel's rate on this GPU at the nearest head size, then the nearest length, both as ratios.
 
-    None: nothing is measured of the kernel in this dtype, with a mask as a tensor or without one as asked.
+    None: the kernel is not measured in this dtype, with or without a mask tensor as requested.
     """
-    asked = (kernel, dtype, masked)
     found = [
-        rate for run in runs if run.gpu == gpu for rate in run.rates if (rate.kernel, rate.dtype, rate.masked) == asked
-    ]  # fmt: skip
-    return min(
-        found, key=lambda one: (abs(math.log(one.head / head)), one.head, abs(math.log(one.seq / seq)), one.seq), default=None
-    )  # fmt: skip
+        rate
+        for run in runs
+        if run.gpu == gpu
+        for rate in run.rates
+        if (rate.kernel, rate.dtype, rate.masked) == (kernel, dtype, masked)
+    ]
+
+    def distance(one: AttentionRate) -> tuple[float, int, float, int]:
+        return abs(math.log(one.head / head)), one.head, abs(math.log(one.seq / seq)), one.seq
+
+    return min(found, key=distance, default=None)

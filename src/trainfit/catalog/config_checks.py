@@ -1,7 +1,6 @@
-"""What a config.json must be before anything is built from it: plain data, no demand for remote code, sizes and values that make sense.
+"""Check a config.json before anything is built from it: plain data, no remote code, valid sizes and values.
 
-Enters: a mapping read as strict JSON. Leaves: the same mapping. Whether the model type can be built is for the
-room that builds it.
+Whether the model type can be built is decided in ``models/``.
 """
 
 import re
@@ -12,7 +11,7 @@ from trainfit.catalog.config_values import check_values
 from trainfit.spec.errors import InputError
 
 REMOTE_CODE_KEYS = ("auto_map", "custom_pipelines")
-"""Keys that name Python code of a repository. Ignored where transformers has the model type itself: the code is never run."""
+"""Keys that name Python code of a repository, which is never run."""
 TRUST_KEY = "trust_remote_code"
 
 LARGEST = {
@@ -46,23 +45,23 @@ LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$")
 """Keys of the kinds above that count what is no module: up to 2**31 - 1."""
 
 SWITCHES = {"return_dict": True, "torchscript": False}
-"""Keys that say how transformers' forward answers -> the value that training needs."""
+"""Keys that set what transformers' forward returns -> the value that training needs."""
 
 HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads")
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
 LARGEST_HEAD = 2**16
 """No attention kernel takes a wider head."""
 KEY_VALUE_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
-"""How configs call the query heads, and the key-value heads that equal groups of them share."""
+"""Config keys of the key-value heads, each shared by a group of query heads."""
 
 
 def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
-    """The mapping itself, if it can be built from.
+    """Return the mapping itself, if a model can be built from it.
 
     Raises:
-        InputError: not a mapping, no ``model_type``, trust in remote code asked for, a size that is no positive integer or
-            far over any model's, query heads that do not share the key-value heads evenly, an answer that is no mapping,
-            or a value with which no model trains.
+        InputError: not a mapping, no ``model_type``, remote code requested, a size that is no positive integer
+            or too large, query heads that do not share the key-value heads evenly, a forward that returns no
+            mapping, or a value with which no model trains.
     """
     if not isinstance(config, dict):
         raise InputError(

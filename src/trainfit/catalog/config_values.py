@@ -1,7 +1,7 @@
-"""Whether a model of these settings can train: ranges of the numbers in a config.json that shape no tensor.
+"""Check the numbers of a config.json that shape no tensor: whether a model with them can train.
 
-Enters: the mapping of a config.json. Leaves: nothing, or an InputError that names the key. Keys are recognised by their
-names wherever they stand, as model types share them: in nested configs, and in RoPE parameters for each layer type.
+Keys are recognised by their names at any depth, as model types share them: in nested configs, and in RoPE
+parameters for each layer type.
 """
 
 import re
@@ -19,7 +19,7 @@ LARGEST_EPS = 1.0
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a key may have. ``above``: exclusive; ``at_least`` and ``at_most``: inclusive; ``below``: exclusive."""
+    """Allowed numbers of a key: ``above`` and ``below`` exclusive, ``at_least`` and ``at_most`` inclusive."""
 
     remedy: str
     above: float | None = None
@@ -52,7 +52,8 @@ ANYWHERE = tuple(
         (r"(?:^|_)(?:initializer_range|init_std|initializer_factor|init_range)$", STD),
         (r"(?:^|_)eps(?:ilon)?(?:$|_)", EPS),
         (
-            r"dropout(?:_p|_prob|_rate|_ratio)?$|(?:^|_)pdrop$|layerdrop$|(?:^|_)drop_(?:path_)?(?:rate|prob)$",
+            r"dropout(?:_p|_prob|_rate|_ratio)?$|(?:^|_)pdrop$|layerdrop$"
+            r"|(?:^|_)drop_(?:path_)?(?:rate|prob)$",
             DROPPED,
         ),
         (r"^(?:attn|final)_logit_softcapping$", POSITIVE),
@@ -102,7 +103,7 @@ def _range(key: str, in_rope: bool) -> Range | None:
 
 
 def _leaves(data: dict[str, Any], path: str, *, in_rope: bool) -> Iterator[tuple[str, str, Any, bool]]:
-    """Each value with its dotted path, its key and whether it is a RoPE parameter; those of lists one by one."""
+    """Yield each value with its path, its key and whether it is a RoPE parameter, items of lists too."""
     for key, value in data.items():
         field = f"{path}.{key}"
         rope = in_rope or key in ROPE_MAPPINGS

@@ -1,8 +1,8 @@
-"""The catalog's loader: GPUs, links, models and shipped recipes, by name, as nouns.
+"""Load the catalog: GPUs, links, models and shipped recipes, by name. Imports no torch.
 
-Enters: the data files beside this module (``gpus.toml``, ``links.toml``, ``models.toml``, ``models/*.json``,
-``recipes/*.yaml``). Leaves: frozen values. An unknown name is an InputError that lists near names, never a guess.
-No torch here.
+Rows come from the data files of this folder (``gpus.toml``, ``links.toml``, ``models.toml``,
+``models/*.json``, ``recipes/*.yaml``) and of the folder that TRAINFIT_CATALOG names. An unknown name is an
+InputError that lists near names, never a guess.
 """
 
 import copy
@@ -25,7 +25,7 @@ from trainfit.spec.recipe_file import read_json
 from trainfit.spec.value import Value, parse
 
 FOLDER = Path(__file__).parent
-MOST_NAMES_TOLD = 50
+MAX_NAMES_LISTED = 50
 """An error line that lists more names is no longer read."""
 MULTIPLIERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -33,8 +33,8 @@ MULTIPLIERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 class ModelRow(Value):
     """One model of the catalog.
 
-    ``config`` is the content of its config.json. ``published`` is the parameter count as its source prints it,
-    with every digit (``1,235,814,400``) or rounded (``671B``); empty when no source states one.
+    ``config`` is the content of its config.json. ``published`` is the parameter count as its source prints
+    it, with every digit (``1,235,814,400``) or rounded (``671B``); empty when no source states one.
     """
 
     name: str
@@ -64,12 +64,12 @@ def published_interval(text: str) -> tuple[int, float]:
 
 
 def gpus() -> dict[str, Gpu]:
-    """Every accelerator of the catalog, by name."""
+    """Return every accelerator of the catalog, by name."""
     return dict(_gpus())
 
 
 def gpu(name: str) -> Gpu:
-    """The accelerator called ``name``, such as ``h100-sxm`` or ``H100 80GB``; ``cpu`` is the machine that runs the command.
+    """Return the accelerator called ``name``, such as ``h100-sxm`` or ``H100 80GB``; ``cpu`` is this machine.
 
     Raises:
         InputError: no such row; the message lists near names.
@@ -83,7 +83,7 @@ def gpu(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu:
-    """The GPU that a driver calls ``device_name``, as ``torch.cuda.get_device_name`` prints it.
+    """Return the GPU that a driver calls ``device_name``, as in ``torch.cuda.get_device_name``.
 
     Raises:
         InputError: no row has that name; the error lists near ones.
@@ -102,17 +102,17 @@ def gpu_of_device(device_name: str) -> Gpu:
 
 
 def links() -> dict[str, Link]:
-    """Every link of the catalog, by name."""
+    """Return every link of the catalog, by name."""
     return dict(_links())
 
 
 def link(name: str) -> Link:
-    """The link called ``name``, such as ``nvlink4``."""
+    """Return the link called ``name``, such as ``nvlink4``."""
     return _links().get(name) or _unknown("link", name, _links(), "link")
 
 
 def cluster(hardware: Hardware) -> Cluster:
-    """The GPUs that a recipe's ``hardware`` names, with the user's price where one is given."""
+    """Return the GPUs that a recipe's ``hardware`` names, with the user's price where one is given."""
     found = gpu(hardware.gpu)
     price = found.price_per_hour if hardware.price_per_hour is None else hardware.price_per_hour
     neighbours = None if found.link == "none" else link(found.link)
@@ -120,24 +120,24 @@ def cluster(hardware: Hardware) -> Cluster:
 
 
 def models() -> dict[str, ModelRow]:
-    """Every model of the catalog, by name, with its config."""
+    """Return every model of the catalog, by name, with its config."""
     return {name: model(name) for name in _model_table()}
 
 
 def model_names() -> list[str]:
-    """The names of the catalog's models, without reading their configs."""
+    """Return the names of the catalog's models, without reading their configs."""
     return list(_model_table())
 
 
 def model(name: str) -> ModelRow:
-    """The model called ``name``, such as ``llama-3.1-8b`` or ``meta-llama/Llama-3.1-8B``."""
+    """Return the model called ``name``, such as ``llama-3.1-8b`` or ``meta-llama/Llama-3.1-8B``."""
     table, known = _model_table(), _known_model(name)
     row = {"name": known, **table[known], "config": _config(known)}
-    return parse(ModelRow, row, file="models.toml")
+    return parse(ModelRow, row, file=names.place(names.MODELS, known))
 
 
 def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """The mapping of a config.json, as data to build from; no code is ever loaded with it.
+    """Return the mapping of a config.json, as data to build from; no code is ever loaded with it.
 
     Args:
         config: a name of the catalog or the Hub, a path that ends in ``.json``, or such a mapping.
@@ -146,8 +146,8 @@ def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
         A copy, free to change.
 
     Raises:
-        InputError: unknown name, or a mapping that asks for remote code or whose sizes make no sense.
-        FileNotFoundError: a path that is not there.
+        InputError: unknown name, or a mapping that requests remote code or has invalid sizes.
+        FileNotFoundError: the path does not exist.
     """
     if isinstance(config, str) and config.endswith(".json"):
         return check_config(read_json(Path(config)), file=config)
@@ -157,14 +157,14 @@ def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def recipes() -> dict[str, Path]:
-    """The shipped recipes' files, by name."""
+    """Return the files of the shipped recipes, by name."""
     return {path.stem: path for path in sorted((FOLDER / "recipes").glob("*.yaml"))}
 
 
 @functools.cache
 def _gpus() -> dict[str, Gpu]:
     return {
-        name: parse(Gpu, {"name": name, **row}, file=names.GPUS)
+        name: parse(Gpu, {"name": name, **row}, file=names.place(names.GPUS, name))
         for name, row in names.rows(names.GPUS).items()
     }
 
@@ -172,7 +172,7 @@ def _gpus() -> dict[str, Gpu]:
 @functools.cache
 def _links() -> dict[str, Link]:
     return {
-        name: parse(Link, {"name": name, **row}, file="links.toml")
+        name: parse(Link, {"name": name, **row}, file=names.place("links.toml", name))
         for name, row in names.rows("links.toml").items()
     }
 
@@ -187,12 +187,12 @@ def _known_model(name: str) -> str:
 
 @functools.cache
 def _config(name: str) -> dict[str, Any]:
-    path = FOLDER / "models" / f"{name}.json"
+    path = names.folder_of(names.MODELS, name) / "models" / f"{name}.json"
     return check_config(read_json(path), file=str(path))
 
 
 def names_like(name: str, known: Iterable[str]) -> list[str]:
-    """At most six of the ``known`` names that ``name`` is a part of or is spelt like; of a Hub name its last part counts."""
+    """Return at most six of the ``known`` names that contain ``name`` or are spelt like it."""
     every, typed = list(known), name.rpartition("/")[2].lower()
     near = [one for one in every if typed and typed in one]
     near += [one for one in difflib.get_close_matches(typed, every, n=4, cutoff=0.5) if one not in near]
@@ -206,7 +206,7 @@ def _unknown(
     near = list(family) or names_like(name, every)
     if near:
         remedy = f"did you mean {', '.join(near)}?"
-    elif len(every) > MOST_NAMES_TOLD:
+    elif len(every) > MAX_NAMES_LISTED:
         remedy = f"trainfit {noun}s lists the {len(every)} that are known"
     else:
         remedy = f"known: {', '.join(every)}"

@@ -1,4 +1,4 @@
-"""``gpu: cpu``: the machine that runs the command, as a device to predict for and measure on. No torch here."""
+"""``gpu: cpu``: the machine that runs the command, as a device to predict for. Imports no torch."""
 
 import os
 import platform
@@ -8,7 +8,7 @@ from trainfit.spec.names import CPU
 
 
 def this_cpu() -> Gpu:
-    """This machine's CPU: its memory is known, its peak and bandwidth are not."""
+    """Return this machine's CPU. Its memory is known, its peak and bandwidth are not."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Gpu(
         name=CPU,
@@ -20,6 +20,7 @@ def this_cpu() -> Gpu:
         memory_bytes_per_s=None,
         peak_flops_per_s={},
         link="none",
+        host_link="none",
         gpus_per_host=1,
         source=Source(url="", accessed="now", note="read from the operating system"),
     )

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from trainfit.measurement.feed import Feed, RandomTokens
+from trainfit.spec.recipe import Loader
 from trainfit.step import Batch, Step, vocabulary
-from trainfit.techniques import loader
 
 
 @contextmanager
@@ -15,11 +16,11 @@ def feeding(step: Step, num_steps: int) -> Iterator[Callable[[], list[Batch]]]:
     measured against.
     """
     recipe = step.recipe
-    if not loader.applies(recipe):
+    if recipe.loader == Loader():
         batches = step.random_batches(recipe.seed)
         yield lambda: batches
         return
     sequences = recipe.batch.micro * recipe.batch.accumulate
-    source = loader.RandomTokens(vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed)
-    with loader.Feed(recipe, source, step.device, range(num_steps)) as feed:
+    source = RandomTokens(vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed)
+    with Feed(recipe, source, step.device, range(num_steps)) as feed:
         yield feed.__next__

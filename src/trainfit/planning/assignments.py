@@ -1,11 +1,12 @@
-"""Peak memory and time of many ways to save a model's blocks at once, from what a probe measured of one block each.
+"""Peak memory and time of many ways to save a model's blocks, from what a probe measured of single blocks.
 
-Legend: an option is a level of recomputation and a share to offload; an assignment gives each of L blocks one option;
-C assignments are evaluated together as an integer array [C, L]. Within, arrays are [L, C]: a step over the blocks reads rows.
+Legend: an option is a level of recomputation and a share to offload; an assignment gives each of L blocks
+one option; C assignments are evaluated together as an integer array [C, L]. Internal arrays are [L, C], so
+that a step over the blocks reads rows.
 
-The memory is followed through the executed step, event by event of the probe's pieces: block by block up the forward,
-over the head and the loss, block by block down the backward, where recomputation rises above what is kept and gradients
-grow while activations go. Bounding the sum of what is saved would miss all of that.
+Memory is followed through the step, piece by piece of the probe: block by block through the forward, over
+the head and the loss, block by block through the backward, where recomputed results and gradients add to
+what is saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +32,12 @@ class Option(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Of C assignments, each an array [C]."""
+    """Costs of C assignments, each an array [C]."""
 
     seconds: Array
-    """Of a step, as ``predict.roofline`` counts them."""
+    """Of a step, as ``prediction.roofline`` counts them."""
     waits_s: Array
-    """More, in which the GPU would wait for copies between it and the host."""
+    """Additional seconds in which the GPU would wait for copies to or from the host."""
     gone_bytes: Array
     """Offloaded by one micro-batch."""
     peak_bytes: Array
@@ -44,7 +45,7 @@ class Evaluation(NamedTuple):
 
 
 def gone_bytes(cost: Cost, share: float) -> int:
-    """Device bytes that a block's offloaded storages free."""
+    """Return the device bytes that a block's offloaded storages free."""
     gone = held = total = 0
     for size in cost.held_bytes:
         held += size
@@ -74,7 +75,7 @@ class Table:
 
 
 def table(probe: Probe, options: Sequence[Option]) -> Table:
-    """The probe's numbers laid out for ``evaluate``."""
+    """Lay out the probe's numbers for ``evaluate``."""
 
     def of(read: Callable[[Cost, Option], float]) -> Array:
         rows = {
@@ -102,11 +103,11 @@ def table(probe: Probe, options: Sequence[Option]) -> Table:
 def evaluate(
     probe: Probe, numbers: Table, assignments: NDArray[np.intp], copy_bytes_per_s: float, accumulate: int
 ) -> Evaluation:
-    """Time and peak of each assignment ([C, L], indices of options; the last block's option offloads nothing).
+    """Return time and peak of each assignment ([C, L], indices of options; the last block offloads nothing).
 
     Args:
         copy_bytes_per_s: between GPU and host, each way.
-        accumulate: micro-batches a step; the pieces' bytes are one's, the work is all of theirs.
+        accumulate: micro-batches a step. The pieces' bytes are of one micro-batch, their work of all.
     """
     num_options = len(numbers.options)
     at = np.ascontiguousarray(assignments.T) + num_options * np.arange(len(probe.kinds))[:, None]
@@ -124,7 +125,10 @@ def evaluate(
 
 
 def _peaks(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
-    """Highest allocated bytes. ``gone`` leaves a block once the next that offloads has run (saving_blocks.py)."""
+    """Return the highest allocated bytes.
+
+    A block's offloaded bytes are freed once the next offloading block has run (checkpointing/per_block.py).
+    """
     gone, keeps, net = pick(numbers.gone), pick(numbers.keeps), pick(numbers.backward_net)
     forward_peak, backward_peak = pick(numbers.forward_peak), pick(numbers.backward_peak)
     depth, num = keeps.shape
@@ -150,31 +154,34 @@ def _peaks(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Arra
 
 
 def _waits(copy_s: Array, forward_s: Array, backward_s: Array) -> Array:
-    """Seconds of one micro-batch in which the GPU waits for copies.
+    """Return the seconds of one micro-batch in which the GPU waits for copies.
 
-    A block's copy out is taken to begin halfway through its forward, a copy back with the next block's backward.
+    A block's copy out is assumed to begin halfway through its forward, a copy back with the next block's
+    backward.
     """
     depth, num = copy_s.shape
-    clock, lane, due = np.zeros(num), np.zeros(num), np.zeros(num)
+    clock, copies_end_s, due = np.zeros(num), np.zeros(num), np.zeros(num)
     for i in range(depth):
         leaves = copy_s[i] > 0
-        lane = np.where(leaves, np.maximum(lane, clock + forward_s[i] / 2) + copy_s[i], lane)
+        copies_end_s = np.where(
+            leaves, np.maximum(copies_end_s, clock + forward_s[i] / 2) + copy_s[i], copies_end_s
+        )
         clock = clock + forward_s[i]
         clock = np.where(leaves | (i == depth - 1), np.maximum(clock, due), clock)
-        due = np.where(leaves, lane, due)
-    lane = np.zeros(num)
+        due = np.where(leaves, copies_end_s, due)
+    copies_end_s = np.zeros(num)
     arrives = np.zeros(num)
     for i in range(depth - 1, -1, -1):
         clock = np.maximum(clock, arrives)
         if i:
-            lane = np.maximum(lane, clock) + copy_s[i - 1]
-            arrives = np.where(copy_s[i - 1] > 0, lane, 0)
+            copies_end_s = np.maximum(copies_end_s, clock) + copy_s[i - 1]
+            arrives = np.where(copy_s[i - 1] > 0, copies_end_s, 0)
         clock = clock + backward_s[i]
     return clock - forward_s.sum(0) - backward_s.sum(0)
 
 
 def _host_s(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
-    """Seconds that the host needs to issue everything, counted as ``predict.roofline`` does."""
+    """Return the seconds that the host needs to issue everything, as ``prediction.roofline`` counts them."""
     rest = probe.rest
     num_ops = rest.num_ops + pick(numbers.num_ops).sum(0)
     products = rest.num_products + pick(numbers.num_products).sum(0)

@@ -1,9 +1,8 @@
-"""``attention: best`` becomes a kernel: the fastest that the catalog's table holds for this GPU and shape and that is right.
+"""Choose a kernel for ``attention: best``: the fastest measured one that supports the recipe.
 
-Right is what the recipe's own checks and a trace on the virtual GPU accept: masks, soft caps, windows, grouped heads, dtypes
-and compilation are judged where they are known, not here. Where nothing is measured the choice is PyTorch's own (``sdpa``). Kernels
-whose times differ by no more than they scattered are equally fast: of those the one whose step needs the least memory is taken, by its
-prediction, which is the same every time.
+Support is decided by the recipe's own checks and by a trace on the virtual GPU. Where nothing is measured
+the choice is PyTorch's own (``sdpa``). Kernels whose times differ by less than they scatter count as tied;
+of those the one with the lowest predicted peak is taken.
 """
 
 from collections.abc import Sequence
@@ -29,11 +28,11 @@ COMPARED_WITH: tuple[AttentionKernel, ...] = (
     "eager",
     "math",
 )
-"""The first of them that was measured beside the chosen kernel is what its speed is told against."""
+"""Its speed is reported against the first of these that was measured together with the chosen kernel."""
 
 
 class Choice(NamedTuple):
-    """The recipe with a kernel in place of ``best``, and one line that says which and why."""
+    """The recipe with a kernel in place of ``best``, and one line with the reason."""
 
     recipe: Recipe
     note: str
@@ -46,12 +45,12 @@ def choose(
     device_type: str | None = None,
     runs: Sequence[AttentionRun] | None = None,
 ) -> Choice:
-    """The fastest kernel that is right for the recipe.
+    """Return the recipe with the fastest kernel that supports it.
 
     Args:
         gpu: catalog name of the GPU that runs it; None: the recipe's ``hardware.gpu``.
-        device_type: of the real device that runs it, which is then asked too; ``cpu``: nothing measured counts there. None: a
-            prediction, which asks nothing of this machine.
+        device_type: of the real device that runs it, which is checked too; None: a prediction. For ``cpu`` no
+            measurement applies.
         runs: None: the catalog's.
 
     Raises:
@@ -76,11 +75,11 @@ def choose(
         return _with(recipe, "sdpa", "; ".join(["PyTorch chooses", *_reasons(refusals)]))
     kernel, why = _smallest(right, name)
     reasons = [*_reasons(refusals), "the times are of plain causal attention"] if refusals else []
-    return _with(recipe, kernel, "; ".join([_told(found, kernel, recipe.batch.seq), *why, *reasons]))
+    return _with(recipe, kernel, "; ".join([_speedup_text(found, kernel, recipe.batch.seq), *why, *reasons]))
 
 
 def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[AttentionKernel, list[str]]:
-    """Of equally fast kernels the one whose step has the least peak, then PyTorch's before ours; and a line where there are several."""
+    """Return the tied kernel with the lowest peak (PyTorch's before trainfit's), and a line on ties."""
     if len(right) == 1:
         return next(iter(right)), []
     peaks = {name: replay_on(find_gpu(gpu), ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
@@ -99,7 +98,7 @@ def _reasons(refusals: dict[str, list[str]]) -> list[str]:
 
 
 def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[AttentionRun]) -> Found | str:
-    """The nearest measurement, or why there is none."""
+    """Return the nearest measurement, or the reason why there is none."""
     if CPU in (device_type, gpu):
         return "nothing is measured on a CPU"
     dtype: Dtype = "fp32" if recipe.precision == "fp32" else "bf16"
@@ -120,7 +119,7 @@ def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[
 
 
 def _tried(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str | None) -> Ledger | str:
-    """The ledger of the recipe with this kernel, or why such a step cannot be built or run on this GPU."""
+    """Return the ledger of the recipe with this kernel, or why such a step cannot be built or run."""
     hardware = recipe.hardware.model_copy(update={"gpu": gpu})
     tried = recipe.without_open_fields().model_copy(update={"attention": kernel, "hardware": hardware})
     try:
@@ -132,8 +131,8 @@ def _tried(recipe: Recipe, kernel: AttentionKernel, gpu: str, device_type: str |
         return error.problem.rstrip(". ")
 
 
-def _told(found: Found, kernel: AttentionKernel, seq: int) -> str:
-    """How much faster it was than another, at which length, when and with what."""
+def _speedup_text(found: Found, kernel: AttentionKernel, seq: int) -> str:
+    """Describe how much faster it was than another, at which length, when and with what."""
     run, shape = found
     at = f"at {shape.seq}" + ("" if shape.seq == seq else f", the measured length nearest to {seq}")
     others: list[AttentionKernel] = [name for name in shape.seconds if name != kernel]

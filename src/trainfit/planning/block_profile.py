@@ -1,4 +1,4 @@
-"""A ledger cut at the borders of the decoder blocks: what each block and what lies between them adds in memory and in work."""
+"""Cut a ledger at the borders of the decoder blocks: memory and work of each block and in between."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Piece:
 
 @dataclass
 class Work:
-    """What a stretch has the GPU and its host do in one step, all micro-batches."""
+    """Work of a stretch of one step, all micro-batches."""
 
     gpu_s: float = 0.0
     num_ops: int = 0
@@ -34,7 +34,7 @@ class Work:
 
 
 class Labels:
-    """Which block an operation or a storage belongs to; None: none."""
+    """Map operations and storages to the block that they belong to; None: no block."""
 
     def __init__(self, ledger: Ledger, name: str):
         self._ledger = ledger
@@ -60,7 +60,7 @@ def _size(ledger: Ledger, index: int) -> int:
 
 
 def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, dict[int, int]]:
-    """What is alive when a segment begins: all of it, and by block."""
+    """Return the bytes alive when a segment begins: in total, and by block."""
     alive: set[int] = set()
     for event in ledger.events:
         if event.segment >= segment:
@@ -75,9 +75,9 @@ def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, dict[
 
 
 def pieces_of(ledger: Ledger, label: Labels, segment: int, order: range) -> dict[int, Piece]:
-    """Pieces of one forward or backward: before the first block, of each block in ``order``, after the last one.
+    """Return the pieces of one forward or backward: before, of each block in ``order``, and after the blocks.
 
-    A block's piece begins with the first allocation in it. Frees go with the allocations before them.
+    A block's piece begins with the first allocation in it. Frees belong to the allocations before them.
     """
     events = [event for event in ledger.events if event.segment == segment]
     blocks = [label.of_storage(event.storage) if event.kind == ALLOCATE else None for event in events]
@@ -98,7 +98,7 @@ def pieces_of(ledger: Ledger, label: Labels, segment: int, order: range) -> dict
 
 
 def late_bytes(ledger: Ledger, label: Labels, segment: int) -> dict[int, int]:
-    """Bytes by block that a forward frees after its last block's last allocation."""
+    """Return the bytes, by block, that a forward frees after its last block's last allocation."""
     events = [event for event in ledger.events if event.segment == segment]
     ends = max(
         (i for i, e in enumerate(events) if e.kind == ALLOCATE and label.of_storage(e.storage) is not None),
@@ -114,7 +114,10 @@ def late_bytes(ledger: Ledger, label: Labels, segment: int) -> dict[int, int]:
 
 
 def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> dict[tuple[int | None, str], Work]:
-    """Work of a steady step by block and phase; (None, "optimizer") is the update, (None, "") what else is in no block."""
+    """Return the work of a steady step by block and phase.
+
+    (None, "optimizer") is the update, (None, "") all other work outside the blocks.
+    """
     works: dict[tuple[int | None, str], Work] = {}
     for op in ledger.ops:
         segment = ledger.segments[op.segment]

@@ -1,11 +1,13 @@
-"""The assignments worth evaluating: runs of blocks that recompute alike, and a stretch of the blocks that offloads.
+"""Candidate assignments: runs of blocks that recompute alike, and a stretch of blocks that offloads.
 
 Legend as in ``assignments``: options; C assignments of L blocks as an integer array [C, L].
 
-Why these: memory is freed from the last block to the first while gradients come, so where blocks differ, those that keep
-little do best in front. A level that frees less memory a second than another is only mixed in where a whole block is too
-much. Copies are free as long as the blocks compute longer than they take, so what offloads is spread over blocks evenly,
-from the first on; wholly recomputed blocks have only their input to offload, and all do or none. All of it is checked against every assignment of small models (tests/techniques/test_recompute_layers.py).
+Memory is freed from the last block to the first while gradients accumulate, so where blocks differ, those
+that keep little do best in front. A level that frees less memory per second than another is only mixed in
+where a whole block is too much. Copies are free as long as the blocks compute longer than they take, so
+offloads are spread evenly, from the first block on. Wholly recomputed blocks have only their input to
+offload: all do, or none. tests/techniques/test_recompute_layers.py compares this with every assignment of
+small models.
 """
 
 import itertools
@@ -27,9 +29,9 @@ EVERY = (1, 2, 3, 4)
 ALL_MIXES_UP_TO = 12
 """Blocks up to which every number of blocks of each level is tried."""
 FEW = 2
-"""Blocks of a level that is only there to fill what is left."""
+"""Blocks of a level that only fills the remaining budget."""
 SLACK = 1.25
-"""Offloads that take more of the copies' time than this are left out before they are evaluated."""
+"""Offloads whose copies take more than this share of the compute time are not evaluated."""
 
 
 class Offload(NamedTuple):
@@ -41,7 +43,7 @@ class Offload(NamedTuple):
 
 
 def options(probe: Probe, levels: Sequence[str], *, offload_levels: Sequence[str]) -> list[Option]:
-    """Every level without offload, and with each share that makes a difference."""
+    """Return every level without offload, and with each share that makes a difference."""
     found = [Option(level) for level in levels]
     for level in offload_levels:
         seen: set[tuple[int, ...]] = set()
@@ -56,7 +58,7 @@ def options(probe: Probe, levels: Sequence[str], *, offload_levels: Sequence[str
 def assignments(
     probe: Probe, choices: Sequence[Option], copy_bytes_per_s: float, accumulate: int
 ) -> Assignments:
-    """All candidates; the last block never offloads."""
+    """Return all candidates; the last block never offloads."""
     depth = len(probe.kinds)
     levels = [option.level for option in choices if not option.share]
     offloads = list(_offloads(probe, choices, copy_bytes_per_s, accumulate))
@@ -81,7 +83,7 @@ def assignments(
 
 
 def _with_share(choices: Sequence[Option], levels: Sequence[str], share: float) -> Assignments:
-    """By level: its option of the largest share up to this one."""
+    """Return, by level, its option of the largest share up to this one."""
     best = [
         max((o for o in choices if o.level == level and o.share <= share), key=lambda o: o.share)
         for level in levels
@@ -90,7 +92,10 @@ def _with_share(choices: Sequence[Option], levels: Sequence[str], share: float) 
 
 
 def _mixes(depth: int, num_levels: int) -> Iterator[tuple[int, ...]]:
-    """How many blocks have each level: two neighbouring or outer ones mixed freely, of a third at most a few."""
+    """Yield the number of blocks of each level.
+
+    Two neighbouring or outer levels are mixed freely, of a third there are at most a few.
+    """
     for counts in _sums(depth, num_levels):
         several = sum(count > 0 for count in counts) > 2
         if depth <= ALL_MIXES_UP_TO or not several or 0 < min(counts[0], counts[-1]) <= FEW:
@@ -107,7 +112,7 @@ def _sums(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _orders(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Levels as they follow each other: every order of two, and those of three that keep least in front or behind."""
+    """Return the orders of levels: all of two; of three, those that keep least in front or at the end."""
     present = tuple(level for level, count in enumerate(counts) if count)
     if len(present) < 3:
         return list(itertools.permutations(present))
@@ -118,15 +123,15 @@ def _orders(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
 def _offloads(
     probe: Probe, choices: Sequence[Option], copy_bytes_per_s: float, accumulate: int
 ) -> Iterator[Offload]:
-    """Patterns whose copies take about as long as the blocks compute, or less."""
+    """Yield the patterns whose copies take at most about as long as the blocks compute."""
     depth = len(probe.kinds)
-    told = [option for option in choices if option.share and option.level != choices[-1].level]
-    for share in sorted({option.share for option in told}):
+    shared = [option for option in choices if option.share and option.level != choices[-1].level]
+    for share in sorted({option.share for option in shared}):
         for every in EVERY:
             fits = any(
                 gone_bytes(cost, share) / copy_bytes_per_s
                 <= SLACK * every * cost.forward_work.gpu_s / accumulate
-                for option in told
+                for option in shared
                 if option.share == share
                 for cost in _costs(probe, option.level)
             )
@@ -141,20 +146,23 @@ def _costs(probe: Probe, level: str) -> list[Cost]:
 
 
 def runs_of(row: Sequence[int], choices: Sequence[Option]) -> tuple[LayerRun, ...]:
-    """An assignment as a recipe has it: the longest runs from the front, of every block or every k-th offloading."""
-    told = [choices[index] for index in row]
+    """Return an assignment as a recipe states it, in the longest runs from the front."""
+    chosen = [choices[index] for index in row]
     runs: list[LayerRun] = []
     start = 0
-    while start < len(told):
-        run = max((_run(told, start, every) for every in EVERY), key=lambda run: run.count)
+    while start < len(chosen):
+        run = max((_run(chosen, start, every) for every in EVERY), key=lambda run: run.count)
         runs.append(run)
         start += run.count
     return tuple(runs)
 
 
-def _run(told: Sequence[Option], start: int, every: int) -> LayerRun:
-    level, share = told[start]
+def _run(chosen: Sequence[Option], start: int, every: int) -> LayerRun:
+    level, share = chosen[start]
     count = 0
-    while start + count < len(told) and told[start + count] == Option(level, 0.0 if count % every else share):
+    while start + count < len(chosen) and chosen[start + count] == Option(
+        level, 0.0 if count % every else share
+    ):
         count += 1
-    return LayerRun(recompute=level, offload=share, every=every if share else 1, count=count)  # pyright: ignore[reportArgumentType]
+    fields = {"recompute": level, "offload": share, "every": every if share else 1, "count": count}
+    return LayerRun.model_validate(fields)

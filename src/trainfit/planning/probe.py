@@ -1,10 +1,12 @@
-"""What each way to save a decoder block's forward costs: one short trace on the virtual GPU, cut at the blocks' borders.
+"""Probe the cost of each way to save a decoder block's forward, in one short trace on the virtual GPU.
 
-Enters: a recipe. Leaves: for each kind of block and each level of recomputation, how far its forward and its backward rise
-above where they begin, what they leave, and how long they take; and the same of what lies before, between and after.
+The trace is cut at the blocks' borders. The result holds, for each kind of block and each level of
+recomputation, the peak and net bytes and the time of its forward and its backward, and the same of what
+lies before, between and after the blocks.
 
-Where all blocks are equal, the model is cut to one a level and one more at either end, because the first and the last
-block share with what is outside them. Else every block is traced, the levels dealt round, as often as it takes.
+Where all blocks are equal, the model is cut to one block per level and one more at either end, because the
+first and the last block share tensors with what is outside them. Otherwise every block is traced, levels
+assigned in turn, as often as it takes.
 """
 
 from collections.abc import Sequence
@@ -39,7 +41,7 @@ from trainfit.virtual.gpu import virtual_gpu
 from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG, signature
 
 WATCHED = 1e-9
-"""A share to offload that nothing fits into: what a block holds is told, and all of it stays."""
+"""A share to offload that no storage fits into: a block's storages are recorded, and all of them stay."""
 
 
 @dataclass
@@ -51,17 +53,17 @@ class Cost:
     forward_work: Work = field(default_factory=Work)
     backward_work: Work = field(default_factory=Work)
     late_bytes: int = 0
-    """Of what its forward leaves: what goes when the whole forward ends (autocast's copies of weights)."""
+    """Bytes left by its forward that are freed when the whole forward ends (autocast's copies of weights)."""
     held_bytes: tuple[int, ...] = ()
-    """Storages that may wait on the host, in the order in which they are saved."""
+    """Bytes of the storages that can be offloaded, in the order in which they are saved."""
 
 
 @dataclass
 class Probe:
-    """What a plan is put together from."""
+    """Measurements from which plans are composed."""
 
     kinds: list[int]
-    """Of each block of the model: which kind it is."""
+    """Kind of each block of the model."""
     costs: dict[tuple[int, str], Cost]
     start_bytes: int
     """Allocated when the last micro-batch's forward begins."""
@@ -72,7 +74,7 @@ class Probe:
     """From there to the first block's backward."""
     after: Piece
     rest: Work
-    """Of all that is in no block."""
+    """Work outside all blocks."""
 
 
 def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
@@ -96,13 +98,13 @@ def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
 
 
 class _Traced:
-    """One trace, its levels dealt out from the ``first``-th on."""
+    """One trace, with levels assigned in turn beginning with the ``first``-th."""
 
     def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
         self.levels, self.first = levels, first
         self.gpu = find_gpu(recipe.hardware.gpu)
         traits = None if self.gpu.name == CPU else GpuTraits.of(self.gpu)
-        self.asked = recipe.recompute
+        self.requested = recipe.recompute
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
         with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(self.gpu)) as virtual:
             self.virtual = virtual
@@ -126,7 +128,7 @@ class _Traced:
                 "this model has no single list of decoder blocks to plan",
                 "use recompute: none or full",
                 field="recompute.budget_gib",
-                value=self.asked.budget_gib if isinstance(self.asked, BudgetGib) else None,
+                value=self.requested.budget_gib if isinstance(self.requested, BudgetGib) else None,
             )
         self.name, blocks = lists[0]
         known: dict[Any, int] = {}
@@ -140,26 +142,26 @@ class _Traced:
             )
         self.times_update = trained / max(1, _num_trained(model))
         self.traced = self.kinds[: len(blocks)]
-        self.chosen = self._deal()
+        self.chosen = self._assign()
         for block, level in zip(blocks, self.chosen, strict=True):
             setattr(block, BLOCK_CONFIG, f"{level} {0.0 if self.recipe.compile else WATCHED}")
 
-    def _telling(self) -> list[int]:
-        """Blocks whose cost counts: those of the middle, and the outer ones of a kind that has no other."""
+    def _measured_blocks(self) -> list[int]:
+        """Return the blocks whose cost counts: inner ones, and outer ones of a kind without inner blocks."""
         middle = range(1, len(self.traced) - 1)
         inside = {self.traced[index] for index in middle}
         outer = (index for index in {0, len(self.traced) - 1} if self.traced[index] not in inside)
         return sorted({*middle, *outer})
 
-    def _deal(self) -> list[str]:
+    def _assign(self) -> list[str]:
         chosen = [self.levels[0]] * len(self.traced)
-        # Some models hold the first block's input until the forward ends. Where the block saves it, that changes nothing.
+        # Some models hold the first block's input until the forward ends; a block that saves it hides that.
         chosen[0] = self.levels[-1]
-        dealt = dict.fromkeys(self.traced, self.first)
-        for index in self._telling():
+        assigned = dict.fromkeys(self.traced, self.first)
+        for index in self._measured_blocks():
             kind = self.traced[index]
-            chosen[index] = self.levels[dealt[kind] % len(self.levels)]
-            dealt[kind] += 1
+            chosen[index] = self.levels[assigned[kind] % len(self.levels)]
+            assigned[kind] += 1
         return chosen
 
     def _held(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
@@ -187,7 +189,7 @@ class _Traced:
         late = late_bytes(self.ledger, label, last["forward"])
         work = work_by_block(self.ledger, label, self.gpu)
         costs: dict[tuple[int, str], Cost] = {}
-        for index in self._telling():
+        for index in self._measured_blocks():
             costs[self.traced[index], self.chosen[index]] = Cost(
                 forward[index],
                 backward[index],
@@ -198,8 +200,8 @@ class _Traced:
             )
         # What the outer blocks' forwards leave until the end is counted with each block, not with the head.
         for index in order:
-            told = costs.get((self.traced[index], self.chosen[index]))
-            forward[AFTER].net_bytes += told.late_bytes if told else late.get(index, 0)
+            cost = costs.get((self.traced[index], self.chosen[index]))
+            forward[AFTER].net_bytes += cost.late_bytes if cost else late.get(index, 0)
         rest, update = work.get((None, ""), Work()), work.get((None, "optimizer"), Work())
         rest.gpu_s += update.gpu_s * self.times_update
         rest.num_ops += round(update.num_ops * self.times_update)

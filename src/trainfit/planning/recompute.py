@@ -1,9 +1,10 @@
-"""A memory budget becomes a plan: what each decoder block recomputes and offloads, as fast as the budget allows.
+"""Plan a memory budget: what each decoder block recomputes and offloads, as fast as the budget allows.
 
-``recompute: {budget_gib: x}`` -> ``recompute: {layers: [...]}``. The budget bounds the highest allocated bytes (what
-``torch.cuda.max_memory_allocated`` counts) at every point of the executed step. One short trace tells what a block costs
-in each way (``probe``), many assignments are evaluated from it (``candidates``, ``assignments``), and the fastest that
-fits is traced whole, as ``predict`` does: only a plan whose own prediction is within the budget is given out.
+``recompute: {budget_gib: x}`` -> ``recompute: {layers: [...]}``. The budget bounds the highest allocated
+bytes (``torch.cuda.max_memory_allocated``) at every point of the step. One short trace measures a block's
+cost in each way (``probe``), many assignments are evaluated from it (``candidates``, ``assignments``), and
+the fastest that fits is traced whole, as ``predict`` does. Only a plan whose own prediction is within the
+budget is returned.
 
 A larger budget is never predicted slower: the candidates and their order do not depend on the budget.
 """
@@ -14,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.catalog.load import link
 from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.estimate import predict
-from trainfit.prediction.trace import names_layers
-from trainfit.prediction.transfers import SUSTAINED, host_link
+from trainfit.prediction.trace import trace_whole
+from trainfit.prediction.transfers import SUSTAINED
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
@@ -30,13 +32,13 @@ from trainfit.virtual.trace.process_state import frozen_gc
 LEVELS = ("none", "elementwise", "full")
 COMPILED_LEVELS = ("none", "full")
 COPY_SHARE = 0.9
-"""Of the rate that copies sustain alone: what a plan counts on."""
+"""Share of the sustained copy rate that a plan assumes."""
 MAX_WAITS = 0.003
 """Share of a step that a plan may wait for copies."""
 BATCH = 4096
 """Assignments evaluated at once."""
 MAX_TRIALS = 12
-"""Plans traced whole. Each one that is over the budget says by how much the others are; two are the most seen so far."""
+"""Plans traced whole. The excess of one that is over the budget corrects the estimate of the others."""
 
 
 class Plan(NamedTuple):
@@ -62,7 +64,7 @@ class Candidates(NamedTuple):
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """The recipe with its GiB budget planned; any other recipe as it is.
+    """Return the recipe with its GiB budget planned; any other recipe unchanged.
 
     Raises:
         InputError: as ``plan``.
@@ -72,10 +74,10 @@ def resolve(recipe: Recipe) -> Recipe:
 
 @frozen_gc()
 def plan(recipe: Recipe) -> Plan:
-    """The fastest plan found within the recipe's GiB budget.
+    """Return the fastest plan found within the recipe's GiB budget.
 
     Raises:
-        InputError: no plan is within it (the least reachable is named), or the model's blocks cannot be told apart.
+        InputError: no plan is within it (the least reachable is named), or the blocks are not repeated.
     """
     assert isinstance(recipe.recompute, BudgetGib)
     found = candidates(recipe)
@@ -96,7 +98,8 @@ def plan(recipe: Recipe) -> Plan:
     reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
     raise InputError(
         f"the least that any plan reaches is {reachable_gib} GiB",
-        f"set recompute.budget_gib to {reachable_gib} or more, batch.micro or batch.seq smaller, or loss: chunked",
+        f"set recompute.budget_gib to {reachable_gib} or more, "
+        "batch.micro or batch.seq smaller, or loss: chunked",
         field="recompute.budget_gib",
         value=recipe.recompute.budget_gib,
     )
@@ -108,13 +111,15 @@ def _traced(recipe: Recipe, found: Candidates, index: int) -> Plan:
 
 
 def candidates(recipe: Recipe) -> Candidates:
-    """All plans of the recipe's blocks, in one order whatever the budget: by time, what is offloaded, and peak."""
+    """Return all plans of the recipe's blocks, ordered by time, offloaded bytes and peak."""
     _check(recipe)
     gpu = find_gpu(recipe.hardware.gpu)
     levels = COMPILED_LEVELS if recipe.compile else LEVELS
     found = probe(recipe, levels)
     choices = options(found, levels, offload_levels=_offload_levels(recipe))
-    copy_bytes_per_s = 1.0 if gpu.vendor == "host" else host_link(gpu).bytes_per_s * SUSTAINED * COPY_SHARE
+    copy_bytes_per_s = (
+        1.0 if gpu.vendor == "host" else link(gpu.host_link).bytes_per_s * SUSTAINED * COPY_SHARE
+    )
     accumulate = recipe.batch.accumulate
     rows = assignments(found, choices, copy_bytes_per_s, accumulate)
     numbers = table(found, choices)
@@ -132,8 +137,8 @@ def candidates(recipe: Recipe) -> Candidates:
 def _offload_levels(recipe: Recipe) -> tuple[str, ...]:
     if recipe.compile or find_gpu(recipe.hardware.gpu).vendor == "host":
         return ()
-    # What autograd saves of weights under autocast are copies that autocast holds as well: they cannot be told from
-    # activations, and to take them away would free nothing.
+    # Under autocast, saved copies of weights look like activations; autocast holds them, so offloading frees
+    # nothing.
     return LEVELS[1:] if recipe.precision.startswith("amp") else LEVELS
 
 
@@ -147,7 +152,7 @@ def _check(recipe: Recipe) -> None:
             field=field,
             value=value,
         )
-    if names_layers(recipe):
+    if recipe.adapter is not None and trace_whole(recipe):
         raise InputError(
             "the adapter's targets name layers by number, so the blocks are not alike",
             "name targets without numbers, or write out recompute: {layers: [...]}",

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.versions import LIBRARIES
+from trainfit.spec.names import own_files
+from trainfit.spec.outside import outside_techniques
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import canonical_json
@@ -46,7 +49,8 @@ def key(recipe: Recipe, *, deterministic: bool = False) -> str:
     """
     content = recipe.content()
     del content["seed"], content["hardware"]["price_per_hour"], content["model"]["name"]
-    parts = [content, deterministic, code_version(), {name: installed_version(name) for name in LIBRARIES}]
+    libraries = {name: installed_version(name) for name in LIBRARIES}
+    parts = [content, deterministic, code_version(), libraries, outside_version()]
     return hashlib.sha256(canonical_json(parts).encode()).hexdigest()[:32]
 
 
@@ -72,6 +76,17 @@ def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False) -> None
             path.unlink(missing_ok=True)
     except OSError:
         return
+
+
+@cache
+def outside_version() -> str:
+    """Return a hash of the techniques and catalog rows that are not this package's."""
+    modules = sorted({one.apply.__module__ for one in outside_techniques()})
+    sources = [Path(file) for name in modules if (file := sys.modules[name].__file__)]
+    digest = hashlib.sha256()
+    for path in [*sources, *own_files()]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @cache

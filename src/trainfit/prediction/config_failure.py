@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 from trainfit.models.build import build_model
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.precision.dtypes import weight_dtype
+from trainfit.techniques.draft import weight_dtype
 
 OF_FAKE_TENSORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 """Raised where a value is asked of a tensor that has none: says nothing about the config."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 from collections.abc import Iterator
 
 import torch
@@ -20,9 +19,7 @@ from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.techniques.offload import weights as offload_weights
-from trainfit.techniques.recompute import every as recompute_every
-from trainfit.techniques.recompute import layers as recompute_layers
+from trainfit.techniques.base import Technique
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -87,38 +84,25 @@ def _unlogged() -> Iterator[None]:
 
 
 def _shortened(recipe: Recipe) -> Ledger:
-    """The ledger told by a few of the layers where that can be, else by all."""
-    # One graph over all layers is scheduled as one, buffers handed from layer to layer: no layer stands for another.
-    if recipe.compile != "model" and not names_layers(recipe) and not _moves(recipe):
+    """Return a ledger of which repeated layers are traced only a few times, or a whole one where they differ."""
+    if not trace_whole(recipe):
         try:
             ledger = _trace(recipe, whole=False)
             for _ in ledger.expand():
                 pass
             return ledger
         except RepeatError:
-            pass  # The layers share more than the pattern tells: trace them all.
+            pass  # The layers share more than the pattern shows: trace them all.
     return _trace(recipe, whole=True)
 
 
-def _moves(recipe: Recipe) -> bool:
-    """Whether what one layer needs is fetched while another one's compiled code runs, where places are not told."""
-    return bool(recipe.compile) and (recipe.offload.activations or recipe.offload.weights)
+def trace_whole(recipe: Recipe) -> bool:
+    """Whether a technique of the recipe makes equal layers act differently, so that all must be traced."""
+    return any(technique.trace_whole(recipe) for technique in _applied(recipe))
 
 
-def _least_period(recipe: Recipe) -> int:
-    """Layers of a group at least: which of them find their weights still on the device follows from their number."""
-    slots = offload_weights.num_buffers(recipe) if recipe.offload.weights else 1
-    return max(slots, recompute_layers.least_period(recipe))
-
-
-def names_layers(recipe: Recipe) -> bool:
-    """Whether an adapter is asked for in some layers by their numbers, or is one tensor for all: not to be cut."""
-    if recipe.adapter is not None and recipe.adapter.kind == "prefix" and recipe.model.implementation == "hf":
-        return True
-    targets = recipe.adapter.targets if recipe.adapter is not None else ()
-    named = (targets,) if isinstance(targets, str) else targets
-    # A number of its own or a pattern of numbers, not one within a name such as fc1 or dense_4h_to_h.
-    return any(re.search(r"(?<![A-Za-z0-9_])\d|\\d|\[\^?\d", target) for target in named)
+def _applied(recipe: Recipe) -> list[Technique]:
+    return [technique for technique in registry.in_order() if technique.applies(recipe)]
 
 
 def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
@@ -136,14 +120,14 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             quantized = num_quantized(model)
             if whole:
                 return
-            for technique in (recompute_every, recompute_layers):
-                technique.name_blocks(recipe, model)  # Blocks that recompute differently are not equal.
+            for technique in _applied(recipe):
+                technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
             # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
             found, repeats, removed = trim_layers(
                 layer_lists(model),
                 first_differs=first_differs,
-                least_period=_least_period(recipe),
+                least_period=max((one.min_repeated(recipe) for one in _applied(recipe)), default=1),
             )
             groups.extend(found)
             virtual.tracer.live.forget(

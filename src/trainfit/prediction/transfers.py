@@ -2,7 +2,7 @@
 
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Ledger, Op
-from trainfit.spec.hardware import Gpu, Link
+from trainfit.spec.hardware import Gpu
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 SUSTAINED = 0.87
@@ -14,15 +14,9 @@ def is_transfer(op: Op) -> bool:
     return op.name in COPY_DIRECTIONS
 
 
-def host_link(gpu: Gpu) -> Link:
-    """PCI Express of the GPU's generation: NVIDIA's has 3.0 until Turing, 4.0 from Ampere, 5.0 from Hopper; others 4.0."""
-    major = 8 if gpu.compute_capability is None else gpu.compute_capability[0]
-    return link("pcie3-x16" if major < 8 else "pcie4-x16" if major < 9 else "pcie5-x16")
-
-
 def transfers_s(ledger: Ledger, ops: list[Op], gpu: Gpu) -> dict[int, dict[str, float]]:
     """For each segment, seconds that its copies ``in`` and ``out`` need if nothing holds them up."""
-    rate = host_link(gpu).bytes_per_s * SUSTAINED
+    rate = link(gpu.host_link).bytes_per_s * SUSTAINED
     found: dict[int, dict[str, float]] = {}
     for op in ops:
         if op.name in COPY_DIRECTIONS:

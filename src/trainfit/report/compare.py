@@ -10,10 +10,10 @@ from statistics import median
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
+from trainfit.techniques.registry import describe
 
 GOAL = 0.03
 """Predictions are to lie this close to the measured peak (a share)."""
@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def technique(self) -> str:
-        return technique(self.recipe)
+        return describe(self.recipe)
 
     @property
     def device(self) -> str:
@@ -232,52 +232,3 @@ def summarise(comparisons: Sequence[Comparison]) -> Summary:
         num_foreseen=sum(one.predicted is not None and not one.predicted.fits for one in out),
         num_other_versions=sum(bool(one.other_versions) for one in comparisons),
     )
-
-
-def technique(recipe: Recipe) -> str:
-    """What sets the recipe apart, in few words: ``bf16, full recompute, LoRA 16``."""
-    optimizer = recipe.optimizer
-    parts = [recipe.precision]
-    if recipe.model.implementation != "hf":
-        parts.append(recipe.model.implementation)
-    if recipe.attention != "sdpa":
-        parts.append(f"{recipe.attention} attention")
-    if recipe.block_kernels != "standard":
-        parts.append("block kernels")
-    if recipe.loss != "standard":
-        parts.append(f"{recipe.loss} loss")
-    parts += [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
-    if recipe.recompute != "none":
-        parts.append(f"recompute {_recompute_words(recipe.recompute)}")
-    parts += [f"{what} on the host" for what in ("activations", "weights") if getattr(recipe.offload, what)]
-    if recipe.compile:
-        parts.append(f"compile {recipe.compile}")
-    if optimizer.name != "adamw" or optimizer.implementation != "fused":
-        momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
-        parts.append(f"{optimizer.name} {optimizer.implementation}{momentum}")
-    if optimizer.stochastic_rounding:
-        parts.append("stochastic rounding")
-    if optimizer.in_backward:
-        parts.append("optimizer in backward" + (" by block" if optimizer.in_backward == "block" else ""))
-    if optimizer.clip_norm is not None:
-        parts.append(f"clipped to {optimizer.clip_norm:g}")
-    if recipe.adapter is not None:
-        size = recipe.adapter.rank if recipe.adapter.kind == "lora" else recipe.adapter.tokens
-        parts.append(f"{recipe.adapter.kind} {size}")
-    if recipe.quantize:
-        parts.append(f"{recipe.quantize} base")
-    if recipe.loader.workers:
-        parts.append(f"{recipe.loader.workers} loader workers")
-    if recipe.empty_cache_every is not None:
-        parts.append(f"cache emptied every {recipe.empty_cache_every} steps")
-    return ", ".join(parts)
-
-
-def _recompute_words(recompute: Recompute) -> str:
-    if isinstance(recompute, str):
-        return recompute
-    if isinstance(recompute, Layers):
-        shares = " + ".join(f"{run.count} {run.recompute}" for run in recompute.layers)
-        return shares + (" (partly offloaded)" if any(run.offload for run in recompute.layers) else "")
-    ((name, value),) = recompute.model_dump().items()
-    return f"{name} {'+'.join(value['save']) if isinstance(value, dict) else value}"

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.records import replace_text
 from trainfit.report import comparisons, sweep
-from trainfit.report.compare import GOAL, Comparison, Summary, summarise, technique
+from trainfit.report.compare import GOAL, Comparison, Summary, summarise
 from trainfit.report.plot import can_draw
 from trainfit.report.table import Column, Table, percent, size_text
 from trainfit.spec.printable import printable
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import PHASES
 from trainfit.spec.sweep import RUNNING, WAITING, Row
+from trainfit.techniques.registry import describe
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -159,7 +160,7 @@ def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> 
     )
     where = f"Measured on {', '.join(devices)}." if devices else "Nothing was measured."
     shown = sweep.table(rows)
-    what = [Column("technique", lambda row: technique(recipe_from(row.recipe)), False)]
+    what = [Column("technique", lambda row: describe(recipe_from(row.recipe)), False)]
     if len({_batch(row) for row in rows}) > 1:
         what.append(Column("batch", _batch, False))
     table = Table([shown.columns[0], *what, *shown.columns[1:]], rows, shown.is_marked)

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Mapping
 
-from trainfit.report.compare import technique
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Layers, Recompute
 from trainfit.spec.units import format_bytes, format_flops, format_seconds
+from trainfit.techniques import registry
 
 
 def describe(recipe: Recipe) -> str:
@@ -16,7 +16,7 @@ def describe(recipe: Recipe) -> str:
         f" x {batch.accumulate} accumulated" if batch.accumulate > 1 else ""
     )
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
-    return f"{recipe.model.display_name}, batch {size}, {technique(recipe)}, on {hardware}"
+    return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
 def recompute_written(recompute: Recompute) -> str:

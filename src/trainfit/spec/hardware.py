@@ -1,10 +1,10 @@
 """Gpu, Link and Cluster: what a recipe runs on. Peaks are dense (no structured sparsity)."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from trainfit.spec.value import Bytes, PositiveInt, Value
+from trainfit.spec.value import Bytes, PositiveInt, Value, disagreement
 
 PeakDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -33,8 +33,24 @@ class Link(Value):
     source: Source
 
 
+CUDA_COLUMNS = (
+    "compute_capability", "num_sms", "threads_per_sm", "shared_memory_per_block_bytes", "l2_cache_bytes",
+)  # fmt: skip
+"""Columns that every row of an NVIDIA GPU has."""
+
+
+class Cuda(NamedTuple):
+    """The columns of CUDA_COLUMNS, all known."""
+
+    compute_capability: tuple[int, int]
+    num_sms: int
+    threads_per_sm: int
+    shared_memory_per_block_bytes: int
+    l2_cache_bytes: int
+
+
 class Gpu(Value):
-    """One accelerator as its maker describes it."""
+    """One accelerator as its maker describes it: a row of the catalog."""
 
     name: str
     """The catalog's key: lower case, such as ``h100-sxm``."""
@@ -46,7 +62,13 @@ class Gpu(Value):
     vendor: Literal["nvidia", "amd", "google", "intel", "host"]
     architecture: str
     compute_capability: tuple[int, int] | None = None
-    """CUDA compute capability; None elsewhere."""
+    """CUDA compute capability; None elsewhere, as are the next four."""
+    num_sms: PositiveInt | None = None
+    """Streaming multiprocessors."""
+    threads_per_sm: PositiveInt | None = None
+    shared_memory_per_block_bytes: PositiveInt | None = None
+    """The most that one block may opt in to."""
+    l2_cache_bytes: Annotated[int, Field(ge=1)] | None = None
     memory_bytes: Bytes
     """Memory on the data sheet."""
     usable_bytes: Bytes
@@ -57,11 +79,26 @@ class Gpu(Value):
     """Dense peak by dtype of the inputs, FLOP/s."""
     link: str
     """Name of the Link to its neighbours in one host."""
+    host_link: str
+    """Name of the Link to its host's memory."""
     gpus_per_host: PositiveInt = 8
     price_per_hour: PositiveFloat | None = None
     """US dollars, on demand, one accelerator."""
     price_source: Source | None = None
     source: Source
+
+    @model_validator(mode="after")
+    def _has_every_cuda_column(self) -> "Gpu":
+        missing = [name for name in CUDA_COLUMNS if getattr(self, name) is None]
+        if self.vendor == "nvidia" and missing:
+            raise disagreement("missing in a row of an NVIDIA GPU", "add the column", field=missing[0])
+        return self
+
+    @property
+    def cuda(self) -> Cuda | None:
+        """The columns of an NVIDIA GPU; None elsewhere."""
+        values = [getattr(self, name) for name in CUDA_COLUMNS]
+        return None if None in values else Cuda(*values)
 
 
 class Cluster(Value):

@@ -6,11 +6,14 @@ only, so that a recipe's id does not depend on the spelling.
 """
 
 import functools
+import os
 import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from trainfit.spec.errors import InputError
 
 FOLDER = Path(__file__).parent.parent / "catalog"
 GPUS, MODELS = "gpus.toml", "models.toml"
@@ -34,10 +37,64 @@ class Found(NamedTuple):
     others: tuple[str, ...] = ()
 
 
+OWN_CATALOG = "TRAINFIT_CATALOG"
+"""Environment variable: a folder with data files of the same names, whose rows join the catalog's."""
+
+
 @functools.cache
 def rows(file: str) -> dict[str, dict[str, Any]]:
-    """The rows of one of the catalog's data files, as they stand there; not to be changed."""
-    return tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))
+    """Return the rows of one of the catalog's data files, not to be changed.
+
+    Raises:
+        InputError: a file of one's own that cannot be read, or whose row the catalog has already.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for folder in _folders():
+        for name, row in _read(folder / file).items():
+            if name in found:
+                raise InputError(
+                    "the catalog has a row of this name",
+                    "choose another name",
+                    field=name,
+                    file=str(folder / file),
+                )
+            found[name] = row
+    return found
+
+
+def folder_of(file: str, name: str) -> Path:
+    """Return the folder whose data file holds the row ``name``: the catalog's or one's own."""
+    return next(folder for folder in _folders() if name in _read(folder / file))
+
+
+def place(file: str, name: str) -> str:
+    """Return the file and row, as errors name them: ``gpus.toml [h200]``."""
+    folder = folder_of(file, name)
+    return f"{file if folder == FOLDER else folder / file} [{name}]"
+
+
+def own_files() -> list[Path]:
+    """Return the data files of one's own catalog, if there is one."""
+    return [path for folder in _folders()[1:] for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _folders() -> list[Path]:
+    own = os.environ.get(OWN_CATALOG)
+    return [FOLDER, Path(own)] if own else [FOLDER]
+
+
+@functools.cache
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    if path.parent != FOLDER and not path.exists():
+        if not path.parent.is_dir():
+            raise InputError(
+                "no such folder", f"set {OWN_CATALOG} to a folder", field=OWN_CATALOG, value=str(path.parent)
+            )
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise InputError(f"cannot be read: {error}", "write TOML", file=str(path)) from None
 
 
 def gpu_name(text: str) -> str:

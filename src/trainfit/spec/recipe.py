@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from trainfit.spec.names import gpu_name, model_name
+from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
@@ -111,7 +112,7 @@ class Optimizer(Value):
     smaller than half their last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
     """
 
-    name: OptimizerName = "adamw"
+    name: Annotated[OptimizerName, Extensible("optimizer.name")] = "adamw"
     implementation: Literal["foreach", "fused", "forloop"] = "fused"
     lr: Annotated[float, Field(gt=0)] = 1e-4
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -134,7 +135,7 @@ class Optimizer(Value):
 class Adapter(Value):
     """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
 
-    kind: Literal["lora", "prompt", "prefix", "p-tuning"]
+    kind: Annotated[Literal["lora", "prompt", "prefix", "p-tuning"], Extensible("adapter.kind")]
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
     alpha: PositiveInt | None = None
     targets: str | tuple[str, ...] = "all-linear"
@@ -175,17 +176,17 @@ class Recipe(Value):
 
     model: ModelSpec
     batch: Batch = Batch()
-    precision: Precision = "bf16"
-    attention: Attention = "sdpa"
-    block_kernels: BlockKernels = "standard"
+    precision: Annotated[Precision, Extensible("precision")] = "bf16"
+    attention: Annotated[Attention, Extensible("attention")] = "sdpa"
+    block_kernels: Annotated[BlockKernels, Extensible("block_kernels")] = "standard"
     """Whose norms, gates and rotations the blocks run: the model's own code, or our kernels."""
-    loss: Loss = "standard"
+    loss: Annotated[Loss, Extensible("loss")] = "standard"
     loss_terms: LossTerms = LossTerms()
     recompute: Recompute = "none"
-    compile: Literal[False, "block", "model"] = False
+    compile: Annotated[Literal[False, "block", "model"], Extensible("compile")] = False
     optimizer: Optimizer = Optimizer()
     adapter: Adapter | None = None
-    quantize: Quantize | None = None
+    quantize: Annotated[Quantize, Extensible("quantize")] | None = None
     offload: Offload = Offload()
     loader: Loader = Loader()
     empty_cache_every: PositiveInt | None = None

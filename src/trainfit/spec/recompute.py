@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainfit.spec.outside import Extensible
 from trainfit.spec.value import PositiveInt, Value
 
 
@@ -101,4 +102,5 @@ class Selective(Value):
     selective: SavedOps
 
 
-Recompute = Literal["none", "full", "selective"] | Every | Budget | BudgetGib | Layers | Selective
+Policy = Annotated[Literal["none", "full", "selective"], Extensible("recompute")]
+Recompute = Policy | Every | Budget | BudgetGib | Layers | Selective

@@ -1,4 +1,4 @@
-"""Techniques whose CUDA kernels are Triton's: the GPUs of the catalog that cannot run them."""
+"""Check for techniques whose CUDA kernels are written in Triton."""
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
@@ -7,10 +7,10 @@ from trainfit.spec.recipe import Recipe
 
 
 def refuse_old_gpu(recipe: Recipe, field: str, value: str, instead: str) -> None:
-    """Nothing, if the recipe's GPU is none that Triton does not support.
+    """Refuse an NVIDIA GPU older than Triton supports.
 
     Raises:
-        InputError: an NVIDIA GPU older than Ampere, or one that the catalog does not have.
+        InputError: such a GPU, or one that the catalog does not have.
     """
     gpu = find_gpu(recipe.hardware.gpu)
     capability = gpu.compute_capability

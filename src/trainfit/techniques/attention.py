@@ -1,26 +1,14 @@
-"""Attention backends: which kernel runs ``scaled_dot_product_attention``.
+"""Attention backends: which kernel computes scaled dot-product attention.
 
-``sdpa`` leaves the choice to PyTorch; flash, cudnn, efficient and math allow that one only, so a shape or device that
-it cannot do is an error, not a silent detour. ``eager`` (softmax(QK^T)V written out) and ``triton`` (our own
-FlashAttention kernels, kernels/flash_attention/op.py) are chosen where the model is built, ``triton`` in transformers' models
-through their registry of attention functions. ``best`` is the fastest of them that is right for the model, by what ``trainfit bench
-flash`` measured on this GPU: the commands say which it became, and where nothing is measured it is ``sdpa``.
-Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.attention.sdpa_kernel.html
+``sdpa``: PyTorch's choice. ``flash``, ``cudnn``, ``efficient``, ``math``: that backend of
+``torch.nn.functional.scaled_dot_product_attention``. ``eager``: matrix products and softmax. ``triton``:
+trainfit's kernel (kernels/flash_attention), which keeps head sizes that are no power of two unpadded on
+Hopper. ``best``: the fastest by the catalog's measurements on this GPU, chosen by
+``planning/attention.py``.
 
-Helps where sequences are long: ``flash``, ``cudnn``, ``efficient`` and ``triton`` never hold the s x s scores that ``eager`` and
-``math`` save for the backward. On Hopper cuDNN's kernel is the fastest of PyTorch's for long sequences; ``triton`` has fast
-kernels for 16-bit heads of 64 and 128 there, and plain ones for all else, fp32 and any head size up to 256 included. In fp32 those multiply
-without tensor cores unless torch allows TF32: on an H200 with heads of 128 they take 17 to 30 times as long as ``sdpa``, of 64 about 4
-times, of 32 up to 2.4 times (docs/results/kernels.md); ``best`` takes ``sdpa`` there.
-
-Costs no quality: all compute the same attention, in another order of sums. The last bits of ``triton``'s gradients differ from
-run to run unless ``torch.use_deterministic_algorithms`` is on, when it takes slower kernels. Those and the plain ones make the backward
-in two passes: seven matrix products on the device instead of five.
-
-Refuses, on the GPU and the virtual one alike, what the kernel cannot do: ``efficient`` has no grouped-query form, so models
-with fewer key-value heads than query heads fail with it ("No available kernel"); ``triton`` takes no mask (a sliding window
-shorter than the sequence, ALiBi), no attention dropout, no capped scores or sinks, no heads over 256 or of two sizes, and no
-transformers model with attention outside the registry; and it runs on NVIDIA GPUs from compute capability 8.0 on, as Triton does.
+Not supported by ``triton``: masks (a sliding window shorter than the sequence, ALiBi), attention dropout,
+capped scores, sinks, heads over 256 or of two sizes, transformers models whose attention is not in the
+registry. ``efficient`` has no grouped-query form.
 """
 
 from __future__ import annotations
@@ -28,9 +16,8 @@ from __future__ import annotations
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft
-
-COVERS = {"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")}
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -44,12 +31,8 @@ HALF_ONLY = ("flash", "cudnn")
 CUDA_ONLY = ("cudnn", "efficient")
 
 
-def applies(recipe: Recipe) -> bool:
-    return recipe.attention in (*BACKENDS, "triton", "best")
-
-
 def check(recipe: Recipe) -> None:
-    """Flash and cuDNN attention compute in 16 bits, ours needs a GPU that Triton supports; ``best`` is chosen before a step is built."""
+    """Refuse precisions and GPUs that a kernel does not support; ``best`` must be resolved before."""
     if recipe.attention == "best":
         raise InputError(
             "a step is built from a kernel that has been chosen",
@@ -69,7 +52,7 @@ def check(recipe: Recipe) -> None:
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
-    """Refuse kernels that a real device lacks. The virtual GPU does not ask: it stands for CUDA."""
+    """Refuse kernels that a real device lacks."""
     if device_type == "cpu" and recipe.attention in CUDA_ONLY:
         raise InputError(
             "this kernel runs on CUDA only",
@@ -84,9 +67,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """The backend's context around forward, and around backward, where recomputation runs forward again.
+    """Enter the backend's context around forward, and around backward for recomputation.
 
-    Of ``triton`` the model knows itself; only masks that transformers makes when it is compiled whole are kept away.
+    The model itself selects ``triton``; here only transformers' masks of packed sequences are disabled for
+    a compiled model.
     """
     if recipe.attention == "triton":
         if recipe.compile == "model" and recipe.model.implementation == "hf":
@@ -99,3 +83,31 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     backend = getattr(SDPBackend, BACKENDS[recipe.attention])
     draft.around_forward.append(lambda: sdpa_kernel(backend))
     draft.around_backward.append(lambda: sdpa_kernel(backend))
+
+
+def _describe(recipe: Recipe) -> str:
+    return "" if recipe.attention == "sdpa" else f"{recipe.attention} attention"
+
+
+TECHNIQUE = Technique(
+    name="attention",
+    order=200,
+    title="Attention backends",
+    fields=("attention",),
+    covers={"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    when=lambda recipe: recipe.attention in (*BACKENDS, "triton", "best"),
+    describe=_describe,
+    variants=(
+        {"attention": "flash"},
+        {"attention": "efficient"},
+        {"attention": "math"},
+        {"attention": "triton"},
+    ),
+    examples=({"attention": "cudnn"}, {"attention": "triton"}, {"attention": "eager"}),
+    draw=Draw(
+        weights={"attention": {"sdpa": 8, "eager": 1, "math": 1, "flash": 1, "efficient": 1, "cudnn": 1}}
+    ),
+)

@@ -1,86 +1,91 @@
-"""Draft: a training step being put together; each technique changes its part of it. Imports no torch."""
+"""Technique: the declaration of one change to a training step. Imports no torch, as refusals need none."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from trainfit.catalog.this_cpu import CPU
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from trainfit.offload.blocks import HostBlocks
     from trainfit.spec.recipe import Recipe
+    from trainfit.techniques.draft import Draft
 
-Compiler = Callable[["nn.Module"], None]
-"""Compiles a module in place."""
-LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
-"""(model, micro-batch) -> mean next-token loss, fp32 scalar."""
-ContextFactory = Callable[[], AbstractContextManager[object]]
-"""Makes a fresh context manager; a step enters one each time."""
+Data = dict[str, Any]
+"""Fields of a recipe as plain data."""
 
 
-@dataclass
-class Draft:
-    """What techniques change on the way from a built model to a step."""
+@dataclass(frozen=True)
+class Draw:
+    """How random generators of recipes sample a technique."""
 
-    model: nn.Module
-    device: torch.device
-    compiler: Compiler
-    hosted: HostBlocks | None = None
-    """Where the decoder blocks' weights are; None: on the device."""
-    around_forward: list[ContextFactory] = field(default_factory=list)
-    """Entered around every forward, first in the list outermost."""
-    around_backward: list[ContextFactory] = field(default_factory=list)
-    """Entered around every backward, where recomputation runs forward code again."""
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
-    kinds: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda parameters: [parameters]
-    """Parts of a list of parameters that ``make_optimizer`` is called with one by one, where it makes several kinds."""
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    steps_in_backward: bool = False
-    """The optimizers run in hooks while backward runs; the step does not call them."""
-    loss: LossFunction | None = None
-    """Takes the model and a micro-batch and gives the loss; None: the model's own."""
-    cross_entropy: LossFunction | None = None
-    """The same without label smoothing and z-loss, where ``loss`` has them."""
-    body: nn.Module | None = None
-    """What ``loss`` calls of the model, where that is not all of it."""
-    before_update: list[Callable[[], None]] = field(default_factory=list)
-    """Called when all gradients are there (unscaled), before the optimizers."""
-    after_step: list[Callable[[], None]] = field(default_factory=list)
-    """Called after each update, gradients gone."""
-    readings: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What techniques measured in the last update, by name ([] fp32, on the device)."""
-    scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
-    num_micro_batches: int = 1
+    alone: Callable[[random.Random, Data], Data] | None = None
+    """(generator, recipe so far) -> fields that turn the technique on, in one of its variants."""
+    weights: dict[str, dict[Any, int]] = field(default_factory=dict)
+    """Field -> value -> its weight in recipes whose fields are all drawn."""
+    share: float | None = None
+    """Probability that the fields of ``weights`` leave their default; None: they are always drawn."""
+    options: Callable[[random.Random], Data] | None = None
+    """Further keys next to a drawn value, such as an optimizer's implementation."""
 
-    def runs_on_cpu(self, recipe: Recipe) -> bool:
-        """Whether the step runs on a CPU: a real one, or the one a prediction is for (a virtual GPU's tensors are CPU fakes)."""
-        from torch._subclasses.fake_tensor import FakeTensor
 
-        if self.device.type != "cpu":
-            return False
-        is_virtual = isinstance(next(self.model.parameters()), FakeTensor)
-        return not is_virtual or recipe.hardware.gpu == CPU
+@dataclass(frozen=True)
+class Technique:
+    """One change to a plain training step. A module of this package declares it as ``TECHNIQUE``."""
 
-    def trainable(self) -> list[nn.Parameter]:
-        """The parameters that train, each once (tied ones too), in the model's order."""
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+    name: str
+    """As in records and pages."""
+    order: int
+    """Techniques are applied by ascending order."""
+    title: str
+    """As in tables, and as the heading of its paragraph in docs/reference/techniques.md."""
+    fields: tuple[str, ...]
+    """Dotted recipe fields that turn it on. With these at their defaults a recipe is its control."""
+    apply: Callable[[Recipe, Draft], None] = lambda recipe, draft: None
+    """Changes the draft. Torch is imported inside."""
+    covers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Dotted field -> the values that this technique implements."""
+    when: Callable[[Recipe], bool] | None = None
+    """Whether it applies, where that is not the same as a recipe with the values of ``covers``."""
+    check: Callable[[Recipe], None] = lambda recipe: None
+    """Raises InputError for what cannot be combined with it."""
+    check_device: Callable[[Recipe, str], None] = lambda recipe, device_type: None
+    """Raises InputError for what a real device ("cuda", "cpu") lacks. Not called for the virtual GPU."""
+    describe: Callable[[Recipe], str] = lambda recipe: ""
+    """A few words for tables of recipes; empty where there is nothing to say."""
+    examples: tuple[Data, ...] = ()
+    """Fields that turn it on, together with ``needs``."""
+    variants: tuple[Data, ...] = ()
+    """Further fields that turn it on, which no record of results measures."""
+    needs: Data = field(default_factory=dict)
+    """Fields that the examples, and their control, require."""
+    draw: Draw = Draw()
+    build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
+    """Builds the model: (recipe, dtype, device, on_model) -> model, blocks whose weights are on the host."""
+    label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None
+    """Labels blocks that differ, before a traced model is shortened."""
+    min_repeated: Callable[[Recipe], int] = lambda recipe: 1
+    """The least number of equal layers that must be traced together."""
+    trace_whole: Callable[[Recipe], bool] = lambda recipe: False
+    """Whether every layer must be traced, because equal layers do not act alike."""
 
-    def trainable_by_block(self) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
-        """The trainable parameters of each decoder block that has some, first to last, and all others."""
-        from trainfit.models.layers import decoder_blocks
+    def requested(self, recipe: Recipe) -> bool:
+        """Whether the recipe has a value that this technique covers, in each of its fields."""
+        return bool(self.covers) and all(value_at(recipe, at) in values for at, values in self.covers.items())
 
-        blocks = decoder_blocks(self.model)
-        groups = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
-        inside = {id(parameter) for group in groups for parameter in group}
-        return [group for group in groups if group], [p for p in self.trainable() if id(p) not in inside]
+    def applies(self, recipe: Recipe) -> bool:
+        """Whether the technique changes this recipe's step."""
+        return self.requested(recipe) if self.when is None else self.when(recipe)
 
-    def optimizers_for(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-        """New optimizers that update these parameters, each once."""
-        assert self.make_optimizer is not None, "every optimizer that COVERS lists must set make_optimizer"
-        return [self.make_optimizer(part) for part in self.kinds(parameters) if part]
+
+def value_at(recipe: Recipe, dotted: str) -> Any:
+    """Return the value of a dotted field; of a mapping such as ``{every: 2}`` its key, ``every``."""
+    value: Any = recipe
+    for part in dotted.split("."):
+        value = getattr(value, part, None)
+    if hasattr(value, "model_dump"):
+        return next(iter(value.model_dump()))
+    return value

@@ -1,35 +1,24 @@
-"""Block kernels: RMSNorm, SwiGLU and rotary embedding by one kernel of ours each, forward and backward.
+"""Block kernels: RMSNorm, SwiGLU and rotary embedding by one Triton kernel each, forward and backward.
 
-In bf16 transformers' Llama runs a norm as eight kernels and a rotation as ten; here each is one, so less memory is read and written, and
-less is kept: of a norm its input and one number a row, of silu(gate) * up the two factors, of a rotation nothing of its size. All
-is computed in fp32 and rounded once, where transformers rounds a norm twice. For ``native`` models with RMSNorm, SwiGLU and
-RoPE, and transformers' of Llama's form (Llama, Mistral, Qwen2, Qwen3, Granite: by their code, not their names). Under autocast
-queries and keys stay in the 16-bit dtype, where transformers' rotation widens them. Errors and times: [kernels.md](../kernels.md).
-
-Helps without ``compile``. With it, each kernel stands by itself: the compiler neither joins it with the additions and casts beside it
-nor recomputes what it gave, so a compiled block may hold more and gain little; measure before using both.
-
-Costs no quality: the same functions, rounded less often.
-
-Refuses models of another form: LayerNorm, Gemma's norm of 1 + w, GELU, experts, learned positions; and NVIDIA GPUs older than
-compute capability 8.0, which Triton does not support.
+Computed in fp32 and rounded once. Saved for backward: of a norm its input and one number a row, of
+silu(gate) * up the two factors, of a rotation nothing of its size. For ``native`` models with these
+operations and transformers' models of Llama's form (by their code, not their names). Compiled, each kernel
+remains a kernel of its own that is not fused with its neighbours.
 """
 
 from __future__ import annotations
 
+import random
+
+from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft
-
-COVERS = {"block_kernels": ("triton",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.block_kernels == "triton"
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse a GPU too old for Triton; whether a model has this form shows once it is built."""
+    """Refuse a GPU that is too old for Triton."""
     refuse_old_gpu(recipe, "block_kernels", "triton", "block_kernels: standard")
 
 
@@ -41,7 +30,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Give the model's norms, feed-forward parts and attentions forwards with our kernels.
+    """Replace the forwards of norms, feed-forward parts and attentions.
 
     Raises:
         InputError: a model of another form.
@@ -49,3 +38,27 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.models.block_kernels import use_block_kernels
 
     use_block_kernels(draft.model)
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    """Draw models of Llama's form; others are refused, but only once they are built."""
+    drawn: Data = {"block_kernels": "triton"}
+    if recipe["model"]["implementation"] == "hf":
+        family = chance.choice(("llama", "mistral", "qwen2", "qwen3"))
+        drawn["model"] = {"config": chance.choice(FAMILIES[family])}
+    return drawn
+
+
+TECHNIQUE = Technique(
+    name="block_kernels",
+    order=10,
+    title="Block kernels",
+    fields=("block_kernels",),
+    covers={"block_kernels": ("triton",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    describe=lambda recipe: "block kernels",
+    examples=({"block_kernels": "triton"},),
+    draw=Draw(alone=_draw),
+)

@@ -1,16 +1,8 @@
-"""Emptying the cache: after every n steps the allocator gives its unused memory back to the driver.
+"""Emptying the cache: every n steps the caching allocator returns its unused segments to the driver.
 
-Reserved bytes fall to what is in use and grow again in the next step, out of new segments cut for it; allocated bytes
-change by what blocks are larger than asked, a few MiB. On the virtual GPU nothing is called: the replay of the ledger gives
-the cache back at the same places (ledger/replay.py). A CPU has no such cache.
-Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html
-
-Helps where memory is cut up differently from step to step, or where another process needs room between steps. It does not
-lower the peak; the driver's calls cost time in the step that follows.
-
-Costs no quality.
-
-Refuses nothing.
+On the virtual GPU nothing is called: the replay of the ledger empties the cache at the same steps
+(ledger/replay.py). A CPU has no such cache. Source:
+https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html
 """
 
 from __future__ import annotations
@@ -18,21 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-COVERS: dict[str, tuple[object, ...]] = {}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.empty_cache_every is not None
-
-
-def check(recipe: Recipe) -> None:
-    """It goes with everything: nothing that a step computes depends on it."""
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Count steps; after every n-th one empty the cache of a CUDA device."""
+    """Empty the cache of a CUDA device after every n-th step."""
     assert recipe.empty_cache_every is not None
     if draft.device.type == "cuda":
         import torch
@@ -41,7 +24,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def every(count: int, call: Callable[[], None]) -> Callable[[], None]:
-    """A function that does ``call`` each ``count``-th time it is called."""
+    """Return a function that runs ``call`` every ``count``-th time it is called."""
     calls = 0
 
     def counted() -> None:
@@ -51,3 +34,16 @@ def every(count: int, call: Callable[[], None]) -> Callable[[], None]:
             call()
 
     return counted
+
+
+TECHNIQUE = Technique(
+    name="empty_cache",
+    order=230,
+    title="Emptying the cache",
+    fields=("empty_cache_every",),
+    apply=apply,
+    when=lambda recipe: recipe.empty_cache_every is not None,
+    describe=lambda recipe: f"cache emptied every {recipe.empty_cache_every} steps",
+    examples=({"empty_cache_every": 1},),
+    draw=Draw(alone=lambda chance, _: {"empty_cache_every": chance.choice((1, 1, 2, 3))}),
+)

@@ -1,36 +1,23 @@
-"""Quantised frozen base: the decoder blocks' linear weights in 4 or 8 bits, an adapter trains beside them.
+"""Quantised frozen base: the decoder blocks' linear weights in 4 or 8 bits, with a trainable adapter.
 
-``nf4`` is QLoRA's storage (Dettmers et al., https://arxiv.org/abs/2305.14314): 4.127 bits a weight, 16 levels, blocks of 64,
-their scales in 8 bits; the format and its values are bitsandbytes'. ``int8`` and ``fp8`` (e4m3, a storage format here: products
-run in the recipe's precision) have one fp32 scale an output row. Each product makes its weight anew in the precision of the
-recipe, forward and backward, so one layer's 16-bit weight is there at a time. The layers are made so where the model is
-built (models/quantized.py), block by block, so a 70B base never needs more than its codes and one block; embeddings, head,
-norms and biases stay whole. On ``native`` the codes are those of the weights that the seed gives unquantised.
-
-Helps where the frozen base itself is what does not fit beside an adapter. The price in speed is one pass over the weights
-for each product.
-
-Costs what rounding the base costs: ``int8`` little, ``nf4`` more; the QLoRA paper reports that training the adapter makes
-up for it on its tasks.
-
-Refuses mixtures of experts and state-space models, whose blocks hold weights that are no linear layer's.
+``nf4``: 4.127 bits a weight in bitsandbytes' format (QLoRA, arXiv:2305.14314). ``int8`` and ``fp8`` (e4m3,
+storage only): one fp32 scale an output row. Each product dequantises its weight, forward and backward, so
+one layer's 16-bit weight exists at a time. Layers are quantised while the model is built, block by block
+(models/quantized.py). Embeddings, head, norms and biases stay whole. On ``native`` the codes are those of
+the weights that the seed gives unquantised.
 """
 
 from __future__ import annotations
 
+import random
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-COVERS = {"quantize": ("nf4", "int8", "fp8")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.quantize is not None
+from trainfit.techniques.base import Data, Draw, Technique
 
 
 def check(recipe: Recipe) -> None:
-    """The spec asks for an adapter; what else computes with the weights' own values cannot."""
+    """Refuse what computes with the weights' own values."""
     if recipe.precision == "fp8":
         raise InputError(
             "fp8 products quantise whole weights at each step, and these are stored quantised",
@@ -47,5 +34,25 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def apply(recipe: Recipe, draft: Draft) -> None:
-    """Nothing: the model was built so."""
+def _draw(chance: random.Random, _: Data) -> Data:
+    adapter = {"kind": "lora", "rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
+    return {"quantize": chance.choice(("nf4", "nf4", "int8", "fp8")), "adapter": adapter, "precision": "bf16"}
+
+
+TECHNIQUE = Technique(
+    name="quantize",
+    order=20,
+    title="Quantised base",
+    fields=("quantize",),
+    covers={"quantize": ("nf4", "int8", "fp8")},
+    check=check,
+    describe=lambda recipe: f"{recipe.quantize} base",
+    variants=(
+        {"quantize": "int8"},
+        {"quantize": "fp8"},
+        {"quantize": "nf4", "adapter": {"kind": "lora", "dtype": "base"}},
+    ),
+    examples=({"quantize": "nf4"},),
+    needs={"adapter": {"kind": "lora"}},
+    draw=Draw(alone=_draw),
+)

@@ -1,15 +1,7 @@
-"""Finds the techniques and tells what is there. Imports no torch, so a recipe can be refused early.
+"""Discovery of techniques, and the checks of a recipe against them. Imports no torch.
 
-A technique is a module of this package with four names (and ``NAME``, where it is not the file's):
-
-- ``COVERS``: field of the recipe -> the values of it that this file makes work,
-- ``applies(recipe) -> bool``: does this recipe ask for it,
-- ``check(recipe)``: raises InputError where it cannot go together with the rest of the recipe,
-- ``apply(recipe, draft)``: changes the draft; torch is imported here,
-
-and, where a real device may lack something, ``check_device(recipe, device_type)``.
-
-A new technique is one new file and its place in ``step.ORDER``.
+Every module of this package with a ``TECHNIQUE`` is one technique. Installed packages add theirs by entry
+points of the group ``trainfit.techniques``, each naming a ``Technique``.
 """
 
 from __future__ import annotations
@@ -18,107 +10,108 @@ import importlib
 import json
 import pkgutil
 from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 import trainfit.techniques
 from trainfit.spec.errors import InputError
+from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import Technique, value_at
 
-if TYPE_CHECKING:
-    from trainfit.techniques.base import Draft
+NOT_COVERED = ("parallel.replicate", "parallel.shard", "parallel.tensor")
+"""Fields that no technique implements yet: only their defaults are accepted."""
 
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "loss": ("standard",),
-    "block_kernels": ("standard",),
-    "recompute": ("none",),
-    "compile": (False,),
-    "adapter.kind": (None,),
-    "quantize": (None,),
-    "optimizer.in_backward": (False,),
-    "optimizer.stochastic_rounding": (False,),
-    "offload.activations": (False,),
-    "offload.weights": (False,),
-    "parallel.replicate": (1,),
-    "parallel.shard": (1,),
-    "parallel.tensor": (1,),
-}
-"""What a step does where no technique is asked for: field -> the values that need no file of their own."""
-
-
-class Technique(Protocol):
-    """The shape of a technique's file."""
-
-    COVERS: dict[str, tuple[Any, ...]]
-
-    def applies(self, recipe: Recipe) -> bool: ...
-
-    def check(self, recipe: Recipe) -> None: ...
-
-    def apply(self, recipe: Recipe, draft: Draft) -> None: ...
+DESCRIBED = (
+    "precision", "model.implementation", "attention", "block_kernels", "loss", "loss_terms", "recompute",
+    "offload.activations", "offload.weights", "compile", "optimizer", "adapter", "quantize",
+)  # fmt: skip
+"""Order of the recipe's fields in a description; techniques of other fields follow."""
 
 
 @cache
+def in_order() -> tuple[Technique, ...]:
+    """Return every technique in the order in which they are applied.
+
+    Raises:
+        InputError: an installed package declares a name or place that is taken.
+    """
+    path, prefix = trainfit.techniques.__path__, f"{trainfit.techniques.__name__}."
+    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(path, prefix)]
+    found = [module.TECHNIQUE for module in modules if hasattr(module, "TECHNIQUE")]
+    found += [outside for outside in outside_techniques() if isinstance(outside, Technique)]
+    for key in ("name", "order"):
+        values = [getattr(technique, key) for technique in found]
+        for value in values:
+            if values.count(value) > 1:
+                raise InputError(
+                    f"two techniques have the {key} {value!r}", f"give one another {key}", field="TECHNIQUE"
+                )
+    return tuple(sorted(found, key=lambda technique: technique.order))
+
+
 def techniques() -> dict[str, Technique]:
-    """Return every technique by its name."""
-    modules = [
-        importlib.import_module(found.name)
-        for found in pkgutil.walk_packages(trainfit.techniques.__path__, f"{trainfit.techniques.__name__}.")
-    ]
-    return {_name(module): cast(Technique, module) for module in modules if hasattr(module, "COVERS")}
-
-
-def _name(module: ModuleType) -> str:
-    missing = [part for part in ("applies", "check", "apply") if not hasattr(module, part)]
-    assert not missing, f"{module.__name__} lacks {missing}"
-    return getattr(module, "NAME", module.__name__.rpartition(".")[2])
+    """Return every technique by its name, in the order of their application."""
+    return {technique.name: technique for technique in in_order()}
 
 
 def covered() -> dict[str, tuple[Any, ...]]:
-    """Every field that a technique or a plain step answers for -> its values that work now."""
-    values: dict[str, list[Any]] = {field: list(plain) for field, plain in PLAIN.items()}
-    for technique in techniques().values():
-        for field, more in technique.COVERS.items():
-            values.setdefault(field, []).extend(more)
-    return {field: tuple(found) for field, found in values.items()}
+    """Return the values that work now, by field: the default and what techniques cover."""
+    default = Recipe.model_construct()
+    values: dict[str, list[Any]] = {name: [value_at(default, name)] for name in NOT_COVERED}
+    for technique in in_order():
+        for name, more in technique.covers.items():
+            values.setdefault(name, []).extend(more)
+    for name, known in values.items():
+        plain = value_at(default, name)
+        if plain not in known:
+            known.insert(0, plain)
+    return {name: tuple(known) for name, known in values.items()}
 
 
 def check(recipe: Recipe) -> None:
-    """Nothing, if a step can be assembled from this recipe.
+    """Refuse a recipe of which no step can be assembled.
 
     Raises:
-        InputError: a value that no technique covers yet, or techniques that exclude each other, in one line.
+        InputError: a value that no technique covers, or techniques that exclude each other.
     """
-    for field, values in covered().items():
-        value = value_at(recipe, field)
+    for name, values in covered().items():
+        value = value_at(recipe, name)
         if value not in values:
             there = ", ".join(_shown(known) for known in values)
-            raise InputError("not there yet", f"there is now: {there}", field=field, value=value)
-    for technique in techniques().values():
-        if technique.applies(recipe):
-            technique.check(recipe)
+            raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
+    for technique in _applied_by_name(recipe):
+        technique.check(recipe)
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
-    """Nothing, if a real device of this type ("cuda", "cpu") can run the recipe; not for the virtual GPU.
+    """Refuse a recipe that a real device of this type ("cuda", "cpu") cannot run. Not for the virtual GPU.
 
     Raises:
-        InputError: what the device lacks, in one line.
+        InputError: naming what the device lacks.
     """
-    for technique in techniques().values():
-        refuse = getattr(technique, "check_device", None)
-        if refuse is not None and technique.applies(recipe):
-            refuse(recipe, device_type)
+    for technique in _applied_by_name(recipe):
+        technique.check_device(recipe, device_type)
 
 
-def value_at(recipe: Recipe, field: str) -> Any:
-    """The value of a dotted field as COVERS writes it: ``{every: 2}`` is its key, ``every``."""
-    value: Any = recipe
-    for part in field.split("."):
-        value = getattr(value, part, None)
-    if hasattr(value, "model_dump"):
-        return next(iter(value.model_dump()))
-    return value
+def _applied_by_name(recipe: Recipe) -> list[Technique]:
+    """By name: which of several refusals is reported does not change with the order of application."""
+    return [technique for _, technique in sorted(techniques().items()) if technique.applies(recipe)]
+
+
+def describe(recipe: Recipe) -> str:
+    """Return what distinguishes the recipe, in few words: ``bf16, recompute full, lora 16``."""
+    parts: list[tuple[int, str]] = [(0, recipe.precision)]
+    if recipe.model.implementation != "hf":
+        parts.append((1, recipe.model.implementation))
+    for technique in in_order():
+        if technique.requested(recipe) or technique.applies(recipe):
+            parts.append((_described_at(technique.fields[0]), technique.describe(recipe)))
+    return ", ".join(text for _, text in sorted(parts, key=lambda part: part[0]) if text)
+
+
+def _described_at(field: str) -> int:
+    places = (at for at, name in enumerate(DESCRIBED) if f"{field}.".startswith(f"{name}."))
+    return next(places, len(DESCRIBED))
 
 
 def _shown(value: Any) -> str:

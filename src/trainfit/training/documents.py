@@ -126,9 +126,7 @@ def _at_most(text: str) -> Iterator[str]:
 
 
 def _json_lines(file: TextIO, path: Path) -> Iterator[str]:
-    number = 0
-    while line := file.readline(MAX_LINE_CHARS + 1):
-        number += 1
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_CHARS + 1), ""), 1):
         if len(line) > MAX_LINE_CHARS:
             problem = f"line {number} is over {MAX_LINE_CHARS:,} characters"
             raise InputError(problem, "write one document a line", file=str(path))
@@ -164,6 +162,5 @@ def _from_hub(data: HubData) -> Iterator[str]:
     except Exception as error:  # Its own errors, and those of requests, httpx and fsspec.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         remedy = "check its name and the network, or use text files or stories"
-        raise InputError(
-            f"dataset cannot be read: {reason}", remedy, field="data", value=f"hub:{data.name}"
-        ) from error
+        problem, value = f"dataset cannot be read: {reason}", f"hub:{data.name}"
+        raise InputError(problem, remedy, field="data", value=value) from error

@@ -16,7 +16,6 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
-from trainfit.techniques.loss import terms as loss_terms
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import open_corpora
@@ -103,9 +102,9 @@ def _session(
 
 
 def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
-    if not loss_terms.applies(recipe):
-        return ()
     terms = [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
+    if not terms:
+        return ()
     return (f"the training loss has {' and '.join(terms)} in it; evaluation's is the cross-entropy alone",)
 
 
@@ -166,7 +165,7 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
 
 
 def _environment(device: torch.device) -> dict[str, Any]:
-    """Return what the bits of a loss depend on besides the recipe."""
+    """Return what the bits of a loss depend on, other than the recipe."""
     return {"torch": torch.__version__, "device": _device_name(device), "threads": torch.get_num_threads()}
 
 

@@ -1,20 +1,25 @@
-"""The training loop: steps, evaluations and checkpoints, from the current step to the last."""
+"""The training loop: steps, evaluations and checkpoints, from the current step to the last.
+
+Shapes: b micro-batch, s sequence.
+"""
 
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.step import Batch, Step
-from trainfit.techniques.loader import Feed
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
-from trainfit.training.corpus import Corpora
-from trainfit.training.evaluate import evaluate
+from trainfit.training.corpus import Corpora, Corpus
 from trainfit.training.folder import CHECKPOINTS
 from trainfit.training.gauges import Busy, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
@@ -236,3 +241,46 @@ class Session:
             run=self.run,
             checkpoint=None if self.checkpoint is None else str(self.checkpoint),
         )
+
+
+def evaluate(
+    step: Step,
+    corpus: Corpus,
+    *,
+    at_step: int,
+    max_sequences: int,
+    stopped: Callable[[], bool] = lambda: False,
+) -> EvalMetrics | None:
+    """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
+
+    Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
+    predicted. No random numbers are drawn, so evaluating does not change the training.
+
+    Args:
+        at_step: number of training steps done.
+        stopped: called before each micro-batch; True ends the evaluation.
+
+    Returns:
+        The metrics; None if ``stopped`` ended it or the loss is not finite.
+    """
+    count = min(max_sequences, len(corpus))
+    micro = step.recipe.batch.micro
+    start_s = time.perf_counter()
+    step.model.eval()
+    total = 0.0
+    try:
+        with torch.no_grad():
+            for first in range(0, count, micro):
+                if stopped():
+                    return None
+                rows = corpus.sequences(np.arange(first, min(first + micro, count)))
+                ids_bs = torch.from_numpy(rows).to(step.device)
+                # All sequences have equally many tokens, so each weighs the same.
+                total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
+    finally:
+        step.model.train()
+    loss = total / count
+    if not math.isfinite(loss) or loss > math.log(1e300):
+        return None
+    seconds = time.perf_counter() - start_s
+    return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=seconds)

@@ -1,94 +1,64 @@
-"""The fields of a recipe drawn at random: model families, sizes, precisions, optimizers and the rest, as plain data.
+"""Recipes drawn at random: model, batch and the fields that techniques give weights.
 
-Enters: a random generator. Leaves: recipes that may turn out not to be allowed (truth_suite.py keeps those that are).
+They may turn out not to be allowed (feasible.py keeps those that are).
 """
 
 import random
 from typing import Any
 
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "gpt2": ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"),
-    "gpt-neox": ("pythia-160m", "pythia-410m", "pythia-1b", "pythia-1.4b", "pythia-2.8b", "pythia-6.9b"),
-    "opt": ("opt-125m", "opt-350m", "opt-1.3b", "opt-2.7b", "opt-6.7b"),
-    "bloom": ("bloom-560m", "bloom-1b1", "bloom-1b7", "bloom-3b"),
-    "falcon": ("falcon-7b",),
-    "llama": (
-        "smollm-135m",
-        "llama-3.2-1b",
-        "tinyllama-1.1b",
-        "llama-3.2-3b",
-        "llama-2-7b",
-        "llama-3.1-8b",
-        "llama-2-13b",
-    ),
-    "mistral": ("mistral-7b-v0.1", "mistral-7b-v0.3", "mistral-nemo-12b"),
-    "qwen2": ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b"),
-    "qwen3": ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b"),
-    "gemma": ("gemma-2b", "gemma-7b"),
-    "gemma2": ("gemma-2-2b", "gemma-2-9b"),
-    "gemma3": ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b"),
-    "phi3": ("phi-3-mini-4k", "phi-3-medium-4k"),
-    "phi": ("phi-2",),
-    "olmoe": ("olmoe-1b-7b",),
-    "mixtral": ("mixtral-8x7b",),
-    "deepseek-moe": ("deepseek-v2-lite",),
-    "qwen3-moe": ("qwen3-30b-a3b",),
-    "native": (
-        "small",
-        "medium",
-        "large",
-        "xl",
-        "2.7b",
-        "deep-one-1.6b",
-        "llama-3.2-1b",
-        "qwen2.5-0.5b",
-        "qwen3-0.6b",
-    ),
-}
+from trainfit.catalog.families import FAMILIES
+from trainfit.techniques.base import Technique
+from trainfit.techniques.registry import in_order
+
+FIELDS = (
+    "batch.accumulate", "precision", "attention", "recompute", "optimizer.name", "optimizer.in_backward",
+    "adapter.kind", "compile",
+)  # fmt: skip
+"""The order in which fields are drawn; another order would change every seed's recipes. Other fields follow."""
 
 
 def draw(chance: random.Random, gpu: str, compiled_share: float) -> dict[str, Any]:
-    """One recipe as plain data; it may turn out not to be allowed."""
+    """Return one recipe as plain data.
+
+    Args:
+        compiled_share: probability of a compiled step.
+    """
     family = chance.choice(sorted(FAMILIES))
     seq = 2 ** chance.randint(7, 15)
     if chance.random() < 0.2:
         seq = max(128, seq - 8 * chance.randint(1, 15))  # Not only powers of two.
+    config = chance.choice(FAMILIES[family])
     recipe: dict[str, Any] = {
-        "model": {
-            "config": chance.choice(FAMILIES[family]),
-            "implementation": "native" if family == "native" else "hf",
-        },
-        "batch": {
-            "micro": 2 ** chance.randint(0, 5),
-            "seq": seq,
-            "accumulate": chance.choice((1, 1, 1, 1, 2, 4)),
-        },
-        "precision": chance.choice(("bf16",) * 5 + ("fp32",) * 2 + ("amp-bf16",) * 2 + ("amp-fp16",) * 2),
-        "attention": chance.choice(("sdpa",) * 8 + ("eager", "math", "flash", "efficient", "cudnn")),
-        "recompute": chance.choice(("none", "none", "full")),
-        "optimizer": _optimizer(chance),
+        "model": {"config": config, "implementation": "native" if family == "native" else "hf"},
+        "batch": {"micro": 2 ** chance.randint(0, 5), "seq": seq, "accumulate": 1},
+        "precision": "bf16",
+        "attention": "sdpa",
+        "recompute": "none",
+        "optimizer": {"name": "adamw", "in_backward": False},
         "hardware": {"gpu": gpu},
     }
-    if chance.random() < 0.15:
-        recipe["adapter"] = {
-            "kind": "lora",
-            "rank": chance.choice((8, 16, 64)),
-            "dtype": chance.choice(("fp32", "base")),
-        }
-    if chance.random() < compiled_share:
-        recipe["compile"] = chance.choice(("block", "model"))
+    weighted = {field for technique in in_order() for field in technique.draw.weights}
+    for field in (*FIELDS, *sorted(weighted - {*FIELDS})):
+        _draw_field(chance, recipe, field, compiled_share if field == "compile" else None)
     return recipe
 
 
-def _optimizer(chance: random.Random) -> dict[str, Any]:
-    name = chance.choice(("adamw",) * 5 + ("sgd",) * 2 + ("adafactor",) * 2)
-    if name == "adamw":
-        chosen: dict[str, Any] = {"implementation": chance.choice(("fused", "foreach", "forloop"))}
-    elif name == "sgd":
-        chosen = {
-            "momentum": chance.choice((0.0, 0.9)),
-            "implementation": chance.choice(("foreach", "fused")),
-        }
-    else:
-        chosen = {"momentum": chance.choice((0.0, 0.0, 0.9))}
-    return {"name": name, "in_backward": chance.random() < 0.2, **chosen}
+def _draw_field(chance: random.Random, recipe: dict[str, Any], field: str, share: float | None) -> None:
+    """Set one field, and the options of the technique whose value it is."""
+    drawn_by: dict[Any, Technique] = {}
+    values: list[Any] = []
+    for technique in in_order():
+        for value, weight in technique.draw.weights.get(field, {}).items():
+            drawn_by[value] = technique
+            values += [value] * weight
+            share = technique.draw.share if share is None else share
+    if share is not None and chance.random() >= share:
+        return
+    value = values[0] if len(values) == 1 else chance.choice(values)
+    *outer, key = field.split(".")
+    holder = recipe
+    for part in outer:
+        holder = holder.setdefault(part, {})
+    holder[key] = value
+    options = drawn_by[value].draw.options
+    holder.update(options(chance) if options else {})

@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
+from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import model_config
 from trainfit.measurement.run import measure
 from trainfit.spec.errors import InputError
@@ -21,7 +22,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.value import Value
-from trainfit.verification.draws import FAMILIES, draw
+from trainfit.verification.draws import draw
 from trainfit.verification.feasible import allowed
 
 LIMIT = 0.02

@@ -1,7 +1,7 @@
 """Check a regular expression that names modules, before PEFT matches it against each of them.
 
-Python's matcher backtracks: a short pattern can take longer than a lifetime, and nothing can interrupt it. So a pattern
-that repeats anything is first tried in a process whose time is limited.
+A short pattern can make Python's matcher backtrack for longer than anyone waits, and nothing can interrupt
+it. So a pattern that repeats anything is first tried in a process whose time is limited.
 """
 
 import json

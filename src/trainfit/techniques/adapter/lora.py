@@ -1,41 +1,30 @@
-"""LoRA through PEFT: the base is frozen, each targeted linear layer gets a trainable product B A of a given rank.
+"""LoRA through PEFT: a frozen base with a trainable low-rank product B A next to each targeted linear layer.
 
-Hu et al., https://arxiv.org/abs/2106.09685; as there, alpha is the rank unless the recipe says otherwise.
-``dtype: fp32`` is PEFT's default (``autocast_adapter_dtype``): adapters in fp32 over a bf16 base, whose inputs are
-cast up for them, which costs activation memory; ``base`` gives them the base's dtype. ``all-linear`` is PEFT's rule on
-``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``. Needs the extra ``peft``.
-
-Helps where gradients and moments of all weights do not fit: only the adapters have them. Activations stay, and an adapted
-layer saves more of them, so recomputation is its first partner; ``quantize`` shrinks the base.
-
-Costs what training a low-rank change instead of all weights costs: little for a narrow task, more for one that is far
-from what the base knows.
-
-Refuses targets that PEFT does not find or cannot adapt.
+Source: Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``dtype: fp32`` is PEFT's
+default (``autocast_adapter_dtype``): fp32 adapters over a bf16 base, whose inputs are cast up for them and
+saved; ``base`` gives them the base's dtype. ``all-linear`` is PEFT's rule on ``hf`` (every linear layer but
+the output head), the blocks' linear layers on ``native``. Needs the extra ``peft``.
 """
 
 from __future__ import annotations
 
+import random
+import re
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter._target_pattern import check_pattern
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
 
-COVERS = {"adapter.kind": ("lora",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.adapter is not None and recipe.adapter.kind == "lora"
-
 
 def check(recipe: Recipe) -> None:
-    """LoRA needs PEFT."""
+    """Refuse missing PEFT."""
     needs_peft(recipe)
 
 
@@ -59,7 +48,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     model: Any = draft.model
     is_hf = recipe.model.implementation == "hf"
     if not is_hf:
-        # PEFT takes a model that does not say so for a checkpointed one, and makes its embedding require a gradient.
+        # Without this attribute PEFT assumes checkpointing and makes the embedding require a gradient.
         model.is_gradient_checkpointing = False
     config = peft.LoraConfig(
         r=adapter.rank,
@@ -82,7 +71,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]:
-    """PEFT's target_modules: its own rule on transformers models; on native ones the blocks' linear layers."""
+    """Return PEFT's target_modules; for ``all-linear`` on native models the blocks' linear layers."""
     if not isinstance(adapter.targets, str):
         return list(adapter.targets)
     if adapter.targets != "all-linear":
@@ -99,3 +88,31 @@ def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]
         for name, module in blocks.named_modules()
         if isinstance(module, nn.Linear)
     ]
+
+
+def _options(chance: random.Random) -> Data:
+    return {"rank": chance.choice((8, 16, 64)), "dtype": chance.choice(("fp32", "base"))}
+
+
+def _names_layers(recipe: Recipe) -> bool:
+    """Whether ``targets`` names layers by their numbers, or by a pattern of numbers."""
+    targets = recipe.adapter.targets if recipe.adapter is not None else ()
+    named = (targets,) if isinstance(targets, str) else targets
+    # Not a number within a name such as fc1 or dense_4h_to_h.
+    return any(re.search(r"(?<![A-Za-z0-9_])\d|\\d|\[\^?\d", target) for target in named)
+
+
+TECHNIQUE = Technique(
+    name="lora",
+    order=30,
+    title="LoRA",
+    fields=("adapter",),
+    covers={"adapter.kind": ("lora",)},
+    check=check,
+    apply=apply,
+    describe=lambda recipe: f"lora {recipe.adapter.rank if recipe.adapter else 0}",
+    variants=({"adapter": {"kind": "lora", "dtype": "base"}},),
+    examples=({"adapter": {"kind": "lora"}},),
+    draw=Draw(weights={"adapter.kind": {"lora": 1}}, share=0.15, options=_options),
+    trace_whole=_names_layers,
+)

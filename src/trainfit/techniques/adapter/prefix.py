@@ -1,40 +1,28 @@
-"""Prefix tuning: every layer's attention also reads trainable keys and values, the same for all sequences.
+"""Prefix tuning: trainable keys and values that every layer's attention reads, equal for all sequences.
 
-Li and Liang, https://arxiv.org/abs/2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT hands them
-over as a cache of past tokens; on ``native`` they are parameters of each block's attention. The sequence's positions begin
-after the prefix. Keys are added to attention and nothing else; but a query sees the whole prefix, so attention takes a mask
-of s x (tokens + s), as a cache makes it, which flash attention has not. Needs the extra ``peft``.
-
-Helps where many small adaptations of one base are kept: ``tokens`` keys and values a layer are all that trains.
-
-Costs more quality than LoRA where the task is far from what the base knows, since no weight changes; and ``tokens``
-positions, where the model has learned ones.
-
-Refuses models whose layers keep no keys and values of the kind that PEFT's prefixes have, and more positions than were learned.
+Source: Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT
+passes them as a cache of past tokens; on ``native`` they are parameters of each block's attention.
+Positions of the sequence begin after the prefix. Attention takes a mask of s x (tokens + s), which flash
+attention does not support. Needs the extra ``peft``.
 """
 
 from __future__ import annotations
 
 import inspect
+import random
 from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.adapter.prompt import check_positions, has_no_matrices, on_hf
-from trainfit.techniques.base import Draft
-
-NAME = "prefix_tuning"
-COVERS = {"adapter.kind": ("prefix",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.adapter is not None and recipe.adapter.kind == "prefix"
+from trainfit.techniques.adapter.prompt import check_positions, describe_tokens, has_no_matrices, on_hf
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse kernels that have no mask and, on ``hf``, what a cache of past tokens cannot go with."""
+    """Refuse kernels without masks and, on ``hf``, what a cache of past tokens excludes."""
     has_no_matrices(recipe)
     if recipe.attention in ("flash", "triton"):
         raise InputError(
@@ -92,7 +80,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def _refuse_other_caches(model: Any) -> None:
-    """Refuse models whose layers keep no keys, or other ones than PEFT makes: one a head, or the config's key heads."""
+    """Refuse models whose layers have no key-value cache, or another kind than PEFT fills."""
     config = model.config.get_text_config()
     shared = getattr(config, "multi_query", False) or getattr(config, "kv_lora_rank", None) is not None
     if shared or "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -102,3 +90,24 @@ def _refuse_other_caches(model: Any) -> None:
             field="adapter.kind",
             value="prefix",
         )
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    return {"adapter": {"kind": "prefix", "tokens": chance.choice((8, 20, 64))}}
+
+
+TECHNIQUE = Technique(
+    name="prefix_tuning",
+    order=50,
+    title="Prefix tuning",
+    fields=("adapter",),
+    covers={"adapter.kind": ("prefix",)},
+    check=check,
+    apply=apply,
+    describe=describe_tokens,
+    variants=({"adapter": {"kind": "prefix", "dtype": "base"}},),
+    examples=({"adapter": {"kind": "prefix"}},),
+    draw=Draw(alone=_draw),
+    # On hf the prefix is one tensor for all layers.
+    trace_whole=lambda recipe: recipe.model.implementation == "hf",
+)

@@ -1,48 +1,36 @@
-"""Prompt tuning and p-tuning: trainable virtual tokens stand before every sequence; the base is frozen.
+"""Prompt tuning and p-tuning: trainable virtual tokens in front of every sequence; the base is frozen.
 
-``prompt``: the virtual tokens' embeddings are the weights (Lester et al., https://arxiv.org/abs/2104.08691).
-``p-tuning``: three linear layers make them from others (Liu et al., https://arxiv.org/abs/2103.10385). Both are PEFT's
-encoders; on ``hf`` PEFT's model runs them too. A sequence of s tokens is one of ``adapter.tokens`` + s to every layer and
-to the logits; the last virtual token predicts the first real one, the others' labels are ignored. Their FLOPs count as the
-model's (the mathematics needs them), they are no tokens a second. Needs the extra ``peft``.
-
-Helps where many small adaptations of one base are kept: a few thousand numbers a task. Activations are those of all blocks,
-since the gradient goes through every one of them down to the first tokens.
-
-Costs more quality than LoRA, most on small models: Lester et al. reach fine-tuning only from about 10 billion weights on.
-
-Refuses more positions than the model has learned, the virtual ones included, and what PEFT itself refuses.
+``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` three
+linear layers that produce them (Liu et al., arXiv:2103.10385). Both are PEFT's encoders, run by PEFT's
+model on ``hf``. Each layer and the logits see ``adapter.tokens`` + s positions; the last virtual token
+predicts the first real one. Their FLOPs count as the model's; they do not count as tokens per second. Needs
+the extra ``peft``.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
 
-NAME = "soft_prompts"
-COVERS = {"adapter.kind": ("prompt", "p-tuning")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.adapter is not None and recipe.adapter.kind in COVERS["adapter.kind"]
-
 
 def check(recipe: Recipe) -> None:
-    """PEFT is there, and nothing is asked of virtual tokens that they do not have."""
+    """Refuse missing PEFT and fields that virtual tokens do not have."""
     needs_peft(recipe)
     has_no_matrices(recipe)
 
 
 def has_no_matrices(recipe: Recipe) -> None:
-    """Refuse what only LoRA's matrices have."""
+    """Refuse fields that only LoRA has."""
     adapter = recipe.adapter
     assert adapter is not None
     plain = Adapter(kind=adapter.kind)
@@ -58,7 +46,7 @@ def has_no_matrices(recipe: Recipe) -> None:
 
 
 def check_positions(recipe: Recipe, model: nn.Module) -> None:
-    """Refuse more learned positions than the model has."""
+    """Refuse more positions than the model has learned."""
     from trainfit.models.layers import max_positions
 
     assert recipe.adapter is not None
@@ -73,7 +61,7 @@ def check_positions(recipe: Recipe, model: nn.Module) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Put the virtual tokens before the model.
+    """Put the virtual tokens in front of the sequence.
 
     Raises:
         InputError: more positions than the model has, or PEFT refuses the model.
@@ -88,8 +76,8 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         draft.model = _on_native(adapter, draft)
     else:
         base: Any = draft.model
-        # PEFT asks for heads, which virtual tokens do not need and state-space models do not have, and takes the layers'
-        # width for the tokens': OPT-350M's are half as wide.
+        # PEFT requires heads, which virtual tokens do not need and state-space models do not have, and
+        # assumes the layers' width for the tokens: OPT-350M's embeddings are half as wide.
         sizes = {"num_attention_heads": 1, "token_dim": base.get_input_embeddings().embedding_dim}
         draft.model = on_hf(_config(adapter, **sizes), draft, adapter.kind)
     if adapter.dtype == "base":
@@ -103,7 +91,7 @@ def _config(adapter: Adapter, **sizes: int) -> Any:
 
 
 def on_hf(config: Any, draft: Draft, kind: str) -> nn.Module:
-    """PEFT's model, its encoder made on the device."""
+    """Return PEFT's model with its encoder on the device."""
     import torch
 
     from trainfit.models.adapted import wrap
@@ -136,3 +124,28 @@ def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
             config = _config(adapter, token_dim=size, num_transformer_submodules=1, encoder_hidden_size=size)
             encoder = tuners.PromptEncoder(config)
     return Prompted(base, encoder, adapter.tokens)
+
+
+def describe_tokens(recipe: Recipe) -> str:
+    """Return the adapter's kind and number of virtual tokens."""
+    return "" if recipe.adapter is None else f"{recipe.adapter.kind} {recipe.adapter.tokens}"
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    kind = chance.choice(("prompt", "p-tuning"))
+    return {"adapter": {"kind": kind, "tokens": chance.choice((8, 20, 64))}}
+
+
+TECHNIQUE = Technique(
+    name="soft_prompts",
+    order=40,
+    title="Prompt tuning and p-tuning",
+    fields=("adapter",),
+    covers={"adapter.kind": ("prompt", "p-tuning")},
+    check=check,
+    apply=apply,
+    describe=describe_tokens,
+    variants=({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
+    examples=({"adapter": {"kind": "prompt"}},),
+    draw=Draw(alone=_draw),
+)

@@ -1,36 +1,19 @@
 """Compile by block: each repeated decoder block is compiled in place; the rest runs eagerly.
 
-Equal blocks share one compiled graph, so compiling takes about as long as one block does. torchtitan does the same. LoRA has
-two graphs where the first block's input needs no gradient.
-
-Helps speed wherever blocks are repeated: elementwise work is fused, and less of it is saved for the backward. Gradients come
-block by block, so the optimizer in the backward still frees them as it goes; with ``compile: model`` it cannot.
-
-Costs no quality but the rounding of fused operations: what is fused stays in fp32 between its steps. The first step waits
-for the compiler.
-
-Refuses models without repeated blocks.
+Equal blocks share one graph, so compiling takes about as long as one block does (torchtitan does the same).
+With LoRA there are two graphs where the first block's input needs no gradient. Gradients come block by
+block, so an optimizer in the backward frees them as it runs.
 """
 
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "compile_block"
-COVERS = {"compile": ("block",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.compile == "block"
-
-
-def check(recipe: Recipe) -> None:
-    """Whether a model has blocks shows once it is built."""
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Hand every decoder block to the compiler.
+    """Compile every decoder block.
 
     Raises:
         InputError: the model has no list of repeated blocks.
@@ -39,3 +22,16 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     for block in require_blocks(draft.model, "compile", recipe.compile, "use compile: model or false"):
         draft.compiler(block)
+
+
+TECHNIQUE = Technique(
+    name="compile_block",
+    order=150,
+    title="Compile by block",
+    fields=("compile",),
+    covers={"compile": ("block",)},
+    apply=apply,
+    describe=lambda recipe: "compile block",
+    examples=({"compile": "block"},),
+    draw=Draw(weights={"compile": {"block": 1}}),
+)

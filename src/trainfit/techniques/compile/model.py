@@ -1,33 +1,31 @@
 """Compile the whole model: one graph from token ids to loss, where nothing in the model breaks it.
 
-All gradients come at once, when the one backward of the graph returns, so the optimizer in the backward frees none of
+All gradients come at once, when the graph's backward returns, so an optimizer in the backward frees none of
 them early.
-
-Helps memory more than ``block``, since head and loss are fused too, and speed as much or a little more. With it the share of
-``recompute: {budget: x}`` is one of the whole model's activations.
-
-Costs no quality but the rounding of fused operations. Compiling takes the longer the more blocks the model has.
-
-Refuses nothing.
 """
 
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "compile_model"
-COVERS = {"compile": ("model",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.compile == "model"
-
-
-def check(recipe: Recipe) -> None:
-    """Compile goes with everything that is there."""
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Hand the model to the compiler, or what a loss of its own calls of it."""
+    """Compile the model, or the part of it that the loss calls."""
     draft.compiler(draft.model if draft.body is None else draft.body)
+
+
+TECHNIQUE = Technique(
+    name="compile_model",
+    order=160,
+    title="Compile the model",
+    fields=("compile",),
+    covers={"compile": ("model",)},
+    apply=apply,
+    describe=lambda recipe: "compile model",
+    examples=({"compile": "model"},),
+    draw=Draw(weights={"compile": {"model": 1}}),
+    # One graph is scheduled as one, with buffers reused across layers.
+    trace_whole=lambda recipe: True,
+)

@@ -1,4 +1,4 @@
-"""What losses have in common that begin at the hidden states and never hold all logits. Not a technique by itself.
+"""Losses that begin at the hidden states and never hold all logits.
 
 Shapes: b micro-batch, s sequence, e hidden size.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft, LossFunction
+from trainfit.techniques.draft import Draft, LossFunction
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,10 @@ OWN_FORWARD = ("prompt", "prefix", "p-tuning")
 
 
 def refuse_own_forward(recipe: Recipe) -> None:
-    """Whether a family's output layer is known shows once the model is built.
+    """Refuse adapters that change the model's own forward.
 
     Raises:
-        InputError: an adapter around the model's own forward and loss.
+        InputError: an adapter with tokens of its own.
     """
     if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
         raise InputError(
@@ -41,7 +41,7 @@ def refuse_own_forward(recipe: Recipe) -> None:
 def loss_of(
     draft: Draft, parts: LanguageHead, function: Callable[[Tensor, Head, Tensor, Tensor | float], Tensor]
 ) -> LossFunction:
-    """A step's loss by ``function(hidden [bs, e], head, targets [bs], expected gradient)``."""
+    """Return a step's loss by ``function(hidden [bs, e], head, targets [bs], expected gradient)``."""
     import torch.nn.functional as F
 
     from trainfit.kernels.cross_entropy.chunked import Head
@@ -57,7 +57,7 @@ def loss_of(
 
 
 def _expected_gradient(draft: Draft) -> Tensor | float:
-    """What the step's backward gives the loss: one over the micro-batches, times the loss scale if there is one."""
+    """Return the loss's gradient in the backward: 1 / micro-batches, times the loss scale if any."""
     import torch
 
     share = 1 / draft.num_micro_batches

@@ -1,17 +1,9 @@
-"""Chunked loss: the next-token loss from hidden states, a chunk of tokens at a time, without all logits.
+"""Chunked loss: the next-token loss from hidden states, one chunk of tokens at a time.
 
-In as many FLOPs as ``standard`` (kernels/cross_entropy/chunked.py says how, and how large a chunk is). For a model of vocabulary v
-and hidden size e, n tokens of bf16 hold 10 n v bytes with ``standard`` where the loss begins its backward; here 6 c v for a
-chunk of c tokens, and already the gradients of the output weight (2 e v) and of the hidden states (2 n e). With ``compile:
-model`` everything below the output layer is compiled, the loss runs as it is. ``loss: fused`` is faster and smaller, where it can run.
-
-Helps where the vocabulary is large beside the model, or activations are recomputed: then the logits are the peak.
-
-Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
-
-Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it)
-and experts whose own loss balances them (``output_router_logits``); and NVIDIA GPUs older than
-compute capability 8.0, which Triton does not support.
+Method and chunk size: kernels/cross_entropy/chunked.py. For vocabulary v and hidden size e, n tokens of
+bf16 hold 10 n v bytes with ``standard`` where the loss begins its backward; here 6 c v for a chunk of c
+tokens, 2 e v for the output weight's gradient and 2 n e for that of the hidden states. With ``compile:
+model`` everything below the output layer is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 if TYPE_CHECKING:
@@ -28,16 +21,9 @@ if TYPE_CHECKING:
 
     from trainfit.kernels.cross_entropy.chunked import Head
 
-NAME = "chunked_loss"
-COVERS = {"loss": ("chunked",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loss == "chunked"
-
 
 def check(recipe: Recipe) -> None:
-    """No adapter may stand around the model's own loss, and Triton must support the GPU."""
+    """Refuse adapters that change the model's own forward, and GPUs too old for Triton."""
     refuse_own_forward(recipe)
     refuse_old_gpu(recipe, "loss", "chunked", "loss: standard")
 
@@ -50,10 +36,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss.
+    """Replace the model's own loss.
 
     Raises:
-        InputError: the way from hidden states to logits is not known for this model.
+        InputError: a model whose output layer is not known.
     """
     from trainfit.kernels.cross_entropy.chunked import linear_cross_entropy
     from trainfit.models.language_head import language_head
@@ -64,3 +50,18 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     parts = language_head(draft.model, recipe.loss)
     draft.body = parts.body
     draft.loss = loss_of(draft, parts, function)
+
+
+TECHNIQUE = Technique(
+    name="chunked_loss",
+    order=120,
+    title="Chunked loss",
+    fields=("loss",),
+    covers={"loss": ("chunked",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    describe=lambda recipe: "chunked loss",
+    examples=({"loss": "chunked"},),
+    draw=Draw(alone=lambda chance, _: {"loss": "chunked"}),
+)

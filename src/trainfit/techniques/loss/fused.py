@@ -1,28 +1,22 @@
-"""Fused loss: the next-token loss from hidden states in large chunks of tokens, one kernel between the matrix products.
+"""Fused loss: the next-token loss from hidden states in large chunks, one kernel between the matrix products.
 
-For each chunk of c tokens the products make logits, one kernel of ours reads them twice and writes their gradient where they were,
-and two products make the gradients of hidden states and output weight (kernels/cross_entropy/fused.py). Nothing is
-computed twice. Beside those gradients the step holds 2 c v bytes of logits for a vocabulary of v, at most 512 MiB, where
-``standard`` holds 10 n v for all n tokens and ``chunked`` 6 c v of a smaller chunk. It knows soft-capped and scaled logits,
-label smoothing and z-loss. With ``compile: model`` everything below the output layer is compiled, the loss runs as it is.
-Its errors and times are in [kernels.md](../kernels.md).
-
-Helps where the vocabulary is large beside the model, or activations are recomputed: then the logits are the peak.
-
-Costs no quality: the same loss and gradients as ``standard``, in another order of sums.
-
-Refuses models whose way from hidden states to logits is not known here, a head that is no plain linear layer (LoRA on it)
-or has a bias, and experts whose own loss balances them (``output_router_logits``); and NVIDIA GPUs older than
-compute capability 8.0, which Triton does not support.
+For each chunk of c tokens, products make the logits, one kernel overwrites them with their gradient, and
+two products make the gradients of hidden states and output weight (kernels/cross_entropy/fused.py). Nothing
+is computed twice. It holds 2 c v bytes of logits for vocabulary v, at most 512 MiB. Soft-capped and scaled
+logits, label smoothing and z-loss are supported. With ``compile: model`` everything below the output layer
+is compiled.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
+from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draft, LossFunction
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft, LossFunction
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 if TYPE_CHECKING:
@@ -31,16 +25,9 @@ if TYPE_CHECKING:
     from trainfit.kernels.cross_entropy.chunked import Head
     from trainfit.kernels.cross_entropy.terms import Terms
 
-NAME = "fused_loss"
-COVERS = {"loss": ("fused",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loss == "fused"
-
 
 def check(recipe: Recipe) -> None:
-    """No adapter may stand around the model's own loss, and Triton must support the GPU."""
+    """Refuse adapters that change the model's own forward, and GPUs too old for Triton."""
     refuse_own_forward(recipe)
     refuse_old_gpu(recipe, "loss", "fused", "loss: standard")
 
@@ -53,10 +40,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss, with the recipe's terms; evaluation without them.
+    """Replace the model's own loss, with the recipe's terms; evaluation is without them.
 
     Raises:
-        InputError: the way from hidden states to logits is not known for this model, or its head has a bias.
+        InputError: a model whose output layer is not known, or whose head has a bias.
     """
     from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy, refuse_bias
     from trainfit.kernels.cross_entropy.terms import Terms
@@ -71,6 +58,29 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     parts = language_head(draft.model, recipe.loss)
     refuse_bias(parts.layer.bias)
     draft.body = parts.body
-    asked = recipe.loss_terms
-    draft.loss = with_terms(Terms(asked.label_smoothing, asked.z_loss))
+    options = recipe.loss_terms
+    draft.loss = with_terms(Terms(options.label_smoothing, options.z_loss))
     draft.cross_entropy = with_terms(Terms())
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    """Draw Gemma 2 more often than its share: its logits are soft-capped."""
+    drawn: Data = {"loss": "fused"}
+    if recipe["model"]["implementation"] == "hf" and chance.random() < 0.3:
+        drawn["model"] = {"config": chance.choice(FAMILIES["gemma2"])}
+    return drawn
+
+
+TECHNIQUE = Technique(
+    name="fused_loss",
+    order=130,
+    title="Fused loss",
+    fields=("loss",),
+    covers={"loss": ("fused",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    describe=lambda recipe: "fused loss",
+    examples=({"loss": "fused"},),
+    draw=Draw(alone=_draw),
+)

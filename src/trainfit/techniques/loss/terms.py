@@ -1,57 +1,46 @@
-"""Loss terms: label smoothing and z-loss, beside the next-token cross-entropy.
+"""Loss terms: label smoothing and z-loss, in addition to the next-token cross-entropy.
 
-A token's loss is (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2, for its logits x, their log-sum-exp lse and the target t: label
-smoothing s (Szegedy et al., arXiv:1512.00567, section 7) and z-loss z (Chowdhery et al., PaLM, arXiv:2204.02311, section
-5), averaged over the tokens that are not ignored. Logits are as the loss sees them, scaled and soft-capped. With ``loss:
-standard`` PyTorch computes it from all logits in fp32 and holds more copies of them; with ``loss: fused`` our kernel does, at no
-further memory. Both give the same numbers. Training reports this loss; evaluation reports the plain cross-entropy, and perplexity is its exponential.
-
-Helps against overconfident models (label smoothing) and against logits that drift in long runs (z-loss).
-
-Costs the reported training loss its meaning as a cross-entropy: compare runs by their perplexity.
-
-Refuses experts whose own loss balances them (``output_router_logits``).
+A token's loss is (1 - s)(lse - x_t) + s mean_j(lse - x_j) + z lse^2, for its logits x, their log-sum-exp
+lse and the target t: label smoothing s (Szegedy et al., arXiv:1512.00567, section 7), z-loss z (Chowdhery
+et al., PaLM, arXiv:2204.02311, section 5), averaged over the tokens that are not ignored. Logits are scaled
+and soft-capped as in the loss. ``loss: standard`` computes it from all logits in fp32, ``loss: fused`` in
+its kernel. Training reports this loss, evaluation the cross-entropy.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import LossTerms, Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import OWN_FORWARD
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-NAME = "loss_terms"
-COVERS = {}  # Numbers, which no list holds.
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.loss_terms != LossTerms()
-
 
 def check(recipe: Recipe) -> None:
-    """The chunked loss has no terms; adapters with tokens of their own stand around the model's loss."""
-    told = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
+    """Refuse the chunked loss and adapters that change the model's own forward."""
+    context = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
     if recipe.loss == "chunked":
-        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **told)
+        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **context)
     if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
         raise InputError(
             f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
             "leave loss_terms out, or use adapter.kind: lora",
-            **told,
+            **context,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Take the place of the model's own loss; ``loss: fused`` has its own.
+    """Replace the model's own loss, except with ``loss: fused``, which adds the terms itself.
 
     Raises:
-        InputError: the model's own loss has more in it than the next token's.
+        InputError: the model's own loss contains more than the next-token loss.
     """
     if recipe.loss != "standard":
         return
@@ -73,3 +62,28 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
 
     draft.loss, draft.cross_entropy = loss, cross_entropy
+
+
+def _describe(recipe: Recipe) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value)
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    terms = chance.choice(
+        ({"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.1, "z_loss": 1e-4})
+    )
+    return {"loss": chance.choice(("standard", "fused")), "loss_terms": terms}
+
+
+TECHNIQUE = Technique(
+    name="loss_terms",
+    order=140,
+    title="Loss terms",
+    fields=("loss_terms",),
+    check=check,
+    apply=apply,
+    when=lambda recipe: recipe.loss_terms != LossTerms(),
+    describe=_describe,
+    examples=({"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}},),
+    draw=Draw(alone=_draw),
+)

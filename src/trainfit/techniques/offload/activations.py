@@ -1,34 +1,19 @@
-"""Activations on the host: what the blocks keep for their backward waits in pinned host memory.
+"""Activation offload: the input of each recomputed block waits in pinned host memory.
 
-With full recomputation that is each block's input: one [batch, seq, hidden] tensor a block, which on a deep model is the
-largest part of what recomputation leaves. It is copied out while the next block computes and back while the block
-after it runs backward. The idea: https://pytorch.org/blog/activation-checkpointing-techniques/ and Unsloth's offloaded
-checkpointing.
-
-Helps deep models and long sequences under full recomputation. It costs no time where a block computes longer than its
-input needs over PCIe.
-
-Costs no quality: it changes no result.
-
-Refuses models without repeated blocks, and blocks that hand on more than hidden states that need a gradient.
+It is copied out while the next block computes and back while the block after it runs backward. Source:
+https://pytorch.org/blog/activation-checkpointing-techniques/
 """
 
 from __future__ import annotations
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "offload_activations"
-COVERS = {"offload.activations": (True,)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.offload.activations
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Blocks are followed one by one, each keeping its input."""
+    """Refuse blocks that keep more than their input, and a model compiled whole."""
     if recipe.recompute != "full":
         raise InputError(
             "only the inputs of recomputed blocks are moved",
@@ -46,7 +31,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Every block's input goes to the host and comes back one block ahead.
+    """Copy every block's input to the host, and back one block ahead.
 
     Raises:
         InputError: the model has no list of repeated blocks.
@@ -59,3 +44,19 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         return  # offload_weights.py has the same runs move both.
     blocks = require_blocks(draft.model, "offload.activations", True, "set offload.activations: false")
     BlockRecompute(blocks, CopyStreams(draft.device), offload=True).install()
+
+
+TECHNIQUE = Technique(
+    name="offload_activations",
+    order=180,
+    title="Activation offload",
+    fields=("offload.activations",),
+    covers={"offload.activations": (True,)},
+    check=check,
+    apply=apply,
+    describe=lambda recipe: "activations on the host",
+    examples=({"offload": {"activations": True}},),
+    needs={"recompute": "full"},
+    draw=Draw(alone=lambda chance, _: {"recompute": "full", "offload": {"activations": True}}),
+    trace_whole=lambda recipe: bool(recipe.compile),
+)

@@ -1,35 +1,30 @@
-"""Weights on the host: the decoder blocks' weights wait in pinned host memory, two or three blocks are on the GPU.
+"""Weight offload: the decoder blocks' weights wait in pinned host memory; two or three blocks are on the GPU.
 
-The next block's weights come while one computes (ZeRO-Infinity, arXiv:2104.07857, does the same). Blocks are recomputed in
-backward, so each is fetched twice a step; a trained one also goes back once, after its optimizer ran, and its moments
-wait on the host with it. Embeddings, the last norm and the head stay on the GPU, and so does what is small of the
-optimizer's state.
-
-Helps models larger than the card, and where the least memory at a usable speed is wanted. Costs time where a block computes
-for less time than its weights need over PCIe: small batches feel it. The largest model it was measured with has 8.5 billion
-parameters; what is larger than the card is only predicted.
-
-Costs no quality: it changes no result.
-
-Refuses models without repeated blocks, and blocks that hand on more than hidden states that need a gradient.
+The next block's weights are copied while one computes (as in ZeRO-Infinity, arXiv:2104.07857). Blocks are
+recomputed, so each is fetched twice a step. A trained block is also copied back once, after its optimizer
+ran, with its moments. Embeddings, the last norm, the head and small optimizer states stay on the GPU.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
-NAME = "offload_weights"
-COVERS = {"offload.weights": (True,)}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.offload.weights
+    from trainfit.offload.blocks import HostBlocks
 
 
 def check(recipe: Recipe) -> None:
-    """A block's weights are gone when its backward is over: it must be recomputed, and updated by then."""
+    """Refuse recipes in which a block's weights are needed after its backward."""
     if recipe.recompute != "full":
         raise InputError(
             "the backward would need every block's weights to stay",
@@ -53,13 +48,13 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def num_buffers(recipe: Recipe) -> int:
-    """Blocks on the device: one computes, one comes; of trained weights, one goes back."""
+def _num_buffers(recipe: Recipe) -> int:
+    """Return the blocks on the device: one computes, one arrives; of trained weights, one is copied back."""
     return 2 if recipe.adapter is not None else 3
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Each block fetches its weights; with ``offload.activations`` its input waits on the host as well."""
+    """Let each block fetch its weights; ``offload.activations`` also copies its input to the host."""
     from trainfit.checkpointing.whole_block import BlockRecompute
     from trainfit.offload.optimizer_state import HostMoments
 
@@ -74,3 +69,53 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         offload=recipe.offload.activations,
     )
     runs.install()
+
+
+def _build(
+    recipe: Recipe, dtype: torch.dtype, device: torch.device, on_model: Callable[[nn.Module], None]
+) -> tuple[nn.Module, HostBlocks]:
+    from trainfit.models.build import build_on_host
+
+    return build_on_host(
+        recipe.model,
+        dtype=dtype,
+        device=device,
+        attention=recipe.attention,
+        quantize=recipe.quantize,
+        num_buffers=_num_buffers(recipe),
+        on_model=on_model,
+    )
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    drawn: Data = {
+        "recompute": "full",
+        "offload": {"weights": True, "activations": chance.choice((False, True))},
+    }
+    if not recipe.get("adapter"):
+        drawn["optimizer"] = {"in_backward": chance.choice((True, "block"))}
+        drawn["batch"] = {"accumulate": 1}
+    return drawn
+
+
+TECHNIQUE = Technique(
+    name="offload_weights",
+    order=170,
+    title="Weight offload",
+    fields=("offload.weights",),
+    covers={"offload.weights": (True,)},
+    check=check,
+    apply=apply,
+    describe=lambda recipe: "weights on the host",
+    variants=(
+        {"offload": {"weights": True}, "recompute": "full"},
+        {"offload": {"weights": True}, "recompute": "full", "adapter": {"kind": "lora"}},
+    ),
+    examples=({"offload": {"weights": True}},),
+    needs={"recompute": "full", "optimizer": {"in_backward": True}},
+    draw=Draw(alone=_draw),
+    build=_build,
+    min_repeated=_num_buffers,
+    # Which weights are still on the device depends on timing between compiled layers.
+    trace_whole=lambda recipe: bool(recipe.compile),
+)

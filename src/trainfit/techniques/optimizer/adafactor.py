@@ -1,22 +1,11 @@
-"""Adafactor: the second moment as one row and one column a matrix (Shazeer and Stern, arXiv:1804.04235).
+"""Adafactor: the second moment as one row and one column per matrix (Shazeer and Stern, arXiv:1804.04235).
 
-Without momentum it is ``torch.optim.Adafactor``; with momentum (the paper's beta1, a whole first moment, fp32 even for
-bf16 weights) it is ``transformers.optimization.Adafactor``, because torch's has none. That one runs with
-``relative_step=False`` and ``scale_parameter=True``, so that its learning rate means what torch's means. Both scale the
-learning rate by the weight's root mean square and clip the update at 1, so momentum is the only large difference between
-them; their epsilons differ (the weights' machine epsilon against 1e-30) and so does decay (lr against scaled lr, times the
-weight). For bf16 weights the state of the one with momentum is fp32, torch's is bf16.
-
-``implementation: fused`` is ours (optim/adafactor.py): torch's function in fp32 whatever the weights' dtype, nothing of
-a weight's size allocated, and no wait for the host, which torch's loop makes twice a weight. Left out, it is ``forloop``,
-torch's own default, because ``foreach`` needs about one more copy of the weights while it runs.
-
-Helps where AdamW's two moments are what does not fit: without momentum its state is a few MiB.
-
-Costs quality as far as rows and columns are not the whole second moment, and as far as momentum is missed; the learning
-rate has to be found anew, because it is multiplied by each weight's root mean square.
-
-Refuses nothing.
+Without momentum: ``torch.optim.Adafactor``. With momentum (the paper's beta1, a whole fp32 first moment):
+``transformers.optimization.Adafactor`` with ``relative_step=False`` and ``scale_parameter=True``, so that
+its learning rate means what torch's means. Both scale the learning rate by the weight's root mean square
+and clip the update at 1; their epsilons and weight decay differ. ``implementation: fused`` is trainfit's
+(optim/adafactor.py): torch's function in fp32, without scratch of a weight's size and without waiting for
+the host. The default is ``forloop``, as in torch.
 """
 
 from __future__ import annotations
@@ -26,64 +15,90 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
+from trainfit.techniques.optimizer.adamw import describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {"optimizer.name": ("adafactor",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "adafactor"
-
 
 def check(recipe: Recipe) -> None:
-    """The one with momentum is a plain loop."""
-    asked = recipe.optimizer
-    if asked.momentum and asked.implementation != "forloop":
+    """Refuse momentum with an implementation other than ``forloop``."""
+    options = recipe.optimizer
+    if options.momentum and options.implementation != "forloop":
         raise InputError(
             "Adafactor with momentum runs as a plain loop",
             "use forloop or leave it out, or set optimizer.momentum: 0",
             field="optimizer.implementation",
-            value=asked.implementation,
+            value=options.implementation,
         )
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """torch's Adafactor; fused: ours; with momentum: transformers'."""
-    asked = recipe.optimizer
-    if asked.implementation == "fused":
+    """Set torch's Adafactor, trainfit's (fused) or transformers' (with momentum)."""
+    options = recipe.optimizer
+    if options.implementation == "fused":
         draft.make_optimizer = _fused(recipe)
         return
-    if asked.momentum:
+    if options.momentum:
         from transformers.optimization import Adafactor
 
         draft.make_optimizer = lambda parameters: Adafactor(
             parameters,
-            lr=asked.lr,
-            weight_decay=asked.weight_decay,
-            beta1=asked.momentum,
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            beta1=options.momentum,
             relative_step=False,
         )
         return
     import torch
 
     draft.make_optimizer = lambda parameters: torch.optim.Adafactor(
-        parameters, lr=asked.lr, weight_decay=asked.weight_decay, foreach=asked.implementation == "foreach"
+        parameters,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        foreach=options.implementation == "foreach",
     )
 
 
 def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     from trainfit.optim.adafactor import FusedAdafactor
 
-    asked, numbers = recipe.optimizer, seeds(recipe)
+    options, numbers = recipe.optimizer, seeds(recipe)
     return lambda parameters: FusedAdafactor(
         parameters,
-        lr=asked.lr,
-        weight_decay=asked.weight_decay,
-        stochastic=asked.stochastic_rounding,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        stochastic=options.stochastic_rounding,
         seed=next(numbers),
     )
+
+
+TECHNIQUE = Technique(
+    name="adafactor",
+    order=270,
+    title="Adafactor",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    covers={"optimizer.name": ("adafactor",)},
+    check=check,
+    apply=apply,
+    describe=describe_optimizer,
+    variants=(
+        {"optimizer": {"name": "adafactor", "implementation": "foreach", "momentum": 0.0}},
+        {"optimizer": {"name": "adafactor", "implementation": "foreach", "momentum": 0.9}},
+        {"optimizer": {"name": "adafactor", "implementation": "fused", "momentum": 0.0}},
+        {"optimizer": {"name": "adafactor", "implementation": "fused", "momentum": 0.9}},
+    ),
+    examples=(
+        {"optimizer": {"name": "adafactor"}},
+        {"optimizer": {"name": "adafactor", "implementation": "fused"}},
+    ),
+    draw=Draw(
+        alone=lambda chance, _: {"optimizer": {"name": "adafactor", "implementation": "fused"}},
+        weights={"optimizer.name": {"adafactor": 2}},
+        options=lambda chance: {"momentum": chance.choice((0.0, 0.0, 0.9))},
+    ),
+)

@@ -1,45 +1,34 @@
-"""AdamW: ``torch.optim.AdamW`` in its three implementations, two moments of each weight's own dtype.
+"""AdamW: ``torch.optim.AdamW`` (Loshchilov and Hutter, arXiv:1711.05101), two moments of each weight's dtype.
 
-With stochastic rounding it is ours (optim/adamw.py): weights and moments in bf16, all rounded at random. A second moment
-that moves by a thousandth each step stands still in bf16 where it is rounded to nearest. Left out, ``implementation`` is
-``fused``: one kernel for many weights, nothing allocated; ``foreach`` holds intermediates of all weights' size while it
-runs, ``forloop`` of one weight's. Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
-
-Helps as the optimizer that most recipes were tuned with; others are measured against it.
-
-Costs nothing against itself; its price is memory: two moments, 8 bytes a weight of fp32 weights, 4 of bf16 ones.
-
-Refuses nothing.
+``fused`` is one kernel for many weights and allocates nothing; ``foreach`` holds intermediates of all
+weights' size while it runs, ``forloop`` of one weight's. With stochastic rounding it is trainfit's
+(optim/adamw.py): weights and moments in bf16.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {"optimizer.name": ("adamw",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "adamw"
-
 
 def check(recipe: Recipe) -> None:
-    """AdamW's first moment is always kept, so the recipe's momentum has no meaning here."""
+    """Refuse momentum, which AdamW always has."""
     refuse_momentum(recipe)
 
 
 def refuse_momentum(recipe: Recipe) -> None:
-    """For every AdamW.
+    """Refuse momentum, for every AdamW.
 
     Raises:
         InputError: the recipe sets a momentum.
@@ -54,32 +43,65 @@ def refuse_momentum(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """One AdamW, its implementation said outright: torch's default depends on the device."""
+    """Set AdamW with an explicit implementation, because torch's default depends on the device."""
     draft.make_optimizer = adamw(recipe)
 
 
 def adamw(
     recipe: Recipe, numbers: Iterator[int] | None = None
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the recipe's AdamW for some parameters.
+    """Return a function that makes the recipe's AdamW for some parameters.
 
     Args:
-        numbers: seeds of stochastic rounding, where other optimizers take from the same ones.
+        numbers: seeds of stochastic rounding, shared with other optimizers.
     """
     import torch
 
-    asked = recipe.optimizer
-    if not asked.stochastic_rounding:
+    options = recipe.optimizer
+    if not options.stochastic_rounding:
         return lambda parameters: torch.optim.AdamW(
             parameters,
-            lr=asked.lr,
-            weight_decay=asked.weight_decay,
-            foreach=asked.implementation == "foreach",
-            fused=asked.implementation == "fused",
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            foreach=options.implementation == "foreach",
+            fused=options.implementation == "fused",
         )
     from trainfit.optim.adamw import FusedAdamW
 
     numbers = numbers or seeds(recipe)
     return lambda parameters: FusedAdamW(
-        parameters, asked.lr, asked.weight_decay, stochastic=True, seed=next(numbers)
+        parameters, options.lr, options.weight_decay, stochastic=True, seed=next(numbers)
     )
+
+
+def describe_optimizer(recipe: Recipe) -> str:
+    """Return the optimizer's name, implementation and momentum."""
+    optimizer = recipe.optimizer
+    momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
+    return f"{optimizer.name} {optimizer.implementation}{momentum}"
+
+
+def _describe(recipe: Recipe) -> str:
+    return "" if recipe.optimizer.implementation == "fused" else describe_optimizer(recipe)
+
+
+def _options(chance: random.Random) -> Data:
+    return {"implementation": chance.choice(("fused", "foreach", "forloop"))}
+
+
+TECHNIQUE = Technique(
+    name="adamw",
+    order=240,
+    title="AdamW",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    covers={"optimizer.name": ("adamw",)},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    variants=(
+        {"optimizer": {"name": "adamw", "implementation": "fused"}},
+        {"optimizer": {"name": "adamw", "implementation": "forloop"}},
+    ),
+    examples=({"optimizer": {"implementation": "foreach"}},),
+    draw=Draw(weights={"optimizer.name": {"adamw": 5}}, options=_options),
+)

@@ -1,15 +1,7 @@
-"""Gradient clipping: where the norm of all gradients together is over ``clip_norm``, all are scaled down to it.
+"""Gradient clipping: scale all gradients down where their joint norm exceeds ``clip_norm``.
 
-Pascanu et al., https://arxiv.org/abs/1211.5063, as ``torch.nn.utils.clip_grad_norm_`` does it, with two differences: the
-norm is taken in fp32 whatever the gradients' dtype (torch's is in theirs, so bf16 keeps 8 bits of it), and one decoder
-block after the other, so the scratch of a norm is as large as a block's.
-
-Helps runs that would leave their path at a rare large gradient. Every gradient is read once for the norm and once for
-the scaling.
-
-Costs no quality by itself: steps whose norm is below the limit are as without it.
-
-Refuses nothing.
+As ``torch.nn.utils.clip_grad_norm_`` (Pascanu et al., arXiv:1211.5063), but the norm is computed in fp32
+for every dtype, and one decoder block after the other, so its scratch memory is that of one block.
 """
 
 from __future__ import annotations
@@ -18,23 +10,19 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {}  # Every positive number, which no list holds.
 LEAST_NORM = 1e-6
 """Added to the norm before dividing by it, as torch does."""
 
 
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.clip_norm is not None
-
-
 def check(recipe: Recipe) -> None:
-    """The norm is known when every gradient is."""
+    """Refuse an optimizer in the backward: the norm needs every gradient."""
     if recipe.optimizer.in_backward:
         raise InputError(
             "an optimizer in the backward frees each gradient before the norm of all is known",
@@ -45,7 +33,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Before each update: the norm, told as ``readings["gradient_norm"]``, and the scaling."""
+    """Clip before each update, and report the norm as ``readings["gradient_norm"]``."""
     largest = recipe.optimizer.clip_norm
     assert largest is not None
     blocks, others = draft.trainable_by_block()
@@ -58,7 +46,11 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Tensor:
-    """Scale the gradients of all parts in place; their norm before that, [] fp32. A part's are of one dtype."""
+    """Scale the gradients of all parts in place.
+
+    Returns:
+        Their norm before, [] fp32. The gradients of one part have one dtype.
+    """
     import torch
 
     with torch.no_grad():
@@ -72,12 +64,26 @@ def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Ten
         # In another dtype than the gradients' it would be one kernel a gradient.
         scales = {dtype: scale.to(dtype) for dtype in dict.fromkeys(part[0].dtype for part in gradients)}
         for part in gradients:
-            # Not asked whether it is needed: that would wait for the device.
+            # Unconditional: testing the scale would wait for the device.
             torch._foreach_mul_(part, scales[part[0].dtype])
     return total
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Lists of one dtype each: CUDA's kernels over lists take no mixed ones."""
+    """Split into lists of one dtype each, as CUDA's foreach kernels require."""
     dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
     return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
+
+
+TECHNIQUE = Technique(
+    name="gradient_clipping",
+    order=310,
+    title="Gradient clipping",
+    fields=("optimizer.clip_norm",),
+    check=check,
+    apply=apply,
+    when=lambda recipe: recipe.optimizer.clip_norm is not None,
+    describe=lambda recipe: f"clipped to {recipe.optimizer.clip_norm:g}",
+    examples=({"optimizer": {"clip_norm": 1.0}},),
+    draw=Draw(alone=lambda chance, _: {"optimizer": {"clip_norm": 1.0, "in_backward": False}}),
+)

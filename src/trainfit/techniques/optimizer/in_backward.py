@@ -1,16 +1,8 @@
-"""Optimizer in backward: weights are updated as soon as their gradients are there, and the gradients are freed.
+"""Optimizer in backward: update weights as soon as their gradients are complete, and free the gradients.
 
-``true``: one optimizer a weight, so backward never holds more than a few gradients at once. ``block``: one a decoder
-block, run when the block's last gradient is there: a block's gradients are held together, and one launch updates them
-all. What is outside the blocks (embedding, head, last norm) is updated weight by weight in both.
-Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
-
-Helps where the peak stands at the end of the backward, all gradients alive: with recomputed activations and a chunked loss.
-Where it stands at the backward's begin, or under ``compile: model``, it saves nothing.
-
-Costs no quality: the update is the ordinary one.
-
-Refuses, with ``block`` and weights on the host, blocks of which some weight gets no gradient.
+``true``: one optimizer per weight. ``block``: one per decoder block, run when the block's last gradient is
+complete; weights outside the blocks are updated one by one. Source:
+https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
 """
 
 from __future__ import annotations
@@ -21,22 +13,16 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-NAME = "optimizer_in_backward"
-COVERS = {"optimizer.in_backward": (True, "block")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return bool(recipe.optimizer.in_backward)
-
 
 def check(recipe: Recipe) -> None:
-    """The update must be able to run after every backward, on each gradient alone."""
+    """Refuse what needs gradients after the backward."""
     field, value = "optimizer.in_backward", recipe.optimizer.in_backward
     if recipe.batch.accumulate > 1:
         raise InputError(
@@ -55,7 +41,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Hooks that update a weight, or a block's, when the last of their gradients has come, and drop the gradients."""
+    """Register hooks that update a weight, or a block's weights, when the last gradient is complete."""
     if recipe.optimizer.in_backward == "block":
         blocks, others = draft.trainable_by_block()
         groups = [*blocks, *([parameter] for parameter in others)]
@@ -71,7 +57,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         for update in updates:
             if update.is_waiting and draft.hosted is not None:
                 raise InputError(
-                    "backward did not reach every weight of a block, whose weights are on the host again by now",
+                    "backward did not reach every weight of a block, whose weights are on the host again",
                     "use optimizer.in_backward: true",
                     field="optimizer.in_backward",
                     value="block",
@@ -82,7 +68,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 class _Update:
-    """Some parameters that are updated together."""
+    """Parameters that are updated together."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -101,7 +87,7 @@ class _Update:
         return self._num_arrived > 0
 
     def finish(self) -> None:
-        """After a backward that did not reach every parameter (an expert that no token chose): update the others."""
+        """Update the others after a backward that missed some (an expert that no token chose)."""
         if self.is_waiting:
             self._run()
 
@@ -110,3 +96,26 @@ class _Update:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+
+def _describe(recipe: Recipe) -> str:
+    return "optimizer in backward" + (" by block" if recipe.optimizer.in_backward == "block" else "")
+
+
+TECHNIQUE = Technique(
+    name="optimizer_in_backward",
+    order=300,
+    title="Optimizer in backward",
+    fields=("optimizer.in_backward",),
+    covers={"optimizer.in_backward": (True, "block")},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    variants=({"optimizer": {"in_backward": "block"}},),
+    examples=({"optimizer": {"in_backward": True}},),
+    draw=Draw(
+        alone=lambda chance, _: {"optimizer": {"in_backward": "block"}, "batch": {"accumulate": 1}},
+        weights={"optimizer.in_backward": {True: 1}},
+        share=0.2,
+    ),
+)

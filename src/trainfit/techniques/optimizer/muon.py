@@ -1,18 +1,9 @@
-"""Muon: the update of each hidden matrix is its momentum made orthogonal (Jordan, https://kellerjordan.github.io/posts/muon/).
+"""Muon: the update of each hidden matrix is its orthogonalised momentum.
 
-``torch.optim.Muon`` for the two-dimensional weights of the decoder blocks, AdamW (the recipe's ``implementation``) for
-everything else: embeddings, head, norms, biases, stacks of experts. Its updates are scaled to the size of AdamW's (Liu
-et al., arXiv:2502.16982; ``adjust_lr_fn: match_rms_adamw``), so one learning rate and one weight decay serve both. One bf16 or
-fp32 moment a hidden weight instead of two; five Newton-Schulz steps in bf16 for each matrix, which are hardware FLOPs and
-no model FLOPs.
-
-Helps pretraining: fewer steps to the same loss are reported (Liu et al.), and one moment of hidden weights is saved. The
-more tokens a step has, the less its products weigh.
-
-Costs no quality that is known in pretraining; where a run goes on from weights that AdamW trained, Liu et al. found no gain
-over AdamW.
-
-Refuses models in which no block's matrix trains.
+Source: https://kellerjordan.github.io/posts/muon/. ``torch.optim.Muon`` for the two-dimensional weights of
+the decoder blocks, AdamW for everything else: embeddings, head, norms, biases, stacked experts. Updates are
+scaled to the size of AdamW's (Liu et al., arXiv:2502.16982; ``match_rms_adamw``), so one learning rate and
+weight decay serve both. The five Newton-Schulz steps count as hardware FLOPs, not as model FLOPs.
 """
 
 from __future__ import annotations
@@ -21,23 +12,18 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-from trainfit.techniques.optimizer.adamw import adamw
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
+from trainfit.techniques.optimizer.adamw import adamw, describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {"optimizer.name": ("muon",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "muon"
-
 
 def check(recipe: Recipe) -> None:
-    """Without momentum there is nothing to make orthogonal but one noisy gradient."""
+    """Refuse Muon without momentum: its update is the orthogonalised momentum."""
     if not recipe.optimizer.momentum:
         raise InputError(
             "Muon works on a momentum",
@@ -48,7 +34,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Two kinds of optimizers, each with its own parameters."""
+    """Set two kinds of optimizers, each with its own parameters."""
     blocks, _ = draft.trainable_by_block()
     hidden = {id(parameter) for block in blocks for parameter in block if parameter.dim() == 2}
     if not hidden:
@@ -75,15 +61,30 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.optim.Optimizer:
     import torch
 
-    asked = recipe.optimizer
+    options = recipe.optimizer
     settings = {
-        "lr": asked.lr,
-        "weight_decay": asked.weight_decay,
-        "momentum": asked.momentum,
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "momentum": options.momentum,
         "adjust_lr_fn": "match_rms_adamw",
     }
-    if not asked.stochastic_rounding:
+    if not options.stochastic_rounding:
         return torch.optim.Muon(parameters, **settings)
     from trainfit.optim.muon import StochasticMuon
 
     return StochasticMuon(parameters, seed=seed, **settings)
+
+
+TECHNIQUE = Technique(
+    name="muon",
+    order=280,
+    title="Muon",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    covers={"optimizer.name": ("muon",)},
+    check=check,
+    apply=apply,
+    describe=describe_optimizer,
+    variants=({"optimizer": {"name": "muon", "momentum": 0.0}},),
+    examples=({"optimizer": {"name": "muon"}},),
+    draw=Draw(alone=lambda chance, _: {"optimizer": {"name": "muon"}}),
+)

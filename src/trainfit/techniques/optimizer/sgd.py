@@ -1,49 +1,35 @@
-"""SGD: ``torch.optim.SGD``, with momentum where the recipe gives one (one buffer of each weight's own dtype).
+"""SGD: ``torch.optim.SGD``, with one momentum buffer of each weight's dtype where the recipe sets momentum.
 
-With stochastic rounding it is ours (optim/sgd.py): bf16 weights and momentum, rounded at random. Left out,
-``implementation`` is ``fused``. On a CPU 16-bit weights are then updated by ``forloop``: torch's fused CPU kernel leaves
-them as they are (https://github.com/pytorch/pytorch/issues/191763).
-
-Helps where no optimizer state fits at all, and as the floor that other optimizers' memory is compared with.
-
-Costs much quality on transformers, whose layers' gradients differ in size by orders of magnitude: one learning rate fits
-few of them. The learning rate has to be found anew.
-
-Refuses nothing.
+With stochastic rounding it is trainfit's (optim/sgd.py). On a CPU, ``fused`` updates 16-bit weights by
+``forloop``, because torch's fused CPU kernel leaves them unchanged
+(https://github.com/pytorch/pytorch/issues/191763).
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
+from trainfit.techniques.optimizer.adamw import describe_optimizer
 from trainfit.techniques.optimizer.stochastic_rounding import seeds
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-COVERS = {"optimizer.name": ("sgd",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.optimizer.name == "sgd"
-
-
-def check(recipe: Recipe) -> None:
-    """SGD takes every implementation and goes with everything."""
-
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """One SGD, its implementation said outright: torch's default depends on the device."""
-    asked = recipe.optimizer
-    if asked.stochastic_rounding:
+    """Set SGD with an explicit implementation, because torch's default depends on the device."""
+    options = recipe.optimizer
+    if options.stochastic_rounding:
         from trainfit.optim.sgd import StochasticSGD
 
         numbers = seeds(recipe)
         draft.make_optimizer = lambda parameters: StochasticSGD(
-            parameters, asked.lr, asked.weight_decay, asked.momentum, seed=next(numbers)
+            parameters, options.lr, options.weight_decay, options.momentum, seed=next(numbers)
         )
         return
     on_cpu = draft.runs_on_cpu(recipe)
@@ -53,28 +39,28 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 def _torch_sgd(recipe: Recipe, parameters: list[nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
     import torch
 
-    asked = recipe.optimizer
+    options = recipe.optimizer
     is_16_bit = any(parameter.dtype.itemsize == 2 for parameter in parameters)
-    fused = asked.implementation == "fused" and not (on_cpu and is_16_bit)
+    fused = options.implementation == "fused" and not (on_cpu and is_16_bit)
     optimizer = torch.optim.SGD(
         parameters,
-        lr=asked.lr,
-        momentum=asked.momentum,
-        weight_decay=asked.weight_decay,
-        foreach=asked.implementation == "foreach",
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        foreach=options.implementation == "foreach",
         fused=fused,
     )
-    if fused and asked.momentum:
+    if fused and options.momentum:
         optimizer.register_step_pre_hook(lambda *_: _begin_momentum(optimizer))
     return optimizer
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Give each gradient that comes for the first time a momentum of zeros.
+    """Give each new gradient a momentum of zeros.
 
-    torch's fused SGD begins with uninitialised memory, which its kernel fills in the first update. Where a GradScaler skips
-    that update the memory stays as it was, and the next update reads it. It also fails where some momenta exist and
-    others do not (a weight without a gradient in the first step).
+    torch's fused SGD begins with uninitialised memory, which its kernel fills in the first update. Where a
+    GradScaler skips that update the next one reads the uninitialised memory. It also fails where only some
+    momenta exist (a weight without a gradient in the first step).
     """
     import torch
 
@@ -83,3 +69,21 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
             state = optimizer.state[parameter]
             if parameter.grad is not None and state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def _options(chance: random.Random) -> Data:
+    return {"momentum": chance.choice((0.0, 0.9)), "implementation": chance.choice(("foreach", "fused"))}
+
+
+TECHNIQUE = Technique(
+    name="sgd",
+    order=260,
+    title="SGD",
+    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    covers={"optimizer.name": ("sgd",)},
+    apply=apply,
+    describe=describe_optimizer,
+    variants=({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
+    examples=({"optimizer": {"name": "sgd"}},),
+    draw=Draw(weights={"optimizer.name": {"sgd": 2}}, options=_options),
+)

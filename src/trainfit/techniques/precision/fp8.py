@@ -1,30 +1,22 @@
-"""fp8: weights stay bf16, the decoder blocks' linear layers multiply in 8 bits, forward and backward, through torchao.
+"""fp8: weights stay bf16; the decoder blocks' linear layers multiply in 8 bits through torchao.
 
-Each product's two operands are rounded to fp8 when they are needed, by one scale a tensor from its own largest
-magnitude: input and weight to e4m3, the gradient to e5m2 (Micikevicius et al., https://arxiv.org/abs/2209.05433). That is
-torchao's ``tensorwise`` recipe, the fastest on Hopper. Needs the extra ``torchao``.
+Each operand of forward and backward is rounded by one scale a tensor, from its largest magnitude: input and
+weight to e4m3, gradient to e5m2 (Micikevicius et al., arXiv:2209.05433; torchao's ``tensorwise`` recipe).
+Needs the extra ``torchao``.
 
-- Saved for backward are the bf16 input and weight, so without compiling activations take what they take in bf16;
-  compiled, the partitioner chooses what is kept.
-- Without compiling each rounding holds fp32 temporaries, 9 bytes an element of the tensor at its highest.
-- Layers stay bf16 whose sizes are no multiples of 16 (the tensor cores' rule), or that torchao's measurements on an H100
-  call too small to gain: up to 4096 inputs and up to 1024 outputs. Embeddings, head, experts and linear layers with a
-  forward of their own (routers, Falcon's on ``hf``) stay bf16 too.
-- MFU and HFU are of the GPU's fp8 peak where most FLOPs are in fp8: a small model with a large head has most in bf16.
-- On a CPU products are emulated: of operands rounded to fp8, in fp32. The same rounding, no speed.
+Saved for backward are the bf16 input and weight; compiled, the partitioner chooses. Without compiling, each
+rounding holds fp32 temporaries of 9 bytes an element. Layers stay bf16 whose sizes are no multiples of 16,
+and those with up to 4096 inputs and up to 1024 outputs, which gain nothing by torchao's measurements on an
+H100. So do embeddings, head, experts and linear layers with a forward of their own.
 
-Helps large models that are compiled: torchao reports +25 % for Llama-3-8B compiled on 8 H100, and +10 % by its more exact
-``rowwise`` recipe (torchao/float8/README.md). Without compiling each rounding is a row of kernels with fp32 temporaries, and
-the step is slower than in bf16; with ``compile: block`` they are fused, which is where fp8 pays.
-
-Costs the rounding of both operands of every product to three bits (e4m3) or two (e5m2); weights and sums keep theirs.
-
-Refuses models none of whose blocks' layers would be converted.
+MFU and HFU refer to the fp8 peak where most FLOPs are in fp8. On a CPU products are emulated: operands
+rounded to fp8, multiplied in fp32.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,40 +24,37 @@ from typing import TYPE_CHECKING, Any
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
 
-COVERS = {"precision": ("fp8",)}
 
 MULTIPLE = 16
 """Sizes of ``torch._scaled_mm``'s operands, in elements."""
 SMALL = (4096, 1024)
-"""Up to so many inputs with up to so many outputs a layer does not gain (torchao.float8's ``_auto_filter_for_tensorwise``)."""
+"""(inputs, outputs): a layer with at most this many of both gains nothing (torchao.float8's
+``_auto_filter_for_tensorwise``)."""
 CAPABILITY = (8, 9)
 """The least compute capability with fp8 tensor cores: Ada; Hopper is 9.0."""
 
 
-def applies(recipe: Recipe) -> bool:
-    return recipe.precision == "fp8"
-
-
 def check(recipe: Recipe) -> None:
-    """What the products need, as far as the recipe tells."""
+    """Refuse GPUs without fp8 tensor cores and recipes whose layers cannot be converted."""
     from trainfit.catalog.load import gpu
 
     require("torchao", "torchao", field="precision", value="fp8")
-    asked = gpu(recipe.hardware.gpu)
-    capability = asked.compute_capability
-    if asked.vendor != "host" and (capability is None or capability < CAPABILITY):
+    device = gpu(recipe.hardware.gpu)
+    capability = device.compute_capability
+    if device.vendor != "host" and (capability is None or capability < CAPABILITY):
         raise _refused(
-            f"{asked.title} has no fp8 tensor cores that torch multiplies with",
+            f"{device.title} has no fp8 tensor cores that torch multiplies with",
             "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on",
         )
     if recipe.adapter is not None:
         raise _refused(
-            "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients all the same",
+            "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients",
             "use precision: bf16, with quantize: fp8 to store the base in 8 bits",
         )
     if recipe.offload.weights:
@@ -80,7 +69,7 @@ def check(recipe: Recipe) -> None:
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
-    """A real GPU's capability; a CPU emulates."""
+    """Refuse a real GPU without fp8 tensor cores; a CPU emulates them."""
     if device_type != "cuda":
         return
     import torch
@@ -94,10 +83,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Put torchao's layers in the place of the blocks' linear layers; their weights stay the same tensors.
+    """Replace the blocks' linear layers by torchao's, which keep the same weight tensors.
 
     Raises:
-        InputError: none of the blocks' layers gains.
+        InputError: no layer gains.
     """
     from trainfit.models.layers import layer_lists
 
@@ -108,9 +97,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     lists = layer_lists(draft.model)
     if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
         raise _refused(
-            "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are multiples "
-            f"of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
-            "use precision: bf16, or model.implementation: native where transformers' blocks have layers of their own",
+            "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are "
+            f"multiples of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
+            "use precision: bf16, or model.implementation: native where transformers' layers differ",
         )
     for _, blocks in lists:
         float8.convert_to_float8_training(
@@ -119,7 +108,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def gains(module: nn.Module) -> bool:
-    """Whether it is a linear layer that is converted. One with a forward of its own (a router) does something else."""
+    """Whether a layer is converted: a plain linear layer of a suitable size."""
     from torch import nn
 
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
@@ -131,7 +120,7 @@ def gains(module: nn.Module) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torchao tells on import which of its own kernels it could not load; none of them is used here."""
+    """Silence torchao's import warnings about kernels that are not used here."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -142,3 +131,22 @@ def _quiet() -> Iterator[None]:
 
 def _refused(problem: str, remedy: str) -> InputError:
     return InputError(problem, remedy, field="precision", value="fp8")
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    return {"precision": "fp8", "compile": chance.choice((False, "block", "block"))}
+
+
+TECHNIQUE = Technique(
+    name="fp8",
+    order=60,
+    title="fp8",
+    fields=("precision",),
+    covers={"precision": ("fp8",)},
+    check=check,
+    check_device=check_device,
+    apply=apply,
+    examples=({"precision": "fp8"},),
+    needs={"compile": "block"},
+    draw=Draw(alone=_draw),
+)

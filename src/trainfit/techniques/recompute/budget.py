@@ -1,38 +1,26 @@
-"""Recomputation by torch.compile's own choice, within a share of what it would keep: the activation memory budget.
+"""Compiler budget: torch.compile chooses what to recompute within a share of the activations it would keep.
 
-1 keeps what compiled code keeps anyway, 0 only the compiled region's inputs; between them the partitioner solves a knapsack:
-which results to compute again so that the bytes handed from forward to backward stay within the share, for the fewest
-FLOPs (``torch._functorch.config.activation_memory_budget``, pytorch/pytorch#126320). The same partitioner runs when a step
-is predicted. Its objective is not the peak: what the backward holds while it computes results again is not in it, so less
-budget can mean more memory, and published budgets are not monotonic.
-
-Helps compiled models that do not fit by little.
-
-Costs no quality but the rounding of another fusion.
-
-Refuses nothing.
+1 keeps what compiled code keeps anyway, 0 only the inputs of the compiled region; between them the
+partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
+pytorch/pytorch#126320). A prediction runs the same partitioner. Its objective is not the peak, so less
+budget can mean more memory.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
-from trainfit.techniques.base import Draft
-
-NAME = "recompute_budget"
-COVERS = {"recompute": ("budget",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return isinstance(recipe.recompute, Budget)
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
-    """Only the compiler can spend the budget."""
+    """Refuse eager code: only the compiler can spend the budget."""
     assert isinstance(recipe.recompute, Budget)
     if not recipe.compile:
         raise InputError(
@@ -44,7 +32,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Set the budget while the forward runs, and with it compiles: forward and backward are parted then."""
+    """Set the budget while the forward runs, and with it compiles."""
     assert isinstance(recipe.recompute, Budget)
     from torch._functorch import config
 
@@ -55,10 +43,10 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 @contextmanager
 def grouped_heads_counted() -> Iterator[None]:
-    """Within it torch counts the FLOPs of fused attention over grouped key heads, by which the partitioner weighs it.
+    """Within this context torch counts the FLOPs of fused attention over grouped key heads.
 
-    torch 2.11's count takes equal numbers of heads only: it raised "shapes are incompatible" where flash attention was to
-    be weighed. Here each key head counts once for every query head that reads it, as 2.13's own count has it.
+    The partitioner weighs attention by them. torch 2.11 raised "shapes are incompatible" for unequal
+    numbers of heads. Here each key head counts once for every query head that reads it, as in torch 2.13.
     """
     from torch.utils import flop_counter
 
@@ -73,3 +61,27 @@ def grouped_heads_counted() -> Iterator[None]:
         yield
     finally:
         flop_counter.sdpa_flop_count = original
+
+
+def _describe(recipe: Recipe) -> str:
+    return f"recompute budget {recipe.recompute.budget}" if isinstance(recipe.recompute, Budget) else ""
+
+
+def _draw(chance: random.Random, _: Data) -> Data:
+    budget = chance.choice((0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95))
+    return {"compile": chance.choice(("block", "block", "model")), "recompute": {"budget": budget}}
+
+
+TECHNIQUE = Technique(
+    name="recompute_budget",
+    order=100,
+    title="Compiler budget",
+    fields=("recompute",),
+    covers={"recompute": ("budget",)},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    examples=({"recompute": {"budget": 0.5}},),
+    needs={"compile": "model"},
+    draw=Draw(alone=_draw),
+)

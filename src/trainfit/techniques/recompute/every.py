@@ -1,15 +1,7 @@
-"""Recomputation of every k-th decoder block: blocks 0, k, 2k, ... keep only their input and run forward again in backward.
+"""Recomputation of every k-th decoder block: blocks 0, k, 2k, ... keep only their input.
 
-The blocks between keep everything, as without recomputation, so memory and time lie between ``none`` and ``full``. The
-last block is a recomputed one only where the number of blocks is one more than a multiple of k: its backward comes next,
-and recomputing it would bring back at once what it had freed.
-
-Helps where ``full`` frees more than is needed; a plan by block (``{budget_gib: x}``) usually does better, because it can keep
-a part of each.
-
-Costs no quality: gradients are equal bit for bit.
-
-Refuses models without repeated blocks.
+The other blocks keep everything. Recomputing the last block would free nothing at the peak; that is the
+case where the number of blocks is one more than a multiple of k.
 """
 
 from __future__ import annotations
@@ -18,25 +10,15 @@ from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Every
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
 
-NAME = "recompute_every"
-COVERS = {"recompute": ("every",)}
 
-
-def applies(recipe: Recipe) -> bool:
-    return isinstance(recipe.recompute, Every)
-
-
-def check(recipe: Recipe) -> None:
-    """It goes with everything but offload, which says so itself."""
-
-
-def name_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Write on every block what it is to do, before any is cut out of a model that is only traced.
+def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
+    """Label every block, before a traced model is shortened.
 
     Raises:
         InputError: the model has no list of repeated blocks.
@@ -65,7 +47,25 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     blocks = require_blocks(draft.model, "recompute.every", recipe.recompute.every, "use recompute: none")
     if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
-        name_blocks(recipe, draft.model)
+        _label_blocks(recipe, draft.model)
     for block in blocks:
         if getattr(block, BLOCK_CONFIG) == "full":
             set_recompute(block, "full")
+
+
+def _describe(recipe: Recipe) -> str:
+    return f"recompute every {recipe.recompute.every}" if isinstance(recipe.recompute, Every) else ""
+
+
+TECHNIQUE = Technique(
+    name="recompute_every",
+    order=80,
+    title="Every k-th block",
+    fields=("recompute",),
+    covers={"recompute": ("every",)},
+    apply=apply,
+    describe=_describe,
+    examples=({"recompute": {"every": 2}},),
+    draw=Draw(alone=lambda chance, _: {"recompute": {"every": chance.choice((2, 2, 3, 4))}}),
+    label_blocks=_label_blocks,
+)

@@ -1,17 +1,9 @@
-"""Full recomputation: keep only each block's input, run the block's forward again in backward.
+"""Full recomputation: keep each block's input and run its forward again in backward.
 
-Chen et al., https://arxiv.org/abs/1604.06174. Always non-reentrant. Random generators are saved and restored, so
-dropout repeats itself. On ``hf`` it is the model's own checkpointing, whatever that does in the installed version
-(5.17 wraps the block's call, 5.23 its forward, so under ``compile: block`` the checkpoint is inside the graph there; both
-make the embedding's output require a gradient, which costs LoRA a backward through all of the first block); on ``native``
-each block's forward is wrapped here.
-
-Helps whenever activations are what does not fit, at the price of about one more forward: most with long sequences and large
-batches. With it gradients and logits become the peak: the optimizer in the backward and a chunked loss go on from there.
-
-Costs no quality: gradients are equal bit for bit.
-
-Refuses ``hf`` models whose code has no checkpointing.
+Source: Chen et al., arXiv:1604.06174. Always non-reentrant, with random generators restored. On ``hf`` it
+is the model's own checkpointing: transformers 5.17 wraps the block's call, 5.23 its forward (so under
+``compile: block`` the checkpoint is inside the graph). Both make the embedding's output require a gradient,
+which costs LoRA a backward through the first block. On ``native`` each block's forward is wrapped here.
 """
 
 from __future__ import annotations
@@ -20,19 +12,13 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draft
-
-NAME = "recompute_full"
-COVERS = {"recompute": ("full",)}
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
-def applies(recipe: Recipe) -> bool:
+def _applies(recipe: Recipe) -> bool:
     # Blocks that move to the host are recomputed by what moves them (block_runs.py).
     return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
-
-
-def check(recipe: Recipe) -> None:
-    """Recomputation goes with everything that is there."""
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -63,3 +49,17 @@ def _enable_own(model: Any) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+TECHNIQUE = Technique(
+    name="recompute_full",
+    order=70,
+    title="Full recomputation",
+    fields=("recompute",),
+    covers={"recompute": ("full",)},
+    apply=apply,
+    when=_applies,
+    describe=lambda recipe: "recompute full",
+    examples=({"recompute": "full"},),
+    draw=Draw(weights={"recompute": {"none": 2, "full": 1}}),
+)

@@ -1,42 +1,32 @@
-"""Recomputation and offload decided for every decoder block by itself: ``recompute: {layers: [...]}``.
+"""Plan by block: each decoder block recomputes nothing, its elementwise operations or everything.
 
-What the planner makes of a budget (``recompute: {budget_gib: x}``), and what can be written by hand: each block recomputes
-nothing, its elementwise work or everything, and a share of what it keeps can wait in pinned host memory. How a budget
-becomes a plan: docs/results/recompute-budget.md.
-
-Helps where the card is known: a plan spends exactly the memory that is there, and recomputes no more than it must.
-
-Costs no quality: gradients are equal bit for bit.
-
-Refuses a plan that does not name every block, and models whose blocks write in place into what their backward computes again.
+A share of what a block keeps can wait in pinned host memory. The planner makes such plans of a budget
+(``recompute: {budget_gib: x}``, docs/results/recompute-budget.md); they can also be written by hand.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
+from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
-from trainfit.techniques.base import Draft
+from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
 
-NAME = "recompute_layers"
-COVERS = {"recompute": ("layers", "budget_gib")}
-
-
-def applies(recipe: Recipe) -> bool:
-    return isinstance(recipe.recompute, Layers | BudgetGib)
-
 
 def check(recipe: Recipe) -> None:
-    """The budget must be planned by now; what sorts operations needs them one by one."""
+    """Refuse an unplanned budget, and plans by operation in compiled code."""
     if isinstance(recipe.recompute, BudgetGib):
         raise InputError(
             "a budget is planned before a step is built",
-            "plan it with trainfit.planning.recompute.resolve, as the commands do, or write out recompute: {layers: [...]}",
+            "plan it with trainfit.planning.recompute.resolve, as the commands do, "
+            "or write out recompute: {layers: [...]}",
             field="recompute.budget_gib",
             value=recipe.recompute.budget_gib,
         )
@@ -52,8 +42,8 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def name_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Write on every block what it is to do, before any is cut out of a model that is only traced.
+def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
+    """Label every block with its part of the plan, before a traced model is shortened.
 
     Raises:
         InputError: the plan is for another number of blocks.
@@ -78,16 +68,19 @@ def name_blocks(recipe: Recipe, model: nn.Module) -> None:
         setattr(block, BLOCK_CONFIG, f"{run.recompute} {run.offload}")
 
 
-def least_period(recipe: Recipe) -> int:
-    """Over how many blocks what one of them saves reaches: a fully recomputed block's input is the one's before it, and
-    leaves while the one after it runs."""
+def _min_repeated(recipe: Recipe) -> int:
+    """Return over how many blocks the saved tensors of one reach.
+
+    A fully recomputed block's input belongs to the block before it, and leaves while the block after it
+    runs.
+    """
     if not isinstance(recipe.recompute, Layers):
         return 1
     return 2 if any(run.recompute == "full" and run.offload for run in recipe.recompute.layers) else 1
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Give each block the forward that it was told."""
+    """Give each block the forward of its label."""
     from trainfit.checkpointing.per_block import PerBlockSaving
     from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import decoder_blocks
@@ -95,12 +88,59 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
     blocks = decoder_blocks(draft.model)
     if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
-        name_blocks(recipe, draft.model)
-    told = [getattr(block, BLOCK_CONFIG).split() for block in blocks]
+        _label_blocks(recipe, draft.model)
+    labels = [getattr(block, BLOCK_CONFIG).split() for block in blocks]
     if recipe.compile:
         # A block that knew its number would be compiled by itself.
-        for block, (level, _) in zip(blocks, told, strict=True):
+        for block, (level, _) in zip(blocks, labels, strict=True):
             if level == "full":
                 set_recompute(block, "full")
         return
-    PerBlockSaving(blocks, draft.device, [(level, float(share)) for level, share in told]).install()
+    PerBlockSaving(blocks, draft.device, [(level, float(share)) for level, share in labels]).install()
+
+
+def _describe(recipe: Recipe) -> str:
+    if isinstance(recipe.recompute, BudgetGib):
+        return f"recompute budget_gib {recipe.recompute.budget_gib}"
+    runs = recipe.recompute.layers if isinstance(recipe.recompute, Layers) else ()
+    counts = " + ".join(f"{run.count} {run.recompute}" for run in runs)
+    return f"recompute {counts}" + (" (partly offloaded)" if any(run.offload for run in runs) else "")
+
+
+def _draw(chance: random.Random, recipe: Data) -> Data:
+    """Draw a plan of up to four runs over the model's blocks; compiled, of none and full alone."""
+    blocks, runs = _num_blocks(recipe), []
+    cuts = sorted(chance.sample(range(1, blocks), min(blocks - 1, chance.randint(0, 3))))
+    for begin, end in zip([0, *cuts], [*cuts, blocks], strict=True):
+        run: Data = {"recompute": chance.choice(("none", "full")), "count": end - begin}
+        if not recipe.get("compile"):
+            run["recompute"] = chance.choice(("none", "elementwise", "elementwise", "full"))
+            run["offload"] = chance.choice((0.0, 0.0, 0.25, 0.5, 1.0))
+            run["every"] = chance.choice((1, 1, 2))
+        runs.append(run)
+    return {"recompute": {"layers": runs}}
+
+
+def _num_blocks(recipe: Data) -> int:
+    config = model_config(recipe["model"]["config"])
+    return next(int(config[key]) for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config)
+
+
+TECHNIQUE = Technique(
+    name="recompute_layers",
+    order=110,
+    title="Plan by block",
+    fields=("recompute",),
+    covers={"recompute": ("layers", "budget_gib")},
+    check=check,
+    apply=apply,
+    describe=_describe,
+    variants=(
+        {"recompute": {"layers": [{"recompute": "none", "offload": 0.5, "count": 16}]}},
+        {"recompute": {"budget_gib": 20}},
+    ),
+    examples=({"recompute": {"layers": [{"recompute": "elementwise", "count": 16}]}},),
+    draw=Draw(alone=_draw),
+    label_blocks=_label_blocks,
+    min_repeated=_min_repeated,
+)

@@ -1,38 +1,20 @@
-"""Recomputation by operation: a block's matrix products and attention are kept, everything else is computed again.
+"""Selective recomputation: keep a block's matrix products and attention, recompute everything else.
 
-What is cheap to compute and large to keep (norms, activation functions, rotations, casts, dropout) runs again in backward,
-with autograd's own bookkeeping; what a block's list keeps is not computed twice. ``mm`` is every matrix product over an
-inner dimension of 512 or more that somebody asks for, ``attention`` every fused attention; ``{selective: {save: [...]}}``
-lists others, such as ``[attention]`` alone, or PyTorch's operations by name.
-
-Helps where ``none`` does not fit by little, since it costs little time on the GPU; without compiling, each operation of a
-block also passes through Python twice, which small models feel.
-
-Costs no quality: gradients are equal bit for bit, dropout too.
-
-Refuses operations that PyTorch does not have or that give their input's own memory, and models without repeated blocks.
+Uses autograd's own bookkeeping; kept results are not computed twice. ``mm`` is every matrix product over an
+inner dimension of 512 or more whose result backward needs, ``attention`` every fused attention.
+``{selective: {save: [...]}}`` lists others, also PyTorch's operations by name.
 """
 
 from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Selective
-from trainfit.techniques.base import Draft
-
-NAME = "recompute_selective"
-COVERS = {"recompute": ("selective",)}
-
-
-def applies(recipe: Recipe) -> bool:
-    return recipe.recompute == "selective" or isinstance(recipe.recompute, Selective)
-
-
-def check(recipe: Recipe) -> None:
-    """Which operations there are only PyTorch can tell."""
+from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every block, keeping what the listed operations give.
+    """Checkpoint every block, keeping the results of the listed operations.
 
     Raises:
         InputError: an operation that cannot be kept, or a model without repeated blocks.
@@ -44,3 +26,30 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     check_names(save)
     for block in require_blocks(draft.model, "recompute", "selective", "use recompute: none"):
         set_recompute(block, "selective", save=save, compiled=bool(recipe.compile))
+
+
+DRAWN = (
+    "selective",
+    "selective",
+    {"selective": {"save": ["attention"]}},
+    {"selective": {"save": ["mm"]}},
+)
+
+
+def _describe(recipe: Recipe) -> str:
+    saved = recipe.recompute.selective.save if isinstance(recipe.recompute, Selective) else ()
+    return f"recompute selective {'+'.join(saved)}".strip()
+
+
+TECHNIQUE = Technique(
+    name="recompute_selective",
+    order=90,
+    title="Selective recomputation",
+    fields=("recompute",),
+    covers={"recompute": ("selective",)},
+    apply=apply,
+    describe=_describe,
+    variants=({"recompute": {"selective": {"save": ["attention"]}}},),
+    examples=({"recompute": "selective"},),
+    draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(DRAWN)}),
+)

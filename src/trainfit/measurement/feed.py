@@ -1,0 +1,119 @@
+"""Feed: micro-batches on the device, read by the recipe's loader."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trainfit.spec.recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch
+
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Source(Protocol):
+    """Reader of a step's sequences. It is pickled for the workers where processes do not fork."""
+
+    def __call__(self, step: int) -> torch.Tensor:
+        """Return all sequences of the step with this number (from 0), int64 [accumulate * micro, s], on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Uniform token ids, equal for equal seed and step number on every machine."""
+
+    vocabulary: int
+    sequences: int
+    seq: int
+    seed: int
+
+    def __call__(self, step: int) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
+        return torch.randint(self.vocabulary, (self.sequences, self.seq), generator=generator)
+
+
+class Feed:
+    """Iterator over the micro-batches of one step after another, on the device.
+
+    Each micro-batch has ``input_ids`` and ``labels``, int64 [b, s]. As a context manager it ends the workers on exit.
+    """
+
+    def __init__(self, recipe: Recipe, source: Source, device: torch.device, steps: range):
+        """Start the workers, which read for the step numbers ``steps``."""
+        import torch
+        from torch.utils.data import DataLoader
+
+        options = recipe.loader
+        self._micro, self._device = recipe.batch.micro, device
+        self._pinned = options.pin_memory and device.type == "cuda"
+        loader: Any = DataLoader(
+            _Steps(source, steps),  # pyright: ignore[reportArgumentType]
+            batch_size=None,
+            num_workers=options.workers,
+            prefetch_factor=options.prefetch if options.workers else None,
+            pin_memory=self._pinned,
+            worker_init_fn=_outlive_the_first_signal,
+            generator=torch.Generator(),  # Its own: torch's default one belongs to dropout.
+        )
+        # A worker must not be ended between its start and its own handlers of signals.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        try:
+            self._sequences = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __iter__(self) -> Iterator[list[dict[str, torch.Tensor]]]:
+        return self
+
+    def __next__(self) -> list[dict[str, torch.Tensor]]:
+        batches: list[dict[str, torch.Tensor]] = []
+        for part in next(self._sequences).split(self._micro):
+            ids_bs = part.to(self._device, non_blocking=self._pinned, copy=True)
+            batches.append({"input_ids": ids_bs, "labels": ids_bs.clone()})
+        return batches
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers; those that do not end within torch's 5 s are killed."""
+        workers = getattr(self._sequences, "_workers", ())
+        if workers:
+            self._sequences._shutdown_workers()
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Map-style dataset: item i holds the sequences of step ``steps[i]``."""
+
+    source: Source
+    steps: range
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.source(self.steps[index])
+
+
+def _outlive_the_first_signal(worker: int) -> None:
+    """Ignore the first signal: the training process ends in order and may still need its workers' data."""
+
+    def once(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in END_SIGNALS:
+        signal.signal(number, once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)

@@ -1,0 +1,93 @@
+"""Draft: a training step under construction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trainfit.catalog.this_cpu import CPU
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainfit.offload.blocks import HostBlocks
+    from trainfit.spec.recipe import Recipe
+
+Compiler = Callable[["nn.Module"], None]
+"""Compiles a module in place."""
+LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
+"""(model, micro-batch) -> mean next-token loss, fp32 scalar."""
+ContextFactory = Callable[[], AbstractContextManager[object]]
+"""Makes a fresh context manager; a step enters one each time."""
+
+
+def weight_dtype(recipe: Recipe) -> torch.dtype:
+    """Return the dtype in which the model is built."""
+    import torch
+
+    return torch.bfloat16 if recipe.precision in ("bf16", "fp8") else torch.float32
+
+
+@dataclass
+class Draft:
+    """A step under construction: what techniques change between the built model and the step."""
+
+    model: nn.Module
+    device: torch.device
+    compiler: Compiler
+    hosted: HostBlocks | None = None
+    """The decoder blocks whose weights are on the host; None: all weights are on the device."""
+    around_forward: list[ContextFactory] = field(default_factory=list)
+    """Entered around every forward, the first outermost."""
+    around_backward: list[ContextFactory] = field(default_factory=list)
+    """Entered around every backward, where recomputation runs forward code again."""
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    kinds: Callable[[list[nn.Parameter]], list[list[nn.Parameter]]] = lambda parameters: [parameters]
+    """Splits parameters into the groups for which ``make_optimizer`` is called separately."""
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    steps_in_backward: bool = False
+    """The optimizers run in backward hooks; the step does not call them."""
+    loss: LossFunction | None = None
+    """None: the model's own."""
+    cross_entropy: LossFunction | None = None
+    """The loss without label smoothing and z-loss, where ``loss`` has them."""
+    body: nn.Module | None = None
+    """The part of the model that ``loss`` calls; None: all of it."""
+    before_update: list[Callable[[], None]] = field(default_factory=list)
+    """Called when all gradients are complete (unscaled), before the optimizers."""
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    """Called after each update, when gradients are freed."""
+    readings: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Values measured in the last update, by name ([] fp32, on the device)."""
+    scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
+    num_micro_batches: int = 1
+
+    def runs_on_cpu(self, recipe: Recipe) -> bool:
+        """Whether the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if self.device.type != "cpu":
+            return False
+        is_virtual = isinstance(next(self.model.parameters()), FakeTensor)
+        return not is_virtual or recipe.hardware.gpu == CPU
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Return the trainable parameters, each once (tied ones too), in the model's order."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def trainable_by_block(self) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+        """Return the trainable parameters of each decoder block that has any, and all others."""
+        from trainfit.models.layers import decoder_blocks
+
+        blocks = decoder_blocks(self.model)
+        groups = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+        inside = {id(parameter) for group in groups for parameter in group}
+        return [group for group in groups if group], [p for p in self.trainable() if id(p) not in inside]
+
+    def optimizers_for(self, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+        """Return new optimizers that update these parameters, each once."""
+        assert self.make_optimizer is not None, "a technique that covers optimizer.name sets make_optimizer"
+        return [self.make_optimizer(part) for part in self.kinds(parameters) if part]
