@@ -1,4 +1,4 @@
-"""A recipe and its numbers in words: what every verb prints alike."""
+"""A recipe and its numbers in words, as every command prints them."""
 
 import json
 from collections.abc import Mapping
@@ -10,17 +10,61 @@ from trainfit.techniques import registry
 
 
 def describe(recipe: Recipe) -> str:
-    """One line: model, batch, what the step does, and the hardware."""
-    batch = recipe.batch
-    size = f"{batch.micro} x {batch.seq}" + (
-        f" x {batch.accumulate} accumulated" if batch.accumulate > 1 else ""
-    )
+    """Return one line: model, batch, technique and hardware."""
+    size = batch_text(recipe) + (" accumulated" if recipe.batch.accumulate > 1 else "")
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
+def batch_text(recipe: Recipe) -> str:
+    """Return ``micro x seq``, and ``x accumulate`` where there is accumulation."""
+    batch = recipe.batch
+    return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
+
+
+def technique(recipe: Recipe) -> str:
+    """Return what differs from the default step: ``bf16, recompute full, lora 16``."""
+    optimizer, adapter = recipe.optimizer, recipe.adapter
+    momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
+    in_backward = "optimizer in backward" + (" by block" if optimizer.in_backward == "block" else "")
+    is_default = optimizer.name == "adamw" and optimizer.implementation == "fused"
+    parts = [
+        recipe.precision,
+        recipe.model.implementation if recipe.model.implementation != "hf" else "",
+        f"{recipe.attention} attention" if recipe.attention != "sdpa" else "",
+        "block kernels" if recipe.block_kernels != "standard" else "",
+        f"{recipe.loss} loss" if recipe.loss != "standard" else "",
+        *(f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value),
+        f"recompute {_recompute_words(recipe.recompute)}" if recipe.recompute != "none" else "",
+        "activations on the host" if recipe.offload.activations else "",
+        "weights on the host" if recipe.offload.weights else "",
+        f"compile {recipe.compile}" if recipe.compile else "",
+        "" if is_default else f"{optimizer.name} {optimizer.implementation}{momentum}",
+        "stochastic rounding" if optimizer.stochastic_rounding else "",
+        in_backward if optimizer.in_backward else "",
+        "" if optimizer.clip_norm is None else f"clipped to {optimizer.clip_norm:g}",
+        f"{adapter.kind} {adapter.rank if adapter.kind == 'lora' else adapter.tokens}" if adapter else "",
+        f"{recipe.quantize} base" if recipe.quantize else "",
+        f"{recipe.loader.workers} loader workers" if recipe.loader.workers else "",
+        f"cache emptied every {recipe.empty_cache_every} steps"
+        if recipe.empty_cache_every is not None
+        else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _recompute_words(recompute: Recompute) -> str:
+    if isinstance(recompute, str):
+        return recompute
+    if isinstance(recompute, Layers):
+        shares = " + ".join(f"{run.count} {run.recompute}" for run in recompute.layers)
+        return shares + (" (partly offloaded)" if any(run.offload for run in recompute.layers) else "")
+    ((name, value),) = recompute.model_dump().items()
+    return f"{name} {'+'.join(value['save']) if isinstance(value, dict) else value}"
+
+
 def recompute_written(recompute: Recompute) -> str:
-    """As it is written in a recipe, on one line."""
+    """Return recomputation as a recipe writes it, on one line."""
     if isinstance(recompute, str):
         return recompute
     data = recompute.model_dump(mode="json")
@@ -33,7 +77,7 @@ def recompute_written(recompute: Recompute) -> str:
 
 
 def holds_for(*versions: Mapping[str, str]) -> str:
-    """Return one line with the libraries and versions that predictions hold for; empty where none are known."""
+    """Return the libraries and versions that predictions hold for; empty where none are known."""
     found: dict[str, list[str]] = {}
     for libraries in versions:
         for name, version in libraries.items():
@@ -44,7 +88,7 @@ def holds_for(*versions: Mapping[str, str]) -> str:
 
 
 def quantity(name: str, value: float) -> str:
-    """A number printed in the unit that its field's name says."""
+    """Return a number in the unit that its field's name ends with."""
     if name.endswith("_bytes"):
         return format_bytes(value)
     if name.endswith("_per_s"):
