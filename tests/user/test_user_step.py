@@ -1,4 +1,4 @@
-"""``trainfit.trace``: people's own code, written for "cuda", on the virtual GPU."""
+"""``trainfit.trace`` of user code written for "cuda"."""
 
 import argparse
 import importlib.util
@@ -24,8 +24,7 @@ from virtual_runs import recipe_of, steady_sum, with_layers
 ROOT = Path(__file__).parents[2]
 
 
-# -- numbers in closed form
-# ---------------------------------------------------------------------------------------
+# -- numbers in closed form ----------------------------------------------------------------------------------
 
 
 def train_one_matrix() -> None:
@@ -130,8 +129,8 @@ def test_flops_as_pytorch_counts_them() -> None:
 
     def build() -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 4, stride=2,
-            groups=1),
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 8, 4, stride=2, groups=1),
             nn.Flatten(), nn.Linear(8 * 15 * 15, 10),
         )  # fmt: skip
 
@@ -164,8 +163,7 @@ def test_an_example_against_an_h200() -> None:
     assert traced.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], rel=0.02)
 
 
-# -- steps
-# --------------------------------------------------------------------------------------------------------
+# -- steps ---------------------------------------------------------------------------------------------------
 
 
 def test_an_endless_loop_is_ended() -> None:
@@ -303,8 +301,7 @@ def test_what_is_traced_otherwise_is_said() -> None:
     assert "torch.save" in notes
 
 
-# -- refusals and text
-# --------------------------------------------------------------------------------------------
+# -- refusals and text ---------------------------------------------------------------------------------------
 
 
 def test_refusals() -> None:

@@ -22,47 +22,6 @@ def batch_text(recipe: Recipe) -> str:
     return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
 
 
-def technique(recipe: Recipe) -> str:
-    """Return what differs from the default step: ``bf16, recompute full, lora 16``."""
-    optimizer, adapter = recipe.optimizer, recipe.adapter
-    momentum = f" momentum {optimizer.momentum:g}" if optimizer.momentum else ""
-    in_backward = "optimizer in backward" + (" by block" if optimizer.in_backward == "block" else "")
-    is_default = optimizer.name == "adamw" and optimizer.implementation == "fused"
-    parts = [
-        recipe.precision,
-        recipe.model.implementation if recipe.model.implementation != "hf" else "",
-        f"{recipe.attention} attention" if recipe.attention != "sdpa" else "",
-        "block kernels" if recipe.block_kernels != "standard" else "",
-        f"{recipe.loss} loss" if recipe.loss != "standard" else "",
-        *(f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value),
-        f"recompute {_recompute_words(recipe.recompute)}" if recipe.recompute != "none" else "",
-        "activations on the host" if recipe.offload.activations else "",
-        "weights on the host" if recipe.offload.weights else "",
-        f"compile {recipe.compile}" if recipe.compile else "",
-        "" if is_default else f"{optimizer.name} {optimizer.implementation}{momentum}",
-        "stochastic rounding" if optimizer.stochastic_rounding else "",
-        in_backward if optimizer.in_backward else "",
-        "" if optimizer.clip_norm is None else f"clipped to {optimizer.clip_norm:g}",
-        f"{adapter.kind} {adapter.rank if adapter.kind == 'lora' else adapter.tokens}" if adapter else "",
-        f"{recipe.quantize} base" if recipe.quantize else "",
-        f"{recipe.loader.workers} loader workers" if recipe.loader.workers else "",
-        f"cache emptied every {recipe.empty_cache_every} steps"
-        if recipe.empty_cache_every is not None
-        else "",
-    ]
-    return ", ".join(part for part in parts if part)
-
-
-def _recompute_words(recompute: Recompute) -> str:
-    if isinstance(recompute, str):
-        return recompute
-    if isinstance(recompute, Layers):
-        shares = " + ".join(f"{run.count} {run.recompute}" for run in recompute.layers)
-        return shares + (" (partly offloaded)" if any(run.offload for run in recompute.layers) else "")
-    ((name, value),) = recompute.model_dump().items()
-    return f"{name} {'+'.join(value['save']) if isinstance(value, dict) else value}"
-
-
 def recompute_written(recompute: Recompute) -> str:
     """Return recomputation as a recipe writes it, on one line."""
     if isinstance(recompute, str):
