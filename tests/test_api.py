@@ -15,7 +15,7 @@ import trainfit
 from tiny_recipe import TINY_LLAMA
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
-from trainfit.report import notebook
+from trainfit.report import results
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 
@@ -173,7 +173,7 @@ def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: P
     assert estimate.breakdown.gradients or ">gradients</th>" not in html
     too_much = {"fits": False, "peak_device_bytes": estimate.device_bytes + 2**30}
     refused = estimate.model_copy(update=too_much)._repr_html_()
-    assert f"color: {notebook.BAD}" in refused
+    assert f"color: {results.BAD}" in refused
     assert "DOES NOT FIT on h200" in refused
     assert "1.00 GiB" in refused
 

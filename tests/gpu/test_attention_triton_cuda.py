@@ -1,4 +1,5 @@
-"""``attention: triton`` on a real GPU: gradients against fp64, repeatable where asked, peaks to the byte as predicted."""
+"""``attention: triton`` on a real GPU: gradients against fp64, deterministic if required, peaks to the byte
+as predicted."""
 
 import gc
 import math
@@ -33,7 +34,8 @@ def _nothing_left() -> Iterator[None]:
 
 
 def tensors(d: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
-    """q, k, v and a gradient of two sequences of 333 tokens, 4 heads and 2 key heads, as models lay them out."""
+    """q, k, v and a gradient of two sequences of 333 tokens, 4 heads and 2 key heads, as models lay them
+    out."""
     torch.manual_seed(d)
     if layout == "qkv":
         whole = torch.randn(2, 333, 8 * d, device=CARD, dtype=dtype)
@@ -116,13 +118,13 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def recipe(code: str, d: int, **fields: Any) -> Recipe:
     """bf16, 2 x 1000 tokens, fused SGD."""
-    asked: dict[str, Any] = {
+    base: dict[str, Any] = {
         "model": {"config": {**LLAMA, "hidden_size": 8 * d, "head_dim": d}, "implementation": code},
         "batch": {"micro": 2, "seq": 1000},
         "attention": "triton",
         "optimizer": {"name": "sgd", "implementation": "fused", "lr": 0.05},
     }
-    return recipe_from(merge(asked, fields))
+    return recipe_from(merge(base, fields))
 
 
 ASKED = {name: recipe(code, d, **fields) for name, (code, d, fields) in CASES.items()}
@@ -145,7 +147,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 def test_the_peak_is_the_predicted_one(
     name: str, predicted: dict[str, Record], measured: dict[str, Run]
 ) -> None:
-    """Of each phase of the first and the steady step to the byte, with segments where the driver put them; else within 1 %."""
+    """Of each phase of the first and the steady step to the byte, with segments where the driver put them;
+    else within 1 %."""
     run, estimate = measured[ASKED[name].id], predicted[ASKED[name].id].estimate
     assert differences(ASKED[name], run) == {}
     assert estimate is not None

@@ -1,4 +1,5 @@
-"""On a CUDA GPU: FLOPs of a real step as torch's own counter counts them, against the virtual GPU's ledger, op by op."""
+"""On a CUDA GPU: FLOPs of a real step as torch's own counter counts them, against the virtual GPU's ledger,
+op by op."""
 
 import pytest
 import torch
@@ -8,10 +9,7 @@ from trainfit.prediction.trace import trace
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import assemble
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 MODEL = {"math": "smollm-135m", "eager": "smollm-135m", "flash": "pythia-160m"}

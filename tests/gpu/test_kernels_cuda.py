@@ -1,4 +1,5 @@
-"""The loss and block kernels on a real GPU: hard inputs, errors against fp64, and the predicted peak to the byte."""
+"""The loss and block kernels on a real GPU: hard inputs, errors against fp64, and the predicted peak to the
+byte."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +36,8 @@ LAST_BIT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_certain_impossible_and_ignored_tokens(dtype: torch.dtype, softcap: float, terms: Terms):
-    """One token has all the probability (as the target, and against it), one none, one row is all alike, one is ignored."""
+    """One token has all the probability (as the target, and against it), one none, one row is all alike, one
+    is ignored."""
     torch.manual_seed(1)
     logits = (4 * torch.randn(6, 50257, device=CARD)).to(dtype)
     targets = torch.tensor([3, 4, 6, 7, -100, 50256], device=CARD)
@@ -67,7 +69,8 @@ def test_tokens_that_are_all_ignored_move_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_gradient_other_than_the_expected_one_is_multiplied(dtype: torch.dtype):
-    """By fp32's 0.3, rounded once; more elements than all programs take at once, and no multiple of a block."""
+    """By fp32's 0.3, rounded once; more elements than all programs take at once, and no multiple of a
+    block."""
     x = torch.randn(gradients_in_forward.PROGRAMS * gradients_in_forward.BLOCK + 4099, device=CARD).to(dtype)
     before = x.clone()
     gradients_in_forward.triton_multiply_unless_one(x, torch.tensor(1.0, device=CARD))
@@ -144,15 +147,16 @@ def test_block_kernels_round_fp64s_answers_once(name: str, dtype: torch.dtype):
 # -- memory
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512,
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 512,
 }  # fmt: skip
 TERMS = {"label_smoothing": 0.1, "z_loss": 1e-4}
 RECIPES: list[dict[str, Any]] = [
     {"loss": "fused", "loss_terms": TERMS, "model": {"implementation": "hf"}},
     {"loss": "fused", "block_kernels": "triton", "model": {"implementation": "native"}},
     {"block_kernels": "triton", "model": {"implementation": "hf"}},
-    {"loss_terms": TERMS, "block_kernels": "triton", "model": {"implementation": "native"}, "precision": "amp-bf16"},
+    {"loss_terms": TERMS, "block_kernels": "triton", "model": {"implementation": "native"},
+     "precision": "amp-bf16"},
 ]  # fmt: skip
 
 
@@ -163,11 +167,12 @@ def recipe(fields: dict[str, Any]) -> Recipe:
 
 @pytest.mark.timeout(300)
 def test_the_peak_is_the_predicted_one(tmp_path: Path):
-    """Of each phase of the first and the steady step to the byte, with segments where the driver put them; else within 1 %."""
-    asked = [recipe(fields) for fields in RECIPES]
-    predicted, measured = predictions(asked, tmp_path), measured_runs(asked, tmp_path)
-    assert [differences(one, measured[one.id]) for one in asked] == [{}] * len(asked)
-    for one in asked:
+    """Of each phase of the first and the steady step to the byte, with segments where the driver put them;
+    else within 1 %."""
+    chosen = [recipe(fields) for fields in RECIPES]
+    predicted, measured = predictions(chosen, tmp_path), measured_runs(chosen, tmp_path)
+    assert [differences(one, measured[one.id]) for one in chosen] == [{}] * len(chosen)
+    for one in chosen:
         estimate = predicted[one.id].estimate
         assert estimate is not None
         peak = measured[one.id].measurement.peak_allocated_bytes

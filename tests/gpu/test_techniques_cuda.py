@@ -1,7 +1,8 @@
-"""Every technique on a real GPU: as on a CPU, equal to the step without it, never waiting for the GPU, as large as predicted.
+"""Every technique on a real GPU: as on a CPU, equal to the step without it, never waiting for the GPU, as
+large as predicted.
 
-What a CPU cannot show: streams and pinned memory, autograd's own thread, Triton kernels, hidden waits, the allocator. What
-kernels compute alone is in the tests of each.
+What a CPU cannot show: streams and pinned memory, autograd's own thread, Triton kernels, hidden waits, the
+allocator. What kernels compute alone is in the tests of each.
 """
 
 import gc
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.gpu
 CARD, CPU = torch.device("cuda"), torch.device("cpu")
 MIB = 2**20
 LLAMA = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512,
 }  # fmt: skip
 LARGER = LLAMA | {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "vocab_size": 4096}
 """Large enough that a percent of its peak is more than the allocator's rounding."""
@@ -74,8 +75,7 @@ CASES = {
         IN_BACKWARD,
     ),
     "weights and adapter": Case(
-        {"recompute": "full", "offload": {"weights": True}, "adapter": LORA},
-        {"adapter": LORA},
+        {"recompute": "full", "offload": {"weights": True}, "adapter": LORA}, {"adapter": LORA}
     ),
     "in backward": Case(IN_BACKWARD, {}),
     "by block": Case({"optimizer": {"in_backward": "block"}}, {}),
@@ -111,7 +111,8 @@ TOGETHER = [(name, code) for name, case in CASES.items() for code in case.codes]
 
 
 def recipe(fields: dict[str, Any], code: str, *, precision: str = "bf16", larger: bool = False) -> Recipe:
-    """64 tokens a sequence: attention's backward then has one block of keys, whose sums have a fixed order."""
+    """64 tokens a sequence: attention's backward then has one block of keys, whose sums have a fixed
+    order."""
     base = {
         "model": {"config": LARGER if larger else LLAMA, "implementation": code},
         "batch": {"micro": 4, "seq": 256 if larger else 64},
@@ -139,10 +140,10 @@ def _nothing_left() -> Iterator[None]:
 @pytest.mark.parametrize(("name", "code"), [(n, c) for n, c in TOGETHER if not CASES[n].same_as])
 def test_a_gpu_trains_as_a_cpu_does(name: str, code: str):
     case = CASES[name]
-    asked = recipe(case.fields, code, precision=case.precision)
-    eager = asked.model_copy(update={"compile": False, "recompute": "none"}) if asked.compile else asked
+    chosen = recipe(case.fields, code, precision=case.precision)
+    eager = chosen.model_copy(update={"compile": False, "recompute": "none"}) if chosen.compile else chosen
     reference = assemble(eager, CPU)
-    step = assemble(asked, CARD)
+    step = assemble(chosen, CARD)
     step.model.load_state_dict(reference.model.state_dict())
     found, expected = losses(step), losses(reference)
     assert found == pytest.approx(expected, rel=case.rel)
@@ -151,7 +152,8 @@ def test_a_gpu_trains_as_a_cpu_does(name: str, code: str):
 
 @pytest.mark.parametrize(("name", "code"), [(n, c) for n, c in TOGETHER if CASES[n].same_as is not None])
 def test_what_changes_no_result_changes_no_bit(name: str, code: str):
-    """Copies and recomputation beside the computation, in autograd's thread: a missed wait would change a loss."""
+    """Copies and recomputation overlap the computation, in autograd's thread: a missed wait would change a
+    loss."""
     case = CASES[name]
     assert case.same_as is not None
     plain, changed = (assemble(recipe(fields, code), CARD) for fields in (case.same_as, case.fields))
@@ -164,7 +166,8 @@ def test_what_changes_no_result_changes_no_bit(name: str, code: str):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.waits])
 def test_a_steady_step_never_waits_for_the_gpu(name: str):
-    """The host must run ahead: a wait in each step would leave the GPU idle, and hide every missed wait above."""
+    """The host must run ahead: a wait in each step would leave the GPU idle, and hide every missed wait
+    above."""
     step = assemble(recipe(CASES[name].fields, "native", precision=CASES[name].precision), CARD)
     batches = step.random_batches()
     for _ in range(2):
@@ -183,16 +186,16 @@ def waits_are_errors() -> Iterator[None]:
 
 
 def test_a_resumed_step_fetches_its_moments_from_the_host():
-    """Their slots on the device are made in the middle of a backward, of memory that was something else's a moment ago."""
-    asked = recipe(CASES["weights"].fields, "native", larger=True)
-    whole = assemble(asked, CARD)
+    """Their device buffers are allocated during a backward, from memory that was in use just before."""
+    chosen = recipe(CASES["weights"].fields, "native", larger=True)
+    whole = assemble(chosen, CARD)
     batches = whole.random_batches()
     for _ in range(2):
         whole(batches)
     whole.settle()
     saved = [{key: value.clone() for key, value in values.items()} for values in _states(whole)]
     weights = {name: value.clone() for name, value in whole.state_dict()["model"].items()}
-    resumed = assemble(asked, CARD)
+    resumed = assemble(chosen, CARD)
     resumed.model.load_state_dict(weights)
     for state, values in zip(_states(resumed), saved, strict=True):
         state.update(values)
@@ -215,16 +218,17 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    """By the recipe's id, each from a new process: segments that others left decide which cached block fits."""
+    """By the recipe's id, each from a new process: segments that others left decide which cached block
+    fits."""
     how = ("--measure-only", "--device", "cuda", "--steps", "0", "--warmup", "2")
     return swept(tmp_path_factory.mktemp("measured"), *how)
 
 
 def swept(folder: Path, *how: str) -> dict[str, Record]:
     """Return the records that ``trainfit sweep`` makes of every recipe here."""
-    asked = [recipe(CASES[name].fields, code, larger=True) for name, code in TOGETHER]
+    chosen = [recipe(CASES[name].fields, code, larger=True) for name, code in TOGETHER]
     recipes, records = folder / "recipes.jsonl", folder / "records.jsonl"
-    recipes.write_text("".join(one.model_dump_json() + "\n" for one in asked))
+    recipes.write_text("".join(one.model_dump_json() + "\n" for one in chosen))
     program = "import sys; from trainfit.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "sweep", str(recipes), "--out", str(records), *how]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -239,13 +243,13 @@ def test_the_peak_is_the_predicted_one(
     name: str, code: str, predicted: dict[str, Record], measured: dict[str, Record]
 ):
     """Of each phase of the first and the steady step, within 1 % (3 % compiled)."""
-    asked = recipe(CASES[name].fields, code, larger=True)
-    estimate, measurement = predicted[asked.id].estimate, measured[asked.id].measurement
+    chosen = recipe(CASES[name].fields, code, larger=True)
+    estimate, measurement = predicted[chosen.id].estimate, measured[chosen.id].measurement
     assert estimate is not None
     assert measurement is not None
     assert measurement.status == "done", measurement.message
     assert measurement.phases is not None
-    bound = 0.03 if asked.compile else 0.01
+    bound = 0.03 if chosen.compile else 0.01
     assert peaks_mib(measurement.phases) == pytest.approx(peaks_mib(estimate.phases), rel=bound)
 
 

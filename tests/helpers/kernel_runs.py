@@ -1,4 +1,5 @@
-"""What tests of kernels share: when Triton's interpreter runs, weights and gradients, and what rounding at random may do."""
+"""What tests of kernels share: when Triton's interpreter runs, weights and gradients, and what rounding at
+random may do."""
 
 import os
 
@@ -28,11 +29,13 @@ def run(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps:
 
 
 def between(rounded: Tensor, wide: Tensor, before: Tensor) -> None:
-    """Each is one of the two bf16 neighbours of the fp32 value that ``before`` was updated to, and not always the nearer.
+    """Each is one of the two bf16 neighbours of the fp32 value that ``before`` was updated to, and not always
+    the nearer.
 
-    The fp32 value is the kernel's own, which is not the reference's to the bit: a GPU fuses products into sums, and its
-    quotients and roots are up to 2 last bits off. Where weight and update nearly cancel, that is more than the result's
-    own last bits; so 16 last bits of the larger of the two are granted, a 4096th of its bf16 step.
+    The fp32 value is the kernel's own, which is not the reference's to the bit: a GPU fuses products into
+    sums, and its quotients and roots are up to 2 last bits off. Where weight and update nearly cancel, that
+    is more than the result's own last bits; so 16 last bits of the larger of the two are granted, a 4096th of
+    its bf16 step.
     """
     operand = torch.maximum(before.float().abs(), (before.float() - wide).abs())
     assert ((rounded.float() - wide).abs() <= wide.abs() * 2**-7 + operand * 2**-19).all()

@@ -1,9 +1,11 @@
-"""Every Triton kernel of ours compiled for an H200, with the arguments its own launcher gives it. Needs no GPU.
+"""Every Triton kernel of ours compiled for an H200, with the arguments its own launcher gives it. Needs no
+GPU.
 
-Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a training step calls
-it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps; Triton's launch is replaced by its
-compilation. Prints one JSON object: for each call the kernels that it compiled, their PTX told in numbers, and how many more
-the second step compiled. With the argument ``small``: FlashAttention's kernels for a GPU with 99 KB of shared memory.
+Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a
+training step calls it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps;
+Triton's launch is replaced by its compilation. Prints one JSON object: for each call the kernels that it
+compiled, numbers about their PTX, and how many more the second step compiled. With the argument ``small``:
+FlashAttention's kernels for a GPU with 99 KB of shared memory.
 """
 
 import json
@@ -204,7 +206,7 @@ def reads(past_l1: bool) -> Call:
 
 
 def machine_code(kernel: Any) -> str:
-    """SASS as NVIDIA's disassembler tells it, the instructions' bits left out."""
+    """SASS from NVIDIA's disassembler, the instructions' bits left out."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -272,7 +274,7 @@ def main() -> None:
         made[kernel.hash] = kernel  # and None is returned: a kernel that was given back would be launched
 
     JITFunction.run = compile_only
-    told = {}
+    report = {}
     for name, call in small_calls() if small else calls():
         before = set(made)
         grids.clear()
@@ -281,7 +283,7 @@ def main() -> None:
         for step in (2, 3, 16, 1000):
             call(step)
         kernels = [made[key] for key in sorted(first)]
-        told[name] = {
+        report[name] = {
             "kernels": sorted(kernel.name for kernel in kernels),
             "compiled_later": len(set(made) - before - first),
             "largest_grid": [max(sizes) for sizes in zip(*grids, strict=True)],
@@ -289,7 +291,7 @@ def main() -> None:
             "sass": machine_code(kernels[0]) if name.startswith("reads") else "",
             "shared_bytes": max((kernel.metadata.shared for kernel in kernels), default=0),
         }
-    json.dump(told, sys.stdout)
+    json.dump(report, sys.stdout)
 
 
 if __name__ == "__main__":

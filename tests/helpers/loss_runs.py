@@ -1,4 +1,5 @@
-"""What the tests of the losses from hidden states share: inputs, models of every family, and a step's loss and gradients."""
+"""What the tests of the losses from hidden states share: inputs, models of every family, and a step's loss
+and gradients."""
 
 from typing import Any
 
@@ -11,8 +12,10 @@ from trainfit.step import Step
 
 LORA = Adapter(kind="lora", rank=4)
 WIDE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 2000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 2000, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -28,11 +31,14 @@ def inputs(dtype: torch.dtype, bias: bool = False, n: int = 37, e: int = 16, v: 
 
 
 SMALL = {
-    "hidden_size": 32, "n_embd": 32, "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "num_attention_heads": 4,
-    "n_head": 4, "num_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64,
+    "hidden_size": 32, "n_embd": 32, "num_hidden_layers": 2, "n_layer": 2, "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4, "num_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "ffn_dim": 64,
+    "n_inner": 64,
     "vocab_size": 97, "head_dim": 8, "max_position_embeddings": 64, "n_positions": 64, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 8,
+    "q_lora_rank": 8,
     "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 OF_FAMILY: dict[str, dict[str, Any]] = {

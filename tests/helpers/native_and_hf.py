@@ -1,4 +1,5 @@
-"""Tiny configs that both implementations build, and transformers' model of one with random norms and biases."""
+"""Tiny configs that both implementations build, and transformers' model of one with random norms and
+biases."""
 
 import torch
 

@@ -1,4 +1,5 @@
-"""RMSNorm, SwiGLU and RoPE: bodies against their definitions in PyTorch's autograd, kernels in the interpreter, operations' rules."""
+"""RMSNorm, SwiGLU and RoPE: bodies against their definitions in PyTorch's autograd, kernels in the
+interpreter, operations' rules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,8 @@ def agree(
     for got, want in zip(*results, strict=True):
         assert got.dtype == dtype
         assert got.shape == want.shape
-        # A row of one element has a norm of 1 whatever it is: its gradient is a difference of numbers of size 1.
+        # A row of one element has a norm of 1 whatever it is: its gradient is a difference of numbers of size
+        # 1.
         assert (got.double() - want).abs().max() <= ERROR[dtype] * max(want.abs().max().item(), 1.0)
 
 
@@ -93,7 +95,7 @@ def check_swiglu(n: int, f: int, dtype: torch.dtype) -> None:
 
 
 def check_rope(n: int, d: int, half: int, dtype: torch.dtype) -> None:
-    """Queries as a model has them: heads beside each other in memory."""
+    """Queries as a model has them: adjacent heads in memory."""
     q, k = randn(2, n, 6, d, dtype=dtype).transpose(1, 2), randn(2, 2, n, d, dtype=dtype)
     cos, sin = angles(n, half, dtype)
     wide = cos.double(), sin.double()

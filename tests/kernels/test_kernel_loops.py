@@ -1,7 +1,8 @@
 """No loop of a kernel hands one name's value to another that begins with the same value.
 
-Triton (3.6, 3.7) carries a name from step to step only if the first reading of the loop's body gives it another object. In
-``last, tile = begin, begin`` before the loop and ``last = tile`` in it, ``last`` gets the one it has: it stays ``begin`` for good.
+Triton (3.6, 3.7) carries a name from step to step only if the first reading of the loop's body gives it
+another object. In ``last, tile = begin, begin`` before the loop and ``last = tile`` in it, ``last`` gets the
+one it has: it stays ``begin`` for good.
 """
 
 import ast

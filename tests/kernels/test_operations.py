@@ -1,4 +1,4 @@
-"""Operations of ours keep PyTorch's rules: what they write into is said, and fake tensors know their results."""
+"""Custom operators follow PyTorch's rules: declared mutations, and fake results like the real ones."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,8 @@ def test_optimizers_operations_say_what_they_write():
 
 
 def test_a_backward_that_needs_the_old_weight_says_so():
-    """An update between forward and backward is a mistake of the step's; the gradients would be of another weight."""
+    """An update between forward and backward is a mistake of the step's; the gradients would be of another
+    weight."""
     stochastic_rounding.register()
     weight = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
     x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)

@@ -9,19 +9,19 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.techniques import registry
 
-ASKED = [("attention", "triton"), ("loss", "fused"), ("loss", "chunked"), ("block_kernels", "triton")]
+FIELDS = [("attention", "triton"), ("loss", "fused"), ("loss", "chunked"), ("block_kernels", "triton")]
 
 
-@pytest.mark.parametrize(("field", "value"), ASKED)
+@pytest.mark.parametrize(("field", "value"), FIELDS)
 def test_a_t4_is_refused_in_one_line(field: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["llama-3.2-1b", "--set", f"{field}={value}", "--set", "precision=amp-fp16", "--gpu", "t4"]
-    assert main(["predict", *asked]) == 65
+    arguments = ["llama-3.2-1b", "--set", f"{field}={value}", "--set", "precision=amp-fp16", "--gpu", "t4"]
+    assert main(["predict", *arguments]) == 65
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "NVIDIA T4 has compute capability 7.5, and Triton supports 8.0 and later" in line
     assert value in line
 
 
-@pytest.mark.parametrize(("field", "value"), ASKED)
+@pytest.mark.parametrize(("field", "value"), FIELDS)
 def test_every_gpu_of_the_catalog_is_judged_by_its_capability(field: str, value: str) -> None:
     refused = set[str]()
     for name in gpus():

@@ -1,4 +1,5 @@
-"""Models with our block kernels are the models without them: same numbers, less memory; other forms are refused."""
+"""Models with our block kernels are the models without them: same numbers, less memory; other forms are
+refused."""
 
 from typing import Any
 
@@ -17,7 +18,8 @@ from virtual_runs import recipe_of, steady, steady_sum
 CPU = torch.device("cpu")
 QWEN = {"head_dim": 16, "use_sliding_window": False}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "llama": {"attention_bias": True, "mlp_bias": True,
+              "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "mistral": {"sliding_window": 5},
     "qwen2": QWEN,
     "qwen3": QWEN,
@@ -51,7 +53,8 @@ def same(recipe: Recipe, rel: float = 1e-5, compiler: Any = None) -> None:
 
 
 SGD = Optimizer(name="sgd", lr=0.1)
-"""Its update is in proportion to the gradient: AdamW's would make much of gradients that are rounding alone."""
+"""Its update is in proportion to the gradient: AdamW's would make much of gradients that are rounding
+alone."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +66,8 @@ def test_families_of_llamas_form_compute_the_same(family: str):
 @pytest.mark.parametrize(
     "fields",
     [{"precision": "bf16"}, {"precision": "amp-bf16"}, {"attention": "eager"}, {"recompute": "full"},
-     {"recompute": "selective"}, {"adapter": Adapter(kind="lora", rank=4)}, {"adapter": Adapter(kind="prefix")}],
+     {"recompute": "selective"}, {"adapter": Adapter(kind="lora", rank=4)},
+     {"adapter": Adapter(kind="prefix")}],
     ids=str,
 )  # fmt: skip
 def test_with_other_techniques(code: Any, fields: dict[str, Any]):
@@ -84,7 +88,8 @@ def test_they_compile(code: Any, unit: Any):
 
 def test_qk_norms_and_unfused_spellings_of_native():
     config = {
-        "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 128,
+        "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "vocab_size": 128,
         "num_attention_heads": 4, "num_key_value_heads": 2, "qk_norm": True, "norm": "rmsnorm_unfused",
         "hidden_act": "silu_unfused", "partial_rotary_factor": 0.5,
     }  # fmt: skip
@@ -95,10 +100,11 @@ def test_qk_norms_and_unfused_spellings_of_native():
 @pytest.mark.parametrize("compiled", [False, "block"])
 @pytest.mark.parametrize("code", ["hf", "native"])
 def test_every_norm_gate_and_rotation_runs_ours(code: Any, compiled: Any):
-    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call the same operations."""
+    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call
+    the same operations."""
     config = {**TINY_LLAMA, "num_hidden_layers": 5}
-    asked = {"block_kernels": "triton", "compile": compiled}
-    ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), **asked))
+    options = {"block_kernels": "triton", "compile": compiled}
+    ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), **options))
     counts = {
         name: sum(ledger.times(op) for op in steady(ledger) if op.name.startswith(f"trainfit.{name}."))
         for name in (*OURS, *(f"{name}_backward" for name in OURS))
@@ -122,8 +128,8 @@ def test_the_same_flops_and_every_operation_known(code: Any):
     assert steady_sum(ours, "num_bytes") < steady_sum(standard, "num_bytes")
 
 
-def test_native_holds_one_feed_forward_tensor_a_layer_less():
-    """silu(gate), 2 bytes of each of [tokens, f]; all else that is saved is as large as before."""
+def test_native_saves_one_feed_forward_tensor_per_layer_less():
+    """silu(gate), 2 bytes for each element of [tokens, f]; the rest is unchanged."""
     config = {**TINY_LLAMA, "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}
     peaks = [
         predict(recipe_of(config, "native", batch=Batch(micro=2, seq=512), block_kernels=kernels))
@@ -139,14 +145,16 @@ GEMMA = {"model_type": "gemma", "head_dim": 8, "hidden_act": "gelu_pytorch_tanh"
 @pytest.mark.parametrize(
     ("config", "code", "words"),
     [
-        (TINY_LLAMA | GEMMA, "hf", "GemmaRMSNorm is no norm of Llama's form"),
-        (TINY_LLAMA | {"hidden_act": "gelu"}, "hf", "has no gated SiLU feed-forward part of Llama's form"),
-        ({**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 2}, "hf", "no gated SiLU feed-forward part"),
+        (TINY_LLAMA | GEMMA, "hf", "GemmaRMSNorm is no norm like Llama's"),
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "hf", "has no gated SiLU feed-forward part like Llama's"),
+        ({**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 2}, "hf",
+        "no gated SiLU feed-forward part"),
         ({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}, "hf", "LayerNorm is no norm"),
-        (TINY_LLAMA | {"hidden_act": "gelu"}, "native", "hidden_act is silu or silu_unfused"),
-        ({**TINY_LLAMA, "model_type": "trainfit", "norm": "layernorm"}, "native", "here it is layernorm"),
-        ({**TINY_LLAMA, "model_type": "trainfit", "position_embedding": "learned"}, "native", "is rope"),
-        ({**TINY_LLAMA, "model_type": "trainfit", "gated_mlp": False}, "native", "gated_mlp is True"),
+        (TINY_LLAMA | {"hidden_act": "gelu"}, "native", "support hidden_act silu or silu_unfused"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "norm": "layernorm"}, "native", "this model has layernorm"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "position_embedding": "learned"}, "native",
+        "position_embedding rope"),
+        ({**TINY_LLAMA, "model_type": "trainfit", "gated_mlp": False}, "native", "gated_mlp True"),
     ],
     ids=str,
 )  # fmt: skip

@@ -166,7 +166,8 @@ def test_bad_configs_are_told_in_one_line(config: dict[str, object], words: list
     "config", [{"model_type": "bert", **COMMON, "is_decoder": True}, {"model_type": "gpt_neox", **COMMON}]
 )
 def test_is_decoder_matters_for_encoders_only(config: dict[str, object]) -> None:
-    """GPT-NeoX's config has an is_decoder, false, that nothing reads; a BERT with it hides the tokens to come."""
+    """GPT-NeoX's config has an is_decoder, false, that nothing reads; a BERT with it hides the tokens to
+    come."""
     model = build_model(ModelSpec(config=config), dtype=torch.float32, device="cpu").eval()  # type: ignore[arg-type]
     ids_bs = torch.arange(8)[None] + 5
     changed_bs = ids_bs.clone()

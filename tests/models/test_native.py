@@ -67,9 +67,9 @@ def by_torch(model: NativeDecoder, activation: str) -> torch.Tensor:
     config = model.config
     mask = torch.full((SEQ, SEQ), -math.inf).triu(1).expand(4, SEQ, SEQ).clone()
     if config.position_embedding == "alibi":
-        place = torch.arange(SEQ)
+        positions = torch.arange(SEQ)
         for head in range(4):  # four heads: the slopes are 1/4, 1/16, 1/64, 1/256
-            mask[head] += -(4.0 ** -(head + 1)) * (place[:, None] - place[None, :]).clamp(min=0)
+            mask[head] += -(4.0 ** -(head + 1)) * (positions[:, None] - positions[None, :]).clamp(min=0)
     x = model.embed(ids())
     if model.embed_positions is not None:
         x = x + model.embed_positions.weight[:SEQ]
@@ -78,7 +78,8 @@ def by_torch(model: NativeDecoder, activation: str) -> torch.Tensor:
             32, 4, 48, 0.0, activation, batch_first=True, norm_first=config.norm_placement == "pre"
         )
         names = {
-            "self_attn.in_proj_": "attention.qkv.", "self_attn.out_proj.": "attention.out.", "linear1.": "mlp.up.",
+            "self_attn.in_proj_": "attention.qkv.", "self_attn.out_proj.": "attention.out.",
+            "linear1.": "mlp.up.",
             "linear2.": "mlp.down.", "norm1.": "attention_norm.", "norm2.": "mlp_norm.",
         }  # fmt: skip
         layer.load_state_dict(
@@ -118,7 +119,7 @@ def test_alibi_slopes_are_the_papers() -> None:
 
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     for heads in (1, 4, 12, 16, 20, 32):
-        theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # [heads, 1, 2], slope x place
+        theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)  # [heads, 1, 2], slope x position
         assert alibi_slopes(heads) == pytest.approx(theirs[:, 0, 1].tolist())
 
 
@@ -196,7 +197,8 @@ def test_fake_and_meta() -> None:
 
 
 def test_meta_then_empty_then_init() -> None:
-    """The way sharded models are made: buffers hold positions, not weights, and come back with the weights."""
+    """The way sharded models are made: buffers hold positions, not weights, and come back with the
+    weights."""
     model = build_native({**OWN}, dtype=torch.float32, device="meta")
     model.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -221,7 +223,8 @@ def test_unfused_and_per_layer_change_memory_only() -> None:
     ],
 )
 def test_what_the_feed_forward_keeps(changes: dict[str, object], kept: list[int]) -> None:
-    """Elements a token of every tensor kept for the backward pass, its input (32 wide) and the weights aside."""
+    """Elements a token of every tensor kept for the backward pass, its input (32 wide) and the weights
+    aside."""
     mlp = own(changes).layers[0].mlp
     weights = {parameter.data_ptr() for parameter in mlp.parameters()}
     x = torch.randn(1, SEQ, 32, requires_grad=True)
@@ -288,7 +291,7 @@ def test_peft_lora_trains_only_the_adapter() -> None:
         ({**OWN, "norm_placment": "post"}, ["norm_placment", "did you mean 'norm_placement'?"]),
         ({**OWN, "num_attention_heads": 5}, ["num_attention_heads", "head_dim"]),
         ({**OWN, "num_key_value_heads": 3}, ["num_key_value_heads 3", "make it one"]),
-        ({**OWN, "head_dim": 7}, ["7 of each head", "even"]),
+        ({**OWN, "head_dim": 7}, ["7 elements of each head", "even"]),
         ({**OWN, "norm": "batchnorm"}, ["norm", "'batchnorm'", "rmsnorm"]),
         ({**OWN, "hidden_size": 32.5}, ["hidden_size", "32.5"]),
         (

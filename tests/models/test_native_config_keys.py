@@ -1,4 +1,5 @@
-"""Keys of a config.json one by one: native computes what transformers computes of them, or refuses them in one line."""
+"""Keys of a config.json one by one: native computes what transformers computes of them, or refuses them in
+one line."""
 
 import copy
 from pathlib import Path
@@ -12,7 +13,7 @@ from trainfit.models.hf import build_hf
 from trainfit.models.native.build import build_native
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.families import FAMILIES
-from trainfit.models.native.layout import slots, tensor_of
+from trainfit.models.native.layout import mapped_tensors, tensor_of
 from trainfit.models.native.safetensors_io import load_safetensors
 from trainfit.spec.errors import InputError
 
@@ -72,12 +73,13 @@ EQUAL: list[dict[str, Any]] = [
     *(
         {key: 2.0}
         for key in (
-            "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier", "embedding_multiplier",
+            "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
+            "embedding_multiplier",
             "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
         )
     ),
-    *({key: True} for key in ("use_qk_norm", "qkv_bias", "use_bias", "alibi", "parallel_attn", "scale_embedding")),
-    {"no_rope_layers": [0, 1, 0]},
+    *({key: True} for key in ("use_qk_norm", "qkv_bias", "use_bias", "alibi", "parallel_attn",
+    "scale_embedding")), {"no_rope_layers": [0, 1, 0]},
     {"attention_chunk_size": 8},
 ]  # fmt: skip
 """What native and transformers compute alike, in every family."""
@@ -95,11 +97,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_dropout": 0.5}, "native has no dropout"),
     ({"is_causal": False}, "is_causal"),
     ({"hidden_act": "quick_gelu"}, "hidden_act"),
-    ({"layer_types": [SLIDING, FULL, FULL], "sliding_window": 8}, "all alike"),
+    ({"layer_types": [SLIDING, FULL, FULL], "sliding_window": 8}, "identical"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "native has default, linear, llama3, yarn"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "turns whole heads"),
-    (llama3(partial_rotary_factor=0.5), "turns whole heads"),
-    (yarn(partial_rotary_factor=0.5), "turns whole heads"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5},
+     "rotates whole heads"),
+    (llama3(partial_rotary_factor=0.5), "rotates whole heads"),
+    (yarn(partial_rotary_factor=0.5), "rotates whole heads"),
     ({"rope_scaling": {"rope_type": "linear", "factor": None}}, "factor"),
     (llama3(low_freq_factor=8.0, high_freq_factor=2.0), "from low_freq_factor 8 to high_freq_factor 2"),
     ({"rope_theta": None}, "rope_theta"),
@@ -138,13 +141,13 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
     torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
     expected.loss.backward()
     got.loss.backward()
-    places = {slot.name: slot for slot in slots(ours.config)}
+    entries = {entry.name: entry for entry in mapped_tensors(ours.config)}
     gradients = {key: value.grad for key, value in theirs.named_parameters()}
-    assert set(gradients) == set(places), "the same weights"
+    assert set(gradients) == set(entries), "the same weights"
     for parameter in ours.parameters():
         parameter.data = parameter.grad
     for key, gradient in gradients.items():
-        torch.testing.assert_close(tensor_of(ours, places[key]), gradient, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(tensor_of(ours, entries[key]), gradient, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,5 @@
-"""The native decoder against transformers: equal logits, losses and gradients, weights through files both ways."""
+"""The native decoder against transformers: equal logits, losses and gradients, weights through files both
+ways."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from native_and_hf import LLAMA3, TINY, YARN, batch, theirs_with_random_norms_and_biases
 from trainfit.models.native.build import build_native
-from trainfit.models.native.layout import slots, tensor_of
+from trainfit.models.native.layout import mapped_tensors, tensor_of
 from trainfit.models.native.safetensors_io import load_safetensors, save_safetensors
 from trainfit.spec.errors import InputError
 
@@ -17,7 +18,8 @@ CONFIGS = {
     "llama": {"model_type": "llama", **TINY, "rope_theta": 500.0},
     "llama-mha-tied": {"model_type": "llama", **TINY, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "llama-biases-gelu": {
-        "model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"
+        "model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True,
+        "hidden_act": "gelu_pytorch_tanh"
     },
     "llama-relu-glu": {"model_type": "llama", **TINY, "hidden_act": "relu"},
     "llama-wide-heads": {"model_type": "llama", **TINY, "head_dim": 16},
@@ -55,7 +57,7 @@ def test_logits_loss_and_gradients_equal(name: str, attention: str, tmp_path: Pa
     expected.loss.backward()
     got.loss.backward()
     gradients = {key: value.grad for key, value in theirs.named_parameters()}
-    ours_by_name = {slot.name: slot for slot in slots(ours.config)}
+    ours_by_name = {entry.name: entry for entry in mapped_tensors(ours.config)}
     assert set(gradients) == set(ours_by_name)
     for parameter in ours.parameters():
         parameter.data = parameter.grad

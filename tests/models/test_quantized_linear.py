@@ -1,5 +1,5 @@
-"""Quantised frozen bases: the layer against F.linear with the weight that its codes stand for, what learns over it, and
-the model's bytes against the closed form.
+"""Quantised frozen bases: the layer against F.linear with the weight that its codes stand for, what learns
+over it, and the model's bytes against the closed form.
 """
 
 from typing import Any
@@ -126,10 +126,7 @@ def test_other_families_are_quantised_and_adapted(family: str):
 
 @pytest.mark.parametrize(
     ("config", "named"),
-    [
-        (FAMILIES["mixtral"], "mlp"),
-        ({**BASE, "model_type": "mamba", "state_size": 4}, "mixer"),
-    ],
+    [(FAMILIES["mixtral"], "mlp"), ({**BASE, "model_type": "mamba", "state_size": 4}, "mixer")],
     ids=["mixtral", "mamba"],
 )
 def test_experts_and_state_spaces_are_refused(config: dict[str, Any], named: str):
@@ -142,11 +139,11 @@ def test_experts_and_state_spaces_are_refused(config: dict[str, Any], named: str
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
 def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision: Any):
     """Recomputation changes nothing; adapters are fp32 unless they are to have the base's dtype."""
-    asked = {"quantize": kind, "precision": precision, "optimizer": Optimizer(lr=1e-2), "adapter": LORA}
-    _, losses = learned(tiny_recipe(code, **asked))
+    options = {"quantize": kind, "precision": precision, "optimizer": Optimizer(lr=1e-2), "adapter": LORA}
+    _, losses = learned(tiny_recipe(code, **options))
     assert losses[-1] < losses[0] - 0.05
-    assert learned(tiny_recipe(code, recompute="full", **asked))[1] == losses
-    base = asked | {"adapter": LORA.model_copy(update={"dtype": "base", "dropout": 0.1})}
+    assert learned(tiny_recipe(code, recompute="full", **options))[1] == losses
+    base = options | {"adapter": LORA.model_copy(update={"dtype": "base", "dropout": 0.1})}
     step, _ = learned(tiny_recipe(code, **base), 1)
     expected = torch.bfloat16 if precision == "bf16" else torch.float32
     assert {p.dtype for p in step.model.parameters() if p.requires_grad} == {expected}
@@ -154,7 +151,8 @@ def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision
 
 @pytest.mark.parametrize("kind", ["nf4", "fp8"])
 def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None, kind: Any):
-    """Ten equal blocks, two graphs (the first block's input needs no gradient); no kept tensor has a weight's size."""
+    """Ten equal blocks, two graphs (the first block's input needs no gradient); no kept tensor has a weight's
+    size."""
     # 3 x 16 tokens: no activation has a weight's shape.
     recipe = tiny_recipe("native", 10, adapter=LORA, quantize=kind, batch=Batch(micro=3, seq=16))
     expected = trajectory(recipe, 2)[1]
@@ -190,13 +188,14 @@ def test_predicted_bytes_of_an_8b_base(code: Any):
 
 
 def test_a_step_with_few_layers_tells_the_whole_models():
-    """The middle layers stand for the others, codes included; and what init leaves behind is no more than a block."""
+    """The middle layers stand for the others, codes included; and what init leaves behind is no more than a
+    block."""
     config = with_layers("llama-3.2-1b", 7)
     recipe = recipe_of(config, "native", adapter=LORA, quantize="nf4", precision="bf16", recompute="full")
-    told, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))
-    assert told["params"] == whole["params"]
-    assert told["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
-    assert told["num_bytes"] == whole["num_bytes"]
+    short, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))
+    assert short["params"] == whole["params"]
+    assert short["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
+    assert short["num_bytes"] == whole["num_bytes"]
     assert whole["peak_reserved_bytes"] - whole["peak_allocated_bytes"] < 200 * 2**20
 
 

@@ -13,7 +13,7 @@ from tiny_families import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import tiny_recipe
 from tiny_step import learned
 from tiny_training import Listener, asked, stop_at, tiny
-from trainfit.models.native.layout import slots, tensor_of
+from trainfit.models.native.layout import mapped_tensors, tensor_of
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
@@ -69,8 +69,8 @@ def twins(kind: Any, config: dict[str, Any], attention: Any) -> tuple[Step, Step
     state: dict[str, Tensor] = theirs.base_model.state_dict()  # pyright: ignore
     encoder: dict[str, Tensor] = theirs.prompt_encoder["default"].state_dict()  # pyright: ignore
     with torch.no_grad():
-        for slot in slots(base.config):  # pyright: ignore
-            tensor_of(base, slot).copy_(state[slot.name])  # pyright: ignore
+        for entry in mapped_tensors(base.config):  # pyright: ignore
+            tensor_of(base, entry).copy_(state[entry.name])  # pyright: ignore
         if kind != "prefix":
             ours.prompt_encoder.load_state_dict(encoder)  # pyright: ignore
         else:

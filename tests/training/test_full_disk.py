@@ -102,8 +102,8 @@ def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path, worker: Wor
     errors = [line for line in ended.err.splitlines() if line.startswith("trainfit: error")]
     assert errors == [
         "trainfit: error: run/checkpoints/step-00000002/model-00000.safetensors: File too large; raise "
-        "the limit of a file's size (ulimit -f); no checkpoint had been saved: --resume begins with the first "
-        "step"
+        "the limit of a file's size (ulimit -f); no checkpoint had been saved: --resume begins with the "
+        "first step"
     ]
     assert "Traceback" not in ended.err
     again = worker.run(*words, "--resume", **limits)

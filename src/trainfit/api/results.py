@@ -11,11 +11,8 @@ from typing import Any, Literal, Self
 
 from rich.console import Console
 
-from trainfit.report import notebook
-from trainfit.report.measurement_text import show as show_measurement
-from trainfit.report.mfu_text import show as show_usage
+from trainfit.report import results
 from trainfit.report.prediction_text import show as show_prediction
-from trainfit.report.training_text import show as show_training
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.terminal import Terminal
@@ -115,27 +112,27 @@ class Prediction(_OfRecipe, Estimate):
         show_prediction(self._recipe, self, notes=self.notes, verbose=verbose, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.prediction(self._recipe, self, self.notes)
+        return results.prediction_html(self._recipe, self, self.notes)
 
 
 class Measured(_OfRecipe, Measurement):
     """A Measurement with the recipe it is of."""
 
     def _print(self, out: Console) -> None:
-        show_measurement(self.recipe, self, out=out)
+        results.show_measurement(self.recipe, self, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.measurement(self.recipe, self)
+        return results.measurement_html(self.recipe, self)
 
 
 class TrainingRun(_OfRecipe, TrainSummary):
     """A TrainSummary with the recipe it is of."""
 
     def _print(self, out: Console) -> None:
-        show_training(self.recipe, self, out=out)
+        results.show_training(self.recipe, self, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.training(self.recipe, self)
+        return results.training_html(self.recipe, self)
 
 
 class Usage(Printed):
@@ -173,7 +170,7 @@ class Usage(Printed):
         return self.model_dump(mode="json", exclude_unset=True)
 
     def _print(self, out: Console) -> None:
-        show_usage(self.content(), out=out)
+        results.show_usage(self.content(), out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.usage(self.content())
+        return results.usage_html(self.content())

@@ -110,7 +110,7 @@ def run(
     if json:
         print_json(summary)
     else:
-        from trainfit.report.training_text import show
+        from trainfit.report.results import show_training
 
-        show(built, summary)
+        show_training(built, summary)
     return summary.exit_code

@@ -5,8 +5,6 @@ They are registered in PyTorch's dispatcher directly. A call takes 10 us on the 
 weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from functools import cache
 from importlib.util import find_spec

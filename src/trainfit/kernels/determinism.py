@@ -1,7 +1,5 @@
 """Switch PyTorch between its fastest kernels and deterministic ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

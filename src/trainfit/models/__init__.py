@@ -1,1 +1,1 @@
-"""A config becomes a module: any transformers causal LM (``hf``) or our own decoder (``native``)."""
+"""Models from a config: any transformers causal LM (``hf``) or trainfit's decoder (``native``)."""

@@ -1,6 +1,4 @@
-"""PEFT laid over a model, on real and on fake parameters."""
-
-from __future__ import annotations
+"""PEFT models on real and fake parameters."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,14 +14,14 @@ from trainfit.virtual.trace.exclusive import exclusive, replaced
 
 
 def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
-    """PEFT's model of ``config`` around this one, whose own parameters are frozen.
+    """Wrap a model by PEFT; its own parameters are frozen.
 
     Raises:
-        ValueError: what PEFT refuses.
+        ValueError: PEFT refuses ``config``.
     """
     peft: Any = optional("peft", "peft", field="adapter.kind")
     with fake_parameters_convert(), warnings.catch_warnings():
-        # PEFT asks transformers by a name that 5.23 deprecates; nothing a user could change.
+        # PEFT uses a name that transformers 5.23 deprecates.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         base: Any = model
         return peft.get_peft_model(base, config, **options)
@@ -31,10 +29,11 @@ def wrap(model: nn.Module, config: Any, **options: Any) -> nn.Module:
 
 @contextmanager
 def fake_parameters_convert() -> Iterator[None]:
-    """``module.to(...)`` works on fake parameters too, by new parameters in their place.
+    """Make ``module.to(...)`` replace fake parameters by converted ones.
 
-    PEFT makes each adapter in fp32 and moves it to its base's dtype. torch (2.11 to 2.13) converts fake parameters
-    with ``swap_tensors`` only, which refuses every one of them: FakeTensorMode's memo holds a weak reference.
+    PEFT creates adapters in fp32 and converts them to the base's dtype. torch 2.11 to 2.13 converts fake
+    parameters only by ``swap_tensors``, which fails because FakeTensorMode's memo holds weak references to
+    them.
     """
     with exclusive(), replaced(nn.Module, "_apply", _converting(nn.Module._apply)):
         yield
@@ -55,6 +54,6 @@ def _converting(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convert(module: nn.Module, dtype: torch.dtype) -> None:
-    """The module's parameters in this dtype."""
+    """Convert the module's parameters to ``dtype``."""
     with fake_parameters_convert():
         module.to(dtype)

@@ -1,13 +1,9 @@
-"""Our kernels for norms, gates and rotations in the place of a model's own code, in models of the Llama form.
+"""Replace norms, gated feed-forward parts and rotary embeddings of Llama-like models by trainfit's kernels.
 
-Enters: a native decoder, or a transformers model. Leaves: the same modules and parameters under their names, of classes whose forward
-calls kernels/. Assumes nothing of a transformers class by its name: its code has to be Llama's, instruction by instruction (or
-attention Mistral's, Qwen2's or Qwen3's), as transformers copies it from family to family.
-
-Shapes: b batch, s sequence, e hidden size, h heads, d head_dim.
+Modules and parameters keep their names; the modules' classes get a forward that calls kernels/. A
+transformers class is recognised by its code, which transformers copies from family to family: its bytecode
+has to equal Llama's (attention also Mistral's, Qwen2's or Qwen3's).
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -29,23 +25,20 @@ REMEDY = "use block_kernels: standard"
 
 
 def use_block_kernels(model: nn.Module) -> None:
-    """Give every norm, feed-forward part and attention of the model a forward with our kernels.
+    """Replace the forward of every norm, feed-forward part and attention of the model.
 
     Raises:
-        InputError: a model of another form, or one part of it.
+        InputError: The model, or a part of it, is not Llama-like.
     """
     for kernel in (rms_norm, swiglu, rope):
-        kernel.register()  # Not while a compiler traces.
+        kernel.register()  # torch.compile cannot trace this.
     replacements = dict(_of_native(model) if isinstance(model, NativeDecoder) else _of_transformers(model))
     for module, replacement in replacements.items():
         module.__class__ = replacement
 
 
-# -- native ---------------------------------------------------------------------------------------------------------------
-
-
 class KernelRMSNorm(nn.RMSNorm):
-    """RMSNorm, rounded once."""
+    """RMSNorm in one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.eps is not None, "every config has one"
@@ -53,16 +46,16 @@ class KernelRMSNorm(nn.RMSNorm):
 
 
 class KernelFeedForward(FeedForward):
-    """``down(silu(gate(x)) * up(x))``, gate and up halves of one product."""
+    """``down(silu(gate(x)) * up(x))`` with gate and up as halves of one product."""
 
     def forward(self, x_bse: Tensor) -> Tensor:
         return self.down(swiglu.swiglu(self.up(x_bse)))
 
 
 class KernelAttention(Attention):
-    """Attention whose queries and keys turn in one launch."""
+    """Attention that rotates queries and keys in one kernel."""
 
-    def turned(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos[:, 0], sin[:, 0])
         return q.transpose(1, 2), k.transpose(1, 2)
 
@@ -83,15 +76,12 @@ def _of_native(model: NativeDecoder) -> Iterator[tuple[nn.Module, type[nn.Module
         ("position_embedding", config.position_embedding, ("rope",)),
     ):
         if value not in known:
-            wanted = " or ".join(str(one) for one in known)
-            raise _refusal(f"the kernels are of models whose {field} is {wanted}, and here it is {value}")
+            supported = " or ".join(str(one) for one in known)
+            raise _refusal(f"the kernels support {field} {supported}, and this model has {value}")
     for module in model.modules():
         for kind, replacement in NATIVE.items():
             if isinstance(module, kind):
                 yield module, replacement
-
-
-# -- transformers ---------------------------------------------------------------------------------------------------------
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -110,12 +100,12 @@ def _attention_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' own steps, but for the rotation (and no weight of the softmax is dropped in evaluation, as there)."""
+    """Run transformers' attention with the rotation in one kernel."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     q, k, v = (layer(hidden_states).view(shape) for layer in (self.q_proj, self.k_proj, self.v_proj))
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
-    # Each angle is there twice, for both elements of its pair.
+    # transformers repeats each angle for both elements of its pair.
     cos, sin = (t[..., : t.shape[-1] // 2].expand(q.shape[0], -1, -1) for t in position_embeddings)
     q, k = rope.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
     v = v.transpose(1, 2)
@@ -128,7 +118,7 @@ def _attention_forward(
 
 
 def _attend_of(forward: Callable[..., Any], window: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
-    """The attention that a family's forward calls, with the arguments that it gives besides."""
+    """Return the attention function that a family's forward calls, with its additional arguments."""
     found = inspect.unwrap(forward).__globals__
     functions, eager = found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"]
 
@@ -152,7 +142,7 @@ def _own_window(attention: Any) -> dict[str, Any]:
 
 
 class _Forms:
-    """The code that is known: of norms, feed-forward parts, rotations, and of attention with what it says of windows."""
+    """Bytecode of the supported norms, feed-forward parts, rotations and attentions."""
 
     def __init__(self) -> None:
         from transformers.models.llama import modeling_llama as llama
@@ -170,7 +160,7 @@ class _Forms:
         }
 
     def replacement(self, module: nn.Module) -> tuple[str, type[nn.Module]] | None:
-        """Which part of a block the module is, and its class with our forward; None of one that is not known."""
+        """Return the kind of a module and its replacement class; None if its code is not supported."""
         kind = type(module)
         code = _code(kind.forward)
         if code == self.norm:
@@ -184,7 +174,7 @@ class _Forms:
 
 
 def _code(function: Any) -> tuple[Any, ...]:
-    """What a function does: its instructions, and the names and constants that they speak of."""
+    """Return a function's instructions with their names and constants."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return (None,) if code is None else (code.co_code, code.co_names, code.co_consts)
 
@@ -200,7 +190,7 @@ def _silus() -> tuple[type, ...]:
 def _subclass(
     kind: type[nn.Module], forward: Callable[..., Any], window: Callable[[Any], dict[str, Any]] | None
 ) -> type[nn.Module]:
-    """One class for all modules of a kind, so that compiled code serves them all."""
+    """Return one class for all modules of a kind, so that they share compiled code."""
     members: dict[str, Any] = {"forward": forward}
     if window is not None:
         members["trainfit_attend"] = _attend_of(kind.forward, window)
@@ -210,21 +200,18 @@ def _subclass(
 def _of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Module]]]:
     forms = _Forms()
     for block in require_blocks(model, "block_kernels", "triton", REMEDY):
-        parts: dict[str, int] = {}
+        parts: set[str] = set()
         for module in block.modules():
             found = forms.replacement(module)
             if found is not None:
-                parts[found[0]] = parts.get(found[0], 0) + 1
+                parts.add(found[0])
                 yield module, found[1]
             elif "Norm" in type(module).__name__:
-                raise _refusal(f"{type(module).__name__} is no norm of Llama's form")
-        for part, name in (
-            ("norm", "norm"),
-            ("attention", "attention"),
-            ("mlp", "gated SiLU feed-forward part"),
-        ):
+                raise _refusal(f"{type(module).__name__} is no norm like Llama's")
+        for part in ("norm", "attention", "mlp"):
             if part not in parts:
-                raise _refusal(f"{type(block).__name__} has no {name} of Llama's form")
+                name = "gated SiLU feed-forward part" if part == "mlp" else part
+                raise _refusal(f"{type(block).__name__} has no {name} like Llama's")
     inside = {id(part) for block in require_blocks(model, "", "", "") for part in block.modules()}
     for module in model.modules():
         found = None if id(module) in inside else forms.replacement(module)

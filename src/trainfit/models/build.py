@@ -1,9 +1,9 @@
-"""One entry for both implementations: a ModelSpec becomes a module on a device.
+"""Build the module of a ModelSpec, of either implementation, on a device.
 
-Enters: a ModelSpec (catalog name or the mapping of a config.json), the weights' dtype, a device. Leaves: a randomly
-initialised causal LM in training mode whose ``forward(input_ids, labels=None)`` gives ``.loss`` (fp32 scalar, labels
-shifted inside, -100 ignored) and ``.logits`` ([batch, seq, vocabulary]). Works on ``meta``, on fake CPU tensors
-(under FakeTensorMode) and on real devices; nothing is made on the CPU first and moved.
+The result is a randomly initialised causal LM in training mode. Its ``forward(input_ids, labels=None)``
+returns ``.loss`` (fp32 scalar, labels shifted inside, -100 ignored) and ``.logits`` [batch, seq, vocabulary].
+The device can be ``meta``, fake CPU tensors (under FakeTensorMode) or real; nothing is created on the CPU and
+moved.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
 
 MAX_MODULES = 20_000
-"""Of one model: over ten times what the deepest published ones have, where experts are one tensor a layer."""
+"""Limit per model, over ten times that of the deepest published ones (experts are one tensor per layer)."""
 
 
 def build_model(
@@ -33,15 +33,17 @@ def build_model(
     attention: str = "sdpa",
     quantize: str | None = None,
 ) -> nn.Module:
-    """The model of ``spec``, its parameters created on ``device`` in ``dtype``.
+    """Build the model of ``spec`` with parameters on ``device`` in ``dtype``.
 
     Args:
-        attention: the recipe's word. ``eager`` writes softmax(QK^T)V out, ``triton`` runs our kernels; everything else
-            goes through ``F.scaled_dot_product_attention``, whose backend the caller chooses with ``sdpa_kernel``.
-        quantize: nf4, int8 or fp8: the decoder blocks' linear layers are frozen and stored so (quantized.py).
+        attention: The recipe's value. ``eager`` computes softmax(QK^T)V with all scores, ``triton`` runs
+            trainfit's kernels; the others call ``F.scaled_dot_product_attention``, whose backend the caller
+            selects.
+        quantize: nf4, int8 or fp8: format of the decoder blocks' frozen linear layers (quantized.py).
 
     Raises:
-        InputError: unknown catalog name, unknown or unfit ``model_type``, or a key its config refuses.
+        InputError: Unknown catalog name, unknown or unsupported ``model_type``, or a key that its config
+            refuses.
     """
     config = model_config(spec.config)
     if quantize is not None:
@@ -64,11 +66,7 @@ def _build(
 
 @contextmanager
 def _at_most(limit: int) -> Iterator[None]:
-    """Refuse a model of more modules while it is built: a config can ask for them under many names.
-
-    Raises:
-        InputError: at the first module over the limit.
-    """
+    """Raise InputError while a model is built as soon as it has more modules than ``limit``."""
     num_modules = 0
 
     def count(*_: Any) -> None:
@@ -97,7 +95,6 @@ def _build_quantized(
 
     with linears_on_meta():
         model: Any = _build(spec, config, dtype, device, attention)
-    # Both know how each of their modules starts; transformers by its own name.
     initialize = model.init_module if spec.implementation == "native" else model._init_weights
     fill_quantized(model, kind, device, initialize)
     return model
@@ -113,13 +110,13 @@ def build_on_host(
     num_buffers: int,
     on_model: Callable[[nn.Module], None],
 ) -> tuple[nn.Module, HostBlocks]:
-    """The same model with its decoder blocks' weights on the host, ``num_buffers`` blocks at most on ``device``.
+    """Build the model with its decoder blocks' weights on the host, ``num_buffers`` at a time on ``device``.
 
     Args:
-        on_model: called with the model while it is on ``meta``; it may take blocks out.
+        on_model: Called with the model while it is on ``meta``; it may remove blocks.
 
     Raises:
-        InputError: as ``build_model``, or the model has no list of repeated blocks.
+        InputError: As in ``build_model``, or the model has no list of repeated blocks.
     """
     from trainfit.models.quantized import load_random, replace_linears
 
@@ -145,9 +142,10 @@ def build_on_host(
 
 
 def _as_initialised(model: nn.Module) -> list[nn.Module]:
-    """The modules in the order in which ``build_model`` initialises them.
+    """Return the modules in the order in which ``build_model`` initialises them.
 
-    Equal seeds give native models equal weights. transformers' constructors draw random numbers before, unless on meta.
+    So equal seeds give native models equal weights; transformers' constructors draw random numbers, except on
+    meta.
     """
     if hasattr(model, "init_module"):
         return list(model.modules())
@@ -157,15 +155,15 @@ def _as_initialised(model: nn.Module) -> list[nn.Module]:
 
 
 def _to_device(modules: list[nn.Module], device: torch.device) -> None:
-    """Parameters and buffers of these modules in uninitialised memory of ``device``; shared ones stay shared."""
-    made: dict[int, nn.Parameter] = {}
+    """Allocate these modules' parameters and buffers on ``device``; shared ones stay shared."""
+    new: dict[int, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                if id(parameter) not in new:
                     memory = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
+                    new[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = new[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -173,7 +171,7 @@ def _to_device(modules: list[nn.Module], device: torch.device) -> None:
 
 @torch.no_grad()
 def _initialise(model: nn.Module, module: nn.Module) -> None:
-    """The module's own random weights, and the values of its buffers, as the model's own code has them."""
+    """Initialise the module's own weights and buffers by the model's code."""
     if hasattr(model, "init_module"):
         model.init_module(module)  # pyright: ignore[reportCallIssue]
     else:

@@ -1,7 +1,6 @@
-"""Any causal LM that transformers ships, built from the mapping of a config.json. No remote code, no downloads.
+"""Build any causal LM of transformers from the mapping of a config.json, without remote code or downloads.
 
-transformers (5.17 and later) initialises on the device that is in force, so ``with torch.device(...)`` is all that
-meta, fake and CUDA need; on meta it skips the initialisation by itself.
+transformers (5.17 and later) initialises on the current ``torch.device``, and skips initialisation on meta.
 """
 
 import copy
@@ -24,30 +23,31 @@ NOT_THE_ARCHITECTURE = (
     "quantization_config",
     "transformers_version",
 )
-"""Keys of a config.json that name code, storage or versions. The recipe says precision and quantisation."""
+"""Keys of a config.json about code, storage or versions; the recipe has precision and quantisation."""
 
 LOSS_SET = "_trainfit_set_loss_type"
 """Attribute of a model whose ``loss_type`` was set here."""
 IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
-"""The recipe's word -> transformers' name of an attention implementation; the others are backends of SDPA."""
+"""transformers' names of the recipe's attention values; the others are backends of SDPA."""
 
 BAD_CONFIG = (
-    ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, AssertionError, IndexError, OverflowError,
+    ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, AssertionError, IndexError,
+    OverflowError,
 )  # fmt: skip
-"""What the constructors of transformers and torch raise on values that do not fit together."""
+"""Exceptions of transformers' and PyTorch's constructors on inconsistent values."""
 
 
 def build_hf(
     config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
 ) -> nn.Module:
-    """The transformers model of ``config``, randomly initialised on ``device`` in ``dtype``, in training mode.
+    """Build the transformers model of ``config``, randomly initialised and in training mode.
 
-    ``attention: sdpa`` leaves the choice to transformers: SDPA, or eager for the few families whose attention SDPA
-    cannot express (Bloom, Gemma 2). A named backend is refused for those.
+    With ``attention: sdpa`` transformers chooses SDPA, or eager for families that SDPA cannot express (Bloom,
+    Gemma 2), for which a named backend is refused.
 
     Raises:
-        InputError: a ``model_type`` that transformers does not know or that is no causal LM, a value its config
-            class refuses, or an attention implementation the model lacks.
+        InputError: An unknown ``model_type`` or one that is no causal LM, a value that its config class
+            refuses, or an attention implementation that the model lacks.
     """
     from transformers import AutoModelForCausalLM
 
@@ -81,20 +81,21 @@ def build_hf(
         ) from error
     _refuse_encoder(model)
     if getattr(model, "loss_type", None) is None:
-        # Classes whose name does not say it (GPT2LMHeadModel) fall back on this loss too, with a warning.
+        # transformers falls back on this loss as well (GPT2LMHeadModel), with a warning.
         model.loss_type = "ForCausalLM"
         setattr(model, LOSS_SET, True)
     return model.train()
 
 
 def sets_loss(model: nn.Module) -> bool:
-    """Return whether ``build_hf`` set the loss of this model, or of the one within, because its class names none."""
+    """Return whether ``build_hf`` set the loss, because the model's class names none."""
     return any(getattr(module, LOSS_SET, False) for module in model.modules())
 
 
 def _import_model(hf_config: Any) -> None:
-    """Import the model's module, which transformers would do inside ``with torch.device(...)``: tensors that modules make
-    when they are imported (torchaudio has one) would then stay on the GPU, 512 bytes that no prediction knows.
+    """Import the model's module outside ``with torch.device(...)``.
+
+    Tensors that imported modules create (torchaudio has one) would otherwise stay on the GPU.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -102,7 +103,7 @@ def _import_model(hf_config: Any) -> None:
 
 
 def _refuse_encoder(model: Any) -> None:
-    """Refuse BERT and its kin, whose tokens see the ones after them unless ``is_decoder`` says otherwise."""
+    """Refuse BERT-like encoders, whose tokens attend to later ones unless ``is_decoder`` is set."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = model.config
@@ -119,11 +120,11 @@ def _refuse_encoder(model: Any) -> None:
 
 
 def hf_config_from(config: dict[str, Any]) -> Any:
-    """The transformers config object of a config.json mapping, the key-value cache off.
+    """Return the transformers config object of a config.json mapping, with the key-value cache disabled.
 
     Raises:
-        InputError: unknown ``model_type`` (with near names, or because its code is in a repository), or a value that its
-            config class refuses.
+        InputError: Unknown ``model_type`` (with near names, or because its code is remote), or a value that
+            its config class refuses.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -160,7 +161,7 @@ def hf_config_from(config: dict[str, Any]) -> Any:
 
 
 def _refuse_method(kind: type, key: str, value: Any) -> None:
-    """Refuse a key that would take the place of the config class's own code."""
+    """Refuse a key that would overwrite a method or property of the config class."""
     own = inspect.getattr_static(kind, key, None)
     fixed = isinstance(own, property) and own.fset is None
     if key.startswith("__") or fixed or callable(own) or isinstance(own, classmethod):
@@ -170,7 +171,7 @@ def _refuse_method(kind: type, key: str, value: Any) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost error's first line: strict config classes wrap the sentence that names the key."""
+    """Return the first line of the innermost error, which names the key in strict config classes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{error}".strip().partition("\n")[0].split(" Please request")[0] or type(error).__name__

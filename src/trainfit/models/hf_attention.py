@@ -1,8 +1,8 @@
-"""Our FlashAttention kernels in transformers' models, through its registry of attention functions.
+"""trainfit's FlashAttention kernels as an attention function in transformers' registry.
 
-What a model asks of attention and our kernels do not do is refused: from its config where that says it, else by the
-arguments that its layers pass. Where plain causal attention says it all there is no mask, else transformers' own for SDPA,
-which is refused: so a sliding window longer than the sequence runs, and a shorter one does not.
+Features that the kernels lack are refused, by the config or by the arguments that layers pass. Plain causal
+attention gets no mask; any other mask is transformers' SDPA mask, which is refused. So a sliding window
+longer than the sequence runs, and a shorter one does not.
 """
 
 from collections.abc import Iterator
@@ -15,27 +15,27 @@ from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
 from trainfit.spec.errors import InputError
 
 NAME = "trainfit_triton"
-"""In transformers' registry. A name with "flash", "sdpa" or "flex" in it would be taken for one of transformers' own."""
+"""Name in transformers' registry, which treats names with "flash", "sdpa" or "flex" as its own."""
 REMEDY = "use attention: sdpa or eager"
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 SOFTCAP = "attn_logit_softcapping"
-"""Keys of the config classes."""
-NO_MATTER = frozenset(
+"""Keys of config classes."""
+IGNORED = frozenset(
     """
     sliding_window position_ids output_attentions output_hidden_states use_cache cache_position return_dict
     num_items_in_batch logits_to_keep past_key_values
     """.split()
 )
-"""Arguments that layers pass on and that change nothing here: a window shorter than the sequence comes with a mask."""
+"""Arguments of layers that change nothing here; a window shorter than the sequence comes with a mask."""
 MEANING = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bias": "a bias on the scores"}
 """Arguments that change the result."""
 
 
 def register_attention() -> None:
-    """Make ``attn_implementation=NAME`` known to transformers; a second call changes nothing."""
+    """Register ``attn_implementation=NAME`` with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    register()  # Here, not when it first runs: torch.compile cannot trace it.
+    register()  # torch.compile cannot trace this.
     AttentionInterface.register(NAME, own_attention)
     AttentionMaskInterface.register(NAME, own_mask)
 
@@ -49,16 +49,16 @@ def own_mask(
     allow_is_causal_skip: bool = True,
     **more: Any,
 ) -> Tensor | None:
-    """None where plain causal attention is meant, also while it is compiled; else SDPA's mask.
+    """Return None for plain causal attention, also under torch.compile, else SDPA's mask.
 
     Args:
-        local_size: of a sliding window, the tokens that one sees.
-        allow_is_causal_skip: False where transformers' caller has masked something else as well.
+        local_size: Tokens of a sliding window.
+        allow_is_causal_skip: False if the caller also masks something else.
     """
     from transformers.masking_utils import sdpa_mask
 
-    sees_all = local_size is None or local_size > kv_length
-    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and sees_all:
+    is_unlimited = local_size is None or local_size > kv_length
+    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and is_unlimited:
         return None
     return sdpa_mask(
         q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
@@ -68,9 +68,9 @@ def own_mask(
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
-    """Within it transformers looks for no packed sequences in the positions, which a step never gives.
+    """Disable transformers' search for packed sequences in the position ids.
 
-    It would look at their values, and where it cannot, in a model that is compiled whole, make a mask for the case.
+    It reads their values, or builds a mask where it cannot, in a model that is compiled whole.
     """
     from transformers import masking_utils
 
@@ -83,14 +83,14 @@ def no_packed_sequences() -> Iterator[None]:
 
 
 def _none_packed(position_ids: Tensor) -> None:
-    """Each row is one sequence."""
+    """Report that each row is one sequence."""
 
 
 def refuse_config(config: Any) -> None:
-    """Nothing, if the config's model asks transformers' registry for attention, and nothing that our kernels do not do.
+    """Check that the model takes attention from transformers' registry and the kernels support it.
 
     Raises:
-        InputError: the key that does, by its name, or a class with attention of its own, so that ours would not run.
+        InputError: A class with its own attention, or a key for dropout or capped scores.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -124,12 +124,12 @@ def own_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """Output [b, s, h, d] of query [b, h, s, d], key and value [b, k, s, d]; no attention weights.
+    """Return the output [b, s, h, d] for query [b, h, s, d], key and value [b, k, s, d].
 
     Raises:
-        InputError: a mask, dropout, unequal head sizes or lengths, or an argument that is not known.
+        InputError: A mask, dropout, unequal head sizes or lengths, or an unknown argument.
     """
     if attention_mask is not None:
         _stop("the model needs a mask: a sliding window shorter than the sequence, padding or a prefix")
@@ -140,9 +140,9 @@ def own_attention(
     d, d_v = query.shape[-1], value.shape[-1]
     if d != d_v or d > MAX_HEAD_SIZE:
         _stop(f"head size {d} with values of {d_v}: the kernels take equal ones up to {MAX_HEAD_SIZE}")
-    for name, setting in asked.items():
-        if name not in NO_MATTER and setting is not None and setting is not False:
-            _stop(f"the model asks for {MEANING.get(name, 'what is not known here')} ({name})")
+    for name, setting in options.items():
+        if name not in IGNORED and setting is not None and setting is not False:
+            _stop(f"the model needs {MEANING.get(name, 'an unknown option')} ({name})")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     return attend(query, key, value, causal, scaling).transpose(1, 2).contiguous(), None
 

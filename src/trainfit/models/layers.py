@@ -1,7 +1,7 @@
-"""Where a model's repeated decoder blocks are, found by structure, not by name; and how many positions it has.
+"""Find a model's repeated decoder blocks by structure, and its number of positions.
 
-Works for transformers models, the same wrapped by PEFT, and our native decoder, because every one keeps its blocks in
-a ``nn.ModuleList`` of few classes (one, except in hybrids that alternate attention with state-space blocks).
+transformers models (also wrapped by PEFT) and the native decoder keep their blocks in a ``nn.ModuleList`` of
+one class, or of few in hybrids that alternate attention with state-space blocks.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from torch import nn
 from trainfit.spec.errors import InputError
 
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_emb")
-"""What transformers' models call an embedding of positions."""
+"""Names of position embeddings in transformers' models."""
 
 ORIGINAL = "trainfit_original"
-"""Attribute of a class that a technique made of a block's: the block's own class."""
+"""Attribute of a class that a technique derived from a block's: the original class."""
 
 
 def max_positions(model: nn.Module) -> int | None:
-    """Rows of the model's table of learned positions; None where it has none (rotary, ALiBi)."""
+    """Return the rows of the learned position embedding; None without one (rotary, ALiBi)."""
     tables = [
         module.num_embeddings - getattr(module, "offset", 0)
         for name, module in model.named_modules()
@@ -28,12 +28,11 @@ def max_positions(model: nn.Module) -> int | None:
 
 
 def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """Dotted names and ModuleLists of the repeated decoder blocks, in ``named_modules`` order.
+    """Return dotted names and ModuleLists of the repeated decoder blocks, in ``named_modules`` order.
 
-    A list counts when its children are of one class (or at most half as many classes as children) and it does not stand inside another such list (experts inside a
-    block are not decoder blocks). Of several, those are kept that hold at least half as many parameters as the
-    largest: a decoder with two stacks gives both, a small side list (prediction heads) gives none.
-    A model without such a list gives an empty list.
+    A list counts if it has at most half as many classes as children and is not inside another such list
+    (experts are not decoder blocks). Of several, those with at least half as many parameters as the largest
+    are kept: both stacks of a decoder, but not a small list of prediction heads.
     """
     found: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
@@ -41,21 +40,21 @@ def layer_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
         if not inside and isinstance(module, nn.ModuleList) and _is_repeated(module):
             found.append((name, module))
     if len(found) == 1 and any(parameter.numel() for parameter in found[0][1].parameters()):
-        return found  # All is counted only where there is something to compare.
+        return found  # Nothing to compare.
     largest = max((_num_parameters(blocks) for _, blocks in found), default=0)
     return [(name, blocks) for name, blocks in found if largest and 2 * _num_parameters(blocks) >= largest]
 
 
 def decoder_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks, first to last; none where it has no list of them."""
+    """Return the model's repeated blocks, first to last."""
     return [block for _, found in layer_lists(model) for block in found]
 
 
 def require_blocks(model: nn.Module, field: str, value: Any, remedy: str) -> list[nn.Module]:
-    """The model's repeated blocks, first to last.
+    """Return the model's repeated blocks, first to last.
 
     Raises:
-        InputError: there are none; ``field`` and ``value`` of the recipe asked for them.
+        InputError: There are none, and ``field: value`` of the recipe needs them.
     """
     blocks = decoder_blocks(model)
     if not blocks:
@@ -64,7 +63,7 @@ def require_blocks(model: nn.Module, field: str, value: Any, remedy: str) -> lis
 
 
 def num_quantized(module: nn.Module) -> int:
-    """Weights of the module that are stored as codes and so are not among its parameters."""
+    """Return the number of weights that are stored as codes, which are not parameters."""
     return sum(getattr(part, "num_quantized", 0) for part in module.modules())
 
 

@@ -1,11 +1,9 @@
-"""A frozen linear layer whose weight is stored in 4 or 8 bits, and models built with such layers.
+"""Frozen linear layers with weights in 4 or 8 bits, and models built with them.
 
-Enters: a model whose linear layers stand on the meta device. Leaves: the same model on its device, the linear layers of
-its decoder blocks quantised, one block at a time, so that no more than one block is ever there in full precision.
-Embeddings, norms, biases and the output head stay as they are.
+A model is built with its linear layers on meta; then the decoder blocks are initialised and quantised one at
+a time, so at most one block is in full precision. Embeddings, norms, biases and the output layer are not
+quantised.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,20 +19,20 @@ from trainfit.models.layers import require_blocks
 from trainfit.spec.errors import InputError
 
 Initialize = Callable[[nn.Module], None]
-"""Fills one module's own weights with their random start."""
+"""Initialises one module's own weights."""
 
 ROW_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class QuantizedLinear(nn.Linear):
-    """``y = x W^T + b``, W frozen and held as codes; computed in x's dtype (under autocast in autocast's).
+    """``y = x W^T + b`` with frozen, quantised W, in x's dtype (autocast's under autocast).
 
-    Forward and backward each make W anew for their one product, so nothing of its size is kept between them.
+    Forward and backward dequantise W for their product each, so nothing of its size is saved.
 
     Args:
-        bias: whether it has one; a frozen parameter of ``dtype``.
+        bias: Whether there is a bias, a frozen parameter of ``dtype``.
         kind: nf4, int8 or fp8.
-        dtype: what the weight stands for; adapters take it over.
+        dtype: Dtype of the original weight, which adapters take.
     """
 
     def __init__(
@@ -46,10 +44,10 @@ class QuantizedLinear(nn.Linear):
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        nn.Module.__init__(self)  # A Linear's own would make a weight in full precision.
+        nn.Module.__init__(self)  # nn.Linear would allocate a full-precision weight.
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
         self.compute_dtype = dtype
-        """PEFT asks for it by this name."""
+        """The name that PEFT reads."""
         self.bias = (
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
             if bias
@@ -66,10 +64,10 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def load(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantise this weight ([out, in], on the layer's device) into the layer's memory, and take the bias over.
+        """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias.
 
         Raises:
-            ValueError: another shape.
+            ValueError: The weight has another shape.
         """
         if weight.shape != (self.out_features, self.in_features):
             raise ValueError(
@@ -87,16 +85,16 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The codes: what asks a layer for its weight wants to know its device."""
+        """The codes, for code that reads the device of a layer's weight."""
         return self._buffers["codes"]  # pyright: ignore[reportReturnType]
 
     @property
     def num_quantized(self) -> int:
-        """Weights that are stored as codes."""
+        """Number of weights stored as codes."""
         return self.out_features * self.in_features
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the codes stand for, [out, in]."""
+        """Return the dequantised weight, [out, in]."""
         like = torch.empty(0, dtype=dtype, device=self.weight.device)
         return _dequantize(like, self._parts(), (self.out_features, self.in_features))
 
@@ -115,11 +113,11 @@ class QuantizedLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b whose backward makes W from its codes again. Only x gets a gradient."""
+    """x W^T + b, whose backward dequantises W again. Only x gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
-        # (bias, shape, *parts), not spelt out: Dynamo tells whether a function takes ctx by counting its parameters.
+        # (bias, shape, *parts): Dynamo decides by the number of parameters whether a function takes ctx.
         bias, shape, *parts = others
         ctx.shape = shape
         ctx.save_for_backward(*parts)
@@ -127,28 +125,25 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient, parts = gradients[0], ctx.saved_tensors  # asked for once: checkpointing unpacks once
-        wanted = gradient @ _dequantize(gradient, parts, ctx.shape)
-        return wanted, None, None, *(None for _ in parts)
+        gradient, parts = gradients[0], ctx.saved_tensors  # read once: checkpointing unpacks once
+        dx = gradient @ _dequantize(gradient, parts, ctx.shape)
+        return dx, None, None, *(None for _ in parts)
 
 
 def _dequantize(like: Tensor, parts: Any, shape: tuple[int, int]) -> Tensor:
-    """The weight in the dtype of ``like``.
+    """Return the weight in the dtype of ``like``.
 
-    The operation takes that tensor, not a dtype: its backward then depends on the gradient, so that a compiler neither
-    merges it with the forward's nor keeps the forward's result for it.
+    The operator takes a tensor instead of a dtype, so in the backward it depends on the gradient: a compiler
+    neither merges it with the forward's call nor saves that result.
     """
     if len(parts) == len(rows.Rows._fields):
         return torch.ops.trainfit.dequantize_rows(like, *parts)
     return torch.ops.trainfit.dequantize_nf4(like, *parts, *shape)
 
 
-# -- building ----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def linears_on_meta() -> Iterator[None]:
-    """Linear layers (and transformers' Conv1D) made inside have no memory, wherever they are asked to be."""
+    """Create linear layers, and transformers' Conv1D, on meta whatever device they request."""
     from transformers.pytorch_utils import Conv1D
 
     linear, conv = nn.Linear.__init__, Conv1D.__init__
@@ -176,20 +171,20 @@ def linears_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, initialize: Initialize) -> None:
-    """Give a model built under ``linears_on_meta`` its linear layers: quantised in the decoder blocks, whole elsewhere.
+    """Initialise the linear layers of a model built under ``linears_on_meta``; those of blocks are quantised.
 
     Args:
-        initialize: called once with every module of a block, children first, then with each linear layer outside: the
-            order in which a whole model is initialised. A seed gives ``native`` the weights that it gives it unquantised;
-            transformers' constructors draw some more.
+        initialize: Called with every module of a block, children first, then with each linear layer outside,
+            in the order of an unquantised model. So equal seeds give native models the same weights before
+            quantisation; transformers' constructors draw more random numbers.
 
     Raises:
-        InputError: no decoder blocks, or blocks that hold their weights in something else than linear layers.
+        InputError: No decoder blocks, or blocks with matrices outside linear layers.
     """
     blocks = require_blocks(model, "quantize", kind, "use quantize: null")
     _refuse_other_weights(blocks, kind)
-    # All that stays is allocated first: between what comes and goes it would leave holes in the allocator's segments.
-    stays = {
+    # Allocated before the temporary weights, which would otherwise leave holes in the allocator's segments.
+    quantized = {
         child: _quantized(child, kind, device)
         for block in blocks
         for child in block.modules()
@@ -201,17 +196,20 @@ def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, init
             initialize(module)
         for parent in list(block.modules()):
             for name, child in parent.named_children():
-                if child in stays:
-                    setattr(parent, name, stays[child])
-                    stays.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
+                if child in quantized:
+                    setattr(parent, name, quantized[child])
+                    quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
     _materialize(model, device, initialize)
 
 
 def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, QuantizedLinear]:
-    """Put quantised layers without memory in the place of the blocks' linear layers; those that were there -> these.
+    """Replace the blocks' linear layers by quantised ones on meta.
+
+    Returns:
+        The new layer of each replaced one.
 
     Raises:
-        InputError: blocks that hold their weights in something else than linear layers.
+        InputError: Blocks with matrices outside linear layers.
     """
     _refuse_other_weights(blocks, kind)
     replaced: dict[nn.Module, QuantizedLinear] = {}
@@ -228,7 +226,7 @@ def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, Quant
 def load_random(
     quantized: QuantizedLinear, linear: nn.Module, device: torch.device, initialize: Initialize
 ) -> None:
-    """Give a quantised layer the random start of the layer on ``meta`` that it replaced, which is on the device meanwhile."""
+    """Initialise the replaced layer ``linear`` on the device, and quantise its weight into ``quantized``."""
     on_meta = dict(linear._parameters)
     _materialize(linear, device, initialize)
     quantized.load(_weight(linear), linear.bias)  # pyright: ignore[reportArgumentType]
@@ -247,7 +245,7 @@ def _quantized(linear: Any, kind: str, device: torch.device | str) -> QuantizedL
 
 
 def _weight(linear: Any) -> Tensor:
-    """[out, in]; Conv1D keeps its own transposed."""
+    """Return the weight as [out, in]; Conv1D's is transposed."""
     return linear.weight if isinstance(linear, nn.Linear) else linear.weight.t()
 
 
@@ -258,21 +256,21 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _materialize(root: nn.Module, device: torch.device | str, initialize: Initialize | None = None) -> None:
-    """Memory for the linear layers that have none, and, with ``initialize``, their start."""
+    """Allocate the linear layers that are on meta, and ``initialize`` them if given."""
     for module in root.modules():
         if not _is_linear(module):
             continue
-        made = False
+        changed = False
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
-                made = True
-        if made and initialize is not None:
+                changed = True
+        if changed and initialize is not None:
             initialize(module)
 
 
 def _refuse_other_weights(blocks: list[nn.Module], kind: str) -> None:
-    """Only what nothing but a linear layer's own forward reads can be stored as codes."""
+    """Refuse blocks with matrices outside linear layers, which other code may read."""
     for block in blocks:
         for name, module in block.named_modules():
             for own, parameter in module.named_parameters(recurse=False):

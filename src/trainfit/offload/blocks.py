@@ -6,8 +6,6 @@ models larger than the device's memory can be built. A parameter's value is vali
 another block takes the buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

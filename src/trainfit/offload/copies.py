@@ -9,8 +9,6 @@ Streams are not recorded with the allocator: before a device tensor is freed, th
 copies. So free memory does not depend on the speed of copies.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import weakref

@@ -5,8 +5,6 @@ An entry is a block's weights or its optimizer state, as flat bytes on the host.
 the calls.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

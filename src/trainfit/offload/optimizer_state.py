@@ -6,8 +6,6 @@ saved and loaded as usual. Step counts, Adafactor's rows and columns and the sta
 device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -63,7 +61,7 @@ class HostMoments:
         self._adopt(index)
 
     def _adopt(self, index: int) -> None:
-        """Move state to the host that is not there yet: after a first update, or loaded."""
+        """Move new state to the host: after a first update, or after loading."""
         found = list(self._found(index))
         known = self._moments.get(index, [])
         if [(p, k) for p, k, _ in found] == [(m.parameter, m.key) for m in known] and all(

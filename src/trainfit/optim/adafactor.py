@@ -9,8 +9,6 @@ Each pass is an operator ``torch.ops.trainfit.adafactor_*``: Triton on CUDA, PyT
 Shapes: parameter and gradient [b, r, c] (b: leading dimensions); vectors are updated by PyTorch operations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import cache

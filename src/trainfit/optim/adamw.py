@@ -7,12 +7,10 @@
 Arithmetic is in fp32: Triton on CUDA, which allocates nothing, and PyTorch elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +44,7 @@ class Numbers(NamedTuple):
     """sqrt(1 - beta2^step)."""
 
     @classmethod
-    def of(cls, group: dict[str, Any], step: int) -> Numbers:
+    def of(cls, group: dict[str, Any], step: int) -> Self:
         (beta1, beta2), lr = group["betas"], group["lr"]
         return cls(
             lr, lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"],
@@ -139,11 +137,7 @@ def updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tup
     p = p - numbers.decay * p
     m = m.lerp(g, numbers.take1)
     v = v.lerp(g.square(), numbers.take2)
-    return (
-        p - numbers.lr * (m / numbers.correction1) / (v.sqrt() / numbers.correction2 + numbers.eps),
-        m,
-        v,
-    )
+    return (p - numbers.lr * (m / numbers.correction1) / (v.sqrt() / numbers.correction2 + numbers.eps), m, v)
 
 
 def _write(target: Tensor, values: Tensor, generator: torch.Generator | None) -> None:

@@ -1,7 +1,5 @@
 """``torch.optim.Muon`` with stochastic rounding of bf16 weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

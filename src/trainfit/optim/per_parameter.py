@@ -1,7 +1,5 @@
 """Base class of optimizers that update one parameter at a time."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any

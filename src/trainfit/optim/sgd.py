@@ -1,7 +1,5 @@
 """SGD with stochastic rounding of bf16 weights and momentum."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ on the device and returns. The method is Liger-Kernel's (Hsu et al., https://arx
 are rounded after scaling, as in an ordinary backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -103,7 +101,7 @@ class _LossWithGradients(torch.autograd.Function):
         # The engine copies a gradient that something else still references.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("this loss was already backpropagated; its gradients have been freed")
+            raise RuntimeError("the gradients of this loss were freed by its first backward")
         expected = ctx.expected_gradient
         # CUDA divides by a Python number through its reciprocal, and 13 * (1/13) need not be 1.
         ratio = grad / (expected if isinstance(expected, Tensor) else grad.new_full((), expected))

@@ -1,7 +1,5 @@
 """Label smoothing and z-loss, and the reference implementation of the loss with both."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

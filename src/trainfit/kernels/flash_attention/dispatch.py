@@ -7,8 +7,6 @@ heads, 8K tokens for head size 128, 16K for 64). Other head sizes, fp32 and othe
 kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -23,10 +21,7 @@ from trainfit.kernels.flash_attention.hopper import launch as hopper_launch
 from trainfit.kernels.flash_attention.hopper.launch import Groups, GroupsBackward, Layout, fits, layout
 
 HOPPER = (9, 0)
-FORWARD: dict[int, Groups] = {
-    128: Groups(2, 128, 2),
-    64: Groups(3, 128, 2),
-}
+FORWARD: dict[int, Groups] = {128: Groups(2, 128, 2), 64: Groups(3, 128, 2)}
 """Fastest forward by head size."""
 BACKWARD: dict[int, GroupsBackward] = {128: GroupsBackward(2, 4), 64: GroupsBackward(2, 4)}
 """Fastest backward by head size. It accumulates dQ with atomics, so its last bits vary between runs."""

@@ -3,8 +3,6 @@
 Shapes as in op.py. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Launchers and tile sizes of FlashAttention's Triton kernels; shapes as in op.py."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

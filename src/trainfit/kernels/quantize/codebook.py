@@ -5,8 +5,6 @@ section 2.2. Second moment in 4 bits: the linear map without zero of Li et al.,
 https://arxiv.org/abs/2309.01507, section 4.1 (a zero in the denominator makes the weight jump).
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import NamedTuple

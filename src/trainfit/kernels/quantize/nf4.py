@@ -8,8 +8,6 @@ A tensor is quantised flat, in row-major order; the last block and group are pad
 two neighbours is the upper half of their byte, as in bitsandbytes.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ A row's largest magnitude becomes the largest code: 127 in int8 (symmetric, -128
 (Micikevicius et al., https://arxiv.org/abs/2209.05433, table 1).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -7,8 +7,6 @@ Saved for backward: x, the weight and one fp32 value per row. The backward alloc
 most ``MAX_PARTS`` fp32 rows of partial sums for the weight.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RMSNorm and its gradients in PyTorch; shapes as in op.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ from r on are copied. Source: Su et al., RoFormer, arXiv:2104.09864, equation 34
 Saved for backward: cos and sin, which get no gradient. Each direction allocates its results only.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

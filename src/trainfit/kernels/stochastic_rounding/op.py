@@ -5,8 +5,6 @@ et al., Revisiting BFloat16 Training, arXiv:2010.06192, section 3. Nothing is sa
 allocates nothing.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

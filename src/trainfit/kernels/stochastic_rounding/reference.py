@@ -1,7 +1,5 @@
 """Stochastic rounding in PyTorch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ halves of one [n, 2f] product. Source: Shazeer, GLU Variants Improve Transformer
 Saved for backward: gate and up. The backward allocates their gradients as one [n, 2f] tensor.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any, NamedTuple
 

@@ -1,1 +1,1 @@
-"""Our own decoder: fused projections, every common norm, position and feed-forward variant, Hugging Face weights."""
+"""trainfit's decoder: fused projections, common norms, positions and activations, Hugging Face weights."""

@@ -1,7 +1,8 @@
-"""Causal attention in three ways: PyTorch's fused one, our kernels, and written out.
+"""Causal attention by PyTorch's SDPA, by trainfit's kernels, and with all scores in memory.
 
-Shapes: b batch, s sequence, h heads, k key-value heads, d head_dim. Each takes ``q`` [b, h, s, d], ``k`` and ``v`` [b, k, s, d] and
-an additive ``bias`` on the scores ([1, h or 1, s, s]; None: plain causal), and gives [b, h, s, d].
+Shapes: b batch, s sequence, h heads, k key-value heads, d head_dim. Each function takes ``q`` [b, h, s, d],
+``k`` and ``v`` [b, k, s, d] and an additive ``bias`` of the scores ([1, h or 1, s, s]; None: plain causal)
+and returns [b, h, s, d].
 """
 
 import math
@@ -16,7 +17,7 @@ from trainfit.spec.errors import InputError
 
 
 def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
-    """PyTorch's fused attention. With a bias CUDA takes the efficient backend, which has no grouped heads: repeat them."""
+    """Call SDPA; with a bias heads are repeated, because the efficient backend has no grouped heads."""
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
     if bias is None:
         return F.scaled_dot_product_attention(q_bhsd, k_bksd, v_bksd, is_causal=True, enable_gqa=groups > 1)
@@ -25,10 +26,10 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
 
 
 def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
-    """Our FlashAttention kernels (kernels/flash_attention/op.py), which know no scores but plain causal ones."""
+    """Call trainfit's FlashAttention kernels, which support plain causal attention only."""
     if bias is not None:
         raise InputError(
-            "its kernels add nothing to the scores, which ALiBi, a sliding window or a prefix asks for",
+            "its kernels add no bias to the scores, which ALiBi, a sliding window or a prefix needs",
             "use attention: sdpa, efficient or eager",
             field="attention",
             value="triton",
@@ -37,15 +38,15 @@ def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor |
 
 
 def unfused_softmax(x: Tensor) -> Tensor:
-    """Softmax over the last dimension operation by operation in fp32, as hand-written programs have it."""
+    """Compute softmax over the last dimension in fp32 as separate operations."""
     x_fp32 = x.float()
-    # max keeps the places of the largest for its backward; amax would keep all scores.
+    # The backward of max saves indices; that of amax would save all scores.
     exponential = torch.exp(x_fp32 - x_fp32.max(dim=-1, keepdim=True).values)
     return exponential / exponential.sum(dim=-1, keepdim=True)
 
 
 def fused_softmax(x: Tensor) -> Tensor:
-    """Softmax over the last dimension as one operation, in fp32."""
+    """Compute softmax over the last dimension in fp32 as one operation."""
     return x.softmax(dim=-1, dtype=torch.float32)
 
 
@@ -59,7 +60,7 @@ def eager_attention(
     bias: Tensor | None,
     softmax: Callable[[Tensor], Tensor] = fused_softmax,
 ) -> Tensor:
-    """softmax(QK^T)V written out, softmax in fp32; the [b, h, s, s] scores are real memory."""
+    """Compute softmax(QK^T)V with all [b, h, s, s] scores in memory, softmax in fp32."""
     s, d = q_bhsd.shape[2:]
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
     k, v = repeat_heads(k_bksd, groups), repeat_heads(v_bksd, groups)
@@ -70,5 +71,5 @@ def eager_attention(
 
 
 def repeat_heads(x_bksd: Tensor, groups: int) -> Tensor:
-    """Each key-value head ``groups`` times in a row: [b, k * groups, s, d]."""
+    """Repeat each key-value head ``groups`` times: [b, k * groups, s, d]."""
     return x_bksd if groups == 1 else x_bksd.repeat_interleave(groups, dim=1)

@@ -1,4 +1,4 @@
-"""A config.json mapping becomes a NativeDecoder on a device."""
+"""Build a NativeDecoder from a config.json mapping."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from trainfit.models.native.families import native_config
 def build_native(
     config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
 ) -> NativeDecoder:
-    """The native decoder of ``config``, randomly initialised on ``device`` in ``dtype``, in training mode.
+    """Build the native decoder of ``config``, randomly initialised and in training mode.
 
     Raises:
-        InputError: a family or a key that native cannot express.
+        InputError: A model type or key that the native decoder does not support.
     """
     if attention == "triton":
-        register()  # Here, not when it first runs: torch.compile cannot trace it.
+        register()  # torch.compile cannot trace this.
     return NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))

@@ -1,7 +1,6 @@
-"""NativeConfig: what the native decoder can be, as one strict value.
+"""Configuration of the native decoder: the keys of a config.json with ``model_type: trainfit``.
 
-Enters: the mapping of a config.json whose ``model_type: trainfit`` names our own keys, which are this value's fields.
-families.py reads those of other model types.
+families.py reads the configs of other model types.
 """
 
 from typing import Annotated, Any, Literal
@@ -25,7 +24,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""``hidden_act`` as config.json files spell it, and which function it is."""
+"""Activation by its name in ``hidden_act``."""
 
 NOT_READ = (
     *NOT_THE_ARCHITECTURE,
@@ -45,10 +44,7 @@ RENAMED = {
 
 
 class Rope(Value):
-    """Rotary positions: base, share of each head that turns, and how the frequencies are stretched.
-
-    Keys are those of transformers' ``rope_parameters``; positions.py says what each kind does with them.
-    """
+    """Rotary embedding; keys are those of transformers' ``rope_parameters``, described in positions.py."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
     rope_theta: PositiveFloat = 10_000.0
@@ -81,10 +77,7 @@ class Rope(Value):
 
 
 class NativeConfig(Value):
-    """A decoder of ``num_hidden_layers`` equal blocks.
-
-    Sizes are elements; ``head_dim`` and ``num_key_value_heads`` follow from the others unless given.
-    """
+    """A decoder of ``num_hidden_layers`` identical blocks; sizes are in elements."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -97,14 +90,14 @@ class NativeConfig(Value):
     hidden_act: Activation = "silu"
     gated_mlp: bool = True
     norm: Literal["rmsnorm", "rmsnorm_unfused", "layernorm"] = "rmsnorm"
-    """``rmsnorm_unfused`` is the same function written out in fp32, which keeps two fp32 copies of its input."""
+    """``rmsnorm_unfused``: separate fp32 operations, which save two fp32 copies of the input."""
     softmax: Literal["fused", "unfused"] = "fused"
-    """Of ``attention: eager``: one operation, or exp(x - max) / sum, which keeps both its numerator and its result."""
+    """For ``attention: eager``: one operation, or exp(x - max) / sum, which saves numerator and result."""
     norm_eps: PositiveFloat = 1e-6
     norm_placement: Literal["pre", "post"] = "pre"
     position_embedding: Literal["rope", "learned", "alibi"] = "rope"
     alibi_bias: Literal["shared", "per_layer"] = "shared"
-    """One bias for all blocks, or one that each block makes and keeps for its backward pass."""
+    """One bias for all blocks, or one that each block computes and saves for its backward."""
     rope: Rope = Rope()
     qk_norm: bool = False
     attention_bias: bool = False
@@ -112,10 +105,10 @@ class NativeConfig(Value):
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     sliding_window: PositiveInt | None = None
-    """A token sees itself and the ``sliding_window - 1`` before it; None sees all before it."""
+    """A token attends to itself and the ``sliding_window - 1`` tokens before it; None: all before it."""
     initializer_range: PositiveFloat = 0.02
     pad_token_id: Count | None = None
-    """A token whose input embedding begins as zeros and does not train, as transformers has it. Own keys: none."""
+    """Token whose input embedding is zero and not trained, as in transformers."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "NativeConfig":
@@ -126,18 +119,18 @@ class NativeConfig(Value):
             )
         if self.position_embedding == "rope" and (self.rotary_dim % 2 or self.rotary_dim < 2):
             raise ValueError(
-                f"rope turns pairs, but {self.rotary_dim} of each head's elements turn: make it even"
+                f"rope rotates pairs, but {self.rotary_dim} elements of each head rotate: make it even"
             )
         return self
 
     @property
     def rotary_dim(self) -> int:
-        """How many elements of each head RoPE turns."""
+        """Elements of each head that RoPE rotates."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
 
 
 def from_own_keys(config: dict[str, Any]) -> NativeConfig:
-    """A ``model_type: trainfit`` mapping; unknown keys are refused with near names."""
+    """Parse a ``model_type: trainfit`` mapping; unknown keys are refused with near names."""
     keys: dict[str, Any] = {}
     for key, value in config.items():
         if key not in NOT_READ and value is not None:
@@ -157,7 +150,7 @@ def from_own_keys(config: dict[str, Any]) -> NativeConfig:
 
 
 def activation(name: Any) -> Activation:
-    """The function that ``hidden_act`` names."""
+    """Return the activation that ``hidden_act`` names."""
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise InputError(

@@ -1,8 +1,8 @@
-"""Any config.json as NativeConfig: our own ``model_type: trainfit``, and Llama, Mistral, Qwen2 and Qwen3.
+"""Read a config.json as NativeConfig: ``model_type: trainfit``, Llama, Mistral, Qwen2 and Qwen3.
 
-Those four are read the way transformers reads them: its config classes fill in defaults and bring old RoPE spellings
-into one form; what a family's own code reads of them is copied, and a key that it ignores is ignored. What the native
-decoder lacks (dropout, mixed layer types, other RoPE kinds) is refused.
+The four families are read by transformers' config classes, which fill in defaults and normalise RoPE keys.
+Keys that a family's code ignores are ignored; features that the native decoder lacks (dropout, mixed layer
+types, other RoPE kinds) are refused.
 """
 
 from typing import Any, NoReturn
@@ -14,17 +14,17 @@ from trainfit.spec.value import parse
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION_BIAS = ("llama", "qwen3")
-"""Families whose ``attention_bias`` gives all four projections a bias; Qwen2's q, k and v always have one."""
+"""Families with ``attention_bias`` for all four projections; Qwen2's q, k and v always have a bias."""
 MLP_BIAS = ("llama",)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 OWN_KEYS = ("norm_placement", "position_embedding", "norm", "gated_mlp", "qk_norm")
 
 
 def native_config(config: dict[str, Any]) -> NativeConfig:
-    """The native value of a config.json mapping.
+    """Return the native config of a config.json mapping.
 
     Raises:
-        InputError: a family that native cannot express, an unknown key of ``trainfit``, or a wrong value.
+        InputError: An unsupported model type, an unknown key of ``trainfit``, or a wrong value.
     """
     model_type = config.get("model_type")
     if model_type == "trainfit":
@@ -38,10 +38,10 @@ def native_config(config: dict[str, Any]) -> NativeConfig:
 
 
 def from_transformers(config: dict[str, Any]) -> NativeConfig:
-    """The native value of a config.json mapping of one of FAMILIES.
+    """Return the native config of a mapping of one of FAMILIES.
 
     Raises:
-        InputError: naming the key that native cannot express.
+        InputError: A key or value that the native decoder does not support.
     """
     family = config["model_type"]
     for key in OWN_KEYS:
@@ -56,7 +56,7 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
     if hf.attention_dropout:
         _refuse("attention_dropout", hf.attention_dropout, "native has no dropout")
     if getattr(hf, "is_causal", None) is False:
-        _refuse("is_causal", False, "native's tokens see only those before them")
+        _refuse("is_causal", False, "native's tokens attend only to those before them")
     biased = family in ATTENTION_BIAS and bool(getattr(hf, "attention_bias", False))
     heads = hf.num_attention_heads
     keys = {
@@ -84,15 +84,15 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
 
 
 def _sliding_window(hf: Any, family: str) -> int | None:
-    """The window of every layer; Qwen's are off unless ``use_sliding_window``, and then differ by layer."""
+    """Return the window of every layer; Qwen's differ by layer if ``use_sliding_window`` is set."""
     kinds = set(getattr(hf, "layer_types", None) or ())
     if len(kinds) > 1 or (family != "mistral" and "sliding_attention" in kinds):
-        _refuse("layer_types", sorted(kinds), "native's layers are all alike")
+        _refuse("layer_types", sorted(kinds), "native's layers are identical")
     return getattr(hf, "sliding_window", None) if family == "mistral" else None
 
 
 def _pad_token(token: int | None, vocabulary: int) -> int | None:
-    """The padding token as torch's embedding reads it: a negative one counts from the end."""
+    """Return the padding token; a negative one counts from the end, as in ``nn.Embedding``."""
     if token is None or -vocabulary <= token < vocabulary:
         return token if token is None else token % vocabulary
     raise InputError(
@@ -104,7 +104,7 @@ def _pad_token(token: int | None, vocabulary: int) -> int | None:
 
 
 def _rope(hf: Any, family: str) -> Rope:
-    hf.standardize_rope_params()  # As the model does when it is built; a top-level key may replace an inner one.
+    hf.standardize_rope_params()  # As models do; a top-level key may replace an inner one.
     given = {key: value for key, value in dict(hf.rope_parameters).items() if value is not None}
     given.pop("type", None)
     kind = given.get("rope_type", "default")
@@ -112,8 +112,8 @@ def _rope(hf: Any, family: str) -> Rope:
         _refuse("rope_parameters.rope_type", kind, f"native has {', '.join(ROPE_KINDS)}")
     share = given.pop("partial_rotary_factor", 1.0)
     if kind != "default" and share != 1.0:
-        # These families turn whole heads. Plain RoPE ignores the key; the others make fewer frequencies and then fail.
-        _refuse("rope_parameters.partial_rotary_factor", share, f"{family} turns whole heads")
+        # These families rotate whole heads: default RoPE ignores the key, the other kinds fail.
+        _refuse("rope_parameters.partial_rotary_factor", share, f"{family} rotates whole heads")
     if kind == "yarn" and "factor" not in given:
         given["factor"] = hf.max_position_embeddings / given["original_max_position_embeddings"]
     for key in ("rope_theta", *(() if kind == "default" else ("factor",))):

@@ -1,4 +1,4 @@
-"""How a token's place enters attention: RoPE, ALiBi, the causal and the sliding-window mask.
+"""Positions in attention: RoPE, ALiBi, causal and sliding-window masks.
 
 Shapes: b batch, s sequence, h heads, d head_dim, r rotary_dim.
 """
@@ -12,11 +12,11 @@ from trainfit.models.native.config import NativeConfig, Rope
 
 
 def inverse_frequencies(rope: Rope, rotary_dim: int, device: torch.device | str) -> Tensor:
-    """Angle per position of each of the r/2 pairs, fp32 [r/2].
+    """Return the angle per position of each of the r/2 pairs, fp32 [r/2].
 
-    ``default``: RoFormer, arXiv:2104.09864, section 3.4.2. ``linear``: divided by ``factor`` (arXiv:2306.15595).
-    ``llama3``: long waves divided, short ones kept, a ramp between (Llama 3.1's reference code). ``yarn``:
-    arXiv:2309.00071, section 3.2, "NTK-by-parts".
+    ``default``: RoFormer, arXiv:2104.09864, section 3.4.2. ``linear``: divided by ``factor``
+    (arXiv:2306.15595). ``llama3``: long wavelengths divided, short ones kept, a ramp between (Llama 3.1's
+    reference code). ``yarn``: arXiv:2309.00071, section 3.2, "NTK-by-parts".
     """
     steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
     kept = 1.0 / (rope.rope_theta ** (steps / rotary_dim))
@@ -38,7 +38,7 @@ def inverse_frequencies(rope: Rope, rotary_dim: int, device: torch.device | str)
 
 
 def _yarn_range(rope: Rope, rotary_dim: int, original: int) -> tuple[float, float]:
-    """First and last pair of YaRN's ramp: those that turn ``beta_fast`` and ``beta_slow`` times in the context."""
+    """Return the first and last pair of YaRN's ramp (``beta_fast`` and ``beta_slow`` turns)."""
 
     def pair(turns: float) -> float:
         return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
@@ -51,7 +51,7 @@ def _yarn_range(rope: Rope, rotary_dim: int, original: int) -> tuple[float, floa
 
 
 def attention_factor(rope: Rope) -> float:
-    """What cos and sin are multiplied by: 1, except for YaRN (arXiv:2309.00071, equation 22)."""
+    """Return the factor of cos and sin: 1, except for YaRN (arXiv:2309.00071, equation 22)."""
     if rope.rope_type != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -66,18 +66,18 @@ def attention_factor(rope: Rope) -> float:
 
 
 def rotate(x_bshd: Tensor, cos_sr: Tensor, sin_sr: Tensor) -> Tensor:
-    """Turn the first r elements of each head by its position; ``cos_sr`` and ``sin_sr`` are [s, 1, r/2].
+    """Rotate the first r elements of each head by its position; ``cos_sr`` and ``sin_sr`` are [s, 1, r/2].
 
     Element i is paired with i + r/2, as in transformers' Llama.
     """
     half = cos_sr.shape[-1]
     first, second, rest = x_bshd.split([half, half, x_bshd.shape[-1] - 2 * half], dim=-1)
-    turned = (first * cos_sr - second * sin_sr, second * cos_sr + first * sin_sr)
-    return torch.cat((*turned, rest) if rest.shape[-1] else turned, dim=-1)
+    rotated = (first * cos_sr - second * sin_sr, second * cos_sr + first * sin_sr)
+    return torch.cat((*rotated, rest) if rest.shape[-1] else rotated, dim=-1)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi's slope per head (arXiv:2108.12409, section 3): a geometric series; odd counts take every second of 2n."""
+    """Return ALiBi's slopes (arXiv:2108.12409, section 3), interpolated between powers of 2."""
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     if power < num_heads:
@@ -88,22 +88,22 @@ def alibi_slopes(num_heads: int) -> list[float]:
 def additive_bias(
     config: NativeConfig, seq: int, slopes_h: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """What is added to the scores, [1, h or 1, s, s], -inf where a token may not look; None if plain causal says it all."""
+    """Return the bias of the scores, [1, h or 1, s, s]; None for plain causal attention."""
     window = min(config.sliding_window or seq, seq)
     if slopes_h is None and window == seq:
         return None
-    place = torch.arange(seq, device=device)
-    behind = place[:, None] - place[None, :]
-    hidden = (behind < 0) | (behind >= window)
+    positions = torch.arange(seq, device=device)
+    distance = positions[:, None] - positions[None, :]
+    masked = (distance < 0) | (distance >= window)
     bias = (
-        -slopes_h.float()[:, None, None] * behind
+        -slopes_h.float()[:, None, None] * distance
         if slopes_h is not None
         else torch.zeros(1, 1, 1, device=device)
     )
-    return bias.masked_fill(hidden, float("-inf")).to(dtype)[None]
+    return bias.masked_fill(masked, float("-inf")).to(dtype)[None]
 
 
 def prefix_bias(seq: int, num_prefix: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores of plain causal attention behind a prefix that all see: [1, 1, s, num_prefix + s]."""
+    """Return the bias of causal attention after a prefix, [1, 1, s, num_prefix + s]."""
     bias = torch.full((seq, num_prefix + seq), float("-inf"), dtype=dtype, device=device)
     return bias.triu_(num_prefix + 1)[None, None]

@@ -1,4 +1,4 @@
-"""Prefixes of a native decoder: keys and values of virtual tokens, parameters of each block's attention."""
+"""Prefix tuning of a native decoder: trainable keys and values of virtual tokens in each block."""
 
 import torch
 from torch import nn
@@ -9,15 +9,15 @@ from trainfit.spec.errors import InputError
 
 @torch.no_grad()
 def add_prefix(model: NativeDecoder, num_tokens: int, dtype: torch.dtype) -> None:
-    """Freeze the model and give each block ``num_tokens`` keys and values from N(0, 1), as PEFT's embedding does.
+    """Freeze the model and add ``num_tokens`` keys and values from N(0, 1) to each block, as PEFT does.
 
     Raises:
-        InputError: a distance between tokens decides what they see, and a prefix has none.
+        InputError: Attention depends on the distance between tokens, which a prefix does not have.
     """
     config = model.config
     if config.position_embedding == "alibi" or config.sliding_window is not None:
         raise InputError(
-            "a prefix has no distance from the tokens, which ALiBi and sliding windows ask for",
+            "a prefix has no distance from the tokens, which ALiBi and sliding windows need",
             "use adapter.kind: lora or prompt",
             field="adapter.kind",
             value="prefix",

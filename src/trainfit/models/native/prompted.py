@@ -1,4 +1,4 @@
-"""A native decoder that reads virtual tokens before every sequence.
+"""Prompt tuning of a native decoder: trainable virtual tokens before every sequence.
 
 Shapes: b batch, s sequence, t virtual tokens, e hidden_size.
 """
@@ -11,9 +11,9 @@ from trainfit.models.native.decoder import IGNORED_LABEL, NativeDecoder, Output
 
 
 class Prompted(nn.Module):
-    """``encoder`` maps the numbers 0 to t - 1 ([1, t] int64) to embeddings ([1, t, e]); only it trains.
+    """Decoder with virtual tokens from a trained ``encoder``, which maps 0..t-1 [1, t] to [1, t, e].
 
-    As in PEFT, the logits are those of all t + s tokens, and the last virtual token predicts the first real one.
+    As in PEFT, there are logits of all t + s tokens, and the last virtual token predicts the first real one.
     """
 
     def __init__(self, base: NativeDecoder, encoder: nn.Module, num_tokens: int):
@@ -25,7 +25,7 @@ class Prompted(nn.Module):
         self.register_buffer("numbers", numbers_1t, persistent=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
-        """As the decoder's own."""
+        """Run the decoder on virtual and real tokens."""
         x_bse = self.base.embed(input_ids)
         prompt_1te = self.prompt_encoder(self.numbers).to(x_bse.dtype)
         x_bse = torch.cat((prompt_1te.expand(len(x_bse), -1, -1), x_bse), dim=1)

@@ -1,8 +1,7 @@
-"""Weights of a NativeDecoder from and to a folder in the Hugging Face layout.
+"""Load and save weights of a NativeDecoder in the Hugging Face layout.
 
-Loading checks every name and shape from the files' headers first, then copies one tensor at a time into its place:
-no second copy of the model, on the CPU or on the device. Saving writes shards to new files that replace old ones when
-whole; at most one shard is copied at a time.
+Loading checks every name and shape in the files' headers, then copies one tensor at a time, without a second
+copy of the model. Saving copies one shard at a time to a new file, which replaces the old one when complete.
 """
 
 import json
@@ -16,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trainfit.models.native.decoder import NativeDecoder
-from trainfit.models.native.layout import Slot, slots, tensor_of
+from trainfit.models.native.layout import MappedTensor, mapped_tensors, tensor_of
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe_file import read_json
 
@@ -24,20 +23,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 4 * 2**30
 RECOMPUTED = ".rotary_emb.inv_freq"
-"""Old Llama files carry this buffer; it follows from the config."""
+"""Buffer in old Llama files that the config determines."""
 
 
 @torch.no_grad()
 def load_safetensors(model: NativeDecoder, folder: str | Path) -> None:
-    """Fill ``model`` from ``model.safetensors`` or the shards that its index lists; values are cast to its dtype.
+    """Load ``model.safetensors`` or the shards of its index, cast to the model's dtype.
 
     Raises:
-        InputError: missing, unexpected or wrongly shaped tensors, by name, before anything is changed; a damaged
-            file; a head in the file that differs from the embedding it should be tied to.
-        FileNotFoundError: no weights in ``folder``.
+        InputError: Missing, unexpected or wrongly shaped tensors, before anything is changed; a damaged file;
+            an output layer that differs from the embedding that it is tied to.
+        FileNotFoundError: No weights in ``folder``.
     """
     folder = Path(folder)
-    wanted = {slot.name: slot for slot in slots(model.config)}
+    wanted = {entry.name: entry for entry in mapped_tensors(model.config)}
     files = _shard_files(folder)
     shapes = {name: (file, shape) for file in files for name, shape in _shapes(file).items()}
     _check(model, wanted, shapes, folder)
@@ -62,21 +61,21 @@ def save_safetensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write ``model`` and its config.json, the mapping it was built from, as transformers would read them."""
+    """Save the model, and ``config`` as config.json, in the form that transformers reads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = list(_split(model, slots(model.config), max_shard_bytes))
+    shards = list(_split(model, mapped_tensors(model.config), max_shard_bytes))
     count = len(shards)
     names = (
         [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     )
     for name, shard in zip(names, shards, strict=True):
-        data = {slot.name: tensor_of(model, slot).to("cpu", copy=True) for slot in shard}
+        data = {entry.name: tensor_of(model, entry).to("cpu", copy=True) for entry in shard}
         save_file(data, folder / f"{name}.new", metadata={"format": "pt"})
         os.replace(folder / f"{name}.new", folder / name)
     if count > 1:
-        weight_map = {slot.name: name for name, shard in zip(names, shards, strict=True) for slot in shard}
-        total = sum(tensor_of(model, slot).nbytes for shard in shards for slot in shard)
+        weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        total = sum(tensor_of(model, entry).nbytes for shard in shards for entry in shard)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", {**config, "torch_dtype": dtype})
@@ -100,11 +99,14 @@ def _shard_files(folder: Path) -> list[Path]:
         for name in names:
             if Path(name).name != name:
                 raise InputError(
-                    "leaves its folder", "name files beside the index", field=name, file=str(folder / INDEX)
+                    "leaves its folder",
+                    "name files in the folder of the index",
+                    field=name,
+                    file=str(folder / INDEX),
                 )
         return [folder / name for name in names]
     if not (folder / SINGLE).exists():
-        raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+        raise FileNotFoundError(f"{folder}: contains neither {SINGLE} nor {INDEX}")
     return [folder / SINGLE]
 
 
@@ -117,7 +119,10 @@ def _shapes(file: Path) -> dict[str, list[int]]:
 
 
 def _check(
-    model: NativeDecoder, wanted: dict[str, Slot], shapes: dict[str, tuple[Path, list[int]]], folder: Path
+    model: NativeDecoder,
+    wanted: dict[str, MappedTensor],
+    shapes: dict[str, tuple[Path, list[int]]],
+    folder: Path,
 ) -> None:
     missing = [name for name in wanted if name not in shapes]
     extra = [
@@ -128,9 +133,9 @@ def _check(
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             remedy = "use the config.json that belongs to these weights"
             raise InputError(f"{problem} tensor {names[0]}{more}", remedy, file=str(folder))
-    for name, slot in wanted.items():
+    for name, entry in wanted.items():
         file, shape = shapes[name]
-        expected = list(tensor_of(model, slot).shape)
+        expected = list(tensor_of(model, entry).shape)
         if shape != expected:
             problem = f"shape {shape} where the config needs {expected}"
             raise InputError(
@@ -142,15 +147,17 @@ def _is_tied_head(model: NativeDecoder, name: str) -> bool:
     return model.config.tie_word_embeddings and name == "lm_head.weight"
 
 
-def _split(model: NativeDecoder, rows: Iterable[Slot], max_shard_bytes: int) -> Iterable[list[Slot]]:
-    shard: list[Slot] = []
+def _split(
+    model: NativeDecoder, rows: Iterable[MappedTensor], max_shard_bytes: int
+) -> Iterable[list[MappedTensor]]:
+    shard: list[MappedTensor] = []
     size = 0
-    for slot in rows:
-        nbytes = tensor_of(model, slot).nbytes
+    for entry in rows:
+        nbytes = tensor_of(model, entry).nbytes
         if shard and size + nbytes > max_shard_bytes:
             yield shard
             shard, size = [], 0
-        shard.append(slot)
+        shard.append(entry)
         size += nbytes
     yield shard
 

@@ -3,8 +3,6 @@
 Shapes as in op.py. ``fits`` selects the tensors that TMA supports; all others take the Triton kernels.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -14,8 +14,6 @@ It skips these parts of ``JITFunction.run`` (Triton 3.6 and 3.7):
 Profilers' launch hooks (``knobs.runtime.launch_enter_hook``, ``launch_exit_hook``) are called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ In every turn each program takes one of the next tiles. Their lengths differ und
 assignment rotates by ``shift`` programs per turn.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 
 import torch

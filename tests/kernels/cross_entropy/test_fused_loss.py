@@ -123,7 +123,8 @@ def test_how_large_a_chunk_is(tokens: int, vocabulary: int, dtype: torch.dtype, 
 
 
 def both(c: int, v: int, dtype: torch.dtype, terms: Terms, softcap: float, prepare: Any = None) -> list[Any]:
-    """Losses and gradients of the kernel, of the body, and of the body in fp64 from equal logits (rows apart in memory)."""
+    """Losses and gradients of the kernel, of the body, and of the body in fp64 from equal logits (rows apart
+    in memory)."""
     torch.manual_seed(v)
     y = (4 * torch.randn(c, v)).to(dtype)
     targets = torch.randint(v, (c,))
@@ -263,7 +264,8 @@ def test_the_same_flops_and_one_chunks_logits(code: Any, monkeypatch: pytest.Mon
 
 
 def test_predicted_bytes_on_a_cpu_are_the_measured_but_for_the_bodys_own():
-    """The PyTorch body of the operation works in rows of its own, which the fake one does not: 64 x 2000 x 4 bytes each."""
+    """The PyTorch body of the operation works in rows of its own, which the fake one does not: 64 x 2000 x 4
+    bytes each."""
     fields = {"batch": Batch(micro=3, seq=1024), "hardware": Hardware(gpu="cpu")}
     recipe = recipe_of(WIDE, "native", loss="fused", **fields)
     predicted, measured = predict(recipe), measure(recipe, steps=0, device="cpu", start=forked)

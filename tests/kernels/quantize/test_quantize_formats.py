@@ -17,7 +17,8 @@ from trainfit.models.quantized import QuantizedLinear
 
 
 def test_normal_floats_are_the_papers():
-    """Section 3: quantiles of N(0, 1), half from either side, so that 0 is one of them; appendix E has the values.
+    """Section 3: quantiles of N(0, 1), half from either side, so that 0 is one of them; appendix E has the
+    values.
 
     The outermost probability is the authors' code's: the middle of 1 - 1/30 and 1 - 1/32.
     """
@@ -30,7 +31,8 @@ def test_normal_floats_are_the_papers():
 
 
 def test_bytes_are_floats_with_more_digits_near_one():
-    """256 values; bitsandbytes' map has the same count, ends and finest step, 0.9 / 64 of the uppermost decade."""
+    """256 values; bitsandbytes' map has the same count, ends and finest step, 0.9 / 64 of the uppermost
+    decade."""
     values = levels(8, signed=True)
     assert len(set(values)) == 256
     assert values == sorted(values)
@@ -42,7 +44,8 @@ def test_bytes_are_floats_with_more_digits_near_one():
 
 
 def test_errors_on_normal_weights_are_the_known_ones():
-    """nf4: 0.0728 and 20.3 % in bitsandbytes' tests (test_4bit_quant, block 64). int8: a step over the root of 12."""
+    """nf4: 0.0728 and 20.3 % in bitsandbytes' tests (test_4bit_quant, block 64). int8: a step over the root
+    of 12."""
     torch.manual_seed(0)
     weight = torch.randn(1024, 1024)
     error = (nf4.reference_dequantize(weight, *nf4.quantize_nf4(weight), 1024, 1024) - weight).abs()
@@ -139,7 +142,8 @@ from trainfit.kernels.quantize import triton as kernels
 
 def widest(kernel, types, **constants):
     types = types | dict.fromkeys(constants, "constexpr")
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types.values()) if kind != "constexpr"}
+    pointers = [i for i, kind in enumerate(types.values()) if kind != "constexpr"]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     text = made.asm["ptx"]
@@ -159,7 +163,8 @@ widest(kernels.quantize_nf4_kernel, whole, BLOCKS=32)
 
 
 def test_kernels_compile_for_an_h200():
-    """No GPU is needed for that. Codes come 16 bytes a load, weights leave 16 a store; nothing is fused or spilt."""
+    """No GPU is needed for that. Codes come 16 bytes a load, weights leave 16 a store; nothing is fused or
+    spilt."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", FOR_HOPPER], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -168,7 +173,8 @@ def test_kernels_compile_for_an_h200():
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_operations_keep_torchs_rules(kind: str):
-    """Fake results have the real ones' shapes, dtypes and strides, inputs stay as they are (fp8's is int8's operation)."""
+    """Fake results have the real ones' shapes, dtypes and strides, inputs stay as they are (fp8's is int8's
+    operation)."""
     made, like = quantized_layer(kind, 33, 7), torch.empty(2, dtype=torch.bfloat16)
     if kind == "nf4":
         weight = torch.randn(7, 33)

@@ -66,12 +66,13 @@ def test_gradients_are_differences_of_the_loss():
     assert slope == pytest.approx(((loss(1e-6) - loss(-1e-6)) / 2e-6).item(), rel=1e-7)
 
 
-@pytest.mark.parametrize(("told", "kept"), [(65536.0, True), (1.0, False)])
-def test_a_scale_said_in_advance_keeps_small_fp16_gradients(told: float, kept: bool):
-    """A loss scaler multiplies before gradients are rounded to fp16; so do we if we are told by how much."""
+@pytest.mark.parametrize(("expected_scale", "kept"), [(65536.0, True), (1.0, False)])
+def test_an_expected_scale_keeps_small_fp16_gradients(expected_scale: float, kept: bool):
+    """A loss scaler multiplies before gradients are rounded to fp16; so does this loss if it knows the
+    scale."""
     hidden, weight, _, targets = inputs(torch.float32, n=4096, v=3000)
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = linear_cross_entropy(0.001 * hidden, Head(weight), targets, expected_gradient=told)
+        loss = linear_cross_entropy(0.001 * hidden, Head(weight), targets, expected_gradient=expected_scale)
     (65536.0 * loss).backward()
     found = hidden.grad.clone()
     hidden.grad = None

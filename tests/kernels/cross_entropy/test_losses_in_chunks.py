@@ -1,4 +1,5 @@
-"""What is true of both losses from hidden states, ``chunked`` and ``fused``: they train as the standard loss does, or refuse.
+"""What is true of both losses from hidden states, ``chunked`` and ``fused``: they train as the standard loss
+does, or refuse.
 
 What each computes, and in how much memory, is in test_chunked_loss.py and test_fused_loss.py.
 """
@@ -128,7 +129,8 @@ def refused(loss: Any) -> dict[str, tuple[Recipe, str]]:
     return {
         "head adapted": (tiny_recipe(loss=loss, adapter=head), "no(t)? a? ?plain.*use loss: standard"),
         "family": (
-            recipe_of({"model_type": "xglm", "num_layers": 1}, loss=loss), "how xglm makes logits.*use loss: standard",
+            recipe_of({"model_type": "xglm", "num_layers": 1}, loss=loss),
+            "how xglm computes logits.*use loss: standard",
         ),
         "router": (recipe_of(BALANCED, loss=loss), "balances its experts.*use loss: standard"),
     }  # fmt: skip

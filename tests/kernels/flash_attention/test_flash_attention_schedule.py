@@ -21,7 +21,8 @@ def first_free(costs: list[int], programs: int) -> int:
 
 @pytest.mark.parametrize(
     ("n", "heads", "most"),
-    [(8192, 16, 1.001), (16384, 16, 1.003), (4096, 32, 1.003), (2048, 64, 1.04), (32768, 8, 1.03), (8192, 128, 1.01)],
+    [(8192, 16, 1.001), (16384, 16, 1.003), (4096, 32, 1.003), (2048, 64, 1.04),
+     (32768, 8, 1.03), (8192, 128, 1.01)],
 )  # fmt: skip
 def test_programs_do_nearly_the_same(n: int, heads: int, most: float) -> None:
     costs = lengths(n, n, heads, 128, 128, 8)

@@ -24,7 +24,8 @@ def test_levels_are_torchaos(bits: int, signed: bool):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_low_bit_adamw_is_torchaos(bits: int, dtype: torch.dtype):
-    """The same codes, and weights equal to fp32's last bits: a large matrix, one that is too small, a long vector."""
+    """The same codes, and weights equal to fp32's last bits: a large matrix, one that is too small, a long
+    vector."""
     optim = pytest.importorskip("torchao.optim")
     shapes = ((64, 96), (63,), (4096,))
     ours, theirs = weights(*shapes, dtype=dtype), weights(*shapes, dtype=dtype)
@@ -70,8 +71,9 @@ def test_kernels_in_the_interpreter(size: tuple[int, ...]):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [*SIZES, (10800, 2048)], ids=str)
 def test_kernels_on_a_gpu(size: tuple[int, ...]):
-    """Of bf16 gradients 0.1 to 0.7 % fall on the middle of two levels, all in the first step, where a last bit decides for
-    either. A GPU, which fuses products into sums, takes the other for a few of them: an H200 for at most 0.2 % of all.
+    """Of bf16 gradients 0.1 to 0.7 % fall on the middle of two levels, all in the first step, where a last
+    bit decides for either. A GPU, which fuses products into sums, takes the other for a few of them: an H200
+    for at most 0.2 % of all.
     """
     compare_kernels(size, "cuda", most_away=3e-3)
 
@@ -104,7 +106,7 @@ def compare_kernels(size: tuple[int, ...], device: str, most_away: float) -> Non
 
 
 def compare_coded(p: torch.Tensor, g: torch.Tensor, bits: int, most_away: float) -> None:
-    """Three steps, each from the reference's state: a code is then told by itself, not by the next step's weights.
+    """Three steps, each from the reference's state: so a wrong code does not change later steps.
 
     Weights in fp32: Triton's interpreter cuts bf16's bits off instead of rounding to nearest.
     """

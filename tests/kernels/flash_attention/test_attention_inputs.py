@@ -1,7 +1,8 @@
-"""FlashAttention given what callers give: a course's adapter, gradients and keys of stride 0, hard scores, no keys at all.
+"""FlashAttention given what callers give: a course's adapter, gradients and keys of stride 0, hard scores, no
+keys at all.
 
-Each on a CPU (tiles in PyTorch), in Triton's interpreter, and on a GPU for real. Shapes that break tiles are in
-test_flash_attention.py, more than 2^31 elements in test_beyond_32_bits.py.
+Each on a CPU (tiles in PyTorch), in Triton's interpreter, and on a GPU for real. Shapes that break tiles are
+in test_flash_attention.py, more than 2^31 elements in test_beyond_32_bits.py.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_flash_attention import BF16, FP16, FP32, Interpreted, computed, inputs, plain, wrong_places
+from test_flash_attention import BF16, FP16, FP32, Interpreted, computed, inputs, plain, wrong_results
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,8 +39,9 @@ def one_head(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_courses_adapter_is_the_class(kind: Any, is_causal: bool, device: str) -> None:
-    """What the public tests of Stanford's CS336, assignment 2, ask of an adapter: ``.apply`` of [b, n, d] tensors; among what the
-    result's node keeps exactly one tensor of shape (b, n), the log-sum-exp; gradients."""
+    """What the public tests of Stanford's CS336, assignment 2, ask of an adapter: ``.apply`` of [b, n, d]
+    tensors; among what the result's node keeps exactly one tensor of shape (b, n), the log-sum-exp;
+    gradients."""
     torch.manual_seed(0)
     q, k, v, gradient = (torch.randn(4, 128, 64, device=device) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -99,13 +101,13 @@ GROUPED = (2, 4, 2, 77, 77)
 def test_stride_0_on_a_cpu(given: Callable[..., Any], is_causal: bool) -> None:
     tensors = given(inputs(*GROUPED, 16, FP32))
     for run in (flash.flash_attention, flash.TiledAttention.apply):
-        assert wrong_places(run, tensors, is_causal) == []
+        assert wrong_results(run, tensors, is_causal) == []
 
 
 @interpreted
 @pytest.mark.parametrize("given", GIVEN)
 def test_stride_0_in_the_interpreter(given: Callable[..., Any]) -> None:
-    assert wrong_places(Interpreted.apply, given(inputs(1, 4, 2, 40, 40, 16, FP32)), True) == []
+    assert wrong_results(Interpreted.apply, given(inputs(1, 4, 2, 40, 40, 16, FP32)), True) == []
 
 
 def test_out_sum_backward() -> None:
@@ -136,7 +138,7 @@ def test_what_tma_cannot_carry_takes_the_plain_kernels() -> None:
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (80, FP16)], ids=str)
 def test_stride_0_on_a_gpu(d: int, dtype: torch.dtype, given: Callable[..., Any]) -> None:
     tensors = given(inputs(*GROUPED, d, dtype, "cuda"))
-    wrong = wrong_places(flash.flash_attention, tensors, True)
+    wrong = wrong_results(flash.flash_attention, tensors, True)
     assert not wrong, "\n".join(wrong)
 
 
@@ -158,18 +160,19 @@ def test_out_sum_backward_on_a_gpu(d: int) -> None:
 
 
 def certain(tensors: list[Tensor]) -> list[Tensor]:
-    """Of each row its own key has all the probability: keys of +-1, queries 16 times those, so its score is 16 sqrt(d)."""
+    """Of each row its own key has all the probability: keys of +-1, queries 16 times those, so its score is
+    16 sqrt(d)."""
     q, k, v, gradient = tensors
     k = k.sign()
     return [(16 * k).repeat_interleave(q.shape[1] // k.shape[1], 1), k, v, gradient]
 
 
 def wrong_of_certain(run: Any, tensors: list[Tensor], is_causal: bool) -> list[str]:
-    """As ``wrong_places``, but what of the scores' gradients is left of rounding is a difference of two equal sums of d numbers:
-    written out, it is 0 to the last bit."""
+    """As ``wrong_results``, but what of the scores' gradients is left of rounding is a difference of two
+    equal sums of d numbers: written out, it is 0 to the last bit."""
     _, dq, dk, _ = (x.abs().max().item() for x in computed(run, tensors, is_causal, tensors[0].dtype))
     scores = [f"{name} is {size:.2g}" for name, size in (("dq", dq), ("dk", dk)) if not size < 1e-3]
-    return scores + wrong_places(run, tensors, is_causal, ("out", "dv"))
+    return scores + wrong_results(run, tensors, is_causal, ("out", "dv"))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -196,7 +199,8 @@ def test_certain_keys_on_a_gpu(d: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", ON_A_GPU])
 def test_rows_without_keys_are_zeros(device: str) -> None:
-    """All of them (no key at all), and under a causal mask those before the first key; their gradients, too."""
+    """All of them (no key at all), and under a causal mask those before the first key; their gradients,
+    too."""
     flash.register()
     dtype = FP32 if device == "cpu" else BF16
     q, k, v, gradient = (x.requires_grad_() for x in inputs(1, 2, 1, 70, 50, 64, dtype, device))

@@ -1,4 +1,4 @@
-"""The fused Adafactor: torch's own results in fp32, kernels equal to plain PyTorch, and rounding that keeps small updates."""
+"""Adafactor: PyTorch's results in fp32, Triton kernels equal to PyTorch, and stochastic rounding."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from trainfit.kernels.stochastic_rounding.reference import round_stochastically
 from trainfit.optim import adafactor
 
 SHAPES = [(1, 7, 5), (1, 514, 130), (3, 33, 257)]
+SMALL = [(1, 7, 5), (1, 66, 130), (3, 33, 257)]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -26,9 +27,12 @@ def test_it_is_torchs_adafactor_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
 @interpreted
-def test_kernels_in_the_interpreter(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_kernels_in_the_interpreter(
+    shape: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adafactor, "ROWS_A_PART", 64)
     compare(shape, dtype, "cpu")
 
 
@@ -82,7 +86,8 @@ def test_rounding_keeps_the_mean(value: float) -> None:
 
 
 def test_updates_below_the_last_bit_are_not_lost() -> None:
-    """A weight of 1 that moves by 2^-12 a step: rounded to nearest it stays, at random it gets where fp32 does."""
+    """A weight of 1 that moves by 2^-12 a step: rounded to nearest it stays, at random it gets where fp32
+    does."""
 
     def moved(stochastic: bool) -> float:
         weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))

@@ -1,6 +1,6 @@
-"""FlashAttention: both bodies against softmax(QK^T)V in fp64, on shapes that break tiles.
+"""FlashAttention's implementations against softmax(QK^T)V in fp64, on shapes that do not fit tiles.
 
-Triton runs in its interpreter here (fp32 and fp16: its bf16 products are wrong); on a GPU the marked tests run it.
+Triton runs in its interpreter (fp32 and fp16: its bf16 products are wrong), and on a GPU in the marked tests.
 """
 
 import math
@@ -24,7 +24,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """softmax(QK^T / sqrt d) V written out; rows without keys give zeros."""
+    """Compute softmax(QK^T / sqrt d) V with all scores; rows without keys give zeros."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -46,9 +46,9 @@ def inputs(
 def computed(run, tensors: list[Tensor], is_causal: bool, dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients of q, k and v, computed in ``dtype``."""
     *leaves, gradient = (x.detach().to(dtype) for x in tensors)
-    asked = [x.requires_grad_() for x in leaves]
-    out = run(*asked, is_causal)
-    return [out.detach(), *torch.autograd.grad(out, asked, gradient)]
+    leaves = [x.requires_grad_() for x in leaves]
+    out = run(*leaves, is_causal)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
 def errors(run, tensors: list[Tensor], is_causal: bool) -> list[float]:
@@ -58,8 +58,9 @@ def errors(run, tensors: list[Tensor], is_causal: bool) -> list[float]:
     return [(a.double() - b).abs().max().item() for a, b in zip(found, wanted, strict=True)]
 
 
-def wrong_places(run, tensors: list[Tensor], is_causal: bool, names: tuple[str, ...] = RESULTS) -> list[str]:
-    """Where which results err by more than twice what the same written out in their dtype does, against fp64."""
+def wrong_results(run, tensors: list[Tensor], is_causal: bool, names: tuple[str, ...] = RESULTS) -> list[str]:
+    """Where which results err by more than twice what the same written out in their dtype does, against
+    fp64."""
     dtype = tensors[0].dtype
     exact = computed(plain, tensors, is_causal, torch.float64)
     eager, found = (computed(each, tensors, is_causal, dtype) for each in (plain, run))
@@ -100,7 +101,7 @@ def test_gradients_of_the_tiled_body() -> None:
 
 
 class Interpreted(flash.TiledAttention):
-    """The kernels in Triton, where the interpreter runs them."""
+    """The Triton kernels in the interpreter."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None):
@@ -114,12 +115,14 @@ class Interpreted(flash.TiledAttention):
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU the kernels run for real, in the tests below"
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [*((shape, FP32) for shape in SHAPES), (SHAPES[1], FP16), (SHAPES[3], FP16)], ids=str
+)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kernels_in_the_interpreter(shape, is_causal, dtype, monkeypatch) -> None:
-    tensors = inputs(*shape, dtype)
-    assert max(errors(Interpreted.apply, tensors, is_causal)) < (1e-5 if dtype == torch.float32 else 2e-2)
+def test_kernels_in_the_interpreter(shape, dtype, is_causal) -> None:
+    assert max(errors(Interpreted.apply, inputs(*shape, dtype), is_causal)) < (
+        1e-5 if dtype == FP32 else 2e-2
+    )
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
@@ -138,11 +141,11 @@ def test_kernels_with_a_scale_that_is_not_positive(scale: float) -> None:
 
 
 WIDE_ROWS, WIDE_KEYS = Tiles(64, 32, 4, 2, 3), Tiles(32, 64, 4, 2, 2)
-"""Heads at once that do not divide the heads."""
+"""The heads are no multiple of the heads at once."""
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
-@pytest.mark.parametrize("shape", [*SHAPES[:5], (1, 6, 2, 90, 90, 32), (1, 2, 1, 64, 128, 16)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[4], (1, 6, 2, 70, 70, 16)], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("tiles", [WIDE_ROWS, WIDE_KEYS], ids=["wide rows", "wide keys"])
 def test_tiles_in_the_interpreter(shape, is_causal, tiles) -> None:
@@ -167,19 +170,21 @@ def test_candidates_have_names_of_their_own() -> None:
 
 
 def growing(tensors: list[Tensor]) -> list[Tensor]:
-    """Earlier keys have larger scores, so maxima grow many times over while a kernel walks backwards."""
+    """Scale earlier keys up, so maxima grow repeatedly while a kernel processes keys backwards."""
     q, k, v, gradient = tensors
     return [q, k * torch.linspace(8, 0.25, k.shape[2], dtype=k.dtype, device=k.device)[:, None], v, gradient]
 
 
 GROUPED = [(2, 4, 2, 777, 777), (1, 2, 1, 520, 200), (1, 6, 2, 200, 520)]
 ON_HOPPER = [*GROUPED, (1, 2, 2, 37, 131), (3, 20, 20, 1000, 1000), (1, 4, 4, 2048, 2048)]
-"""b, h, k, n, m: grouped heads, odd lengths, rows without keys, tiles of several turns, heads that fill no whole set."""
+"""b, h, k, n, m: grouped heads, odd lengths, rows without keys, tiles of several turns, heads that fill no
+whole set."""
 FAST = [
-    (64, BF16, False, ON_HOPPER), (64, BF16, True, ON_HOPPER), (128, BF16, True, ON_HOPPER), (128, BF16, False, GROUPED),
+    (64, BF16, False, ON_HOPPER), (64, BF16, True, ON_HOPPER), (128, BF16, True, ON_HOPPER), (128, BF16,
+    False, GROUPED),
     (64, FP16, True, GROUPED),
 ]  # fmt: skip
-"""Triton compiles anew for a size or a group of 1 and for multiples of 16, some seconds each time."""
+"""Triton compiles separately for sizes and groups of 1 and for multiples of 16, seconds each."""
 
 
 @pytest.mark.gpu
@@ -189,7 +194,8 @@ FAST = [
 )
 @pytest.mark.parametrize(("d", "dtype", "is_causal", "shapes"), FAST, ids=str)
 def test_gluon_kernels_on_hopper(d: int, dtype: torch.dtype, is_causal: bool, shapes: list) -> None:
-    """The chosen ones: at most twice the error of softmax(QK^T)V written out in the same dtype, against fp64."""
+    """The chosen ones: at most twice the error of softmax(QK^T)V written out in the same dtype, against
+    fp64."""
 
     class Fast(flash.TiledAttention):
         @staticmethod
@@ -205,9 +211,11 @@ def test_gluon_kernels_on_hopper(d: int, dtype: torch.dtype, is_causal: bool, sh
     wrong = []
     for shape in shapes:
         given = [x.cuda() for x in inputs(*shape, d, dtype)]
-        wrong += wrong_places(Fast.apply, given, is_causal)
+        wrong += wrong_results(Fast.apply, given, is_causal)
         # Gradients of scores so far apart are all but zeros.
-        wrong += [f"growing {line}" for line in wrong_places(Fast.apply, growing(given), is_causal, ("out",))]
+        wrong += [
+            f"growing {line}" for line in wrong_results(Fast.apply, growing(given), is_causal, ("out",))
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -232,15 +240,17 @@ def test_nothing_of_size_n_by_n_is_kept() -> None:
 
 WIDE = (1, 2, 2, 513, 513, 256)
 ON_A_GPU = [
-    (BF16, True, SHAPES[0]), (BF16, False, SHAPES[1]), (BF16, True, SHAPES[2]), (BF16, False, SHAPES[4]), (BF16, True, SHAPES[5]),
+    (BF16, True, SHAPES[0]), (BF16, False, SHAPES[1]), (BF16, True, SHAPES[2]), (BF16, False, SHAPES[4]),
+    (BF16, True, SHAPES[5]),
     (BF16, False, WIDE), (FP16, True, SHAPES[1]), (FP32, False, SHAPES[1]),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((FP32, True, SHAPES[2]), (FP32, True, WIDE), (FP16, True, WIDE))),
-]  # fmt: skip
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((FP32, True, SHAPES[2]), (FP32, True, WIDE),
+    (FP16, True, WIDE))), ]  # fmt: skip
 """What trains (bf16) in every shape; of the others each set of tiles.
 
-Every case compiles four kernels of its own: Triton makes another for each alignment of sizes and strides. That takes
-seconds, but fp32's products are unrolled into single multiplications, and a head of 64 or more takes ten times as long.
-Head size 64 in 16 bits is Gluon's (the tests above), the others are the plain kernels'.
+Every case compiles four kernels of its own: Triton makes another for each alignment of sizes and strides.
+That takes seconds, but fp32's products are unrolled into single multiplications, and a head of 64 or more
+takes ten times as long. Head size 64 in 16 bits is Gluon's (the tests above), the others are the plain
+kernels'.
 """
 
 
@@ -248,18 +258,18 @@ Head size 64 in 16 bits is Gluon's (the tests above), the others are the plain k
 @pytest.mark.parametrize(("dtype", "is_causal", "shape"), ON_A_GPU, ids=str)
 def test_kernels_on_a_gpu(dtype: torch.dtype, is_causal: bool, shape: tuple[int, ...]) -> None:
     """At most twice the error of softmax(QK^T)V written out in the same dtype, against fp64."""
-    wrong = wrong_places(flash.flash_attention, inputs(*shape, dtype, "cuda"), is_causal)
+    wrong = wrong_results(flash.flash_attention, inputs(*shape, dtype, "cuda"), is_causal)
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.gpu
 def test_the_plain_kernels_are_repeatable() -> None:
-    """What deterministic algorithms mean for a head size whose backward otherwise adds up in any order."""
+    """With deterministic algorithms, at a head size whose backward otherwise accumulates in any order."""
     tensors = inputs(2, 4, 2, 777, 777, 64, BF16, "cuda")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         runs = [computed(flash.flash_attention, tensors, True, BF16) for _ in range(3)]
-        wrong = wrong_places(flash.flash_attention, tensors, True)
+        wrong = wrong_results(flash.flash_attention, tensors, True)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not wrong, "\n".join(wrong)

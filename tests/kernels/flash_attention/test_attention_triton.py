@@ -1,7 +1,8 @@
-"""``attention: triton`` in whole steps: equal to attention written out, known to the virtual GPU, refused where it must be.
+"""``attention: triton`` in whole steps: equal to attention written out, known to the virtual GPU, refused
+where it must be.
 
-On a CPU the operation runs its tiled PyTorch body. What the kernels compute is in test_flash_attention.py, what a GPU
-allocates in test_attention_triton_cuda.py.
+On a CPU the operation runs its tiled PyTorch body. What the kernels compute is in test_flash_attention.py,
+what a GPU allocates in test_attention_triton_cuda.py.
 """
 
 import sys
@@ -155,14 +156,16 @@ def test_what_a_model_needs_and_the_kernels_do_not_do_is_refused_in_one_line() -
     refused(with_layers("mistral-7b-v0.1", 2) | {"sliding_window": 32}, "needs a mask: a sliding window")
     refused(with_layers("deepseek-v2-lite", 2), "head size 192 with values of 128")
     refused(TINY_LLAMA | {"head_dim": 320}, "head size 320.*up to 256")
-    sinks = {"model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "vocab_size": 128}  # fmt: skip
+    sinks = {"model_type": "gpt_oss", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 32,
+    "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2,
+             "vocab_size": 128}  # fmt: skip
     refused(sinks, r"attention sinks \(s_aux\)")
 
 
 TINY_NATIVE = {
-    "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "vocab_size": 64,
+    "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 64,
 }  # fmt: skip
 
 
@@ -181,11 +184,11 @@ def test_a_window_longer_than_the_sequence_runs() -> None:
 
 
 def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
-    asked = tiny_recipe(attention="triton", precision="bf16")
+    recipe = tiny_recipe(attention="triton", precision="bf16")
     monkeypatch.setattr("trainfit.kernels.custom_op.has_module", lambda name: False)
-    registry.check_device(asked, "cpu")
+    registry.check_device(recipe, "cpu")
     for each in (
-        asked,
+        recipe,
         tiny_recipe(loss="fused"),
         tiny_recipe(loss="chunked"),
         tiny_recipe(block_kernels="triton"),
@@ -214,7 +217,8 @@ GLUON = flash_attention_tma.gluon_forward
 CHOICES = [
     ("d 128", 128, BF16, "bshd", HOPPER, (GLUON, FORWARD[128], flash_attention_tma.backward, BACKWARD[128])),
     ("d 64", 64, FP16, "bshd", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward, BACKWARD[64])),
-    ("part of qkv", 64, BF16, "qkv", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward, BACKWARD[64])),
+    ("part of qkv", 64, BF16, "qkv", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward,
+    BACKWARD[64])),
     ("no Gluon", 128, BF16, "bshd", Machine((9, 0), has_gluon=False), PLAIN),
     ("fp32", 128, FP32, "bshd", HOPPER, PLAIN),
     ("d 80", 80, BF16, "bshd", HOPPER, PLAIN),
@@ -283,18 +287,21 @@ def memory_of(ledger: Ledger, name: str) -> list[tuple[str, int]]:
         if op.name == name and op.group == MIDDLE and op in steady(ledger)
     )
     own = {i for i, storage in enumerate(ledger.storages) if storage.op == at}
-    places = [n for n, event in enumerate(ledger.events) if event.storage in own and event.kind == ALLOCATE]
+    allocations = [
+        n for n, event in enumerate(ledger.events) if event.storage in own and event.kind == ALLOCATE
+    ]
     scratch = {i for i in own if "/scratch" in ledger.storages[i].path}
     return [
         ("+" if event.kind == ALLOCATE else "-", ledger.storages[event.storage].num_bytes)
         for n, event in enumerate(ledger.events)
-        if (n in places) or (event.storage in scratch)
+        if (n in allocations) or (event.storage in scratch)
     ]
 
 
 @pytest.mark.parametrize("code", ["hf", "native"])
 def test_the_ledger_has_what_the_kernels_save_and_allocate(code: str) -> None:
-    """The Gluon kernels: q's and k's gradients beside an fp32 dQ and two fp32 numbers, both for each padded row."""
+    """The Gluon kernels: q's and k's gradients, an fp32 dQ and two fp32 numbers, both for each padded
+    row."""
     ledger = attention_trace(code)
     sums, rows = B * H * ROWS * D * 4, 2 * B * H * ROWS * 4
     q, kv = B * S * H * D * 2, B * S * K * D * 2

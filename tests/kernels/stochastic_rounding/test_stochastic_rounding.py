@@ -1,4 +1,5 @@
-"""Stochastic rounding in the optimizers: the mean is kept, small updates add up, and seeds decide every bit."""
+"""Stochastic rounding in the optimizers: the mean is kept, small updates add up, and seeds decide every
+bit."""
 
 from typing import Any
 
@@ -23,7 +24,8 @@ CPU = torch.device("cpu")
     "run_sum", [rounding.reference.add_rounded, pytest.param(rounding.triton_add_rounded, marks=interpreted)]
 )
 def test_a_value_is_rounded_up_as_often_as_it_is_near(share: float, run_sum: Any):
-    """A value ``share`` of the way between two neighbours becomes the upper with that probability, exactly."""
+    """A value ``share`` of the way between two neighbours becomes the upper with that probability,
+    exactly."""
     num, ulp = 40_000, 2**-7
     target, update = torch.ones(num, dtype=BF16), torch.full((num,), 1.0, dtype=BF16)
     run_sum(target, update, 1.0, share * ulp, 11)
@@ -40,7 +42,8 @@ MAKERS: dict[str, Any] = {
         StochasticSGD(p, lr / 10, 0.0, 0.9, seed=1) if sr else torch.optim.SGD(p, lr=lr / 10, momentum=0.9)
     ),
     "adamw": lambda p, lr, sr: (
-        kernel.FusedAdamW(p, lr, 0.0, stochastic=True, seed=1) if sr else torch.optim.AdamW(p, lr=lr, weight_decay=0)
+        kernel.FusedAdamW(p, lr, 0.0, stochastic=True, seed=1) if sr else torch.optim.AdamW(p, lr=lr,
+        weight_decay=0)
     ),
     **{
         f"adamw{bits}bit": lambda p, lr, sr, bits=bits: kernel.FusedAdamW(
@@ -53,10 +56,11 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_thousand_updates_below_half_the_last_bit_add_up(name: str):
-    """From 2, with a constant gradient of 1: each update is lr = 2^-12, an eighth of half of bf16's last bit there.
+    """From 2, with a constant gradient of 1: each update is lr = 2^-12, an eighth of half of bf16's last bit
+    there.
 
-    The weight is to move by 1000 lr (SGD with momentum reaches its pace after 10 steps or so). Each rounding errs by at
-    most the last bit below 2, 2^-7, with mean 0.
+    The weight is to move by 1000 lr (SGD with momentum reaches its pace after 10 steps or so). Each rounding
+    errs by at most the last bit below 2, 2^-7, with mean 0.
     """
 
     def moved(stochastic: bool) -> torch.Tensor:
@@ -69,17 +73,18 @@ def test_a_thousand_updates_below_half_the_last_bit_add_up(name: str):
 
     assert moved(False).abs().max() == 0
     found, expected = moved(True), 1000 * 2**-12
-    # Bernoulli's variance a step is at most lr * ulp; of the mean over 4096 weights, five standard deviations.
+    # Bernoulli's variance a step is at most lr * ulp; of the mean over 4096 weights, five standard
+    # deviations.
     deviation = (1000 * 2**-12 * 2**-7 / 4096) ** 0.5
     slack = 0.012 if name == "sgd-momentum" else 0.004  # What a momentum owes at the end; 8-bit levels.
     assert abs(found.mean() - expected) < 5 * deviation + slack * expected
 
 
 def test_no_two_optimizers_of_a_step_draw_the_same_bits():
-    asked = Optimizer(
+    settings = Optimizer(
         name="muon", momentum=0.95, implementation="fused", stochastic_rounding=True, in_backward=True
     )
-    step = assemble(tiny_recipe(precision="bf16", optimizer=asked), CPU)
+    step = assemble(tiny_recipe(precision="bf16", optimizer=settings), CPU)
     numbers = [optimizer._seed for optimizer in step.optimizers]
     assert len({type(optimizer) for optimizer in step.optimizers}) == 2
     assert len(set(numbers)) == len(numbers)

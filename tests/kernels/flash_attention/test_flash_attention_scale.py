@@ -1,4 +1,5 @@
-"""dQ's sums, scaled and cast, in the order in which the Gluon backward leaves them; in Triton's interpreter."""
+"""dQ's sums, scaled and cast, in the order in which the Gluon backward leaves them; in Triton's
+interpreter."""
 
 import os
 
@@ -14,8 +15,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def as_threads_hold_it(half: Tensor) -> Tensor:
-    """[64, 64] -> [4096]. Register r of a thread: row 16 warp + lane / 4 + 8 (r / 2 % 2), column 8 (r / 4) + 2 (lane % 4) + r % 2
-    (PTX manual, wgmma's accumulator D); four registers of all 128 threads follow one another."""  # fmt: skip
+    """[64, 64] -> [4096]. Register r of a thread: row 16 warp + lane / 4 + 8 (r / 2 % 2), column 8 (r / 4) +
+    2 (lane % 4) + r % 2 (PTX manual, wgmma's accumulator D); four registers of all 128 threads follow one
+    another."""  # fmt: skip
     r, thread = torch.arange(32).view(8, 1, 4), torch.arange(128).view(1, 128, 1)
     lane = thread % 32
     rows = 16 * (thread // 32) + lane // 4 + 8 * (r // 2 % 2)

@@ -1,4 +1,5 @@
-"""The second launch with equal shapes: nothing is chosen, bound or checked again, and nothing of the first is reused."""
+"""The second launch with equal shapes: nothing is chosen, bound or checked again, and nothing of the first is
+reused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -111,7 +112,7 @@ def test_known_launches_keep_no_tensor(kernel: Kernel):
 
 @pytest.fixture
 def _nothing_chosen() -> Iterator[None]:
-    """Neither what other tests asked nor, afterwards, what a stand-in answered."""
+    """Clear cached choices before and after the test."""
     caches = (choice._forward, choice._backward)
     for each in caches:
         each.cache_clear()
@@ -122,12 +123,12 @@ def _nothing_chosen() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_nothing_chosen")
 def test_an_equal_call_chooses_nothing_again(monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    monkeypatch.setattr(choice, "fits", lambda *each: asked.append(each) or True)
+    checked = []
+    monkeypatch.setattr(choice, "fits", lambda *each: checked.append(each) or True)
     machine = choice.Machine((9, 0))
     for rows in (136, 136, 144):
         x = empty(1, 2, rows, 128)
         forward = choice.forward_launch(x, x, x, 0.1, machine)
         backward = choice.backward_launch(x, x, x, x, x, 0.1, machine)
         assert (forward.how, backward.how) == (choice.FORWARD[128], choice.BACKWARD[128])
-    assert len(asked) == 4
+    assert len(checked) == 4
