@@ -17,12 +17,11 @@ from pathlib import Path
 from trainfit.catalog.attention import FILE, AttentionRate, AttentionRun, AttentionShape, Kernel
 from trainfit.catalog.load import gpus
 from trainfit.records import load, replace_text
-from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.bench import BenchResult, BenchRow, Spread
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import AttentionKernel
 from trainfit.spec.result import Record
-from trainfit.spec.samples import Spread
 from trainfit.spec.value import parse
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 

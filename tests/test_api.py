@@ -15,7 +15,7 @@ import trainfit
 from tiny_recipe import TINY_LLAMA
 from trainfit.api.recipes import SHORT, RecipeFields
 from trainfit.cli.main import main
-from trainfit.report import notebook
+from trainfit.report import results
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 
@@ -173,7 +173,7 @@ def test_a_table_holds_the_verdict_and_escapes_what_a_recipe_says(recipe_file: P
     assert estimate.breakdown.gradients or ">gradients</th>" not in html
     too_much = {"fits": False, "peak_device_bytes": estimate.device_bytes + 2**30}
     refused = estimate.model_copy(update=too_much)._repr_html_()
-    assert f"color: {notebook.BAD}" in refused
+    assert f"color: {results.BAD}" in refused
     assert "DOES NOT FIT on h200" in refused
     assert "1.00 GiB" in refused
 
@@ -204,3 +204,13 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, Any] = {}
     for block in blocks:
         exec(block, names)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch.mcro": 3}, ["batch"], {"precision": "bf17"}, {"hardware.gpu": "h20o"}]
+)
+def test_an_error_of_a_setting_names_the_argument(settings: Any) -> None:
+    with pytest.raises(trainfit.InputError) as refused:
+        trainfit.predict("gpt2", set=settings)
+    assert str(refused.value).startswith("set: ")
+    assert "--set" not in str(refused.value)

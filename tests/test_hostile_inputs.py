@@ -95,6 +95,8 @@ CANNOT_TRAIN = {
     "high_freq_factor": {"rope_scaling": ROPE | {"high_freq_factor": 0.0}},
     "original positions": {"rope_scaling": ROPE | {"original_max_position_embeddings": 0}},
     "long_factor": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "long_factor": [1.0, 0.0],
+        "short_factor": [1.0, 1.0]}},
+    "one short_factor": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0, "long_factor": [1.0, 1.0],
         "short_factor": [1.0]}},
     "beta_fast": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}},
     "theta of a layer type": {"rope_parameters": {"sliding_attention": {"rope_type": "default",

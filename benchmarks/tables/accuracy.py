@@ -15,8 +15,7 @@ from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
-from trainfit.spec.held_out import is_held_out
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.spec.units import MIB
 from trainfit.techniques.registry import techniques as all_techniques
 

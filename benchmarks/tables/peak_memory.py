@@ -1,6 +1,7 @@
 """Tables and figures of docs/results/peak-memory.md and docs/results/recompute-budget.md.
 
-Each reads a sweep's file in ``recipes/`` and ``results/NAME/records.jsonl``, which ``trainfit sweep`` writes. A row without a measurement shows its prediction alone, and is filled once it has one.
+Each reads a sweep's file in ``recipes/`` and ``results/NAME/records.jsonl``, which ``trainfit sweep`` writes.
+A row without a measurement shows its prediction alone, and is filled once it has one.
 """
 
 from __future__ import annotations
@@ -16,9 +17,8 @@ from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, markdown_grid, number_text, percent
-from trainfit.spec.explanation import Explanation
 from trainfit.spec.recipe_file import load_recipe
-from trainfit.spec.result import MemoryBreakdown
+from trainfit.spec.result import Explanation, MemoryBreakdown
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
@@ -92,12 +92,9 @@ def reduction(row: Row, control: Row) -> float | None:
 
 def perplexity_change(row: Row, control: Row) -> float | None:
     """Return the row's perplexity over the control's, minus 1."""
-    known = row.perplexity and control.perplexity and row.train
-    return (
-        row.perplexity / control.perplexity - 1
-        if known and row.train["run"]["steps"] >= FEWEST_STEPS
-        else None
-    )
+    if not row.perplexity or not control.perplexity or row.train is None:
+        return None
+    return row.perplexity / control.perplexity - 1 if row.train["run"]["steps"] >= FEWEST_STEPS else None
 
 
 def changes(recipe: dict[str, Any], control: dict[str, Any]) -> str:

@@ -1,11 +1,12 @@
-"""Records: evidence appended to an SQLite file by any number of processes, read back, and carried as JSON Lines.
+"""Records: evidence in an SQLite file that any number of processes append to, and as JSON Lines.
 
-Enters: Records (spec/result.py). Leaves: the same, in the order they were appended. A record that ``append`` returned
-from is on the disk, also when other writers are killed half-way: rollback journal, BEGIN IMMEDIATE, a long busy
-timeout (a write-ahead log with read-then-write transactions fails here), full synchronisation.
+Records keep the order in which they were appended. A record that ``append`` returned
+from is on the disk, also when other writers are killed half-way: rollback journal, BEGIN IMMEDIATE, a long
+busy timeout (a write-ahead log with read-then-write transactions fails here), full synchronisation.
 
-The payload is the whole record as a line with its digest (spec/record_line.py), checked whenever it is read; the other
-columns are copies of what one searches by, which must agree with it. Nothing is appended to a damaged file.
+The payload is the whole record as a line with its digest (spec/record_line.py), checked whenever it is read;
+the other columns are copies of what one searches by, which must agree with it. Nothing is appended to a
+damaged file.
 """
 
 import errno
@@ -19,10 +20,10 @@ from typing import Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import write_text
 from trainfit.spec.recipe import ModelSpec
 from trainfit.spec.record_line import REPAIR, from_line, lines_of, to_line
 from trainfit.spec.result import Record
-from trainfit.spec.storage import write_text
 
 APPLICATION_ID = 0x74726669
 """Marks the file as ours (``trfi`` in ASCII), in the place SQLite's header has for that."""
@@ -188,7 +189,7 @@ def read_jsonl(path: str | Path) -> list[Record]:
 
 
 def recover(path: str | Path, out_jsonl: str | Path) -> tuple[int, list[str]]:
-    """Write the whole records of a damaged file (either kind) to a new JSON Lines file; ``path`` stays as it is.
+    """Write the intact records of a damaged file to a new JSON Lines file; ``path`` stays as it is.
 
     Returns:
         How many were written, and a line for each that is damaged.
@@ -219,7 +220,7 @@ def import_jsonl(path: str | Path, jsonl: str | Path) -> int:
 
 
 def load(path: str | Path) -> list[Record]:
-    """Records of an SQLite file or of a JSON Lines file, told apart by the file's first bytes."""
+    """Return the records of an SQLite file or a JSON Lines file, recognised by its first bytes."""
     return read(path) if is_sqlite(Path(path)) else read_jsonl(path)
 
 
@@ -265,7 +266,7 @@ def _check_whole(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _rows_to_recover(path: Path) -> Iterator[Callable[[], Record]]:
-    """For each row that can still be found, what reads it. SQLite is asked row by row, forwards and then backwards."""
+    """Yield a reader for each row that can still be found."""
     if not is_sqlite(path):
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             if line.strip():

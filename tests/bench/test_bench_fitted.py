@@ -5,8 +5,7 @@ import pytest
 from trainfit.cli.bench import show
 from trainfit.cli.fitted import broken, fitted, width_of
 from trainfit.report.bench_table import Grid, grids
-from trainfit.spec.bench import BenchResult, BenchRow, Cell
-from trainfit.spec.samples import Environment, Spread
+from trainfit.spec.bench import BenchResult, BenchRow, Cell, Environment, Spread
 
 KERNEL = "vectorized_elementwise_kernel CUDAFunctor_add_of_a_template_60"
 

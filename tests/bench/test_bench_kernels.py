@@ -30,9 +30,8 @@ from trainfit.bench.harness.runner import RULES, run
 from trainfit.bench.harness.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.harness.timing import Timing
 from trainfit.models.native import attention, decoder
-from trainfit.spec.bench import BenchResult
+from trainfit.spec.bench import BenchResult, Environment
 from trainfit.spec.errors import InputError
-from trainfit.spec.samples import Environment
 from trainfit.step import Step, assemble
 
 LAYERS = 4

@@ -11,7 +11,7 @@ from trainfit.bench.harness.stopwatch import Stopwatch
 from trainfit.bench.harness.timing import Rule
 from trainfit.bench.workloads import sustained
 from trainfit.bench.workloads.sustained import PRODUCTS, Span, back_to_back, rounded
-from trainfit.spec.samples import Environment
+from trainfit.spec.bench import Environment
 
 CPU = torch.device("cpu")
 RULE = Rule(min_samples=10, spread=0.5)

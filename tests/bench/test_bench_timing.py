@@ -21,9 +21,8 @@ from trainfit.bench.harness.timing import (
     take,
 )
 from trainfit.catalog.load import gpu
-from trainfit.spec.bench import BenchRow
+from trainfit.spec.bench import BenchRow, Environment, Spread
 from trainfit.spec.errors import InputError
-from trainfit.spec.samples import Environment, Spread
 
 
 class ScriptedStopwatch(Stopwatch):

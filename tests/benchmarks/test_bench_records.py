@@ -3,10 +3,9 @@
 from typing import Any
 
 from benchmarks.bench_records import merged
-from trainfit.spec.bench import BenchResult, BenchRow, Cell
+from trainfit.spec.bench import BenchResult, BenchRow, Cell, Environment, Spread
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.result import Record
-from trainfit.spec.samples import Environment, Spread
 
 
 def record(experiment: str, rows: list[BenchRow], day: int, torch: str = "2.11.0") -> Record:

@@ -26,12 +26,11 @@ from trainfit.measurement.nvml import Nvml
 from trainfit.planning.attention import COMPARED_WITH, choose
 from trainfit.prediction.estimate import predict
 from trainfit.records import append
-from trainfit.spec.bench import BenchResult, BenchRow
+from trainfit.spec.bench import BenchResult, BenchRow, Environment, Spread
 from trainfit.spec.errors import InputError
 from trainfit.spec.provenance import new_bench_record
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
-from trainfit.spec.samples import Environment, Spread
 from trainfit.spec.value import parse
 from trainfit.sweeps import trial
 from trainfit.sweeps.parts import PartRequest

@@ -16,7 +16,7 @@ TRANSFORMERS_ROWS = [name for name, row in ROWS.items() if row.config["model_typ
 
 @functools.cache
 def meta_parameters(name: str) -> int:
-    """Parameters of the model that transformers builds from the config, tied ones once; nothing is allocated."""
+    """Count the parameters of transformers' model of the config, tied ones once; nothing is allocated."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,7 +27,7 @@ def meta_parameters(name: str) -> int:
 
 
 def rounds_to(params: int, published: str) -> bool:
-    """Whether a count, rounded as its source rounds it, is the published one; with every digit: whether it is equal."""
+    """Whether a count, rounded as its source rounds it, equals the published one."""
     value, half_unit = load.published_interval(published)
     return abs(params - value) <= half_unit
 
@@ -54,7 +54,7 @@ def test_a_config_without_a_published_count_builds(name: str) -> None:
 
 
 def llama_parameters(d: int, ff: int, layers: int, vocab: int) -> int:
-    """Closed form: untied embeddings, four d x d projections, three d x ff, two norms a layer and one at the end."""
+    """Closed form: untied embeddings, four d x d projections, three d x ff, two norms a layer, one final norm."""
     return 2 * vocab * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d
 
 

@@ -12,7 +12,7 @@ from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, time_ratios, v
 from benchmarks.tables.errors import exact, share, worst
 from benchmarks.tables.joined import errors
 from page_claims import ROOT, figures, sentences
-from trainfit.spec.held_out import is_held_out
+from trainfit.spec.recipe import is_held_out
 from trainfit.spec.result import Record
 
 PAGE = "docs/results/accuracy.md"

@@ -1,7 +1,6 @@
 """Rows and results of benchmarks as tests make them."""
 
-from trainfit.spec.bench import BenchResult, BenchRow
-from trainfit.spec.samples import Environment
+from trainfit.spec.bench import BenchResult, BenchRow, Environment
 
 WHERE = Environment(device="a CPU", device_bytes=1, torch="2", python="3", platform="x")
 

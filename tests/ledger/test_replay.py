@@ -1,4 +1,5 @@
-"""The replay of a ledger: what is reserved once building is over, worked out by hand from the allocator's rules."""
+"""The replay of a ledger: what is reserved once building is over, worked out by hand from the allocator's
+rules."""
 
 import pytest
 
@@ -23,7 +24,8 @@ def built_with_scratch() -> Ledger:
 def test_scratch_of_building_serves_the_steps_unless_given_back() -> None:
     kept = replay(built_with_scratch(), CachingAllocator())
     empty_cache_after_init = replay(built_with_scratch(), CachingAllocator(), empty_cache_after_init=True)
-    # Kept: 24 MiB come out of the free 64. Given back: a segment of their own, and only 40 + 24 are ever reserved.
+    # Kept: 24 MiB come out of the free 64. Given back: a segment of their own, and only 40 + 24 are ever
+    # reserved.
     assert kept.peak_reserved_bytes == kept.init_reserved_bytes == 104 * MIB
     assert empty_cache_after_init.peak_reserved_bytes == 64 * MIB
     assert empty_cache_after_init.init_reserved_bytes == 104 * MIB
@@ -55,9 +57,10 @@ INIT, FIRST, STEADY = Segment("init", "init"), Segment("first", "forward"), Segm
 
 
 def test_where_memory_is_short_a_later_step_may_find_no_room() -> None:
-    """At most 320 + 48 + 16 + 58 = 442 MiB of 454 are in use, 320 of them in a segment too large for the context's room. Each step gives the cache back once, and leaves the rest cut
-    up differently: the third finds no room. Measured so on an H200: four of ten recipes that ran out of memory within
-    3 % of the card did so in the third step or later."""
+    """At most 320 + 48 + 16 + 58 = 442 MiB of 454 are in use, 320 of them in a segment too large for the
+    context's room. Each step gives the cache back once, and leaves the rest cut up differently: the third
+    finds no room. Measured so on an H200: four of ten recipes that ran out of memory within 3 % of the card
+    did so in the third step or later."""
     sizes = {"kept": 320, "a": 42, "b": 16, "c": 48, "d": 58}
     order = [
         (ALLOCATE, "a"),

@@ -1,4 +1,6 @@
-"""Reading data: the same batches with any number of workers, workers that end, and no byte more on the device."""
+"""Reading data: the same batches with any number of workers, workers that end, and no byte more on the
+device.
+"""
 
 import multiprocessing
 import os

@@ -40,7 +40,8 @@ def test_follows_what_autograd_saves():
         live.category = "activations"
         x = torch.randn(128, 256)  # 131,072 B
         loss = (x @ weight).relu().square().sum()
-        # Kept: weight, x, relu's result (saved by relu and by square), the scalar. The product itself is dead.
+        # Kept: weight, x, relu's result (saved by relu and by square), the scalar. The product itself is
+        # dead.
         assert live.live_bytes == 262_144 + 131_072 + 131_072 + 512
         live.category = "temporary"
         loss.backward()
@@ -77,7 +78,10 @@ def test_assign_moves_between_categories_without_changing_the_sum():
 
 @pytest.mark.parametrize("depth", [2, 6])
 def test_peak_equals_the_cpu_allocators_own_tally(depth: int):
-    """torch.profiler reports every allocation of the CPU allocator; an MLP's training step agrees within 1 %."""
+    """torch.profiler reports every allocation of the CPU allocator.
+
+    An MLP's training step agrees within 1 %.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(256, 256), nn.GELU())])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)

@@ -28,7 +28,8 @@ from trainfit.spec.value import parse
 from trainfit.step import assemble
 
 TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128,
+    "intermediate_size": 256,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
     "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -162,7 +163,10 @@ def request() -> TrialRequest:
 
 
 def test_time_limit_ends_grandchildren_too(tmp_path: Path):
-    script = "import subprocess; p = subprocess.Popen(['sleep', '300']); open('pid', 'w').write(str(p.pid)); p.wait()"
+    script = (
+        "import subprocess; p = subprocess.Popen(['sleep', '300']); "
+        "open('pid', 'w').write(str(p.pid)); p.wait()"
+    )
     begin = time.monotonic()
     result = process.run_in(
         tmp_path,
@@ -194,7 +198,10 @@ def test_crash_keeps_the_last_lines(tmp_path: Path):
 
 
 def test_a_copys_collections_pass_over_what_its_maker_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    program = "import gc\ndef main(folder):\n    return (folder / 'count').write_text(str(gc.get_freeze_count())) * 0\n"
+    program = (
+        "import gc\ndef main(folder):\n"
+        "    return (folder / 'count').write_text(str(gc.get_freeze_count())) * 0\n"
+    )
     (tmp_path / "counts_frozen.py").write_text(program)
     monkeypatch.syspath_prepend(tmp_path)
     ending = process.run_to_end(tmp_path, lambda folder: process.forked(folder, "counts_frozen"), 60.0)

@@ -56,7 +56,8 @@ def test_another_size_takes_the_nearest_and_says_so() -> None:
     assert compute_share(asked) == compute_share(op_of(measured, backward=False))
     ledger = Ledger(segments=[Segment("steady", "forward")], ops=[asked, asked])
     assert assumptions(ledger, H200) == (
-        "attention's time, cudnn kernel, bfloat16, heads of 80 at 7000: as measured on h200 with heads of 64 at 8192, the nearest measured",
+        "attention's time, cudnn kernel, bfloat16, heads of 80 at 7000: as measured on h200 with heads of "
+        "64 at 8192, the nearest measured",
     )
     (elsewhere,) = assumptions(ledger, A100)
     assert elsewhere.endswith("the nearest measured, at the same share of the peak")
@@ -114,7 +115,8 @@ def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_
     masked = op_of(made_up[0], backward=False, masked=True)
     assert compute_share(masked) == MASKED
     assert said_of(masked) == (
-        "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, where ten measured steps with cuDNN need 20% to 33%"
+        "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, "
+        "where ten measured steps with cuDNN need 20% to 33%"
     )
     wide = op_of(made_up[1], backward=False)
     assert compute_share(wide._replace(masked=True)) == compute_share(wide)
@@ -140,18 +142,23 @@ def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: li
         "heads of 256 at 2048, with a mask: as measured on h200 with heads of 256 at 2048"
     )
     assert said_of(op_of(with_one, backward=False, head=200)).endswith(
-        "heads of 200 at 2048, with a mask: as measured on h200 with heads of 256 at 2048, the nearest measured"
+        "heads of 200 at 2048, with a mask: as measured on h200 with heads of 256 at 2048, the nearest "
+        "measured"
     )
 
 
 @pytest.mark.parametrize(
     ("model", "layers", "window", "attention", "kernel", "masked"),
-    [("gemma-3-1b", 6, 512, "sdpa", "cudnn", {True, False}), ("phi-3-mini-4k", 2, 2047, "efficient", "efficient", {True})],
+    [("gemma-3-1b", 6, 512, "sdpa", "cudnn", {True, False}), ("phi-3-mini-4k", 2, 2047, "efficient",
+    "efficient", {True})],
 )  # fmt: skip
 def test_layers_with_a_window_are_masked(
     model: str, layers: int, window: int, attention: str, kernel: str, masked: set[bool]
 ) -> None:
-    """Of Gemma 3 all layers but each sixth. The others, and all where the window is no shorter, leave it to is_causal."""
+    """Of Gemma 3 all layers but each sixth.
+
+    The others, and all where the window is no shorter, leave it to is_causal.
+    """
     for seq, expected in ((window + 65, masked), (window - 63, {False})):
         asked = recipe_of(with_layers(model, layers), attention=attention, batch=Batch(micro=1, seq=seq))
         ops = [op for op in ledger_of(asked).ops if op.kernel]
@@ -194,11 +201,15 @@ def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
 def test_two_passes_execute_seven_products(
     gpu_name: str, precision: Any, deterministic: bool, products: int
 ) -> None:
-    """The device makes scores and their gradient in both passes; the mathematics needs four products wherever it runs."""
+    """The device makes scores and their gradient in both passes.
+
+    The mathematics needs four products wherever it runs.
+    """
     asked = heads_of_128("triton", precision=precision, hardware={"gpu": gpu_name})
     ledger = ledger_of(asked, deterministic=deterministic)
     forward, backward = (
-        next(op for op in ledger.ops if op.kernel and ("backward" in op.name) is which) for which in (False, True)
+        next(op for op in ledger.ops if op.kernel and ("backward" in op.name) is which) for which in (False,
+        True)
     )  # fmt: skip
     assert backward.kernel == ("gluon" if products == 5 else "plain")
     assert backward.causal_flops / forward.causal_flops == products / 2

@@ -1,10 +1,13 @@
-"""The published calculators give the numbers that their sources print; compare sets them beside an Estimate."""
+"""The published calculators give the numbers that their sources print.
+
+Compare sets them beside an Estimate.
+"""
 
 import pytest
 
+from benchmarks.calculators import main, presets_section, put_between_marks, section
 from trainfit.catalog import load
 from trainfit.prediction.calculators import compare, rules, ultrascale
-from trainfit.prediction.calculators.__main__ import main, presets_section, put_between_marks, section
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from
@@ -60,7 +63,9 @@ def test_recomputation_keeps_less() -> None:
 
 @pytest.mark.parametrize(("zero", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
 def test_zero_stages_divide_the_states(zero: int, shares: tuple[int, int, int]) -> None:
-    """ZeRO: the optimizer first, then gradients, then parameters (https://arxiv.org/abs/1910.02054, figure 1)."""
+    """ZeRO: the optimizer first, then gradients, then parameters (https://arxiv.org/abs/1910.02054, figure
+    1).
+    """
     spec = WIDGET.model_copy(update={"mixed": True, "k": 8, "d": 8, "zero": zero})
     count = ultrascale.parameters(spec)
     expected = tuple(size * count / share for size, share in zip((2, 2, 12), shares, strict=True))
@@ -68,7 +73,10 @@ def test_zero_stages_divide_the_states(zero: int, shares: tuple[int, int, int]) 
 
 
 def test_tensor_and_sequence_parallel_follow_table_2() -> None:
-    """Per layer: s b h (10 + 24/t + 5 a s/(h t)) with t ranks; with sequence parallelism s b h 34/t and the scores."""
+    """Per layer: s b h (10 + 24/t + 5 a s/(h t)) with t ranks.
+
+    With sequence parallelism s b h 34/t and the scores.
+    """
     a, b, h, s, t = 16, 2, 1024, 256, 4
 
     base = {"a": a, "b": b, "h": h, "h_ff": 4 * h, "s": s, "v": 1000, "t": t, "ff_activation": "gelu"}
@@ -88,7 +96,8 @@ def test_rules_of_thumb() -> None:
     assert rules.six_n(rules.TokensSpec(params=174_600_000_000, tokens=300 * 10**9)) == pytest.approx(
         3.14e23, rel=0.01
     )
-    # GPT-3 a layer, 96 heads, 12288, 2048 tokens: the scores are 80 of 114 (https://arxiv.org/abs/2205.05198, 4.1).
+    # GPT-3 a layer, 96 heads, 12288, 2048 tokens: the scores are 80 of 114 (https://arxiv.org/abs/2205.05198,
+    # 4.1).
     spec = rules.LayersSpec(a=96, b=1, s=2048, h=12288, layers=1)
     assert rules.korthikanti_activations(spec) / (2048 * 12288) == 34 + 80
     selective = spec.model_copy(update={"recomputation": "selective"})
@@ -110,9 +119,11 @@ def estimate(of: Recipe, *, phase: str = "steady.backward", params: int = 8_030_
     )
     return Estimate(
         recipe_id=of.id, phases=Phases(after_init=15 * GIB, first=peaks, steady=peaks), breakdown=breakdown,
-        peak_phase=phase, peak_allocated_bytes=90 * GIB, peak_reserved_bytes=91 * GIB, peak_device_bytes=92 * GIB,
+        peak_phase=phase, peak_allocated_bytes=90 * GIB, peak_reserved_bytes=91 * GIB,
+        peak_device_bytes=92 * GIB,
         device_bytes=140 * GIB, fits=True, params=params, trainable_params=params, model_flops=2.152e14,
-        hardware_flops=2.152e14, flops_convention="test", step_s=None, time=None, tokens_per_s=None, mfu=None, hfu=None,
+        hardware_flops=2.152e14, flops_convention="test", step_s=None, time=None, tokens_per_s=None, mfu=None,
+        hfu=None,
         cost=None,
     )  # fmt: skip
 

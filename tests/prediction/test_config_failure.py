@@ -1,4 +1,7 @@
-"""A config.json that transformers takes and cannot run is the config's fault; what only fails with us is ours."""
+"""A config.json that transformers takes and cannot run is the config's fault.
+
+What only fails with us is ours.
+"""
 
 import json
 from pathlib import Path

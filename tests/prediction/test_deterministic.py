@@ -1,4 +1,7 @@
-"""What ``train`` asks for by default, kernels that repeat bit by bit, can be predicted: told by the argument alone."""
+"""What ``train`` asks for by default, kernels that repeat bit by bit, can be predicted.
+
+Told by the argument alone.
+"""
 
 import os
 import subprocess
@@ -26,7 +29,8 @@ from trainfit.virtual.cuda.scratch.libraries import cublas_workspace_bytes
 from virtual_runs import recipe_of
 
 LLAMA = TINY_LLAMA | {
-    "hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+    "hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
 }  # fmt: skip
 
 
@@ -104,7 +108,8 @@ def test_the_workspace_that_it_needs() -> None:
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(
-        f"model: {{config: {LLAMA!r}, implementation: native}}\nbatch: {{micro: 1, seq: 64}}\nattention: triton\n"
+        f"model: {{config: {LLAMA!r}, implementation: native}}\n"
+        "batch: {micro: 1, seq: 64}\nattention: triton\n"
     )
     for more in ([], ["--deterministic"]):
         assert main(["predict", str(file), "--json", *more]) == 0
@@ -112,7 +117,10 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
-    """Two passes execute 7 products in attention's backward, Gluon's kernel 5; the mathematics is the same."""
+    """Two passes execute 7 products in attention's backward, Gluon's kernel 5.
+
+    The mathematics is the same.
+    """
     asked = recipe("triton", hardware={"gpu": "h200"})
     plain, repeatable = (counted_flops(asked, deterministic=chosen) for chosen in (False, True))
     assert repeatable.hardware_flops > plain.hardware_flops
@@ -121,9 +129,13 @@ def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
 
 
 def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
-    """What tracing imports: else a ledger of other code would be found. Data of the spec is in the recipe's content."""
+    """What tracing imports: else a ledger of other code would be found.
+
+    Data of the spec is in the recipe's content.
+    """
     program = (
-        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.trace import trace; trace(tiny_recipe());"
+        "import sys; from tiny_recipe import tiny_recipe; from trainfit.prediction.trace import trace; "
+        "trace(tiny_recipe());"
         "print({name.split('.')[1] for name in sys.modules if name.startswith('trainfit.')})"
     )
     done = subprocess.run(
@@ -143,7 +155,8 @@ def test_a_sweep_counts_the_flops_of_the_kernels_it_trains_with(deterministic: b
     asked = recipe("triton", hardware={"gpu": "h200"})
     estimate = predict(asked)
     request = PartRequest(
-        part="train", variant="a", recipe=asked, device="cpu", timeout_s=1, train=TrainPart(deterministic=deterministic),
+        part="train", variant="a", recipe=asked, device="cpu", timeout_s=1,
+        train=TrainPart(deterministic=deterministic),
         model_flops=estimate.model_flops, hardware_flops=estimate.hardware_flops,
     )  # fmt: skip
     counted = trial._counted(request)

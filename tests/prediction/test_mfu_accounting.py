@@ -49,7 +49,7 @@ def test_full_recomputation_reads_45_percent_mfu_as_60_percent_hfu() -> None:
 
 
 def test_1_46_million_gpu_hours_at_2_dollars() -> None:
-    """Llama 3.1 8B: 1.46M H100 hours (https://huggingface.co/meta-llama/Llama-3.1-8B, training energy use)."""
+    """Llama 3.1 8B: 1.46M H100 hours (https://huggingface.co/meta-llama/Llama-3.1-8B, energy use)."""
     assert fa.dollars(1.46e6, 2.0) == pytest.approx(2.92e6)
     assert fa.gpu_hours(num_gpus=16_000, seconds=1.46e6 / 16_000 * 3600) == pytest.approx(1.46e6)
 
@@ -61,7 +61,10 @@ def test_6n_times_tokens_of_a_published_run() -> None:
 
 
 def test_palm_appendix_b() -> None:
-    """PaLM 540B: 118 layers, 48 heads of 256, 2048 tokens: 6N + 12 L H Q T; 46.2 % MFU at 238.3K tokens/s on 6144 TPU v4."""
+    """PaLM 540B: 118 layers, 48 heads of 256, 2048 tokens: 6N + 12 L H Q T.
+
+    46.2 % MFU at 238.3K tokens/s on 6144 TPU v4.
+    """
     palm = {
         "model_type": "llama", "hidden_size": 18432, "intermediate_size": 73728, "num_hidden_layers": 118,
         "num_attention_heads": 48, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256_000,
@@ -168,7 +171,8 @@ def test_a_time_count_or_peak_that_is_not_positive_is_refused(wrong: dict) -> No
         fa.utilization(1e12, 1e12, **given)
 
 
-# -- the closed form of products and the count --------------------------------------------------------------------
+# -- the closed form of products and the count
+# --------------------------------------------------------------------
 
 
 def families() -> list[str]:

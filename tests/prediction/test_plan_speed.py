@@ -1,4 +1,7 @@
-"""What a plan for a memory budget takes, imports left out: the goal is 80 layers in two seconds, undisturbed."""
+"""What a plan for a memory budget takes, imports left out.
+
+The goal is 80 layers in two seconds, undisturbed.
+"""
 
 import time
 from pathlib import Path
@@ -14,9 +17,14 @@ from trainfit.spec.recompute import BudgetGib, Layers
 from virtual_runs import recipe_of
 
 MOST_CALLS = 9_000_000
-"""It makes 7.0 (native) and 7.7 (hf) million (torch 2.13), which take 1.9 and 2.1 s of an undisturbed processor."""
+"""It makes 7.0 (native) and 7.7 (hf) million (torch 2.13), which take 1.9 and 2.1 s of an undisturbed
+processor.
+"""
 MOST_S = 60.0
-"""With each call watched: 13 s on a machine where it took 5 unwatched. Only what calls do not show would take so long."""
+"""With each call watched: 13 s on a machine where it took 5 unwatched.
+
+Only what calls do not show would take so long.
+"""
 
 
 @pytest.mark.slow

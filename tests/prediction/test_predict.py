@@ -29,7 +29,8 @@ from trainfit.spec.value import parse
 from virtual_runs import recipe_of, steady, with_layers
 
 CASES: list[dict[str, Any]] = [
-    {}, {"precision": "fp32"}, {"precision": "amp-fp16"}, {"recompute": "full"}, {"adapter": Adapter(kind="lora")},
+    {}, {"precision": "fp32"}, {"precision": "amp-fp16"}, {"recompute": "full"},
+    {"adapter": Adapter(kind="lora")},
     {"optimizer": Optimizer(implementation="foreach")}, {"optimizer": Optimizer(in_backward=True)},
     {"batch": Batch(micro=2, seq=64, accumulate=2)}, {"hardware": Hardware(gpu="cpu")},
 ]  # fmt: skip
@@ -52,7 +53,9 @@ def test_parts_agree_with_the_whole(fields: dict[str, Any]) -> None:
 
 
 def test_categories_of_a_plain_bf16_step() -> None:
-    """2 bytes a parameter of weights, 2 of gradients, 4 of AdamW's moments (its counters 4 bytes in blocks of 512)."""
+    """2 bytes a parameter of weights, 2 of gradients, 4 of AdamW's moments (its counters 4 bytes in blocks of
+    512).
+    """
     config = with_layers("llama-3.2-1b", None) | {"tie_word_embeddings": False}
     found = predict(recipe_of(config, batch=Batch(micro=1, seq=8)))
     parts, params = found.breakdown, found.params
@@ -117,8 +120,8 @@ def with_usable(name: str, usable_bytes: int) -> Any:
 
 
 def test_the_verdict_near_the_cards_size() -> None:
-    """Enough for what is reserved: fits. Less: the allocator gives its cache back and may still fit, down to what is
-    allocated; below that nothing helps."""
+    """Enough for what is reserved: fits. Less: the allocator gives its cache back and may still fit, down to
+    what is allocated; below that nothing helps."""
     recipe = recipe_of(with_layers("llama-3.2-1b", 6), batch=Batch(micro=4, seq=256), recompute="full")
     ledger = ledger_of(recipe)
     free = replay(ledger, CachingAllocator(), empty_cache_after_init=True)

@@ -31,11 +31,14 @@ def content(ledger: Ledger) -> Any:
 
 
 OTHER: list[dict[str, Any]] = [
-    {"batch": Batch(micro=3, seq=16)}, {"batch": Batch(micro=2, seq=17)}, {"batch": Batch(micro=2, seq=16, accumulate=2)},
-    {"precision": "bf16"}, {"precision": "amp-bf16"}, {"attention": "math"}, {"recompute": "full"}, {"compile": "block"},
+    {"batch": Batch(micro=3, seq=16)}, {"batch": Batch(micro=2, seq=17)}, {"batch": Batch(micro=2, seq=16,
+    accumulate=2)},
+    {"precision": "bf16"}, {"precision": "amp-bf16"}, {"attention": "math"}, {"recompute": "full"},
+    {"compile": "block"},
     {"optimizer": Optimizer(implementation="foreach")}, {"optimizer": Optimizer(name="sgd")},
     {"optimizer": Optimizer(in_backward=True)}, {"adapter": Adapter(kind="lora")},
-    {"adapter": Adapter(kind="lora", rank=8)}, {"hardware": Hardware(gpu="a100-sxm4-80gb")}, {"hardware": Hardware(gpu="cpu")},
+    {"adapter": Adapter(kind="lora", rank=8)}, {"hardware": Hardware(gpu="a100-sxm4-80gb")},
+    {"hardware": Hardware(gpu="cpu")},
     {"hardware": Hardware(count=2), "parallel": Parallel(replicate=2)}, {"loss": "chunked"},
     {"model": ModelSpec(config="gpt2")}, {"model": ModelSpec(config="gpt2", implementation="native")},
 ]  # fmt: skip
@@ -102,7 +105,8 @@ def damages(whole: bytes) -> list[bytes]:
         at = chance.randrange(len(whole))
         flipped.append(whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(8)]) + whole[at + 1 :])
     remade = [
-        {**data, "format": 1}, {key: value for key, value in data.items() if key != "ops"}, {**data, "ops": 3},
+        {**data, "format": 1}, {key: value for key, value in data.items() if key != "ops"}, {**data,
+        "ops": 3},
         {**data, "extra": 1}, {**data, "names": []}, {**data, "events": [[1]]}, [], "text", 3, None,
     ]  # fmt: skip
     packed = [gzip.compress(json.dumps(other).encode()) for other in remade]

@@ -1,4 +1,7 @@
-"""What ``predict`` prints: the answer first, no empty lines of a table, warnings, progress on a terminal; and ``--check``."""
+"""What ``predict`` prints: the answer first, no empty lines of a table, warnings, progress on a terminal.
+
+And ``--check``.
+"""
 
 import json
 import os
@@ -23,7 +26,8 @@ from trainfit.spec.result import Estimate
 
 Captured = pytest.CaptureFixture[str]
 LLAMA = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3,
+    "num_attention_heads": 8,
     "vocab_size": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -120,14 +124,16 @@ def test_an_emulated_dtype_is_warned_of() -> None:
     [
         ({}, "weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter"),
         ({"precision": "fp32"}, "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B"),
-        ({"precision": "amp-bf16"}, "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B a parameter; products in bf16"),
+        ({"precision": "amp-bf16"},
+        "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B a parameter; products in bf16"),
         ({"optimizer": "adamw8bit"}, "8-bit AdamW moments 1 + 1 B"),
         ({"optimizer": "adamw4bit"}, "4-bit AdamW moments 0.5 + 0.5 B"),
         ({"optimizer": "adafactor"}, "Adafactor rows and columns of the second moment"),
         ({"optimizer": {"name": "adafactor", "momentum": 0.9}}, "Adafactor momentum 4 B and rows"),
         ({"optimizer": "sgd"}, "SGD without moments, 0 B"),
         ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "SGD momentum 2 B"),
-        ({"adapter": "lora"}, "frozen base 2 B a parameter, adapter 4 B, AdamW moments 4 + 4 B a trained parameter"),
+        ({"adapter": "lora"},
+        "frozen base 2 B a parameter, adapter 4 B, AdamW moments 4 + 4 B a trained parameter"),
         ({"adapter": {"kind": "lora", "dtype": "base"}}, "adapter 2 B, AdamW moments 2 + 2 B a trained"),
         ({"adapter": "lora", "quantize": "nf4"}, "frozen base 0.5 B in nf4 a parameter"),
     ],
@@ -136,7 +142,8 @@ def test_what_the_precision_means_is_what_the_step_holds(fields: dict[str, objec
     recipe = tiny(**fields)
     assert words in meaning(recipe)
     held, found = storage(recipe), predict(recipe)
-    # The traced step's own bytes: state of small tensors, scales and step counts are within a tenth of a byte.
+    # The traced step's own bytes: state of small tensors, scales and step counts are within a tenth of a
+    # byte.
     assert found.breakdown.optimizer / found.trainable_params == pytest.approx(held.moment, abs=0.1)
     if recipe.quantize is None:
         frozen = (found.params - found.trainable_params) * (held.frozen or 0.0)

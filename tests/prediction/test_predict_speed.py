@@ -1,4 +1,4 @@
-"""What the whole command takes, interpreter start included, in function calls, memory and (loosely) seconds."""
+"""Function calls, memory and (loosely) seconds of the whole command, interpreter start included."""
 
 import json
 import os
@@ -17,7 +17,10 @@ RECIPE = (
     "model: {config: llama-3.1-8b}\nbatch: {micro: 1, seq: 4096}\nprecision: bf16\nhardware: {gpu: h200}\n"
 )
 COLD_S, WARM_S = 25.0, 2.0
-"""Of processor time. Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5 (docs/guide/predict.md)."""
+"""Of processor time.
+
+Undisturbed a cold prediction takes 5.3 to 5.9 s and a later one 0.3 to 0.5 (docs/guide/predict.md).
+"""
 WAITED_S = 20.0
 """On the clock beyond the processor time: other tests run beside this one, but no network is waited for."""
 
@@ -33,10 +36,11 @@ SIZES = {
     "llama-3.1-70b": Size(70_553_706_496, 11_500_000, 1_500_000),
     "llama-3.1-405b": Size(405_853_388_800, 13_000_000, 2_000_000),
 }
-"""Most calls, a fifth above what they are (8.5, 9.7 and 11.0 million cold; 0.8, 1.3 and 1.7 warm; torch 2.13)."""
+"""Most calls, a fifth above the count: 8.5, 9.7 and 11.0 million cold; 0.8, 1.3 and 1.7 warm (torch 2.13)."""
 
 PROGRAM = "from trainfit.cli.main import main; main()"
-# A child starts as a copy of its maker, whose memory then counts as its own: so a small process makes and watches it.
+# A child starts as a copy of its maker, whose memory then counts as its own: so a small process makes and
+# watches it.
 WATCH = """
 import json, os, subprocess, sys, time
 start = time.monotonic()
@@ -44,7 +48,8 @@ with open(sys.argv[1], "wb") as out:
     process = subprocess.Popen(sys.argv[2:], stdout=out)
     _, status, used = os.wait4(process.pid, 0)
 process.returncode = os.waitstatus_to_exitcode(status)
-print(json.dumps([process.returncode, time.monotonic() - start, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024]))
+print(json.dumps([process.returncode, time.monotonic() - start, used.ru_utime + used.ru_stime, used.ru_maxrss
+* 1024]))
 """
 
 

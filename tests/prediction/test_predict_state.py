@@ -1,4 +1,7 @@
-"""A prediction leaves the process as it found it; predictions in several threads are those made one after the other."""
+"""A prediction leaves the process as it found it.
+
+Predictions in several threads are those made one after the other.
+"""
 
 import os
 import random
@@ -28,7 +31,8 @@ GPT2: dict[str, Any] = {
 }  # fmt: skip
 """With dropout."""
 OPT: dict[str, Any] = {
-    "model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
+    "model_type": "opt", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 128,
     "max_position_embeddings": 64, "word_embed_proj_dim": 32, "layerdrop": 0.5,
 }  # fmt: skip
 """Draws a random number on the host for each layer of each step."""
@@ -61,7 +65,10 @@ COMPILED = {
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Settings that differ from every default, which must be the same afterwards. pytest has its own ones between phases."""
+    """Settings that differ from every default, which must be the same afterwards.
+
+    Pytest has its own ones between phases.
+    """
     _import_what_traces_import()
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -81,7 +88,10 @@ def unchanged() -> Iterator[None]:
 
 
 def _import_what_traces_import() -> None:
-    """What is imported or registered once in a process is no change of a prediction's: docs/reference/api.md lists it."""
+    """What is imported or registered once in a process is no change of a prediction's.
+
+    Docs/reference/api.md lists it.
+    """
     import accelerate  # noqa: F401
     import peft  # noqa: F401
 
@@ -197,7 +207,10 @@ def test_trace_and_predict_take_turns() -> None:
 
 
 def train_small(num_steps: int, keep_on: Any = lambda: False) -> list[float]:
-    """Losses of a small model with what a virtual GPU replaces: attention, dropout, softmax, norms, autocast, checkpointing."""
+    """Losses of a small model with what a virtual GPU replaces.
+
+    Attention, dropout, softmax, norms, autocast, checkpointing.
+    """
     from torch.utils.checkpoint import checkpoint
 
     torch.manual_seed(7)
@@ -223,7 +236,9 @@ def train_small(num_steps: int, keep_on: Any = lambda: False) -> list[float]:
 
 
 def test_a_training_thread_is_not_disturbed() -> None:
-    """A thread that trains while another one predicts and traces has the losses, to the bit, that it has alone."""
+    """A thread that trains while another one predicts and traces has the losses, to the bit, that it has
+    alone.
+    """
 
     def train() -> None:
         torch.manual_seed(3)

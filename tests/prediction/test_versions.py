@@ -1,4 +1,7 @@
-"""Estimates carry the versions they hold for; model families whose step differs between supported versions are known."""
+"""Estimates carry the versions they hold for.
+
+Model families whose step differs between supported versions are known.
+"""
 
 import json
 from importlib.metadata import version
@@ -82,7 +85,10 @@ def test_predictions_of_several_versions_name_them_all() -> None:
 
 
 def test_a_loss_that_is_set_for_the_compiler_is_told() -> None:
-    """GPT2LMHeadModel names no loss, so transformers' own cuts a compiled graph in two; LlamaForCausalLM names one."""
+    """GPT2LMHeadModel names no loss, so transformers' own cuts a compiled graph in two.
+
+    LlamaForCausalLM names one.
+    """
     gpt2 = recipe_of(with_layers("gpt2", 2), compile="model")
     assert LOSS_SET in predict(gpt2).assumptions
     assert LOSS_SET not in predict(gpt2.model_copy(update={"compile": False})).assumptions

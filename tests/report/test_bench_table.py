@@ -5,8 +5,7 @@ from trainfit.bench.experiments import flash, transformer
 from trainfit.bench.harness.experiment import Column, Plot
 from trainfit.report.bench_plot import panels_of, plot_of
 from trainfit.report.bench_table import aligned, grids, notes, reasons
-from trainfit.spec.bench import BenchRow, Cell
-from trainfit.spec.samples import Spread
+from trainfit.spec.bench import BenchRow, Cell, Spread
 
 
 def point(seq: int, body: str) -> dict[str, Cell]:

@@ -14,9 +14,8 @@ from trainfit.explanation.peak import explain, merged_path
 from trainfit.prediction.estimate import predict
 from trainfit.prediction.trace import trace
 from trainfit.report.console import broken
-from trainfit.spec.explanation import Explanation
 from trainfit.spec.recipe import Batch, Optimizer, Recipe
-from trainfit.spec.result import CATEGORIES
+from trainfit.spec.result import CATEGORIES, Explanation
 
 LAYERS = 6
 ROUNDING = 512

@@ -1,4 +1,7 @@
-"""Names as people type them, short forms, and the names of other tools: what each becomes, or what the answer to it is."""
+"""Names as people type them, short forms, and the names of other tools.
+
+What each becomes, or what the answer to it is.
+"""
 
 import re
 from pathlib import Path
@@ -8,9 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from trainfit.catalog import load as catalog
+from trainfit.catalog import names
 from trainfit.cli.main import main
 from trainfit.models.hf import hf_config_from
-from trainfit.spec import names, synonyms
+from trainfit.spec import synonyms
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from
@@ -23,11 +27,15 @@ MODEL = {"model": {"config": "gpt2"}}
 @pytest.mark.parametrize(
     ("typed", "name"),
     [
-        ("H200", "h200"), ("h100", "h100-sxm"), ("H100 80GB", "h100-sxm"), ("H100-80G", "h100-sxm"), ("80GB H100", "h100-sxm"),
-        ("H100 SXM5 80GB HBM3", "h100-sxm"), ("h100sxm", "h100-sxm"), ("H100 PCIe", "h100-pcie"), ("h100-94gb", "h100-nvl"),
-        ("A100-80G", "a100-sxm4-80gb"), ("A100 80 GB", "a100-sxm4-80gb"), ("a100 80gb pcie", "a100-pcie-80gb"),
+        ("H200", "h200"), ("h100", "h100-sxm"), ("H100 80GB", "h100-sxm"), ("H100-80G", "h100-sxm"),
+        ("80GB H100", "h100-sxm"),
+        ("H100 SXM5 80GB HBM3", "h100-sxm"), ("h100sxm", "h100-sxm"), ("H100 PCIe", "h100-pcie"),
+        ("h100-94gb", "h100-nvl"),
+        ("A100-80G", "a100-sxm4-80gb"), ("A100 80 GB", "a100-sxm4-80gb"), ("a100 80gb pcie",
+        "a100-pcie-80gb"),
         ("A100-40GB", "a100-sxm4-40gb"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb"), ("RTX4090", "rtx-4090"),
-        ("GeForce RTX 4090 24GB", "rtx-4090"), ("4090", "rtx-4090"), ("h200 141gb", "h200"), ("MI300X 192GB", "mi300x"),
+        ("GeForce RTX 4090 24GB", "rtx-4090"), ("4090", "rtx-4090"), ("h200 141gb", "h200"), ("MI300X 192GB",
+        "mi300x"),
         ("Tesla T4", "t4"), ("TPUv5e", "tpu-v5e"), ("Gaudi 3", "gaudi3"), ("CPU", "cpu"),
     ],
 )  # fmt: skip
@@ -72,7 +80,8 @@ def test_what_a_short_name_leaves_out_is_noted() -> None:
     notes: list[str] = []
     recipe_from({**MODEL, "hardware": "H100"}, notes=notes)
     assert notes == [
-        "hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has h100-pcie, h100-nvl"
+        "hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has "
+        "h100-pcie, h100-nvl"
     ]
     for full in ("H200", "h100 sxm", "NVIDIA H100 PCIe", "rtx4090", "T4 16GB"):
         assert names.gpu_note(full) is None
@@ -81,9 +90,12 @@ def test_what_a_short_name_leaves_out_is_noted() -> None:
 @pytest.mark.parametrize(
     ("typed", "name"),
     [
-        ("GPT2", "gpt2"), ("Qwen/Qwen3-8B", "qwen3-8b"), ("qwen/qwen3-8b", "qwen3-8b"), ("Qwen3-8B", "qwen3-8b"),
-        ("LLAMA 3.1 8B", "llama-3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"), ("Meta-Llama-3-8B", "llama-3-8b"),
-        ("llama3.1-8b", "llama-3.1-8b"), ("google/gemma-2-9b", "gemma-2-9b"), ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+        ("GPT2", "gpt2"), ("Qwen/Qwen3-8B", "qwen3-8b"), ("qwen/qwen3-8b", "qwen3-8b"), ("Qwen3-8B",
+        "qwen3-8b"),
+        ("LLAMA 3.1 8B", "llama-3.1-8b"), ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"), ("Meta-Llama-3-8B",
+        "llama-3-8b"),
+        ("llama3.1-8b", "llama-3.1-8b"), ("google/gemma-2-9b", "gemma-2-9b"), ("mistralai/Mistral-7B-v0.1",
+        "mistral-7b-v0.1"),
         ("openai-community/gpt2", "gpt2"), ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
     ],
 )  # fmt: skip
@@ -164,7 +176,8 @@ def test_a_short_form_keeps_the_fields_beside_it(tmp_path: Path) -> None:
 def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
     file = tmp_path / "s.yaml"
     file.write_text(
-        "base: openai-community/gpt2\nlist: [{name: a, batch: 2}, {name: b, hardware: h100, optimizer: Muon}]\n"
+        "base: openai-community/gpt2\n"
+        "list: [{name: a, batch: 2}, {name: b, hardware: h100, optimizer: Muon}]\n"
         "product: {batch.seq: [32], adapter: [none, lora]}\n"
     )
     sweep = read_sweep(file)
@@ -198,6 +211,7 @@ def test_short_forms_and_hub_names_in_a_sweep(tmp_path: Path) -> None:
         ("bf16=true", "here it is precision: bf16 (bf16 weights) or amp-bf16"),
         ("hardware.num_gpus=2", "here it is hardware.count"),
         ("learning-rate=1", "here it is optimizer.lr"),
+        ("LEARNING_RATE=1", "here it is optimizer.lr"),
     ],
 )
 def test_names_of_other_tools_are_answered_with_ours(setting: str, answer: str) -> None:
@@ -207,10 +221,11 @@ def test_names_of_other_tools_are_answered_with_ours(setting: str, answer: str) 
 
 
 def test_every_answer_names_fields_and_values_that_there_are() -> None:
-    every = [key for keys in synonyms._FIELDS.values() for key in keys]
+    fields, values = synonyms.synonyms()["fields"], synonyms.synonyms()["values"]
+    every = [key for keys in fields.values() for key in keys]
     assert len(every) == len(set(every)), [key for key in every if every.count(key) > 1]
     assert len(every) > 150
-    for here in synonyms._FIELDS:
+    for here in fields:
         if here == synonyms.STEPS:
             continue
         kind: Any = Recipe
@@ -221,7 +236,7 @@ def test_every_answer_names_fields_and_values_that_there_are() -> None:
                 *getattr(kind.model_fields[part].annotation, "__args__", ()),
             ]
             kind = next((one for one in inner if isinstance(one, type) and issubclass(one, BaseModel)), None)
-    for field, words in synonyms.VALUES.items():
+    for field, words in values.items():
         for here in words:
             word = here.partition(",")[0].partition(" ")[0]
             more = {"adapter": {"kind": "lora"}} if field == "quantize" else {}
@@ -236,7 +251,8 @@ def test_every_answer_names_fields_and_values_that_there_are() -> None:
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("100B", 1e11), ("15T", 1.5e13), ("15t", 1.5e13), ("1.5e12", 1.5e12), ("1,000,000", 1e6), ("1.46M", 1.46e6), ("8 k", 8e3)],
+    [("100B", 1e11), ("15T", 1.5e13), ("15t", 1.5e13), ("1.5e12", 1.5e12), ("1,000,000", 1e6), ("1.46M",
+    1.46e6), ("8 k", 8e3)],
 )  # fmt: skip
 def test_a_count_with_a_unit(text: str, count: float) -> None:
     assert read_count(text) == pytest.approx(count)
@@ -271,7 +287,8 @@ def test_units_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "A run over 100.00B tokens" in out
     assert "40.00%" in out
     assert err == (
-        "note: hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); the catalog also has h100-pcie, h100-nvl\n"
+        "note: hardware.gpu = 'H100' is taken as h100-sxm (NVIDIA H100 SXM5 80GB); "
+        "the catalog also has h100-pcie, h100-nvl\n"
     )
     assert main([*step, "--mfu", "40%", "--tokens", "1K", "--price", "3"]) == 0
     out, _ = capsys.readouterr()

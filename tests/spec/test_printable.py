@@ -145,7 +145,10 @@ def test_say_keeps_lines(capsys: Captured) -> None:
 
 
 def test_nothing_prints_past_the_boundary() -> None:
-    """Every terminal text goes through ``say`` or ``Terminal``; what is listed here is a child process's protocol."""
+    """Every terminal text goes through ``say`` or ``Terminal``.
+
+    What is listed here is a child process's protocol.
+    """
     allowed = {"spec/printable.py", "spec/terminal.py", "cli/entry.py"}
     found = set()
     for path in SOURCE.rglob("*.py"):

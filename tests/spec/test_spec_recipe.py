@@ -214,3 +214,22 @@ def test_runs_of_blocks_are_joined() -> None:
     assert isinstance(short.recompute, Layers)
     assert [block.recompute for block in short.recompute.blocks()] == ["full", "full", "none"]
     assert parse(Recipe, short.content()) == short
+
+
+def test_ids_of_all_stored_records_are_those_of_their_recipes() -> None:
+    """A recipe's id is a hash of its content: what was recorded under it is found by today's code."""
+    count = 0
+    for file in (Path(__file__).parents[2] / "results").rglob("*.jsonl"):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            data = json.loads(line)
+            if data.get("recipe") and data.get("recipe_id"):
+                assert parse(Recipe, data["recipe"]).id == data["recipe_id"], f"{file}:{number}"
+                count += 1
+    assert count > 1800
+
+
+def test_a_field_of_a_setting_may_be_in_any_case() -> None:
+    config = {"model_type": "llama", "hidden_size": 64}
+    recipe = recipe_from({"model": {"config": config}}, ["BATCH.MICRO=4", "Seed=3", "Model.Config.Own_Key=1"])
+    assert (recipe.batch.micro, recipe.seed) == (4, 3)
+    assert recipe.model.config == config | {"Own_Key": 1}

@@ -197,8 +197,10 @@ def test_json_refused(text: str, says: str, tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-WORDS = ["model", "config", "batch", "&a ", "*a", "{", "}", "[", "]", ":", ": ", "\n", "- ", "'", '"', "!!int ", "!!set ",
-         "<<", "---\n", "%YAML 1.1\n", "1e-4", ".nan", "2020-99-99", "\x00", "\t", "é", "\u2028", "9" * 30, "null", "|\n", "? "]  # fmt: skip
+WORDS = ["model", "config", "batch", "&a ", "*a", "{", "}", "[", "]", ":", ": ", "\n", "- ", "'", '"',
+    "!!int ", "!!set ",
+         "<<", "---\n", "%YAML 1.1\n", "1e-4", ".nan", "2020-99-99", "\x00", "\t", "é", "\u2028", "9" * 30,
+         "null", "|\n", "? "]  # fmt: skip
 WHOLE = """extends: base.yaml
 model: {config: {model_type: llama, layers: [1, 2, &x {a: 1e-4}], more: *x}, implementation: hf}
 batch: {micro: 4, seq: 2048, accumulate: 1}
@@ -237,11 +239,16 @@ def test_mutated_values_never_crash(tmp_path: Path) -> None:
     """Every field given every kind of wrong value through --set."""
     path = tmp_path / "recipe.yaml"
     path.write_text(WHOLE.replace("extends: base.yaml\n", ""))
-    fields = ["model", "model.config", "model.config.layers", "batch", "batch.micro", "precision", "recompute", "compile",
-              "recompute.every", "recompute.budget", "optimizer.lr", "adapter", "adapter.targets", "adapter.targets.0.x",
-              "hardware.gpu", "hardware.count", "parallel", "seed", "nothing", "model.config.layers.deeper"]  # fmt: skip
-    values = ["", "null", "true", "3", "-1", "2.5", "1e999", ".nan", "text", "'1'", "[]", "[1, a]", "{}", "{a: 1}", "{every: 2}",
-              "4 GiB", "*a", "&a [*a]", "---", "!!binary x", "2020-99-99", "[", "9" * 400, '"\\0/"', "%"]  # fmt: skip
+    fields = ["model", "model.config", "model.config.layers", "batch", "batch.micro", "precision",
+    "recompute", "compile",
+              "recompute.every", "recompute.budget", "optimizer.lr", "adapter", "adapter.targets",
+              "adapter.targets.0.x",
+              "hardware.gpu", "hardware.count", "parallel", "seed", "nothing",
+              "model.config.layers.deeper"]  # fmt: skip
+    values = ["", "null", "true", "3", "-1", "2.5", "1e999", ".nan", "text", "'1'", "[]", "[1, a]", "{}",
+    "{a: 1}", "{every: 2}",
+              "4 GiB", "*a", "&a [*a]", "---", "!!binary x", "2020-99-99", "[", "9" * 400, '"\\0/"',
+              "%"]  # fmt: skip
     for field in fields:
         for value in values:
             try:

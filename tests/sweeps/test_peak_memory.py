@@ -1,4 +1,7 @@
-"""The peak-memory experiment: its recipes describe one model, batch and optimizer, and stand beside published figures."""
+"""The peak-memory experiment.
+
+Its recipes describe one model, batch and optimizer, and stand beside published figures.
+"""
 
 import re
 import tomllib
@@ -37,7 +40,8 @@ def config_of(recipe: Recipe) -> dict[str, Any]:
 def test_the_published_figures_are_those_of_the_issue() -> None:
     """In the order of the published table."""
     order = ["control", "bf16", "checkpoint", "compile", "fused", "fused_checkpoint", "bf16_fused_checkpoint",
-             "memory_budget_05", "memory_budget_60", "fused_memory_budget_05", "bf16_memory_budget_60"]  # fmt: skip
+             "memory_budget_05", "memory_budget_60", "fused_memory_budget_05",
+             "bf16_memory_budget_60"]  # fmt: skip
     assert list(PUBLISHED) == order
     assert [row["peak_gib"] for row in PUBLISHED.values()] == [
         21.165, 12.418, 12.529, 19.712, 21.164, 7.425, 3.975, 13.561, 15.636, 13.562, 6.709,
@@ -130,7 +134,10 @@ def test_the_sweeps_have_every_row_once_and_the_published_ones_are_trained_alike
 
 
 def test_what_is_only_measured_trains_as_a_row_that_is_trained() -> None:
-    """To the last bits: it differs from the control in what is compiled, recomputed and freed, not in precision or optimizer."""
+    """To the last bits.
+
+    It differs from the control in what is compiled, recomputed and freed, not in precision or optimizer.
+    """
     for variant in read_sweep(FOLDER / "separate.yaml").variants:
         recipe, control = variant.recipe, read("control")
         assert (recipe.precision, recipe.optimizer.implementation) == (

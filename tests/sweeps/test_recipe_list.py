@@ -49,7 +49,8 @@ def records_of(path: Path) -> list[Record]:
 def test_a_list_is_measured_and_continued(tmp_path: Path) -> None:
     """Two good recipes, one refused, one too large; a second run has nothing to do."""
     wanted = [
-        recipe(), recipe(precision="bf16"), recipe(precision="fp8"), recipe(batch={"micro": 16384, "seq": 32}),
+        recipe(), recipe(precision="bf16"), recipe(precision="fp8"), recipe(batch={"micro": 16384,
+        "seq": 32}),
     ]  # fmt: skip
     recipes, records = lines_of(tmp_path / "recipes.jsonl", wanted), tmp_path / "records.jsonl"
     command = [

@@ -1,4 +1,6 @@
-"""Sweeps: every way a trial can end is a row, the others are untouched, what is done is kept, and the page tells it all."""
+"""Sweeps: every way a trial can end is a row, the others are untouched, what is done is kept, and the page
+tells it all.
+"""
 
 import importlib
 import io
@@ -38,7 +40,8 @@ list:
   - {name: fine}
   - {name: also fine, seed: 1}
   - {name: impossible, optimizer: {in_backward: true, clip_norm: 1.0}}
-  - {name: too long, batch.seq: 128, model: {config: {model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2, vocab_size: 384, n_positions: 64}}}
+  - {name: too long, batch.seq: 128, model: {config: {model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2,
+    vocab_size: 384, n_positions: 64}}}
   - {name: too large, batch.micro: 16384}
   - {name: too slow, batch.accumulate: 2, seed: 4}
   - {name: exits, seed: 5}
@@ -265,7 +268,10 @@ def test_utilisation_is_of_the_users_peak_or_of_the_gpu_that_ran(ended: Any):
 
 
 class Planner:
-    """Predicts a plan for every budget but the smallest, which no plan reaches; notes what is asked to be built."""
+    """Predicts a plan for every budget but the smallest, which no plan reaches.
+
+    Notes what is asked to be built.
+    """
 
     def __init__(self) -> None:
         self.built: list[tuple[str, str, Any]] = []
@@ -276,13 +282,14 @@ class Planner:
             least = request.variant == "least"
             planned = request.recipe.model_copy(update={"recompute": "full"})
             status = "refused" if least else "done"
-            yield request, parts.ended(request, status, "out of reach" if least else "", 1.0, planned=None if least else planned)  # fmt: skip
+            yield request, parts.ended(request, status, "out of reach" if least else "", 1.0,
+            planned=None if least else planned)  # fmt: skip
 
 
 def test_what_is_planned_for_a_budget_is_what_is_measured(tmp_path: Path) -> None:
     text = (
-        BASE
-        + "list: [{name: ours, recompute: {budget_gib: 1}}, {name: least, recompute: {budget_gib: 0.001}}]\nmeasure: {}"
+        BASE + "list: [{name: ours, recompute: {budget_gib: 1}}, "
+        "{name: least, recompute: {budget_gib: 0.001}}]\nmeasure: {}"
     )
     sweep, planner = sweep_of(tmp_path, text), Planner()
     with Journal(tmp_path / "out", "budgets") as journal:
@@ -308,10 +315,14 @@ def predicted_row(
     size = round(device_gib * GIB)
     card = 79 * GIB
     estimate = Estimate(
-        recipe_id="0", phases=Phases(after_init=1, first=PEAKS, steady=PEAKS), breakdown=MemoryBreakdown(weights=size - GIB),
-        peak_phase="steady.backward", peak_allocated_bytes=size - GIB, peak_reserved_bytes=size, peak_device_bytes=size,
-        device_bytes=card, fits=size <= card if fits is None else fits, params=1, trainable_params=1, model_flops=1.0,
-        hardware_flops=1.0, flops_convention="", step_s=None, time=None, tokens_per_s=tokens_per_s, mfu=None, hfu=None, cost=None,
+        recipe_id="0", phases=Phases(after_init=1, first=PEAKS, steady=PEAKS),
+        breakdown=MemoryBreakdown(weights=size - GIB),
+        peak_phase="steady.backward", peak_allocated_bytes=size - GIB, peak_reserved_bytes=size,
+        peak_device_bytes=size,
+        device_bytes=card, fits=size <= card if fits is None else fits, params=1, trainable_params=1,
+        model_flops=1.0,
+        hardware_flops=1.0, flops_convention="", step_s=None, time=None, tokens_per_s=tokens_per_s, mfu=None,
+        hfu=None, cost=None,
     )  # fmt: skip
     recipe = recipe_from({"model": {"config": "gpt2"}}).content()
     return Row(variant=name, recipe=recipe, recipe_id="0", status="done", estimate=estimate)

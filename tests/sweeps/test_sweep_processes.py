@@ -1,4 +1,7 @@
-"""Sweeps in processes of this machine: one a GPU, a stopped one goes on, and a dead one costs a row and leaves nobody."""
+"""Sweeps in processes of this machine.
+
+One a GPU, a stopped one goes on, and a dead one costs a row and leaves nobody.
+"""
 
 import json
 import os

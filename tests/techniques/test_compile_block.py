@@ -1,4 +1,4 @@
-"""compile: block with every technique that it goes with: blocks that do the same share a graph, however many they are."""
+"""``compile: block`` with other techniques: equal blocks share a graph, however many they are."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reserved memory: the cache given back every so many steps, and expandable segments where the environment asks."""
+"""Reserved memory: the cache emptied every n steps, and expandable segments set by the environment."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ from virtual_runs import recipe_of, steady, steady_sum, sums
 
 CPU = torch.device("cpu")
 LLAMA = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 4112, "num_hidden_layers": 2}
-"""Of its linear layers torchao's rule converts the MLP's: 4112 outputs, then 4112 inputs. Attention's are too small."""
+"""torchao's rule converts the MLP's layers (4112 outputs, then 4112 inputs); attention's are too small."""
 
 
 def fp8_recipe(code: str = "hf", layers: int = 2, config: dict[str, Any] = LLAMA, **fields: Any) -> Recipe:

@@ -1,4 +1,4 @@
-"""What is computed again instead of kept: the same gradients to the bit, the bytes that are predicted, no work that is not needed."""
+"""Recomputation: bitwise equal gradients, the predicted bytes, and no unnecessary work."""
 
 from typing import Any
 
@@ -148,7 +148,7 @@ def test_products_and_attention_are_not_computed_twice() -> None:
 
 
 def test_what_is_only_added_is_not_kept() -> None:
-    """A Llama block's last product goes into the sum alone: kept are the other six and the attention, by their widths."""
+    """A Llama block's last product is only added: kept are the other six and the attention, by their widths."""
     recipe = on_cpu(LLAMA, "native", precision="bf16")
     alive = {
         str(recompute): alive_after_forward(
@@ -224,7 +224,7 @@ def equal_heads_only(q: Any, k: Any, v: Any) -> int:
 
 
 def test_a_budget_weighs_attention_with_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whatever torch counts it, and what is kept for flash attention is what is kept elsewhere for its FLOPs."""
+    """Flash attention is kept as other operations are, by the FLOPs that torch counts for it."""
     monkeypatch.setattr(flop_counter, "sdpa_flop_count", equal_heads_only)
     q_bhsd, kv_bksd = (2, 8, 16, 4), (2, 2, 32, 4)
     with grouped_heads_counted():

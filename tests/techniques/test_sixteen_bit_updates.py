@@ -1,4 +1,4 @@
-"""Every optimizer in every precision on a CPU: it learns, its updates are the reference's, and an overflow skips all of them."""
+"""Every optimizer in every precision on a CPU: loss falls, updates equal a reference, overflows skip all."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ RATES = {"sgd": 0.3, "sgd-momentum": 0.05, "adafactor": 0.05, "adafactor-momentu
 
 
 def optimizers() -> Iterator[tuple[str, Optimizer]]:
-    """Every optimizer by name: with each implementation that it takes, and with momentum where that is another code path."""
+    """Every optimizer with each implementation, and with momentum where that is another code path."""
     for name, implementation in itertools.product(get_args(OptimizerName), ("fused", "foreach", "forloop")):
         if implementation == "fused" or not name.endswith("bit"):
             yield f"{name}:{implementation}", _optimizer(name, implementation)
@@ -80,7 +80,7 @@ AGREE = [name for name in OPTIMIZERS if name.partition(":")[0] in (*REFERENCES, 
 @pytest.mark.parametrize("precision", SIXTEEN_BIT)
 @pytest.mark.parametrize("name", AGREE)
 def test_four_updates_are_those_of_fp64(name: str, precision: Any):
-    """Weights of N(0, 1) and gradients of N(0, 1): what the weights moved by, within bf16's rounding of every sum on the way."""
+    """Updates of N(0, 1) weights by N(0, 1) gradients agree within bf16's rounding of every intermediate sum."""
     asked = OPTIMIZERS[name].model_copy(update={"weight_decay": 0.1, "lr": 0.1})
     step = assemble(tiny_recipe(precision=precision, optimizer=asked), CPU)
     (optimizer,) = step.optimizers
@@ -103,7 +103,7 @@ def test_four_updates_are_those_of_fp64(name: str, precision: Any):
 
 
 def test_predictions_keep_the_kernel_of_their_device():
-    """A CPU's, fake or real, runs no fused SGD over 16-bit weights; a GPU's does, and so does fp32 on a CPU."""
+    """A CPU, fake or real, runs no fused SGD over 16-bit weights; a GPU does, and so does fp32 on a CPU."""
 
     def fuses(precision: Any, gpu: str) -> bool:
         recipe = tiny_recipe(precision=precision, optimizer=Optimizer(name="sgd"), hardware=Hardware(gpu=gpu))

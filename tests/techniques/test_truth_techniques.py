@@ -1,4 +1,4 @@
-"""The truth suite's draws for one technique: what they ask for, and that older seeds still draw what they drew."""
+"""The truth suite's draws for one technique: they use it, and existing seeds draw unchanged recipes."""
 
 import hashlib
 import json

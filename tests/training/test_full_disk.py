@@ -16,7 +16,7 @@ from tiny_sweep import BASE, sweep_of
 from tiny_training import asked, losses_in_log, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
-from trainfit.spec.storage import Appender, StorageError, one_line, storage_failure, writing
+from trainfit.spec.files import Appender, StorageError, one_line, storage_failure, writing
 from trainfit.sweeps import parts
 from trainfit.sweeps.journal import RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, PartResult, run_part

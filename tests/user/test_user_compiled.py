@@ -1,4 +1,4 @@
-"""``trainfit.trace`` of people's code with ``torch.compile`` in it."""
+"""``trainfit.trace`` of user code with ``torch.compile``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,8 @@ from user_training import MIB, SQUARE, N, inside, mlp
 
 
 class Chain(nn.Module):
-    """exp(cos(sin(w))), summed: eager code keeps sin and exp for the backward; the compiler recomputes them from w."""
+    """exp(cos(sin(w))), summed: eager code keeps sin and exp for the backward; the compiler recomputes them
+    from w."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ def test_compiled_code_keeps_what_the_compiler_keeps(wrap: Callable[[nn.Module],
 
 
 class Branches(nn.Module):
-    """Asks where it is, and says "cuda" in several ways."""
+    """Checks its device and names "cuda" in several ways."""
 
     def __init__(self, broken: bool) -> None:
         super().__init__()

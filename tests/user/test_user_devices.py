@@ -1,4 +1,4 @@
-"""``trainfit.trace``: what people's code says of devices, and where its tensors land."""
+"""Devices in user code under ``trainfit.trace``."""
 
 import copy
 from typing import Any
@@ -82,7 +82,8 @@ def test_values_come_back_where_they_are_known() -> None:
 
 
 def test_a_module_keeps_its_parameters_when_it_moves() -> None:
-    """As between CPU and CUDA: an optimizer made before ``.cuda()`` still has the parameters; tied ones stay tied."""
+    """As between CPU and CUDA: an optimizer made before ``.cuda()`` still has the parameters; tied ones stay
+    tied."""
 
     def check() -> None:
         model, table = mlp(), nn.Embedding(10, 256)

@@ -1,4 +1,4 @@
-"""``trainfit.trace``: people's own code, written for "cuda", on the virtual GPU."""
+"""``trainfit.trace`` of user code written for "cuda"."""
 
 import argparse
 import importlib.util
@@ -24,7 +24,7 @@ from virtual_runs import recipe_of, steady_sum, with_layers
 ROOT = Path(__file__).parents[2]
 
 
-# -- numbers in closed form ---------------------------------------------------------------------------------------
+# -- numbers in closed form ----------------------------------------------------------------------------------
 
 
 def train_one_matrix() -> None:
@@ -129,7 +129,8 @@ def test_flops_as_pytorch_counts_them() -> None:
 
     def build() -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 4, stride=2, groups=1),
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.Conv2d(16, 8, 4, stride=2, groups=1),
             nn.Flatten(), nn.Linear(8 * 15 * 15, 10),
         )  # fmt: skip
 
@@ -153,7 +154,8 @@ def test_an_example_against_an_h200() -> None:
     rows = [json.loads(line) for line in (ROOT / "results" / "examples" / "h200.jsonl").open()]
     measured = next(row["measured"] for row in rows if row["command"] == "examples/hf_trainer.py --steps 7")
     args = argparse.Namespace(
-        model="gpt2", tiny=False, checkpointing=False, seq=1024, batch_size=8, accumulate=1, bf16=True, steps=7,
+        model="gpt2", tiny=False, checkpointing=False, seq=1024, batch_size=8, accumulate=1, bf16=True,
+        steps=7,
         compile=False,
     )  # fmt: skip
     traced = trainfit.trace(lambda: example.train(args))
@@ -161,7 +163,7 @@ def test_an_example_against_an_h200() -> None:
     assert traced.peak_reserved_bytes == pytest.approx(measured["peak_reserved_bytes"], rel=0.02)
 
 
-# -- steps --------------------------------------------------------------------------------------------------------
+# -- steps ---------------------------------------------------------------------------------------------------
 
 
 def test_an_endless_loop_is_ended() -> None:
@@ -299,7 +301,7 @@ def test_what_is_traced_otherwise_is_said() -> None:
     assert "torch.save" in notes
 
 
-# -- refusals and text --------------------------------------------------------------------------------------------
+# -- refusals and text ---------------------------------------------------------------------------------------
 
 
 def test_refusals() -> None:

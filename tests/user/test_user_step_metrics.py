@@ -1,4 +1,5 @@
-"""What training frameworks do with metrics on the virtual GPU: deep copies, sums on the device, results on the host."""
+"""What training frameworks do with metrics on the virtual GPU: deep copies, sums on the device, results on
+the host."""
 
 import copy
 import pickle
@@ -11,7 +12,8 @@ from user_training import inside
 
 
 class Metric(nn.Module):
-    """A running mean as torchmetrics, and so Lightning's ``self.log``, keeps it: states are copies of default tensors."""
+    """A running mean as torchmetrics, and so Lightning's ``self.log``, keeps it: states are copies of default
+    tensors."""
 
     def __init__(self) -> None:
         super().__init__()

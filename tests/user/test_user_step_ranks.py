@@ -1,4 +1,5 @@
-"""A traced callable is one rank: several are refused at once in one line, one runs and leaves no process group behind."""
+"""A traced callable is one rank: several are refused at once in one line, one runs and leaves no process
+group behind."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -56,9 +57,8 @@ SEVERAL: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("way", SEVERAL)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_several_ranks_are_refused(way: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched(monkeypatch, 2, rank)
+def test_several_ranks_are_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched(monkeypatch, 2, rank=0 if way == "environment" else 1)
     with pytest.raises(InputError, match="a process group of [24] ranks.*WORLD_SIZE=1") as refused:
         traced(SEVERAL[way])
     assert "\n" not in str(refused.value)
@@ -81,7 +81,7 @@ def test_one_launched_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_processes_are_refused() -> None:
     with pytest.raises(InputError, match="one process"):
-        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore[reportPrivateImportUsage]
+        traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore
 
 
 def test_data_parallel_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``trainfit.trace`` puts everything back that it replaces while people's own code runs."""
+"""``trainfit.trace`` restores everything that it replaces."""
 
 from collections.abc import Iterator
 from typing import Any

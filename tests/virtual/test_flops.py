@@ -1,6 +1,7 @@
 """FLOPs and bytes by operation: against torch's own counter, closed forms and published counts."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def ours(func: Any, *args: Any, **kwargs: Any) -> OpFlops | None:
     return count(func, args, kwargs, func(*args, **kwargs))
 
 
-# -- against torch's counter --------------------------------------------------------------------------------------
+# -- against torch's counter ---------------------------------------------------------------------------------
 
 
 def _mlp() -> torch.Tensor:
@@ -55,7 +56,8 @@ def _mlp() -> torch.Tensor:
 def _image_model() -> torch.Tensor:
     net = torch.nn.Sequential(
         torch.nn.Conv2d(3, 16, 3, stride=2, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
-        torch.nn.ConvTranspose2d(16, 8, 4, stride=2), torch.nn.MaxPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8 * 17 * 17, 10),
+        torch.nn.ConvTranspose2d(16, 8, 4, stride=2), torch.nn.MaxPool2d(2), torch.nn.Flatten(),
+        torch.nn.Linear(8 * 17 * 17, 10),
     )  # fmt: skip
     return F.cross_entropy(
         net(torch.empty(4, 3, 32, 32, requires_grad=True)), torch.empty(4, dtype=torch.int64)
@@ -116,17 +118,15 @@ def test_an_op_of_every_product_counts_as_torch_counts_it() -> None:
         assert count(func.default, args, {}, out) == (flop_registry[func](*args, out_val=out),) * 4
 
 
-# -- closed forms -------------------------------------------------------------------------------------------------
+# -- closed forms --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seq_q", [1, 5, 8])
-@pytest.mark.parametrize("seq_k", [1, 5, 8, 11])
-@pytest.mark.parametrize("window", [None, 0, 2, 7])
-def test_pairs_are_those_of_the_mask(seq_q: int, seq_k: int, window: int | None) -> None:
-    seen = sum(j <= i and (window is None or i - j <= window) for i in range(seq_q) for j in range(seq_k))
-    if seq_q <= seq_k or window is None:
-        assert pairs(seq_q, seq_k, True, window) == seen
-    assert pairs(seq_q, seq_k, False) == seq_q * seq_k
+def test_pairs_are_those_of_the_mask() -> None:
+    for seq_q, seq_k, window in product((1, 5, 8), (1, 5, 8, 11), (None, 0, 2, 7)):
+        seen = sum(j <= i and (window is None or i - j <= window) for i in range(seq_q) for j in range(seq_k))
+        if seq_q <= seq_k or window is None:
+            assert pairs(seq_q, seq_k, True, window) == seen, (seq_q, seq_k, window)
+        assert pairs(seq_q, seq_k, False) == seq_q * seq_k
 
 
 def test_causal_attention_is_the_triangle() -> None:
@@ -182,7 +182,7 @@ def test_a_linear_training_step_is_6_n_tokens() -> None:
     assert counter.total.full == 6 * weight.numel() * 50
 
 
-# -- what has no rule ---------------------------------------------------------------------------------------------
+# -- what has no rule ----------------------------------------------------------------------------------------
 
 
 def test_matrix_work_without_a_rule_is_reported() -> None:
@@ -193,8 +193,10 @@ def test_matrix_work_without_a_rule_is_reported() -> None:
 def test_elementwise_work_and_data_movement_are_zero() -> None:
     x, i = torch.empty(8, 8), torch.empty(8, dtype=torch.int64)
     for func, args in [
-        (aten.mul.Tensor, (x, x)), (aten.add_.Tensor, (x, x)), (aten.sum.dim_IntList, (x, [0])), (aten.t.default, (x,)),
-        (aten.embedding.default, (x, i)), (aten.cat.default, ([x, x],)), (aten._foreach_add_.List, ([x], [x])),
+        (aten.mul.Tensor, (x, x)), (aten.add_.Tensor, (x, x)), (aten.sum.dim_IntList, (x, [0])),
+        (aten.t.default, (x,)),
+        (aten.embedding.default, (x, i)), (aten.cat.default, ([x, x],)), (aten._foreach_add_.List, ([x],
+        [x])),
         (aten.native_dropout.default, (x, 0.1, True)), (aten._softmax.default, (x, -1, False)),
         (aten.zeros.default, ([4],)), (aten.topk.default, (x, 2)), (aten.index_put_.default, (x, [i], x)),
         (aten.bernoulli_.float, (x, 0.5)), (aten.masked_fill_.Scalar, (x, x > 0, 0.0)),
@@ -207,7 +209,7 @@ def test_two_rules_for_one_op_are_refused() -> None:
         flop_rule("aten::mm")(lambda args, kwargs, out: NONE)
 
 
-# -- bytes --------------------------------------------------------------------------------------------------------
+# -- bytes ---------------------------------------------------------------------------------------------------
 
 
 def moved(func: Any, *args: Any, **kwargs: Any) -> int:

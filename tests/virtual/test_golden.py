@@ -1,4 +1,5 @@
-"""Published measurements, predicted. GB is 10**9 bytes, GiB 2**30: each table's unit is the one that agrees."""
+"""Published measurements, predicted. GB is 10**9 bytes, GiB 2**30: each table's unit is the one that
+agrees."""
 
 from typing import Any
 
@@ -21,7 +22,8 @@ from written_out_decoder import WrittenOut
 GB = 10**9
 FORWARD_GB = {128: 19.412, 256: 26.103, 512: 42.708}
 """2.7B, fp32, 4 sequences: highest allocated memory of a forward pass that keeps what its backward needs.
-Published with a solution of the course whose sizes these are (github.com/stanford-cs336/assignment2-systems)."""
+Published with a solution of the course whose sizes these are
+(github.com/stanford-cs336/assignment2-systems)."""
 FIRST_STEP_GB, STEADY_STEP_GB = 55.3, 69.7
 """The same at context 512: the published whole step, and what a step that has optimizer state comes to."""
 SIZES = {"d": 2560, "f": 10240, "layers": 32, "heads": 32, "v": 10_000}
@@ -29,7 +31,8 @@ SIZES = {"d": 2560, "f": 10240, "layers": 32, "heads": 32, "v": 10_000}
 
 @pytest.mark.parametrize("context", FORWARD_GB)
 def test_the_published_program_to_every_digit(context: int) -> None:
-    """The program itself on the virtual GPU, forward alone, without loss: 32 MiB of cuBLAS workspace say Hopper."""
+    """The program itself on the virtual GPU, forward alone, without loss: 32 MiB of cuBLAS workspace say
+    Hopper."""
     with virtual_gpu(GpuTraits.of(gpu("h100-sxm")), prefers_cudnn=True) as virtual:
         model = WrittenOut(context=512, **SIZES)
         virtual.model_is_complete(model, [])
@@ -54,7 +57,8 @@ def test_forward_of_the_shipped_recipe(context: int) -> None:
 
 
 def test_first_step_and_steady_step() -> None:
-    """The published figure is a first step: no optimizer state while activations are alive. Later steps need more."""
+    """The published figure is a first step: no optimizer state while activations are alive. Later steps need
+    more."""
     phases = predict(shipped("2.7b-fp32-eager")).phases
     assert phases.first.peak == phases.first.optimizer
     assert phases.first.peak / GB == pytest.approx(FIRST_STEP_GB, rel=0.01)
@@ -80,14 +84,14 @@ def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
     fused = forward_bytes(context)
     token = 4 * context * SIZES["layers"] * 4
     kept_by = {
-        "softmax": SIZES["heads"] * context * token,  # exp(x - max), beside the probabilities
-        "hidden_act": SIZES["f"] * token,  # sigmoid(x), beside x and silu(x)
+        "softmax": SIZES["heads"] * context * token,  # exp(x - max), with the probabilities
+        "hidden_act": SIZES["f"] * token,  # sigmoid(x), with x and silu(x)
         "norm": 2 * SIZES["d"] * token,  # x * rsqrt(...), before the weight, of both norms of a layer
     }
     written_out = {"softmax": "unfused", "hidden_act": "silu_unfused", "norm": "rmsnorm_unfused"}
     for switch, kept in kept_by.items():
         more = forward_bytes(context, **{switch: written_out[switch]}) - fused
-        # The allocator hands out blocks up to 1 MiB larger than asked; how many differs by tens of MB.
+        # The allocator hands out blocks up to 1 MiB larger than requested; how many differs by tens of MB.
         assert more == pytest.approx(kept, abs=0.05 * GB), switch
     everything = forward_bytes(context, **written_out) - fused
     assert everything == pytest.approx(sum(kept_by.values()), abs=0.05 * GB)
@@ -102,7 +106,8 @@ def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
 
 DEEP_ONE_GIB = {"fp32": 21.165, "bf16": 12.418}
 """Adafactor without momentum, 4 x 768 tokens. Norms written out and a bias kept by every layer were
-chosen because both rows then agree (recipes/peak-memory/published.toml has the program). In the bf16 row the optimizer runs in the backward."""
+chosen because both rows then agree (recipes/peak-memory/published.toml has the program). In the bf16 row the
+optimizer runs in the backward."""
 
 
 def deep_one(precision: Any, in_backward: bool, **config: str) -> Estimate:

@@ -70,7 +70,7 @@ def test_the_virtual_gpu_does_as_the_engine(monkeypatch: Any) -> None:
 
 
 def test_an_expanded_gradient_cannot_be_written_into(monkeypatch: Any) -> None:
-    """The first to arrive is one number, expanded: the sum needs a tensor of its own beside the second."""
+    """The first gradient is an expanded scalar, so the sum needs a new tensor."""
 
     monkeypatch.setattr(Scaled, "keep", lambda t: None)
 

@@ -1,8 +1,9 @@
-"""Peaks of the catalog's transformers families, by the version of transformers and of torch that is installed.
+"""Peaks of the catalog's transformers families, by the version of transformers and of torch that is
+installed.
 
-Supported are transformers 5.17 to 5.23 and torch 2.11 to 2.13. A family whose peak differs between the two ends holds both
-numbers; a difference that is not here fails. Where the virtual GPU itself changes, run this file with both versions of
-transformers before the numbers are replaced.
+Supported are transformers 5.17 to 5.23 and torch 2.11 to 2.13. A family whose peak differs between the two
+ends holds both numbers; a difference that is not here fails. Where the virtual GPU itself changes, run this
+file with both versions of transformers before the numbers are replaced.
 """
 
 from importlib.metadata import version
@@ -58,7 +59,8 @@ FAMILIES = [
     Family("deepseek-v2-lite", 3, (13_840_644_608, 13_844_027_904), (14_391_799_296, 14_396_755_456)),
     Family("gpt-oss-20b", 4, (35_689_248_256, 35_687_937_536), (35_689_248_256, 35_687_937_536), biased=True),
 ]
-"""Gemma 2 differs because its attention is eager from 5.21 on, as SDPA cannot cap scores (docs/reference/models.md has the others)."""
+"""Gemma 2 differs because its attention is eager from 5.21 on, as SDPA cannot cap scores
+(docs/reference/models.md has the others)."""
 
 
 def installed(library: str) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def bf16(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-# -- workspaces ---------------------------------------------------------------------------------------------------
+# -- workspaces ----------------------------------------------------------------------------------------------
 
 
 def test_cublas_workspace_is_32_mib_on_hopper_and_4096_2_16_8_elsewhere() -> None:
@@ -74,7 +74,7 @@ def test_traits_of_a_catalog_row() -> None:
         GpuTraits.of(row.model_copy(update={"num_sms": None, "name": "mi300x"}))
 
 
-# -- embedding and indexing ---------------------------------------------------------------------------------------
+# -- embedding and indexing ----------------------------------------------------------------------------------
 
 
 def test_embedding_backward_of_few_tokens_takes_nothing() -> None:
@@ -101,7 +101,7 @@ def test_accumulating_index_put_sorts_its_indices() -> None:
     assert scratch(aten.index_put_.default, target, [torch.empty(1000, dtype=torch.bool)], bf16(1)) == ()
 
 
-# -- matrix products ----------------------------------------------------------------------------------------------
+# -- matrix products -----------------------------------------------------------------------------------------
 
 
 def test_products_copy_only_what_cublas_cannot_take() -> None:
@@ -131,12 +131,12 @@ def test_experts_products_are_one_kernel_on_hopper() -> None:
     assert not uses_cublas(func, args, H200)
 
 
-# -- reductions ---------------------------------------------------------------------------------------------------
+# -- reductions ----------------------------------------------------------------------------------------------
 
 
 def test_a_bias_gradient_is_summed_through_a_large_staging_buffer() -> None:
-    # [8192, 4096] over rows: 4 outputs a thread, blocks of 32 x 4, 32 blocks wide; 132 SMs x 16 blocks / 32 = 66
-    # blocks an output, each with 32 x 4 values of 4 bytes (Reduce.cuh global_memory_size), 32 semaphores.
+    # [8192, 4096] over rows: 4 outputs a thread, blocks of 32 x 4, 32 blocks wide; 132 SMs x 16 blocks / 32 =
+    # 66 blocks an output, each with 32 x 4 values of 4 bytes (Reduce.cuh global_memory_size), 32 semaphores.
     found = scratch(aten.sum.dim_IntList, bf16(8192, 4096), [0], True)
     assert found == (4 * 4096 * 66 * 32 * 4, 4 * 32)
     assert found[0] == 132 * MIB
@@ -149,8 +149,8 @@ def test_a_bias_gradient_is_summed_through_a_large_staging_buffer() -> None:
 def test_a_row_mean_needs_no_buffer_and_a_whole_sum_a_small_one() -> None:
     x = torch.empty(4096, 4096)
     assert scratch(aten.mean.dim, x, [-1], True) == ()
-    # 2**24 values, all reduced: 512 threads x 4 loaded at once: width 512, one block high; 32768 values a thread.
-    # target 132 x 4 = 528 blocks; max(min(528, 2048), 128) = 528.
+    # 2**24 values, all reduced: 512 threads x 4 loaded at once: width 512, one block high; 32768 values a
+    # thread. target 132 x 4 = 528 blocks; max(min(528, 2048), 128) = 528.
     assert scratch(aten.sum.default, x) == (4 * 528, 4)
 
 
@@ -174,7 +174,7 @@ def test_the_maximum_of_a_whole_transposed_tensor_is_taken_of_a_copy() -> None:
     assert scratch(aten.amax.default, x.t(), [0, 1]) == buffers
 
 
-# -- norms --------------------------------------------------------------------------------------------------------
+# -- norms ---------------------------------------------------------------------------------------------------
 
 
 def test_layer_norm_statistics_are_fp32() -> None:
@@ -195,7 +195,7 @@ def test_layer_norm_backward_sums_blocks_of_very_many_rows() -> None:
     assert backward(131072, 4096) == ()
 
 
-# -- attention ----------------------------------------------------------------------------------------------------
+# -- attention -----------------------------------------------------------------------------------------------
 
 
 def heads(
@@ -288,7 +288,7 @@ def test_cudnn_backward_workspace_and_outputs() -> None:
     assert scratch(func, *args, out=(q, k, k)) == (32 * 4096 * 129 * 4 + 2 * 32 * 4096 * 128 * 2 + 1,)
 
 
-# -- the rest -----------------------------------------------------------------------------------------------------
+# -- the rest ------------------------------------------------------------------------------------------------
 
 
 def test_routing_of_experts() -> None:

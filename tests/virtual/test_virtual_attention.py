@@ -1,7 +1,7 @@
 """Which attention kernel a CUDA GPU would run, and what it keeps for the backward pass.
 
-The expected choices are read off PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except where an H200
-with torch 2.11 was seen to choose otherwise.
+The expected choices are read off PyTorch's aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, except where
+an H200 with torch 2.11 was seen to choose otherwise.
 """
 
 from typing import Any
@@ -22,8 +22,10 @@ T4, A100, RTX_3090, RTX_4090, H100, B200 = (7, 5), (8, 0), (8, 6), (8, 9), (9, 0
 
 
 def query(
-    dtype: torch.dtype = BF16, dim: int = 128, *, heads: int = 8, kv_heads: int = 8, seq: int = 64, keys: int | None = None,
-    value_dim: int | None = None, mask: Any = None, dropout: float = 0.0, causal: bool = False, trains: bool = True,
+    dtype: torch.dtype = BF16, dim: int = 128, *, heads: int = 8, kv_heads: int = 8, seq: int = 64,
+    keys: int | None = None,
+    value_dim: int | None = None, mask: Any = None, dropout: float = 0.0, causal: bool = False,
+    trains: bool = True,
 ) -> Query:  # fmt: skip
     def made(num_heads: int, length: int, size: int) -> torch.Tensor:
         return torch.empty(2, num_heads, length, size, dtype=dtype, device="meta", requires_grad=trains)
@@ -62,10 +64,10 @@ CHOICES: list[tuple[str, Query, tuple[int, int], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("case", "asked", "capability", "backend"), CHOICES, ids=[case for case, *_ in CHOICES]
+    ("case", "requested", "capability", "backend"), CHOICES, ids=[case for case, *_ in CHOICES]
 )
-def test_choice(case: str, asked: Query, capability: tuple[int, int], backend: str) -> None:
-    assert choose_backend(asked, capability, False) == backend
+def test_choice(case: str, requested: Query, capability: tuple[int, int], backend: str) -> None:
+    assert choose_backend(requested, capability, False) == backend
 
 
 CUDNN_FIRST = [
@@ -83,12 +85,12 @@ CUDNN_FIRST = [
 
 
 @pytest.mark.parametrize(
-    ("case", "asked", "capability", "backend"), CUDNN_FIRST, ids=[c for c, *_ in CUDNN_FIRST]
+    ("case", "requested", "capability", "backend"), CUDNN_FIRST, ids=[c for c, *_ in CUDNN_FIRST]
 )
 def test_choice_where_cudnn_comes_first(
-    case: str, asked: Query, capability: tuple[int, int], backend: str
+    case: str, requested: Query, capability: tuple[int, int], backend: str
 ) -> None:
-    assert choose_backend(asked, capability, True) == backend
+    assert choose_backend(requested, capability, True) == backend
 
 
 def test_switches_are_obeyed() -> None:
@@ -132,7 +134,8 @@ def test_ops_of_a_traced_step(name: str, gpu: str, fields: dict[str, Any], ops: 
 
 
 def kept_bytes(attention: Any, seq: int) -> int:
-    """Activations alive as the backward begins, of one layer of Llama-3.2-1B: the difference of two depths."""
+    """Activations alive as the backward begins, of one layer of Llama-3.2-1B: the difference of two
+    depths."""
     alive = []
     for layers in (2, 3):
         ledger = trace(
@@ -158,9 +161,9 @@ def kept_bytes(attention: Any, seq: int) -> int:
 def test_what_each_backend_keeps() -> None:
     """Llama-3.2-1B: 32 query heads on 8 key heads of 64, bf16, 2 sequences of 256.
 
-    Math computes bf16 in fp32: it keeps fp32 probabilities and fp32 copies of q, and of k and v for every query head.
-    Flash keeps q, k, v as they are, the output (as math does) and an fp32 logsumexp. Eager keeps probabilities twice,
-    in fp32 (softmax's result) and in bf16 (what multiplies v).
+    Math computes bf16 in fp32: it keeps fp32 probabilities and fp32 copies of q, and of k and v for every
+    query head. Flash keeps q, k, v as they are, the output (as math does) and an fp32 logsumexp. Eager keeps
+    probabilities twice, in fp32 (softmax's result) and in bf16 (what multiplies v).
     """
     batch, heads, kv_heads, seq, dim = 2, 32, 8, 256, 64
     math, flash, eager = (kept_bytes(backend, seq) for backend in ("math", "flash", "eager"))

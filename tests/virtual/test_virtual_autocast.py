@@ -74,7 +74,8 @@ def test_logits_and_norms_of_a_cpu_differ() -> None:
 
 
 def pytorchs_own_lists() -> Any:
-    """``torch.testing``'s lists of what CUDA autocast does to each op. The file's only import is a test framework."""
+    """``torch.testing``'s lists of what CUDA autocast does to each op. The file's only import is a test
+    framework."""
     stub: Any = types.ModuleType("torch.testing._internal.common_utils")
     stub.TEST_WITH_ROCM, stub.TestCase = False, object
     path = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
@@ -95,8 +96,10 @@ def pytorchs_own_lists() -> Any:
 
 
 NOT_COMPARED = {
-    "_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose",  # parts of conv1d to conv3d
-    "lstm_cell", "gru_cell", "pdist", "einsum", "equal",  # no language model's; einsum: by the products inside it
+    "_convolution", "convolution", "cudnn_convolution", "cudnn_convolution_transpose",
+     # parts of conv1d to conv3d
+    "lstm_cell", "gru_cell", "pdist", "einsum", "equal",
+     # no language model's; einsum: by the products inside it
 }  # fmt: skip
 LISTS = {
     "torch_fp16": LOW, "nn_fp16": LOW, "methods_fp16": LOW, "linalg_fp16": LOW, "torch_fp32": torch.float32,
@@ -116,7 +119,8 @@ def test_every_op_of_pytorchs_own_lists(name: str) -> None:
             kwargs = more[0] if more and isinstance(more[0], dict) else {}
             function = (
                 getattr(args[0], op) if name.startswith("methods")
-                else next(getattr(room, op) for room in (torch, torch._C._nn, torch._C._linalg) if hasattr(room, op))
+                else next(getattr(room, op) for room in (torch, torch._C._nn,
+                torch._C._linalg) if hasattr(room, op))
             )  # fmt: skip
             with torch.autocast("cpu", dtype=low):
                 out = function(*(args[1:] if name.startswith("methods") else args), **kwargs)
@@ -127,7 +131,8 @@ def test_every_op_of_pytorchs_own_lists(name: str) -> None:
 
 
 def test_a_norm_saves_what_it_saves_on_cuda() -> None:
-    """One kernel where x and weight have one dtype; in steps as on any device, which keep fp32 copies, where they differ."""
+    """One kernel where x and weight have one dtype; in steps as on any device, which keep fp32 copies, where
+    they differ."""
 
     def saved(weight_dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
         x = torch.ones(2, 3, 8, dtype=LOW, requires_grad=True)
@@ -208,7 +213,7 @@ def test_nothing_is_left_behind_by_an_exception(where: str, monkeypatch: pytest.
             patch.setattr("trainfit.virtual.trace.storages.LiveStorages.own", stop)
         else:
             patch.setattr(torch.optim.AdamW, "step", stop)
-        # What fails inside transformers' own model, without trainfit too, is told as its config's failure.
+        # A failure inside transformers' model is reported as its config's.
         with pytest.raises((StopError, InputError)):
             trace(tiny_recipe())
     assert state_of_pytorch() == before

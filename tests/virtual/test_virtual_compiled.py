@@ -33,8 +33,8 @@ from trainfit.spec.recipe import Adapter, Batch, Recipe
 from virtual_runs import recipe_of, sums, with_layers
 
 MEASURED = Path(__file__).parents[1] / "data" / "compiled_on_h200.jsonl"
-"""Recipe and peak bytes of the steady step's phases, and of the first step's where no cache was there, measured on an
-H200 with torch 2.11 and transformers 5.17."""
+"""Recipe and peak bytes of the steady step's phases, and of the first step's where no cache was there,
+measured on an H200 with torch 2.11 and transformers 5.17."""
 
 
 class Chain(nn.Module):
@@ -58,7 +58,8 @@ class Head(nn.Module):
 
 
 def test_a_feed_forward_block_keeps_what_its_products_read() -> None:
-    """norm(x), gate, up and their product, and one fp32 scale a token: read in the backward; and the output."""
+    """norm(x), gate, up and their product, and one fp32 scale a token: read in the backward; and the
+    output."""
     saved = TOKENS * E * 4 + 3 * TOKENS * FF * 4 + TOKENS * 4
     output = TOKENS * E * 4
     alive = kept(step_of(SwiGlu, (1, TOKENS, E), compiled=True))
@@ -100,19 +101,18 @@ def test_a_product_that_tensor_cores_cannot_take_is_padded() -> None:
     assert products == 3 * [2 * 4096 * 1024 * 2056]
 
 
-@pytest.mark.parametrize("mode", ["block", "model"])
 @pytest.mark.parametrize(
-    "fields",
+    ("mode", "fields"),
     [
-        {},
-        {"precision": "amp-bf16"},
-        {"recompute": "full", "precision": "bf16"},
-        {"batch": Batch(micro=2, seq=16, accumulate=2)},
-        {"adapter": Adapter(kind="lora", rank=4)},
+        pytest.param("block", {"precision": "amp-bf16"}, id="block-amp-bf16"),
+        pytest.param("block", {"recompute": "full", "precision": "bf16"}, id="block-recompute"),
+        pytest.param("block", {"batch": Batch(micro=2, seq=16, accumulate=2)}, id="block-accumulate"),
+        pytest.param("block", {"adapter": Adapter(kind="lora", rank=4)}, id="block-lora"),
+        pytest.param("model", {}, id="model-fp32"),
+        pytest.param("model", {"recompute": "full", "precision": "bf16"}, id="model-recompute"),
     ],
-    ids=["fp32", "amp-bf16", "recompute", "accumulate", "lora"],
 )
-def test_compiling_keeps_no_more_and_computes_the_same(mode: Any, fields: dict[str, Any]) -> None:
+def test_compiled_code_saves_no_more_and_computes_the_same(mode: Any, fields: dict[str, Any]) -> None:
     recipe = tiny_recipe(layers=2, **fields)
     eager = trace(recipe)
     compiled = trace(recipe.model_copy(update={"compile": mode}))
@@ -141,7 +141,10 @@ def activation_bytes(ledger: Ledger) -> int:
 
 def phase_of(ledger: Ledger, storage: int) -> tuple[str, str]:
     op = ledger.storages[storage].op
-    return tuple(ledger.segments[ledger.ops[op].segment]) if op >= 0 else ("", "")  # pyright: ignore[reportReturnType]
+    if op < 0:
+        return "", ""
+    segment = ledger.segments[ledger.ops[op].segment]
+    return segment.step, segment.phase
 
 
 def flops(ledger: Ledger) -> float:
@@ -215,7 +218,8 @@ def state() -> tuple[Any, ...]:
     from torch._inductor.scheduler import Scheduler
 
     return (
-        torch.cuda.get_device_properties, torch.cuda.is_available, Scheduler.enter_context, GraphLowering.compile_to_module,
+        torch.cuda.get_device_properties, torch.cuda.is_available, Scheduler.enter_context,
+        GraphLowering.compile_to_module,
         dict(device_interface.device_interfaces), len(module_globals._global_forward_hooks),
         _get_current_function_mode_stack(), _get_current_dispatch_mode_stack(),
     )  # fmt: skip
@@ -240,8 +244,9 @@ def measured() -> list[Any]:
 def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
     """Peak bytes of the phases: within 0.1 % by the Inductor that was measured, within 6 % by another.
 
-    The first step where nothing was compiled on the machine before: kernels are tuned in it. GPT-2's whole graph within
-    0.5 %: the benchmark of its padded products, which is not followed, leaves free blocks that later phases take whole.
+    The first step where nothing was compiled on the machine before: kernels are tuned in it. GPT-2's whole
+    graph within 0.5 %: the benchmark of its padded products, which is not followed, leaves free blocks that
+    later phases take whole.
     """
     from trainfit.spec.recipe_file import recipe_from
 

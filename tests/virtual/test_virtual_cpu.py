@@ -1,13 +1,14 @@
 """The virtual CPU against this machine's: predicted and measured bytes of every phase are equal.
 
-``measure`` follows the real storages of a real step; nothing is shared with the prediction but the step itself.
+``measure`` follows the real storages of a real step; nothing is shared with the prediction but the step
+itself.
 """
 
 from typing import Any
 
 import peft  # noqa: F401
 import pytest
-import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
+import transformers.optimization  # noqa: F401 - importing these two allocates a few tensors
 
 from tiny_recipe import TINY_LLAMA
 from trainfit.measurement.process import forked
@@ -17,26 +18,25 @@ from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, Recipe
 from virtual_runs import recipe_of, with_layers
 
 LLAMA = TINY_LLAMA | {
-    "hidden_size": 64, "intermediate_size": 160, "vocab_size": 512, "num_hidden_layers": 5, "max_position_embeddings": 256,
+    "hidden_size": 64, "intermediate_size": 160, "vocab_size": 512, "num_hidden_layers": 5,
+    "max_position_embeddings": 256,
 }  # fmt: skip
 GPT2 = with_layers("gpt2", 5) | {
-    "n_embd": 64,
-    "n_head": 4,
-    "vocab_size": 512,
-    "n_positions": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    "n_embd": 64, "n_head": 4, "vocab_size": 512, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 MIXTRAL = with_layers("mixtral-8x7b", 4) | {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
     "vocab_size": 512,
 }  # fmt: skip
 GEMMA3 = with_layers("gemma-3-270m", 8) | {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 16,
     "vocab_size": 512, "sliding_window": 16,
 }  # fmt: skip
 GEMMA2 = with_layers("gemma-2-2b", 4) | {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
     "vocab_size": 512, "sliding_window": 16,
 }  # fmt: skip
 ADAFACTOR = Optimizer(name="adafactor")
@@ -46,31 +46,18 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "bf16": (LLAMA, "hf", {}),
     "bf16-native": (LLAMA, "native", {}),
     "amp-bf16": (LLAMA, "hf", {"precision": "amp-bf16"}),
-    "amp-bf16-native": (LLAMA, "native", {"precision": "amp-bf16"}),
     "amp-fp16": (LLAMA, "hf", {"precision": "amp-fp16"}),
     "recompute": (LLAMA, "hf", {"recompute": "full"}),
-    "recompute-native": (LLAMA, "native", {"recompute": "full", "precision": "fp32"}),
     "accumulate": (LLAMA, "hf", {"batch": Batch(micro=2, seq=64, accumulate=3)}),
     "adamw-foreach": (LLAMA, "hf", {"optimizer": Optimizer(implementation="foreach")}),
     "adamw-forloop": (LLAMA, "hf", {"optimizer": Optimizer(implementation="forloop")}),
     "in-backward": (LLAMA, "hf", {"optimizer": Optimizer(in_backward=True)}),
-    "in-backward-forloop": (
-        LLAMA,
-        "hf",
-        {"optimizer": Optimizer(in_backward=True, implementation="forloop")},
-    ),
-    "sgd": (LLAMA, "hf", {"optimizer": Optimizer(name="sgd")}),
     "sgd-momentum": (
         LLAMA,
         "hf",
         {"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
     ),
     "sgd-momentum-fused": (LLAMA, "hf", {"optimizer": Optimizer(name="sgd", momentum=0.9)}),
-    "sgd-momentum-amp-fp16": (
-        LLAMA,
-        "hf",
-        {"optimizer": Optimizer(name="sgd", momentum=0.9), "precision": "amp-fp16"},
-    ),
     "muon-amp-fp16": (LLAMA, "native", {"optimizer": Optimizer(name="muon"), "precision": "amp-fp16"}),
     "adafactor": (LLAMA, "hf", {"optimizer": ADAFACTOR}),
     "adafactor-in-backward": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
@@ -86,7 +73,6 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "experts": (MIXTRAL, "hf", {}),
     "sliding-window": (GEMMA3, "hf", {"attention": "eager"}),
     "capped-scores": (GEMMA2, "hf", {"precision": "fp32"}),
-    "capped-scores-bf16": (GEMMA2, "hf", {}),
 }
 
 
@@ -95,6 +81,11 @@ def on_cpu(case: str) -> Recipe:
     return recipe_of(
         config, implementation, **{"batch": Batch(micro=2, seq=64), **fields, "hardware": Hardware(gpu="cpu")}
     )
+
+
+BREAKDOWNS = ("fp32", "bf16-native", "amp-bf16", "accumulate", "in-backward", "lora", "gpt2")
+"""Cases whose breakdown is compared; with recomputation ``measure`` cannot separate activations and
+scratch."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -106,10 +97,13 @@ def test_every_phase_to_the_byte(case: str) -> None:
     assert predicted.phases == measured.phases
     assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
     assert (predicted.params, predicted.trainable_params) == (measured.params, measured.trainable_params)
+    if case in BREAKDOWNS:
+        assert predicted.breakdown == measured.breakdown
 
 
 def test_what_data_decides_stays_within_two_blocks() -> None:
-    """transformers' Adafactor keeps a scalar if a weight's mean is above a bound: a block of 512 bytes, unknowable."""
+    """transformers' Adafactor keeps a scalar if a weight's mean is above a bound: a block of 512 bytes,
+    unknowable."""
     config, implementation, _ = CASES["bf16"]
     optimizer = Optimizer(name="adafactor", momentum=0.9)
     recipe = recipe_of(config, implementation, optimizer=optimizer, hardware=Hardware(gpu="cpu"))
@@ -121,16 +115,3 @@ def test_what_data_decides_stays_within_two_blocks() -> None:
                 getattr(measured.phases, step), phase
             )
             assert abs(off) <= 2 * 512, (step, phase)
-
-
-BREAKDOWNS = [case for case in CASES if "recompute" not in case]
-"""Where blocks are recomputed ``measure`` cannot tell what they save again from what is temporary."""
-
-
-@pytest.mark.parametrize(
-    "case", ["fp32", "bf16-native", "amp-bf16", "accumulate", "in-backward", "lora", "gpt2"]
-)
-def test_the_peak_holds_the_same(case: str) -> None:
-    assert case in BREAKDOWNS
-    recipe = on_cpu(case)
-    assert predict(recipe).breakdown == measure(recipe, steps=0, device="cpu", start=forked).breakdown

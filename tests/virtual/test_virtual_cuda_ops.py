@@ -51,7 +51,8 @@ def test_a_bias_is_added_in_place() -> None:
 
 
 def test_autocast_leaves_alone_what_cuda_leaves_alone() -> None:
-    """Cross-entropy of bf16 logits: log_softmax in bf16, as T5 showed on an H200; a CPU casts the logits first."""
+    """Cross-entropy of bf16 logits: log_softmax in bf16, as T5 showed on an H200; a CPU casts the logits
+    first."""
 
     def run() -> None:
         logits = torch.empty(4, 8, dtype=torch.bfloat16)

@@ -27,8 +27,8 @@ STATES = [
     ("adamw", "fused", False, 3), ("adamw", "foreach", True, 2), ("adamw", "forloop", True, 2),
     ("adafactor", "forloop", True, 2), ("adafactor", "foreach", True, 2),
 ]  # fmt: skip
-"""Optimizer, implementation, whether its step counters are on the host (torch/optim: fused and capturable keep them
-on the device), device tensors a matrix has as state."""
+"""Optimizer, implementation, whether its step counters are on the host (torch/optim: fused and capturable
+keep them on the device), device tensors a matrix has as state."""
 
 
 @pytest.mark.parametrize(("name", "implementation", "counts_on_host", "num_device"), STATES)
@@ -66,7 +66,7 @@ def test_counters_take_memory_on_the_device_only_where_they_are() -> None:
 
 
 def test_small_values_are_carried() -> None:
-    """transformers asks ``if mask.all():`` and then attends without a mask."""
+    """transformers evaluates ``if mask.all():`` and then uses no mask."""
     with on_h200():
         ones = torch.ones(2, 8, dtype=torch.int64, device=CPU)
         padded = ones.clone()

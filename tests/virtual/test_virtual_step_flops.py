@@ -34,7 +34,8 @@ def llama(seq: int = 4096, **fields: Any) -> Ledger:
 
 
 def test_llama_8b_is_6_n_and_attention() -> None:
-    """6 a parameter that is multiplied and token, and attention's 12 L H d T a token, causal (arXiv:2204.02311, B)."""
+    """6 a parameter that is multiplied and token, and attention's 12 L H d T a token, causal
+    (arXiv:2204.02311, B)."""
     seq = 4096
     ledger = llama(seq, attention="flash")
     assert ledger.params == BLOCKS + 2 * HEAD_MATRIX + (2 * L + 1) * HIDDEN == 8_030_261_248
@@ -58,7 +59,8 @@ def test_batch_sequence_and_accumulation_multiply() -> None:
 
 @pytest.mark.parametrize("implementation", ["hf", "native"])
 def test_recomputation_adds_a_forward_without_its_last_product(implementation: str) -> None:
-    """Checkpointing stops once everything saved is there again: the last product of a block saves nothing new."""
+    """Checkpointing stops once everything saved is there again: the last product of a block saves nothing
+    new."""
     seq = 256
     fields: dict[str, Any] = {"batch": Batch(micro=1, seq=seq), "attention": "flash"}
     plain, again = (
@@ -74,8 +76,8 @@ def test_recomputation_adds_a_forward_without_its_last_product(implementation: s
 def test_lora_skips_the_frozen_weights_gradients(recompute: Any) -> None:
     """4 a frozen parameter and token instead of 6: forward, and the gradient of its input.
 
-    The first block's q, k and v need not even that where their input needs no gradient; with checkpointing it does
-    (transformers lets the embedding's output require one). The adapters, rank 16, cost their 6.
+    The first block's q, k and v need not even that where their input needs no gradient; with checkpointing it
+    does (transformers lets the embedding's output require one). The adapters, rank 16, cost their 6.
     """
     seq, rank = 256, 16
     ledger = llama(seq, attention="flash", recompute=recompute, adapter=Adapter(kind="lora", rank=rank))
@@ -100,7 +102,8 @@ def test_lora_skips_the_frozen_weights_gradients(recompute: Any) -> None:
     "fields", [{}, {"adapter": Adapter(kind="lora", rank=4)}, {"batch": Batch(micro=2, seq=16, accumulate=2)}]
 )
 def test_equal_to_pytorchs_counter(implementation: str, fields: dict[str, Any]) -> None:
-    """A real step of a tiny Llama on this CPU, attention written out in matrix products that PyTorch counts."""
+    """A real step of a tiny Llama on this CPU, attention written out in matrix products that PyTorch
+    counts."""
     recipe = tiny_recipe(implementation, attention="math", **fields)
     step = assemble(recipe, CPU)
     batches = step.random_batches()

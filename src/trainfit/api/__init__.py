@@ -1,1 +1,1 @@
-"""The Python functions of the package (``trainfit.predict`` ...), and what the command line shares with them."""
+"""The package's Python functions (``trainfit.predict`` ...) and what the command line shares with them."""

@@ -1,4 +1,4 @@
-"""``trainfit.predict``, ``measure``, ``train`` and ``trace``: what the commands of these names do, as Python functions.
+"""``trainfit.predict``, ``measure``, ``train`` and ``trace``: the commands as Python functions.
 
 Torch is imported by the function that needs it: ``predict`` only where the recipe's ledger is not cached yet.
 """
@@ -28,14 +28,14 @@ def predict(
         recipe: a model's or a recipe's name, a path, a mapping or a Recipe, as ``load_recipe`` takes them.
         deterministic: with kernels that repeat bit by bit, which ``train`` uses by default.
         use_cache: False traces anew, even where a ledger is cached.
-        fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192, optimizer="adamw8bit"``; see RecipeFields.
+        fields: fields of the recipe, such as ``gpu="h100-sxm", seq=8192``; see RecipeFields.
 
     Raises:
         InputError: an unknown name, a wrong value, or techniques that exclude each other.
     """
-    asked = wanted(recipe, fields, stacklevel=3)
+    chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
-        return predict_recipe(asked, deterministic=deterministic, use_cache=use_cache)
+        return predict_recipe(chosen, deterministic=deterministic, use_cache=use_cache)
 
 
 def predict_recipe(recipe: Recipe, *, deterministic: bool = False, use_cache: bool = True) -> Prediction:
@@ -60,7 +60,7 @@ def measure(
 ) -> Measured:
     """Run the recipe's step on this machine, in a process of its own, and return its memory and time.
 
-    Running out of memory is a result: ``status`` tells it.
+    Running out of memory is a result, in ``status``.
 
     Args:
         recipe, fields: as ``predict`` takes them.
@@ -72,9 +72,9 @@ def measure(
     Raises:
         InputError: as ``predict``, or the recipe asks for what this machine does not have.
     """
-    asked = wanted(recipe, fields, stacklevel=3)
+    chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
-        built, notes = planned(asked, device)
+        built, notes = planned(chosen, device)
         return measure_built(
             built,
             notes,
@@ -132,7 +132,7 @@ def train(
 ) -> TrainingRun:
     """Train a recipe on data in this process and return how the run went.
 
-    SIGTERM and Ctrl-C save a checkpoint and return with ``status`` "stopped"; ``resume=True`` goes on from it.
+    SIGTERM and Ctrl-C save a checkpoint and return with ``status`` "stopped"; ``resume=True`` continues.
 
     Args:
         recipe, fields: as ``predict`` takes them.
@@ -153,13 +153,14 @@ def train(
     """
     options = train_options(
         data, out=os.fspath(out), steps=steps, resume=resume, device=device, eval_fraction=eval_fraction,
-        tokenizer=None if tokenizer is None else os.fspath(tokenizer), eval_every=eval_every, save_every=save_every,
+        tokenizer=None if tokenizer is None else os.fspath(tokenizer), eval_every=eval_every,
+        save_every=save_every,
         keep=keep, schedule=schedule, warmup_steps=warmup_steps, deterministic=deterministic,
         tensorboard=is_installed("tensorboard") if tensorboard is None else tensorboard,
     )  # fmt: skip
-    asked = wanted(recipe, fields, stacklevel=3)
+    chosen = wanted(recipe, fields, stacklevel=3)
     with errors_name(recipe, fields):
-        built, notes = planned(asked, device)
+        built, notes = planned(chosen, device)
         return train_built(built, notes, options, peak_flops, progress=progress, observers=observers)
 
 
@@ -198,16 +199,16 @@ def train_built(
 def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Prediction:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
-    PyTorch's random state, defaults and switches, those that ``step`` itself sets included, are afterwards what they were.
+    PyTorch's random state, defaults and switches are restored afterwards, also those that ``step`` sets.
 
     Args:
-        step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run. It is called once
-            without arguments. Values on the device are not computed.
+        step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run.
+            It is called once without arguments. Values on the device are not computed.
         gpu: name of an NVIDIA GPU in the catalog.
-        steps: the callable is ended where the forward after so many optimizer steps begins; fewer if it returns.
+        steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
 
     Raises:
-        InputError: an unknown GPU, code that trains nothing or needs values that only a run can know, or several ranks.
+        InputError: an unknown GPU, code that trains nothing or needs device values, or several ranks.
         Exception: whatever the callable itself raises.
     """
     from trainfit.prediction.user_step import trace as traced

@@ -34,7 +34,7 @@ def counted_flops(
 ) -> Counted:
     """FLOPs of the steady step; ``causal`` leaves masked attention scores out, ``full`` counts them.
 
-    ``deterministic``: of the kernels that repeat bit by bit, which ``train`` runs unless told otherwise.
+    ``deterministic``: with kernels that repeat bit by bit, which ``train`` runs by default.
     """
     from trainfit.prediction.estimate import ledger_of, matmul_dtype
 

@@ -1,6 +1,7 @@
-"""MFU and HFU of a step from its time, or the time from the MFU; the time and cost of a run. Behind ``trainfit mfu``.
+"""``trainfit.mfu``: MFU and HFU of a step from its time, or the time from the MFU; time and cost of a run.
 
-Operations are counted on the virtual GPU; a closed form stands beside the count. Torch is imported only where no ledger is cached.
+Operations are counted on the virtual GPU and compared with a closed form. Torch is imported only without a
+cached ledger.
 """
 
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def mfu(
         recompute: ``full`` counts the whole forward again, in HFU only.
         precision: picks the dense peak, which ``peak_flops`` (FLOP/s) overrides.
         attention: ``causal`` leaves masked attention scores out, ``full`` counts them.
-        closed_form: what stands beside the count: products (multiplied weights, windows followed) or 6n (all parameters).
+        closed_form: compared with the count: products (multiplied weights, windows) or 6n (all parameters).
         tokens: also return the time, GPU-hours and dollars of a run over so many.
         price: of one GPU for one hour, US dollars; None: the catalog's.
 
@@ -81,7 +82,7 @@ def mfu(
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a step is (its time, or its MFU, the other None), and on what; ``peak``: the user's own, FLOP/s."""
+    """Speed of a step (its time or its MFU, the other None) and its device; ``peak``: the user's, FLOP/s."""
 
     step_s: float | None
     mfu: float | None
@@ -93,8 +94,9 @@ class Speed:
 def recipe_of_one(model: str, seq: int, precision: str, adapter: str | None, rank: int) -> Recipe:
     """One step of one sequence on one GPU.
 
-    A batch needs so many times as much, and how GPUs share it does not change what the mathematics needs, nor does
-    which GPU it is: operations are always counted on ``COUNTED_ON``, so any accelerator will do, CUDA or not.
+    A batch needs so many times as much, and how GPUs share it does not change what the mathematics needs, nor
+    does which GPU it is: operations are always counted on ``COUNTED_ON``, so any accelerator will do, CUDA or
+    not.
     """
     return recipe_from({
         "model": {"config": model}, "batch": {"micro": 1, "seq": seq}, "precision": precision,
@@ -110,10 +112,10 @@ def step_usage(
     speed: Speed,
     closed_form: Literal["products", "6n"],
 ) -> dict[str, Any]:
-    """MFU and HFU of a step of ``batch`` times the recipe, by counted operations, and by closed form beside them.
+    """Return MFU and HFU of a step of ``batch`` times the recipe, by counted operations and by closed form.
 
-    Full recomputation is the whole forward once more, whoever's code ran it. (Transformers' own stops before each
-    block's last product, which is not needed again: ``predict`` counts that.)
+    Full recomputation is the whole forward once more, whoever's code ran it. (Transformers' own stops before
+    each block's last product, which is not needed again: ``predict`` counts that.)
     """
     gpu = speed.gpu
     if speed.peak is None and not gpu.peak_flops_per_s:
@@ -130,7 +132,8 @@ def step_usage(
     closed = _closed_form(recipe, batch, counted, attention, recomputed, closed_form)
     simple = closed and utilization(closed.model_flops, closed.hardware_flops, step_s=step_s, **cluster)
     return {
-        "model": recipe.model.display_name, "params": counted.params, "trainable_params": counted.trainable_params,
+        "model": recipe.model.display_name, "params": counted.params,
+        "trainable_params": counted.trainable_params,
         "gpu": gpu.name, "step_s": step_s, **cluster, "attention": attention,
         "model_flops": model_flops, "hardware_flops": hardware_flops,
         "tokens_per_s": batch * recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
@@ -143,7 +146,7 @@ def _closed_form(
     recipe: Recipe, batch: int, counted: Counted, attention: Literal["causal", "full"], recomputed: bool,
     closed_form: Literal["products", "6n"],
 ) -> StepFlops | None:  # fmt: skip
-    """The step's FLOPs by the chosen closed form; None for a model whose shape the closed forms do not know."""
+    """Return the step's FLOPs by the closed form; None for a model whose shape it does not cover."""
     config = model_config(recipe.model.config)
     seq, trained = recipe.batch.seq, "all" if recipe.adapter is None else "adapter"
     again = "full" if recomputed else "none"
@@ -167,7 +170,7 @@ def _closed_form(
 
 
 def run_usage(tokens: float, step_tokens: int, step: dict[str, Any], price: float | None) -> dict[str, Any]:
-    """A run over ``tokens`` tokens of steps like ``step``: its time, GPU-hours and, where a price is known, dollars."""
+    """Return time, GPU-hours and, where a price is known, dollars of a run over ``tokens`` tokens."""
     step_s, num_gpus = step["step_s"], step["num_gpus"]
     run_s = tokens / step_tokens * step_s
     hours = gpu_hours(num_gpus=num_gpus, seconds=run_s)

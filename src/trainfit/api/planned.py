@@ -1,4 +1,4 @@
-"""A recipe's open fields planned, before a step is built from it. Torch is imported only where there are some."""
+"""Plan a recipe's open fields before a step is built. Torch is imported only if there are some."""
 
 from typing import Any
 
@@ -13,36 +13,36 @@ UNNAMED_GPU = "this GPU, whose name NVML does not tell,"
 
 
 def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[str, ...]]:
-    """The recipe with its open fields planned (``recompute: {budget_gib: x}``, ``attention: best``), and what to say of it.
+    """Return the recipe with its open fields planned (``recompute: {budget_gib: x}``, ``attention: best``).
 
     That is how they were planned, and what of the model's config is ignored.
 
     Args:
-        device: where a real step is about to run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None: nowhere, it is predicted.
+        device: where a real step will run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None for a prediction.
 
     Raises:
         InputError: no plan is within the budget.
     """
-    said = ignored(recipe.model.config)
+    notes = ignored(recipe.model.config)
     if not recipe.has_open_fields:
-        return recipe, said
+        return recipe, notes
     if recipe.attention == "best":
         from trainfit.planning.attention import choose
 
         place = {} if device is None else _place(device)
         recipe, note = choose(recipe, **place)
-        said += (note,)
+        notes += (note,)
     from trainfit.planning.recompute import resolve
 
     built = resolve(recipe)
     if built.recompute != recipe.recompute:
         words = [recompute_written(one.recompute) for one in (recipe, built)]
-        said += (f"recompute: {words[0]} is planned as {words[1]}",)
-    return built, said
+        notes += (f"recompute: {words[0]} is planned as {words[1]}",)
+    return built, notes
 
 
 def _place(device: str) -> dict[str, Any]:
-    """The real device's type and the GPU's name: the catalog's, else the driver's, else words that no measurement goes by.
+    """Return the device's type and the GPU's name: the catalog's, else the driver's, else UNNAMED_GPU.
 
     Raises:
         InputError: no such device.

@@ -1,4 +1,4 @@
-"""What a person means by a recipe -> the Recipe: a name, a file, a config.json, a mapping, and fields laid on it.
+"""Read a recipe from a name, a file, a config.json, a mapping or a Recipe, with fields set on it.
 
 Shared by the command line and the Python functions. No torch here.
 """
@@ -15,12 +15,12 @@ from typing import Any, TypedDict, Unpack
 from pydantic import BaseModel
 
 from trainfit.catalog import load as catalog
+from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.names import find_model
 from trainfit.spec.plain_data import plain
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import SETTINGS, merge, read_json, recipe_from, recipe_of_model
 from trainfit.spec.recipe_file import load_recipe as load_file
-from trainfit.spec.recipe_file import merge, read_json, recipe_from, recipe_of_model
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A repository on the Hub: its owner and its name."""
@@ -30,10 +30,11 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Recipe
 
 
 class RecipeFields(TypedDict, total=False):
-    """Keyword arguments that set fields of a recipe: short names of the most used ones, then the recipe's own fields.
+    """Keyword arguments that set fields of a recipe: short names of some, and the recipe's own fields.
 
-    ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or a list of the command line's ``batch.micro=8``.
-    A mapping is laid on the recipe's own (``batch={"micro": 8}`` keeps ``batch.seq``); docs/recipe.md lists all fields.
+    ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or a list of the command line's
+    ``batch.micro=8``. A mapping is laid on the recipe's own (``batch={"micro": 8}`` keeps ``batch.seq``);
+    docs/recipe.md lists all fields.
     """
 
     gpu: str
@@ -78,11 +79,12 @@ SHORT = {
 def load_recipe(recipe: Source, **fields: Unpack[RecipeFields]) -> Recipe:
     """Return the recipe that ``recipe`` names or holds, with ``fields`` set.
 
-    A name whose GPU leaves something open (``h100``) is taken for one row of the catalog, with a Python warning.
+    An ambiguous GPU name (``h100``) is taken for one row of the catalog, with a Python warning.
 
     Args:
-        recipe: a catalog model or shipped recipe in any spelling, a model's name on the Hub, the path of a recipe file or of a
-            config.json (or its folder), a mapping with a recipe's or a config.json's content, or a Recipe.
+        recipe: a catalog model or shipped recipe in any spelling, a model's name on the Hub, the path of a
+            recipe file or of a config.json (or its folder), a mapping with a recipe's or a config.json's
+            content, or a Recipe.
         fields: see RecipeFields.
 
     Raises:
@@ -93,9 +95,10 @@ def load_recipe(recipe: Source, **fields: Unpack[RecipeFields]) -> Recipe:
 
 
 def wanted(source: Source, fields: RecipeFields, *, stacklevel: int) -> Recipe:
-    """Return the recipe as ``load_recipe`` does; ``stacklevel``: of its warnings, 2 is this function's caller."""
+    """Return the recipe as ``load_recipe`` does; ``stacklevel`` is that of its warnings."""
     over, settings = fields_of(fields)
-    recipe, notes = read(source, settings, over)
+    with _of_call():
+        recipe, notes = read(source, settings, over)
     for note in notes:
         warnings.warn(note, stacklevel=stacklevel)
     return recipe
@@ -104,10 +107,10 @@ def wanted(source: Source, fields: RecipeFields, *, stacklevel: int) -> Recipe:
 def read(
     source: Source, settings: Sequence[str] = (), over: dict[str, Any] | None = None
 ) -> tuple[Recipe, list[str]]:
-    """Return the recipe that ``source`` stands for, and a line for each name in it that leaves something open.
+    """Return the recipe that ``source`` stands for, and a line for each ambiguous name in it.
 
-    Text names a file, else a shipped recipe, else a catalog model with every default. A model's config.json (its folder, or its
-    content) is that model with every default.
+    Text names a file, else a shipped recipe, else a catalog model with every default. A model's config.json
+    (its folder, or its content) is that model with every default.
 
     Args:
         settings: ``a.b=c``, as the command line has them.
@@ -172,7 +175,7 @@ def _settings(given: Any) -> list[str]:
 
 
 def as_plain(data: Any, field: str = "") -> Any:
-    """Return ``data`` as what JSON can hold: mappings as dicts, tuples as lists, paths as text, the spec's values by their content.
+    """Return ``data`` as JSON: mappings as dicts, tuples as lists, paths as text, values by their content.
 
     Raises:
         InputError: it holds something else, such as a tensor.
@@ -191,7 +194,10 @@ def _unwrapped(data: Any) -> Any:
 
 
 def _changed(recipe: Recipe, settings: list[str], over: dict[str, Any] | None, notes: list[str]) -> Recipe:
-    """The recipe with fields set; those of its optimizer that follow from others (implementation) may follow anew."""
+    """Return the recipe with fields set.
+
+    Derived fields of its optimizer (implementation) are derived anew.
+    """
     if not settings and not over:
         return recipe
     optimizer = recipe.optimizer.model_dump(mode="json", exclude_unset=True)
@@ -213,7 +219,7 @@ def _named_recipe(
 
 
 def _is_path(text: str) -> bool:
-    """Whether it names a file, there or not; what has the form of a name on the Hub (``owner/name``) only if it is there."""
+    """Whether it names a file, existing or not; text like a Hub name (``owner/name``) only if it exists."""
     if text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file():
         return True
     return "/" in text and not (HUB_NAME.fullmatch(text) and not Path(text).parent.is_dir())
@@ -235,7 +241,7 @@ def _has_config_keys(data: Any) -> bool:
 
 @contextlib.contextmanager
 def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """An error about a field of the recipe names the recipe (``text``), or ``--set`` where a setting gave the value.
+    """Name the recipe (``text``) in errors about its fields, or ``--set`` where a setting gave the value.
 
     Nothing is named where a keyword argument (``over``) gave it.
     """
@@ -246,7 +252,7 @@ def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | Non
             raise
         keys = [setting.partition("=")[0].strip() for setting in settings]
         if any(f"{error.field}.".startswith(f"{key}.") for key in keys):
-            raise error.in_file("--set") from error.__cause__
+            raise error.in_file(SETTINGS) from error.__cause__
         if _gives(over or {}, error.field.split(".")):
             raise
         raise error.in_file(text) from error.__cause__
@@ -256,8 +262,22 @@ def named(text: str, settings: Sequence[str] = (), over: Mapping[str, Any] | Non
 def errors_name(source: Source, fields: RecipeFields) -> Iterator[None]:
     """As ``named``, for what a Python function was called with."""
     over, settings = fields_of(fields)
-    with named(label(source), settings, over):
+    with _of_call(), named(label(source), settings, over):
         yield
+
+
+@contextlib.contextmanager
+def _of_call() -> Iterator[None]:
+    """Name the argument ``set`` in errors where the command line's option would be named."""
+    try:
+        yield
+    except InputError as error:
+        if error.file != SETTINGS:
+            raise
+        remedy = error.remedy.replace("--set field.name=value", 'set={"field.name": value}')
+        raise InputError(
+            error.problem, remedy, field=error.field, value=error.value, file="set"
+        ) from error.__cause__
 
 
 def _gives(data: Any, field: Sequence[str]) -> bool:

@@ -1,7 +1,7 @@
 """Results that print like the commands do and show as a table in a notebook. No torch here.
 
-Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so the JSON is the
-command's.
+Each is the plain value (an Estimate, a Measurement, ...) with the recipe it is of; the recipe is no field, so
+the JSON is the command's.
 """
 
 import io
@@ -11,11 +11,8 @@ from typing import Any, Literal, Self
 
 from rich.console import Console
 
-from trainfit.report import notebook
-from trainfit.report.measurement_text import show as show_measurement
-from trainfit.report.mfu_text import show as show_usage
+from trainfit.report import results
 from trainfit.report.prediction_text import show as show_prediction
-from trainfit.report.training_text import show as show_training
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.terminal import Terminal
@@ -115,27 +112,27 @@ class Prediction(_OfRecipe, Estimate):
         show_prediction(self._recipe, self, notes=self.notes, verbose=verbose, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.prediction(self._recipe, self, self.notes)
+        return results.prediction_html(self._recipe, self, self.notes)
 
 
 class Measured(_OfRecipe, Measurement):
     """A Measurement with the recipe it is of."""
 
     def _print(self, out: Console) -> None:
-        show_measurement(self.recipe, self, out=out)
+        results.show_measurement(self.recipe, self, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.measurement(self.recipe, self)
+        return results.measurement_html(self.recipe, self)
 
 
 class TrainingRun(_OfRecipe, TrainSummary):
     """A TrainSummary with the recipe it is of."""
 
     def _print(self, out: Console) -> None:
-        show_training(self.recipe, self, out=out)
+        results.show_training(self.recipe, self, out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.training(self.recipe, self)
+        return results.training_html(self.recipe, self)
 
 
 class Usage(Printed):
@@ -158,10 +155,10 @@ class Usage(Printed):
     mfu: Share
     hfu: Share
     closed_form: Mapping[str, Any] | None
-    """model_flops, hardware_flops, mfu, hfu and the convention of the closed form; None: the model's shape has none."""
+    """FLOPs, mfu, hfu and convention of the closed form; None: it does not cover the model's shape."""
     ops_without_flops: tuple[str, ...] = ()
     tokens: float | None = None
-    """Of a whole run; this and what follows: None where none was asked for."""
+    """Of a whole run; this and the following fields: None if no run was requested."""
     step_tokens: Count | None = None
     run_s: Seconds | None = None
     gpu_hours: float | None = None
@@ -173,7 +170,7 @@ class Usage(Printed):
         return self.model_dump(mode="json", exclude_unset=True)
 
     def _print(self, out: Console) -> None:
-        show_usage(self.content(), out=out)
+        results.show_usage(self.content(), out=out)
 
     def _repr_html_(self) -> str:
-        return notebook.usage(self.content())
+        return results.usage_html(self.content())

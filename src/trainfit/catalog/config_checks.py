@@ -59,8 +59,8 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
     """Return the mapping itself, if a model can be built from it.
 
     Raises:
-        InputError: not a mapping, no ``model_type``, remote code requested, a size that is no positive integer
-            or too large, query heads that do not share the key-value heads evenly, a forward that returns no
+        InputError: not a mapping, no ``model_type``, remote code requested, a size that is no positive
+            integer or too large, query heads that do not share the key-value heads evenly, a forward that returns no
             mapping, or a value with which no model trains.
     """
     if not isinstance(config, dict):
@@ -79,6 +79,7 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
             _check_size(key, config.get(key), largest, file)
     for part, path in _parts(config, "model.config"):
         _check_counts(part, path, file)
+        _check_factors(part, path, file)
     _check_heads(config, file)
     _check_switches(config, file)
     check_values(config, file=file)
@@ -126,6 +127,16 @@ def _check_counts(config: dict[str, Any], path: str, file: str) -> None:
                 raise InputError("far over any model's", remedy, field=f"{path}.{key}", value=item, file=file)
 
 
+def _check_factors(config: dict[str, Any], path: str, file: str) -> None:
+    """Refuse a LongRoPE list of one factor, which torch would broadcast over all frequencies."""
+    for key in ("short_factor", "long_factor"):
+        if isinstance(config.get(key), list) and len(config[key]) == 1:
+            remedy = "write one for each rotary frequency, half a head's rotated size"
+            raise InputError(
+                "a list of one factor", remedy, field=f"{path}.{key}", value=config[key], file=file
+            )
+
+
 def _numbers(value: Any) -> Iterator[int | float]:
     """The value if it is a number, or those of a list and of the lists in it."""
     if isinstance(value, list):
@@ -139,8 +150,9 @@ def _check_switches(config: dict[str, Any], file: str) -> None:
     for key, needed in SWITCHES.items():
         if key in config and config[key] is not needed:
             remedy = f"write {str(needed).lower()}, or leave it out"
-            problem = "training needs the model's outputs by name"
-            raise InputError(problem, remedy, field=f"model.config.{key}", value=repr(config[key]), file=file)
+            is_null = config[key] is None
+            problem = f"{'null, but ' * is_null}training needs the model's outputs by name"
+            raise InputError(problem, remedy, field=f"model.config.{key}", value=config[key], file=file)
 
 
 def _check_size(key: str, value: Any, largest: int, file: str) -> None:

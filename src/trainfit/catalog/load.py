@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from pydantic import JsonValue
 
+from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
 from trainfit.catalog.this_cpu import CPU, this_cpu
-from trainfit.spec import names
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
 from trainfit.spec.recipe import Hardware

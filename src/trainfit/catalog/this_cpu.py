@@ -3,8 +3,8 @@
 import os
 import platform
 
+from trainfit.catalog.names import CPU
 from trainfit.spec.hardware import Gpu, Source
-from trainfit.spec.names import CPU
 
 
 def this_cpu() -> Gpu:

@@ -14,8 +14,8 @@ from trainfit.cli.options import GpuOption, Json, RecipeArgument, Settings
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from trainfit.spec.explanation import CurvePoint, Explanation
     from trainfit.spec.recipe import Recipe
+    from trainfit.spec.result import CurvePoint, Explanation
 
 CHART_ROWS = 8
 

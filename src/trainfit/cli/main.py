@@ -20,10 +20,8 @@ import typer
 import trainfit
 from trainfit.cli.streams import flush_or_drop, has_streams, plain_messages
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_IO, EXIT_STOPPED, InputError
-from trainfit.spec.files import circle
+from trainfit.spec.files import circle, one_line, storage_failure, writing
 from trainfit.spec.printable import STANDARD_OUTPUT, printable, say
-from trainfit.spec.storage import one_line, storage_failure, writing
-from trainfit.spec.synonyms import field_here
 from trainfit.training.stop import Stopped, StopSignal
 
 EXIT_USAGE, EXIT_BUG = 2, 70
@@ -147,6 +145,8 @@ def _report_storage(error: OSError) -> int:
 
 
 def _report_usage(error: Exception) -> int:
+    from trainfit.spec.synonyms import field_here
+
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "trainfit"
     message = getattr(error, "format_message", error.__str__)()

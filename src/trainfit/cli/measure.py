@@ -50,7 +50,7 @@ def run(
     if json:
         options.print_json(result)
     else:
-        from trainfit.report.measurement_text import show
+        from trainfit.report.results import show_measurement
 
-        show(built, result)
+        show_measurement(built, result)
     return EXIT_CODES[result.status]

@@ -77,10 +77,10 @@ def run(
     """
     from trainfit.api.mfu import Speed, money, recipe_of_one, run_usage, step_usage
     from trainfit.catalog.load import gpu as find_gpu
+    from trainfit.catalog.names import gpu_note
     from trainfit.report.console import progress
-    from trainfit.report.mfu_text import show
+    from trainfit.report.results import show_usage
     from trainfit.spec.errors import InputError
-    from trainfit.spec.names import gpu_note
 
     found: dict[str, Any] = {}
     row = find_gpu(gpu)
@@ -113,4 +113,4 @@ def run(
     if json:
         print_json(found)
     else:
-        show(found)
+        show_usage(found)

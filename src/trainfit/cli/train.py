@@ -17,8 +17,8 @@ from trainfit.cli.options import (
     read_recipe,
     work,
 )
+from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
-from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.training.stop import resumable
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
@@ -110,7 +110,7 @@ def run(
     if json:
         print_json(summary)
     else:
-        from trainfit.report.training_text import show
+        from trainfit.report.results import show_training
 
-        show(built, summary)
+        show_training(built, summary)
     return summary.exit_code

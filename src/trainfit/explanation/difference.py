@@ -1,8 +1,8 @@
-"""Two explained peaks, holder by holder: what the second has more and less of."""
+"""Difference of two explained peaks, by holder."""
 
 from typing import NamedTuple
 
-from trainfit.spec.explanation import Explanation
+from trainfit.spec.result import Explanation
 
 
 class Change(NamedTuple):
@@ -16,10 +16,10 @@ class Change(NamedTuple):
 
 
 def difference(first: Explanation, second: Explanation) -> list[Change]:
-    """Every holder that is not the same in both, the largest change first. Equal names are taken for the same holder."""
+    """Return the holders that differ, the largest change first; equal names are the same holder."""
     totals: dict[tuple[str, str, str, str], int] = {}
-    for sign, told in ((-1, first), (1, second)):
-        for holder in told.holders:
+    for sign, one in ((-1, first), (1, second)):
+        for holder in one.holders:
             key = (holder.category, holder.path, holder.op, holder.made_in)
             totals[key] = totals.get(key, 0) + sign * holder.num_bytes
     changes = [Change(*key, num_bytes) for key, num_bytes in totals.items() if num_bytes]

@@ -11,9 +11,17 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
 from trainfit.ledger.segments import MIN_BLOCK
 from trainfit.prediction.estimate import ledger_of, replay_on
-from trainfit.spec.explanation import ONE_OF_EQUAL, CurvePoint, Explanation, Holder, Moment
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown
+from trainfit.spec.result import (
+    CATEGORIES,
+    ONE_OF_EQUAL,
+    PHASES,
+    CurvePoint,
+    Explanation,
+    Holder,
+    MemoryBreakdown,
+    Moment,
+)
 
 CURVE_POINTS = 64
 LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")

@@ -129,10 +129,6 @@ class CachingAllocator:
         block.absorb_free()
         insort(block.pool.free, (block.size, block.address, block))
 
-    def block_size(self, handle: int) -> int:
-        """Return the bytes of a live block: the rounded request, or more if the block was not split."""
-        return self._blocks[handle].size if handle else 0
-
     def empty_cache(self) -> None:
         """Release unused segments to the driver (``torch.cuda.empty_cache``)."""
         for pool in self._pools.values():
@@ -150,22 +146,6 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         """Set both peaks to the current values (``torch.cuda.reset_peak_memory_stats``)."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
-
-    def segments(self) -> list[list[tuple[int, int, bool]]]:
-        """Return each segment's blocks in order of address: (address, bytes, in use)."""
-        seen: dict[int, Block] = {}
-        for block in [*self._blocks.values(), *(item[2] for p in self._pools.values() for item in p.free)]:
-            while block.before is not None and block.before.mapped:
-                block = block.before
-            seen[block.address] = block
-        rows = []
-        for _, head in sorted(seen.items()):
-            row, block = [], head
-            while block is not None and block.mapped:
-                row.append((block.address, block.size, block.allocated))
-                block = block.after
-            rows.append(row)
-        return rows
 
     def _take_free(self, pool: Pool, size: int) -> Block | None:
         """Take the smallest free block that fits, the lowest address among equals (``get_free_block``)."""

@@ -1,4 +1,4 @@
-"""The Environment of a measurement: device, driver, versions, code. Torch is asked only inside the trial."""
+"""Environment of a measurement: device, driver, versions, code. Torch is used only inside the trial."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ RECORDED_VARIABLES = (
 
 
 def host_environment(device: str) -> Environment:
-    """What is known without touching ``device``, which the trial names: versions, platform, the host's memory."""
+    """Return what is known without using ``device``: versions, platform, the host's memory."""
     return Environment(
         device=device,
         device_bytes=host_bytes(),
@@ -48,7 +48,7 @@ def cpu_name() -> str:
 
 
 def runs_on_cuda(device: str) -> bool:
-    """Whether a step asked for there (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
+    """Whether a step on this device (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
     import torch
 
     return device != "cpu" and torch.cuda.is_available()

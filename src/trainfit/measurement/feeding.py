@@ -1,4 +1,4 @@
-"""What measured steps compute on: one batch that stays on the device, or random tokens through the recipe's loader."""
+"""Batches of measured steps: one that stays on the device, or random tokens through the recipe's loader."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from trainfit.step import Batch, Step, vocabulary
 def feeding(step: Step, num_steps: int) -> Iterator[Callable[[], list[Batch]]]:
     """A function that gives each of at most ``num_steps`` steps its micro-batches.
 
-    With the loader's defaults they are the same each time, so that reading takes no part in the time: what a loader is
-    measured against.
+    With the loader's defaults they are the same each time, so that reading takes no part in the time: what a
+    loader is measured against.
     """
     recipe = step.recipe
     if recipe.loader == Loader():

@@ -1,4 +1,4 @@
-"""A trial's life hangs on its maker's. No torch here, so that it can be said before the slow imports."""
+"""End a trial's process when its parent dies. No torch here, so that it can run before the slow imports."""
 
 import ctypes
 import sys
@@ -8,9 +8,9 @@ PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
 
 def die_with_parent() -> None:
-    """A trial must not outlive the one who reads its result, holding the GPU. On Linux; elsewhere nothing happens.
+    """End this process when its parent dies, so that no trial keeps the GPU. It does nothing outside Linux.
 
-    The parent is the thread that made this process: it has to live as long as its trials.
+    The parent is the thread that started this process: it must live as long as its trials.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)

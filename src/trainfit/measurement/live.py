@@ -1,11 +1,12 @@
 """LiveBytes: bytes of the tensors alive on one device, by following their real storages.
 
-Enters: a device and the operations that run while the mode is on. Leaves: live bytes now, the peak since it was last
-taken, and what held that peak. Each storage counts once, rounded up to 512 bytes as CUDA's allocator does, so that a
-run on a CPU compares with a prediction.
+Enters: a device and the operations that run while the mode is on. Leaves: live bytes now, the peak since it
+was last taken, and what held that peak. Each storage counts once, rounded up to 512 bytes as CUDA's allocator
+does, so that a run on a CPU compares with a prediction.
 
-Not seen: what a kernel allocates and frees inside itself (below the dispatcher), scratch that libraries keep, and code
-that torch.compile generated (a dispatch mode makes Dynamo step aside, so compiled recipes must not be measured with it).
+Not seen: what a kernel allocates and frees inside itself (below the dispatcher), scratch that libraries keep,
+and code that torch.compile generated (a dispatch mode makes Dynamo step aside, so compiled recipes must not
+be measured with it).
 """
 
 import weakref
@@ -35,7 +36,7 @@ class _Held:
 class LiveBytes(TorchDispatchMode):
     """Follows every storage that an operation returns until it dies.
 
-    ``category`` names what new storages hold (one of CATEGORIES); ``assign`` renames the holder of known tensors.
+    ``category`` names the content of new storages (one of CATEGORIES); ``assign`` renames known tensors'.
     ``limit_bytes``: what may be alive at once, as on a smaller device; the operation that needs more raises
     torch.OutOfMemoryError, and its result is not counted.
     """
@@ -77,7 +78,10 @@ class LiveBytes(TorchDispatchMode):
                     held.category = category
 
     def take_peak(self) -> tuple[int, MemoryBreakdown]:
-        """The highest live bytes since the last call (or the start) and what held them; begins anew from now."""
+        """Return the highest live bytes since the last call (or the start) and their holders.
+
+        Restart from now.
+        """
         taken = self._peak_bytes, MemoryBreakdown(**self._at_peak)
         self._peak_bytes, self._at_peak = self.live_bytes, dict(self._by_category)
         return taken
@@ -109,7 +113,7 @@ class LiveBytes(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage, category: str) -> None:
         held = _Held(_rounded(storage.nbytes()), category)
         self._must_fit(held.num_bytes)
-        # The storage's Python object lives exactly as long as its C++ storage, autograd's saved tensors included.
+        # The storage's Python object lives as long as its C++ storage, with autograd's saved tensors.
         held.ends = weakref.finalize(storage, self._end, storage._cdata)
         held.ends.atexit = False
         self._held[storage._cdata] = held
@@ -122,7 +126,8 @@ class LiveBytes(TorchDispatchMode):
     def _must_fit(self, num_bytes: int) -> None:
         if self.limit_bytes is not None and self.live_bytes + num_bytes > self.limit_bytes:
             raise torch.OutOfMemoryError(
-                f"{num_bytes:,} bytes more than the {self.live_bytes:,} alive are over the limit of {self.limit_bytes:,}"
+                f"{num_bytes:,} bytes more than the {self.live_bytes:,} alive "
+                f"are over the limit of {self.limit_bytes:,}"
             )
 
     def _count(self, category: str, num_bytes: int) -> None:

@@ -1,8 +1,8 @@
 """Meters: how memory and time are read on one kind of device.
 
-A meter is asked for the highest allocated bytes since it was last asked (``take``). On CUDA the caching allocator keeps
-that count on the host as it hands out blocks, so reading it at a phase's boundary needs no synchronisation. On a CPU
-LiveBytes follows the real storages.
+A meter is asked for the highest allocated bytes since it was last asked (``take``). On CUDA the caching
+allocator keeps that count on the host as it hands out blocks, so reading it at a phase's boundary needs no
+synchronisation. On a CPU LiveBytes follows the real storages.
 """
 
 import gc
@@ -33,7 +33,10 @@ Peak = tuple[int, MemoryBreakdown | None]
 
 
 class Meter(ABC):
-    """Reads one device. Call order: ``limit``, then inside ``watching``: assemble, ``settle``, steps with ``take``."""
+    """Memory meter of one device.
+
+    Call order: ``limit``, then in ``watching``: assemble, ``settle``, steps, ``take``.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -48,7 +51,7 @@ class Meter(ABC):
 
     @abstractmethod
     def watching(self) -> Any:
-        """A context in which memory is followed; only code inside it may be asked about."""
+        """Return a context that tracks memory; only code inside it is counted."""
 
     @abstractmethod
     def settle(self, step: Step) -> int | None:
@@ -89,8 +92,8 @@ class CpuMeter(Meter):
         return host.model_copy(update={"device": cpu_name()})
 
     def limit(self, memory_bytes: int) -> None:
-        # The system's limit is on address space: what lies free in this process's heap comes on top of it (a forked
-        # process inherits the heap of its maker), so live tensors have a limit of their own.
+        # The system's limit is on address space: what lies free in this process's heap comes on top of it (a
+        # forked process inherits the heap of its maker), so live tensors have a limit of their own.
         if self._live is not None:
             self._live.limit_bytes = memory_bytes
         # Else the first operation followed imports it, and it counts.
@@ -216,7 +219,7 @@ class CudaMeter(Meter):
         }
 
     def _device_bytes(self) -> int:
-        """The most this process had on the device: what it has now, and what the allocator has given back since."""
+        """Return the most this process had on the device: current use and what the allocator gave back."""
         returned = self._reserved - torch.cuda.memory_reserved(self.device)
         return self._used_bytes() + max(0, returned)
 
@@ -236,7 +239,7 @@ class CudaMeter(Meter):
             torch.cuda.reset_peak_memory_stats(self.device)
             step(batches, on_phase=lambda phase: _name_new(live, phase))
             peak, held = live.take_peak()
-        # Allocated, yet no tensor's: cuBLAS workspaces, scratch inside kernels, blocks handed out larger than asked.
+        # Allocated, but of no tensor: cuBLAS workspaces, scratch inside kernels, rounding of blocks.
         unseen = torch.cuda.max_memory_allocated(self.device) - peak
         return held.model_copy(update={"workspace": unseen}) if unseen >= 0 else None
 
@@ -246,7 +249,7 @@ def _name_new(live: LiveBytes, phase: str) -> None:
 
 
 def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
-    """Tell ``live`` which tensors are weights and optimizer state; hooks name each gradient once it is accumulated."""
+    """Register weights and optimizer state with ``live``; hooks name each gradient once it is accumulated."""
     live.assign([*step.model.parameters(), *step.model.buffers()], "weights")
     live.assign(optimizer_tensors(step), "optimizer")
 
@@ -283,5 +286,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that memory ran out, on the GPU, in a CUDA library or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    said = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+    phrases = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in phrases)

@@ -1,13 +1,13 @@
-"""What NVIDIA's management library (NVML) tells about one GPU, without making a CUDA context on it.
+"""Read one GPU's state by NVIDIA's management library (NVML), without creating a CUDA context on it.
 
-Every function answers None or nothing where NVML or the GPU is missing: it is evidence beside the measurement, and
-a measurement stands without it.
+Every function answers None or nothing where NVML or the GPU is missing: it is evidence beside the
+measurement, and a measurement stands without it.
 """
 
 import os
 from typing import Any
 
-# nvml.h, nvmlClocksEventReasons: the ones that hold clocks below what was asked for.
+# nvml.h, nvmlClocksEventReasons: those that hold clocks below the requested ones.
 CLOCK_EVENTS = {
     0x4: "software power cap",
     0x8: "hardware slowdown",
@@ -98,7 +98,7 @@ def visible_device(index: int) -> int | str:
 
 
 def visible_gpus() -> list[str]:
-    """What to write into CUDA_VISIBLE_DEVICES to see one GPU each; empty where there is none, or no NVML to tell."""
+    """Return values of CUDA_VISIBLE_DEVICES that select one GPU each; empty without GPUs or NVML."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [item.strip() for item in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if item.strip()]
     try:

@@ -1,7 +1,8 @@
 """A trial in a process and process group of its own, with a time limit that ends the whole group.
 
-The result goes through a file and the output through another, so a grandchild that keeps a pipe open holds nobody up.
-A trial starts as a new interpreter (``spawned``) or as a copy of this process (``forked``: no import to wait for).
+The result goes through a file and the output through another, so a grandchild that keeps a pipe open holds
+nobody up. A trial starts as a new interpreter (``spawned``) or as a copy of this process (``forked``: no
+import to wait for).
 """
 
 import gc
@@ -21,13 +22,18 @@ from pathlib import Path
 from trainfit.measurement.lifeline import die_with_parent
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import EXIT_IO, InputError
+from trainfit.spec.files import write_text
 from trainfit.spec.result import Measurement
-from trainfit.spec.storage import write_text
 from trainfit.spec.value import parse
 
 LOG = "output.txt"
 TRIAL = "trainfit.measurement.trial"
-"""The module whose ``main(folder)`` is a measurement's trial; it is run as ``python -m`` where a trial is spawned."""
+"""The module whose ``main(folder)`` runs a measurement's trial."""
+PROGRAM = """import importlib, pathlib, sys
+from trainfit.measurement.lifeline import die_with_parent
+die_with_parent()  # Before the slow imports.
+sys.exit(importlib.import_module(sys.argv[1]).main(pathlib.Path(sys.argv[2])))"""
+"""A new interpreter's program: the module whose ``main`` it runs, and the trial's folder."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that somebody sends; the others are what a process's own mistake brings on it."""
 POLL_S = 0.05
@@ -52,7 +58,7 @@ class TrialStorageError(OSError):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trial's process ended: its exit code, or the signal that ended it; ``timed_out``: ours, for its time."""
+    """How a trial's process ended: exit code, or signal; ``timed_out``: by the time limit."""
 
     exit_code: int | None
     signal: int | None
@@ -73,7 +79,7 @@ def spawned(folder: Path, module: str = TRIAL) -> int:
     """Start the trial of ``folder``, which ``module`` runs, as a new interpreter."""
     with open(folder / LOG, "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)],
+            [sys.executable, "-c", PROGRAM, module, str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     process.returncode = 0  # run_in reaps it by its id; Popen need not warn that it did not
@@ -81,7 +87,9 @@ def spawned(folder: Path, module: str = TRIAL) -> int:
 
 
 def forked(folder: Path, module: str = TRIAL) -> int:
-    """Start the trial of ``folder``, which ``module`` runs, as a copy of this process, which must not have used CUDA."""
+    """Start the trial of ``folder``, which ``module`` runs, as a fork of this process, which must not have
+    used CUDA.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -177,7 +185,7 @@ def _end_group(pid: int) -> None:
 
 
 def _read(folder: Path, request: TrialRequest, ending: Ending, timeout_s: float | None) -> Measurement:
-    said = last_lines(folder)
+    printed = last_lines(folder)
     if not (folder / RESULT).is_file():
         assert request.environment is not None, "the asker gives the host's environment"
         nothing = Measurement(
@@ -197,7 +205,7 @@ def _read(folder: Path, request: TrialRequest, ending: Ending, timeout_s: float 
     if ending.signal is not None and ending.system_out_of_memory:
         message = f"{noted.message}: killed by signal {ending.signal} as the system ran out of memory"
         return noted.model_copy(update={"status": "out-of-memory", "message": message})
-    return noted.model_copy(update={"message": f"{noted.message} ({ending.words}): {said}".rstrip(": ")})
+    return noted.model_copy(update={"message": f"{noted.message} ({ending.words}): {printed}".rstrip(": ")})
 
 
 def last_lines(folder: Path) -> str:

@@ -30,14 +30,16 @@ def measure(
 ) -> Measurement:
     """Run the recipe's step on a real device and measure it.
 
-    At least two steps (``warmup``, if that is more) run untimed: the first, and one or more steady ones, whose phases'
-    peaks are read. Then ``steps`` steps are timed, and nothing looks at memory while they run. 0 times none.
+    At least two steps (``warmup``, if that is more) run untimed: the first, and one or more steady ones,
+    whose phases' peaks are read. Then ``steps`` steps are timed, and nothing looks at memory while they run.
+    0 times none.
 
     Args:
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
         timeout_s: ends the trial and all its children; what was known by then is in the result.
         memory_limit_bytes: what the steps may allocate, as on a smaller device.
-        model_flops, hardware_flops: FLOPs of one step, for MFU and HFU; with ``peak_flops_per_s``, the device's peak.
+        model_flops, hardware_flops: FLOPs of one step, for MFU and HFU; with ``peak_flops_per_s``, the
+        device's peak.
         start: how the process is made (process.py).
         environment: the host's, if known already.
 
@@ -61,10 +63,10 @@ def with_utilisation(
     hardware_flops: float | None,
     peak_flops_per_s: float | None,
 ) -> Measurement:
-    """``measured`` with its FLOPs, and with MFU and HFU where the step's time and the device's peak are known.
+    """Return ``measured`` with FLOPs, and with MFU and HFU where time and peak are known.
 
-    MFU: model FLOPs per second over the peak; HFU: hardware FLOPs (recomputation included) per second over the peak
-    (PaLM, arXiv 2204.02311, appendix B).
+    MFU: model FLOPs per second over the peak; HFU: hardware FLOPs (recomputation included) per second over
+    the peak (PaLM, arXiv 2204.02311, appendix B).
     """
     step_s = measured.step_s
 

@@ -1,17 +1,16 @@
 """One trial: what runs inside the process of a measurement. ``python -m trainfit.measurement.trial FOLDER``.
 
-Enters: FOLDER/request.json. Leaves: FOLDER/result.json, a Measurement that is true at every moment: until the end its
-status is "crashed" and its message says how far the trial came, so a killed process leaves what it knew. Bad input is
-left in FOLDER/error.json.
+Enters: FOLDER/request.json. Leaves: FOLDER/result.json, a Measurement that is true at every moment: until the
+end its status is "crashed" and its message says how far the trial came, so a killed process leaves what it
+knew. Bad input is left in FOLDER/error.json.
 
-Order: build; untimed steps with a look at memory at each phase's start (the first step, then steady ones); timed steps
-that nothing looks at; on CUDA one more step that tells what the peak holds.
+Order: build; untimed steps with a look at memory at each phase's start (the first step, then steady ones);
+timed steps that nothing looks at; on CUDA one more step that tells what the peak holds.
 """
 
 import importlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,12 +19,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.lifeline import die_with_parent
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
+from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
-from trainfit.spec.storage import one_line, storage_failure, write_text
 from trainfit.spec.value import Count, Value, parse
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
@@ -34,7 +32,7 @@ MIN_UNTIMED = 2
 
 
 class TrialRequest(Value):
-    """What a trial is asked."""
+    """The task of a trial."""
 
     recipe: Recipe
     steps: Count
@@ -122,8 +120,8 @@ def run_trial(request: TrialRequest, notebook: Notebook) -> None:
         so_far = notebook.measurement
         last = meter.take()
         reached = max(so_far.peak_allocated_bytes or 0, last[0]) if last else so_far.peak_allocated_bytes
-        said = str(error).strip().splitlines()
-        reason = said[0] if said else "no memory left"  # Python's own MemoryError says nothing.
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else "no memory left"  # Python's own MemoryError has no message.
         message = f"{so_far.message.replace('ended', 'out of memory')}: {reason}"
         totals = meter.totals() | {"peak_allocated_bytes": reached}
         notebook.note(status="out-of-memory", message=message, **totals)
@@ -290,7 +288,7 @@ def compiled_before() -> bool:
 
 
 def _note_breakdown(recipe: Recipe, meter: Any, notebook: Notebook, step: Any, batches: Any) -> None:
-    """Adds what the peak holds. The measurement is already complete, so running out of memory here costs only that."""
+    """Add the breakdown of the peak; running out of memory here costs only that."""
     from trainfit.measurement.meter import is_out_of_memory
 
     if notebook.measurement.breakdown is not None or recipe.compile:
@@ -300,9 +298,4 @@ def _note_breakdown(recipe: Recipe, meter: Any, notebook: Notebook, step: Any, b
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        notebook.note(message="no breakdown: the extra step that tells it ran out of memory")
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    sys.exit(main(Path(sys.argv[1])))
+        notebook.note(message="no breakdown: the extra step for it ran out of memory")

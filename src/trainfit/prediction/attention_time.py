@@ -1,9 +1,8 @@
-"""How fast attention runs: the share of the data sheet's peak that its kernel reached where it was measured. No torch here.
+"""Attention's rate: the share of the dense peak that its kernel reached where it was measured. No torch here.
 
-Enters: operations of a ledger. Leaves: shares, and what was assumed for them. The rates are those of the catalog's
-attention.toml, of an H200: by kernel, dtype, head size and length, with a mask given as a tensor or without,
-forward and backward apart. On another GPU the same
-share of its own peak is taken.
+Enters: operations of a ledger. Leaves: shares, and what was assumed for them. The rates are those of the
+catalog's attention.toml, of an H200: by kernel, dtype, head size and length, with a mask given as a tensor or
+without, forward and backward apart. On another GPU the same share of its own peak is taken.
 """
 
 from functools import cache
@@ -15,14 +14,17 @@ from trainfit.spec.hardware import Gpu
 
 MEASURED_GPU = "h200"
 MASKED = 0.22
-"""Share of the peak in 16 bits where a mask is given as a tensor, not by is_causal, to a kernel that was not measured with one; every score
-counts. Median of the three measured
-eager steps of the truth suite of which such attention is over an eighth and that may be learned from (spec/held_out.py): phi-3-mini
-2 x 2,048, mistral-7b 4,096 and gemma-3-1b 2 x 19,120 need 0.22, 0.32 and 0.20; the three held out need 0.25 to 0.28. The other four, three
-of them compiled, need 0.28 to 0.33 (docs/log.md). All by cuDNN, torch 2.11."""
+"""Share of the peak in 16 bits where a mask is given as a tensor, not by is_causal, to a kernel that was not
+measured with one; every score counts. Median of the three measured eager steps of the truth suite of which
+such attention is over an eighth and that may be learned from (spec/recipe.py): phi-3-mini 2 x 2,048,
+mistral-7b 4,096 and gemma-3-1b 2 x 19,120 need 0.22, 0.32 and 0.20; the three held out need 0.25 to 0.28. The
+other four, three of them compiled, need 0.28 to 0.33 (docs/log.md). All by cuDNN, torch 2.11."""
 DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}
 UNMEASURED = 0.33
-"""Share of the peak where a kernel has no rate in a dtype (``efficient`` in 16 bits): that of PyTorch's flash with long heads of 128."""
+"""Share of the peak where a kernel has no rate in a dtype (``efficient`` in 16 bits).
+
+That of PyTorch's flash with long heads of 128.
+"""
 
 
 def compute_share(op: Op) -> float:
@@ -47,11 +49,12 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         for op in ledger.ops
         if op.kernel and ledger.segments[op.segment].step == "steady"
     }
-    return tuple(dict.fromkeys(_told(*asked, gpu) for asked in sorted(ops)))
+    return tuple(dict.fromkeys(_told(*measured, gpu) for measured in sorted(ops)))
 
 
 def _told(kernel: str, dtype: str, computed: int, head: int, seq: int, masked: bool, gpu: Gpu) -> str:
-    of = f"attention's time, {kernel} kernel, {dtype}, heads of {head} at {seq}{', with a mask' if masked else ''}:"
+    of = f"attention's time, {kernel} kernel, {dtype}, heads of {head} at {seq}"
+    of += ", with a mask:" if masked else ":"
     rate = _rate(kernel, dtype, computed, seq, masked)
     if rate is None and _masked_in_16_bits(masked, dtype):
         return f"{of} {MASKED:.0%} of the peak, where ten measured steps with cuDNN need 20% to 33%"
@@ -78,12 +81,13 @@ def _computed_head(op: Op) -> int:
 
 @cache
 def _rate(kernel: str, dtype: str, head: int, seq: int, masked: bool) -> AttentionRate | None:
-    """The nearest measured rate; with a mask that was not measured, in fp32 that without one, in 16 bits None."""
+    """Return the nearest measured rate; for an unmeasured mask in fp32 that without one, in 16 bits None."""
     if dtype not in DTYPES:
         return None
     for with_mask in (True, False) if masked and not _masked_in_16_bits(masked, dtype) else (masked,):
         rate = nearest_rate(
-            attention_runs(), gpu=MEASURED_GPU, kernel=kernel, dtype=DTYPES[dtype], head=head, seq=seq, masked=with_mask,
+            attention_runs(), gpu=MEASURED_GPU, kernel=kernel, dtype=DTYPES[dtype], head=head, seq=seq,
+            masked=with_mask,
         )  # fmt: skip
         if rate is not None:
             return rate

@@ -1,4 +1,4 @@
-"""Ledgers on disk, found by what they depend on: the recipe, our code and the versions of what it runs. No torch here."""
+"""Cache of ledgers on disk, by recipe, code and library versions. No torch here."""
 
 import hashlib
 import os
@@ -7,10 +7,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from trainfit.catalog.names import own_files
 from trainfit.ledger import file as ledger_file
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.versions import LIBRARIES
-from trainfit.spec.names import own_files
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.provenance import installed_version
 from trainfit.spec.recipe import Recipe
@@ -68,7 +68,7 @@ def load(recipe: Recipe, *, deterministic: bool = False) -> Ledger | None:
 
 
 def save(recipe: Recipe, ledger: Ledger, *, deterministic: bool = False) -> None:
-    """Keep a ledger, the oldest make room. A cache that cannot be written (a read-only home) is done without."""
+    """Store a ledger, evicting the oldest. A cache that cannot be written is not an error."""
     try:
         ledger_file.save(ledger, folder() / f"{key(recipe, deterministic=deterministic)}.json.gz")
         kept = sorted(folder().glob("*.json.gz"), key=lambda path: path.stat().st_mtime)

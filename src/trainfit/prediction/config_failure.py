@@ -1,8 +1,9 @@
 """Whose failure it is when a model's forward fails: transformers' with this config, or ours.
 
-A config.json can pass transformers' checks and still describe a model that cannot run (rotary sizes wider than a head,
-more experts asked for than there are). transformers is then run alone: the same model, a plain forward on fake
-tensors, nothing of ours around it. If the same line of transformers fails there too, it is the config.
+A config.json can pass transformers' checks and still describe a model that cannot run (rotary sizes wider
+than a head, more experts asked for than there are). transformers is then run alone: the same model, a plain
+forward on fake tensors, nothing of ours around it. If the same line of transformers fails there too, it is
+the config.
 """
 
 import traceback
@@ -21,7 +22,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.techniques.draft import weight_dtype
 
 OF_FAKE_TENSORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-"""Raised where a value is asked of a tensor that has none: says nothing about the config."""
+"""Raised where a fake tensor's value is read: no evidence about the config."""
 AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
 
@@ -49,7 +50,9 @@ def refuse_config(recipe: Recipe, error: Exception) -> None:
 
 
 def _failure_alone(recipe: Recipe) -> Exception | None:
-    """What transformers raises when it builds the recipe's model and runs a forward with a loss, if anything."""
+    """Return what transformers raises when it builds the recipe's model and runs a forward with a loss, or
+    None.
+    """
     autocast = AUTOCAST.get(recipe.precision)
     try:
         with FakeTensorMode(), torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):

@@ -1,7 +1,8 @@
-"""What a GPU holds besides the allocator's memory: the CUDA context and the libraries' kernels. No torch here.
+"""Device memory outside the caching allocator: the CUDA context and the libraries' kernels. No torch here.
 
-Measured on an H200 (driver 580, CUDA 13.0, torch 2.11; results/h200-measured.jsonl): nvidia-smi's use less the allocator's
-reserved bytes was the same to the byte in every recipe. On other GPUs it is an assumption, said with the estimate.
+Measured on an H200 (driver 580, CUDA 13.0, torch 2.11; results/h200-measured.jsonl): nvidia-smi's use less
+the allocator's reserved bytes was the same to the byte in every recipe. On other GPUs it is an assumption,
+listed in the estimate.
 """
 
 from trainfit.ledger.ledger import Ledger
@@ -23,8 +24,8 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
 
 
 MARGIN = 1 / 2048
-"""Share of the card that a recipe must leave free to be said to fit: 70 MiB of an H200's 139.8 GiB. Kernels that are
-loaded late took up to 18 MiB more than the above (results/h200-measured.jsonl, tag near-card)."""
+"""Share of the card that a recipe must leave free to be said to fit: 70 MiB of an H200's 139.8 GiB. Kernels
+that are loaded late took up to 18 MiB more than the above (results/h200-measured.jsonl, tag near-card)."""
 
 
 def capacities(gpu: Gpu, ledger: Ledger) -> tuple[int, ...]:

@@ -21,35 +21,39 @@ from trainfit.spec.units import format_bytes
 
 CONVENTION = (
     "matrix products and attention, 2 FLOPs a multiply-add; masked attention scores not counted, in "
-    "hardware FLOPs those that a kernel skips; model FLOPs leave out what is recomputed; MFU and HFU are of the dense peak of the matrix products' dtype"
+    "hardware FLOPs those that a kernel skips; model FLOPs leave out what is recomputed; MFU and HFU are of "
+    "the dense peak of the matrix products' dtype"
 )
 
 CALIBRATED_GPU = "h200"
 CALIBRATED_BOUNDS = (0.65, 1.9)
 """Lowest and highest measured step over the expected one."""
 CALIBRATED_BASIS = (
-    "0.65 to 1.9 times the expected time (compiled: the lower bound has no host time); covers 265 of 266 measured H200 steps, "
+    "0.65 to 1.9 times the expected time (compiled: the lower bound has no host time); "
+    "covers 265 of 266 measured H200 steps, "
     "OLMoE with LoRA in fp16 took 2.4 times; a slower host or other clocks can exceed it"
 )
 
 LEAST_HEADROOM = 0.01
-"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by 0.08 % (docs/results/accuracy.md),
-what else is on a card (a display, another process's context) takes some hundred MiB."""
+"""Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by
+0.08 % (docs/results/accuracy.md), what else is on a card (a display, another process's context) takes some
+hundred MiB."""
 
 MORE_STEPS = 8
-"""Steady steps replayed at most beyond the traced one. Of 10 recipes within 3 % of an H200's memory that ran out of it, four
-did so in the third step or later; five of 62 compiled ones take new segments in their third step (four of them to the byte)."""
+"""Steady steps replayed at most beyond the traced one. Of 10 recipes within 3 % of an H200's memory that ran
+out of it, four did so in the third step or later; five of 62 compiled ones take new segments in their third
+step (four of them to the byte)."""
 
 
 def predict(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = False) -> Estimate:
     """Return what one step of the recipe costs on its GPU.
 
-    Several threads may call it; those that trace wait for each other. Random states, default dtype and all settings of the
-    process are afterwards what they were, also when it raises. docs/reference/api.md lists what a thread that trains meanwhile
-    may expect, and what is loaded once and stays.
+    Several threads may call it; those that trace wait for each other. Random states, default dtype and all
+    settings of the process are restored, also after an exception. docs/reference/api.md lists what a thread
+    that trains meanwhile may expect, and what is loaded once and stays.
 
     Args:
-        deterministic: with kernels that repeat bit by bit, which ``train`` asks for by default and ``measure`` does not.
+        deterministic: with kernels that repeat bit by bit, the default of ``train`` and not of ``measure``.
 
     Raises:
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
@@ -133,7 +137,7 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
 
 
 def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
-    """Replay without a limit, then, if that is too much, within the GPU's memory: the allocator may still fit it in.
+    """Replay without a limit; if that is too much, within the GPU's memory, which may still succeed.
 
     The allocator is set as this environment's PYTORCH_ALLOC_CONF says.
 
@@ -155,8 +159,8 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
     if most_reserved <= capacity or free.peak_allocated_bytes > capacity:
         return free, most_reserved <= capacity
     try:
-        # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run may fail
-        # that succeeds with less. It fits only if it always does.
+        # Where the cache has to be given back, a few MiB decide how memory is cut up: with more of it a run
+        # may fail that succeeds with less. It fits only if it always does.
         within, *_ = [
             replay(
                 ledger, CachingAllocator(size, expandable), empty_cache_after_init=True, more_steps=MORE_STEPS
@@ -219,12 +223,13 @@ def _little_headroom(headroom_bytes: int, device_bytes: int, *, fits: bool) -> t
 
 
 def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
-    """Says so where bf16 is asked of an NVIDIA GPU older than Ampere: torch runs it, without bf16 tensor cores."""
+    """Return a warning for bf16 on an NVIDIA GPU older than Ampere, which has no bf16 tensor cores."""
     if gpu.vendor != "nvidia" or "bf16" in gpu.peak_flops_per_s or not recipe.precision.endswith("bf16"):
         return ()
     peak = peak_flops_per_s(gpu, "bf16") / 1e12
     return (
-        f"{gpu.name} has no bf16 tensor cores: bf16 is emulated and slow, its products timed at the fp32 peak, "
+        f"{gpu.name} has no bf16 tensor cores: bf16 is emulated and slow, its products timed "
+        f"at the fp32 peak, "
         f"{peak:,.3g} TFLOP/s; precision: amp-fp16 uses the tensor cores it has",
     )
 
@@ -236,8 +241,11 @@ def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interv
     if gpu.name == CALIBRATED_GPU:
         low, high = (factor * expected for factor in CALIBRATED_BOUNDS)
         if recipe.compile:
-            # The host's rates are those of eager code; compiled code needs it less, how much less is not known.
+            # The host's rates are those of eager code; compiled code needs less, by an unknown amount.
             low = CALIBRATED_BOUNDS[0] * (expected - time.expected.host_s)
         return {"step_s": Interval(low=max(low, time.lowest_s), high=high, basis=CALIBRATED_BASIS)}
-    basis = "low: every operation at the data sheet's rate; high: 3 times the expectation, whose rates are an H200's and its host's"
+    basis = (
+        "low: every operation at the data sheet's rate; "
+        "high: 3 times the expectation, whose rates are an H200's and its host's"
+    )
     return {"step_s": Interval(low=time.lowest_s, high=3 * expected, basis=basis)}

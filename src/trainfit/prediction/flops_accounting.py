@@ -1,20 +1,23 @@
 """FLOPs and utilisation in closed form, and GPU-hours as money: arithmetic only, no torch.
 
-Enters: a config.json mapping, a parameter count, a batch, a time. Leaves: FLOPs, MFU and HFU, dollars. The ledger of
-the virtual GPU counts operations one by one; these closed forms stand beside it as a check and serve where only a
-model's name, its batch and a step's time are known.
+Enters: a config.json mapping, a parameter count, a batch, a time. Leaves: FLOPs, MFU and HFU, dollars. The
+ledger of the virtual GPU counts operations one by one; these closed forms stand beside it as a check and
+serve where only a model's name, its batch and a step's time are known.
 
 Conventions, all stated with a result:
 
-- A multiply-add is two FLOPs. Forward of a matrix costs 2 a parameter and token, its backward 4: 2 for the gradient
-  of its input, 2 for the gradient of its weight. Sum 6N (PaLM, https://arxiv.org/abs/2204.02311, appendix B).
-- These are the published conventions: N is all parameters of the model, tables that are only looked up too, and windows are not
-  followed. ``product_flops.py`` counts what is multiplied, as the virtual GPU does.
-- Frozen weights need no gradient: adapters cost 4N (QLoRA-style training; the adapter's own few FLOPs are left out).
-- Attention has no weights: 12 L H Q T a token, H heads of size Q, T tokens seen, forward and backward (PaLM, same
-  place). "causal" halves it, because a token sees half of the sequence on average; "full" is the paper's own.
-- MFU counts what the mathematics needs; HFU also counts what is recomputed. Recomputing everything adds one forward:
-  2 on 6, so HFU = 4/3 MFU.
+- A multiply-add is two FLOPs. Forward of a matrix costs 2 a parameter and token, its backward 4: 2 for the
+  gradient of its input, 2 for the gradient of its weight. Sum 6N (PaLM, https://arxiv.org/abs/2204.02311,
+  appendix B).
+- These are the published conventions: N is all parameters of the model, tables that are only looked up too,
+  and windows are not followed. ``product_flops.py`` counts what is multiplied, as the virtual GPU does.
+- Frozen weights need no gradient: adapters cost 4N (QLoRA-style training; the adapter's own few FLOPs are
+  left out).
+- Attention has no weights: 12 L H Q T a token, H heads of size Q, T tokens seen, forward and backward (PaLM,
+  same place). "causal" halves it, because a token sees half of the sequence on average; "full" is the paper's
+  own.
+- MFU counts what the mathematics needs; HFU also counts what is recomputed. Recomputing everything adds one
+  forward: 2 on 6, so HFU = 4/3 MFU.
 """
 
 from typing import Any, Literal
@@ -75,7 +78,7 @@ def step_flops(
     Args:
         params: the base model's parameters, N. A mixture's idle experts are taken off here.
         attention: which part of the scores counts.
-        trained: ``all`` weights (6N) or an ``adapter`` beside frozen ones (4N).
+        trained: ``all`` weights (6N) or an ``adapter`` on frozen ones (4N).
         recomputed: ``full`` adds one more forward to the hardware's FLOPs.
     """
     tokens = batch * seq

@@ -1,8 +1,9 @@
 """FLOPs of a step in closed form, term by term what the virtual GPU counts; no torch.
 
-A weight that is multiplied costs 6 FLOPs a token (4 where it is frozen); tables that are only looked up cost nothing. A query-key
-pair costs 6 H (Q + V) in each layer: H heads, Q and V the head sizes of keys and values (arXiv:2204.02311, appendix B). Of a
-sequence of s tokens a causal layer sees s(s+1)/2 pairs, one with a sliding window or chunks fewer.
+A weight that is multiplied costs 6 FLOPs a token (4 where it is frozen); tables that are only looked up cost
+nothing. A query-key pair costs 6 H (Q + V) in each layer: H heads, Q and V the head sizes of keys and values
+(arXiv:2204.02311, appendix B). Of a sequence of s tokens a causal layer sees s(s+1)/2 pairs, one with a
+sliding window or chunks fewer.
 """
 
 from typing import Any
@@ -33,8 +34,9 @@ def product_step_flops(
     """FLOPs of a step of ``batch`` sequences of ``seq`` tokens.
 
     Args:
-        attention: ``causal`` counts the pairs that causal masks, windows and chunks leave, ``full`` all pairs.
-        trained: ``all`` weights, or an ``adapter`` beside frozen ones.
+        attention: ``causal`` counts the pairs that causal masks, windows and chunks leave, ``full`` all
+        pairs.
+        trained: ``all`` weights, or an ``adapter`` on frozen ones.
         recomputed: ``full`` adds one more forward to the hardware's FLOPs.
         adapter_params: weights of the adapter, each in a product.
 
@@ -51,7 +53,7 @@ def product_step_flops(
         * _all_pairs(config, shape, seq, attention)
     )
     forward = 2 * (weights + adapter_params) * tokens + scores
-    beside = ""
+    excluded = ""
     if trained == "all":
         model = 3 * forward
         convention = "6N"
@@ -61,16 +63,20 @@ def product_step_flops(
         model = (4 * weights + 6 * adapter_params) * tokens + 3 * scores - unneeded
         convention = "4N"
         if shape.experts:
-            beside = "; not the products in which PEFT writes out each expert's adapter"
+            excluded = "; not the products in which PEFT writes out each expert's adapter"
     return StepFlops(
         model_flops=model,
         hardware_flops=model + (forward if recomputed == "full" else 0),
-        convention=f"{convention} + {attention} attention a token, windows followed, N = {weights:,} multiplied weights{beside}",
+        convention=f"{convention} + {attention} attention a token, windows followed, "
+        f"N = {weights:,} multiplied weights{excluded}",
     )
 
 
 def multiplied_params(config: dict[str, Any]) -> int:
-    """Weights of matrices that one token is multiplied with: tables and norms left out, a tied head counted once."""
+    """Return the number of weights that one token is multiplied with.
+
+    No tables or norms, a tied head once.
+    """
     shape = shape_of(config)
     blocks = shape.layers * sum(_attention_inputs(config, shape))
     for layer in range(shape.layers):
@@ -166,7 +172,7 @@ def _is_mixture(config: dict[str, Any], shape: Shape, layer: int) -> bool:
 
 
 def _head(config: dict[str, Any], shape: Shape) -> int:
-    """The output matrix. OPT-350M's tables are narrower than its blocks, with a matrix before and behind these."""
+    """Return the output matrix's size. OPT-350M has a matrix before and after its blocks."""
     narrow = config.get("word_embed_proj_dim") or shape.hidden
     between = 2 * narrow * shape.hidden if narrow != shape.hidden else 0
     return shape.vocab * narrow + between

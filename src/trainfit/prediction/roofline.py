@@ -1,14 +1,16 @@
-"""Step time from a ledger: what the GPU cannot be faster than, and what it is expected to need. No torch here.
+"""Step time from a ledger: a lower bound, and the expected time. No torch here.
 
 Each operation takes at least its FLOPs over the peak of its dtype and at least its bytes over the memory's
-bandwidth. The expectation divides both by the share of the data sheet that such work sustains in training steps
-(``SUSTAINED``) and adds a kernel's start and end (``KERNEL_S``). The host issues the operations one after another
-while the GPU works; the step takes as long as the slower of the two.
+bandwidth. The expectation divides both by the share of the data sheet that such work sustains in training
+steps (``SUSTAINED``) and adds a kernel's start and end (``KERNEL_S``). The host issues the operations one
+after another while the GPU works; the step takes as long as the slower of the two.
 
-Attention's rates are of its kernels alone (attention_time.py). The other constants are rates, found from 78 measured steps of eager recipes on one H200 (torch 2.11, driver 580, Python
-3.12; the half of docs/results/accuracy.md that may be learned from): least squares of relative errors, the four of the GPU on
-the 59 steps that its work decides, the two of the host on the other 19, when attention had one rate, 0.33 of the peak. Measured over
-expected: 0.81 to 1.54, median 1.00. The 66 steps held out: 0.75 to 1.67, median 0.97, 90 % of them 0.88 to 1.30 (docs/log.md).
+Attention's rates are of its kernels alone (attention_time.py). The other constants are rates, found from 78
+measured steps of eager recipes on one H200 (torch 2.11, driver 580, Python 3.12; the half of
+docs/results/accuracy.md that may be learned from): least squares of relative errors, the four of the GPU on
+the 59 steps that its work decides, the two of the host on the other 19, when attention had one rate, 0.33 of
+the peak. Measured over expected: 0.81 to 1.54, median 1.00. The 66 steps held out: 0.75 to 1.67, median 0.97,
+90 % of them 0.88 to 1.30 (docs/log.md).
 """
 
 from dataclasses import dataclass
@@ -29,18 +31,19 @@ PEAK_DTYPE = {
     "float8_e5m2": "fp8",
 }
 SUSTAINED = {"matmul": 0.69, "fp8": 0.645, "memory": 0.59}
-"""Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16 when rested, a plain copy 0.89
-(docs/log.md): in a step the power limit holds the clocks down, and most memory-bound kernels read strided, convert or reduce.
-Back to back for seconds under the power limit an H200 sustains 0.692 in bf16 and 0.645 in fp8 on the three products of an 8B
-model's layers (`trainfit bench gpu --only sustained=bf16,fp8`). Attention's are of its kernel, dtype, head size, length and
-mask (attention_time.py)."""
+"""Shares of the data sheet that training steps sustain. Products alone reach 0.70 to 0.78 in bf16 when
+rested, a plain copy 0.89 (docs/log.md): in a step the power limit holds the clocks down, and most
+memory-bound kernels read strided, convert or reduce. Back to back for seconds under the power limit an H200
+sustains 0.692 in bf16 and 0.645 in fp8 on the three products of an 8B model's layers (`trainfit bench gpu
+--only sustained=bf16,fp8`). Attention's are of its kernel, dtype, head size, length and mask
+(attention_time.py)."""
 KERNEL_S = 2.5e-6
 """Seconds that every kernel takes on top, to start and to drain the GPU."""
 HOST_S_PER_OP = 19e-6
 """Seconds the host needs to issue one operation eagerly: Python, dispatch, autograd, views, launch."""
 HOST_S_PER_RECOMPUTED_OP = 68e-6
-"""The same within a recomputed block: transformers' checkpointing packs and unpacks every saved tensor in Python and
-saves and restores the random state."""
+"""The same within a recomputed block: transformers' checkpointing packs and unpacks every saved tensor in
+Python and saves and restores the random state."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
             memory_s += op_time_s
     recomputed = _num_recomputed(ledger, ops)
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
-    # Copies run beside a forward's or a backward's computation: only what they take longer than it shows.
+    # Copies overlap the computation of a forward or backward: only the excess counts.
     copies_s = transfers_s(ledger, ops, gpu)
     shown_s = sum(max(0.0, max(both.values()) - busy_s.get(at, 0.0)) for at, both in copies_s.items())
     host_s = max(0.0, issue_s - matmul_s - memory_s - shown_s)
@@ -107,7 +110,7 @@ def _least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
 
 
 def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:
-    """Operations of the forward that the backward runs again, told by the products: those that count for no model FLOPs."""
+    """Return the forward operations that the backward recomputes: their products count for no model FLOPs."""
     forward = [op for op in ops if ledger.segments[op.segment].phase == "forward"]
     num_forward = sum(ledger.times(op) * op.calls for op in forward)
     products = sum(ledger.times(op) for op in forward if op.causal_flops)
@@ -117,7 +120,8 @@ def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:
 
 def peak_flops_per_s(gpu: Gpu, dtype: str) -> float:
     """Dense peak of a dtype; where the data sheet has none, that of the next wider one it has."""
-    wider = {"fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"), "fp16": ("fp16", "fp32", "bf16"),
+    wider = {"fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
+             "fp16": ("fp16", "fp32", "bf16"),
              "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32")}  # fmt: skip
     peaks: dict[str, float] = {str(name): peak for name, peak in gpu.peak_flops_per_s.items()}
     for name in wider[dtype]:

@@ -1,7 +1,7 @@
 """The numbers of a decoder that closed forms need, read off a config.json mapping; no torch.
 
-Legend of the closed forms here and in calculators/: a heads, b sequences of a micro-batch, h hidden size, h_ff
-feed-forward size, L layers, s tokens of a sequence, v vocabulary, N parameters.
+Legend of the closed forms here and in calculators/: a heads, b sequences of a micro-batch, h hidden size,
+h_ff feed-forward size, L layers, s tokens of a sequence, v vocabulary, N parameters.
 """
 
 from typing import Any, Literal
@@ -15,14 +15,18 @@ PLAIN_FEED_FORWARD = ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "falcon", "phi
 """Model types with two feed-forward matrices."""
 
 GATED_FEED_FORWARD = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3", "smollm3",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
+    "smollm3",
     "olmo2", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss",
 )  # fmt: skip
 """Model types with three feed-forward matrices (gate, up, down), whatever the activation function."""
 
 
 class Shape(Value):
-    """Sizes in elements. ``heads * head_dim`` need not be ``hidden``; values may have a head size of their own."""
+    """Sizes in elements.
+
+    ``heads * head_dim`` need not be ``hidden``; values may have a head size of their own.
+    """
 
     hidden: PositiveInt
     layers: PositiveInt

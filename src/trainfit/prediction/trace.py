@@ -30,12 +30,14 @@ from trainfit.virtual.trace.repeated_layers import trim_layers
 from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups
 
 DETERMINISTIC = (
-    "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, what other "
+    "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
+    "what other "
     "operations sort for it (experts' sums, for one) is not"
 )
 
 LOSS_SET = (
-    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; without that transformers '
+    'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
+    "without that transformers "
     "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
 )
 
@@ -45,7 +47,7 @@ def trace(recipe: Recipe, *, whole: bool = False, deterministic: bool = False) -
 
     Args:
         whole: trace every layer even where layers repeat.
-        deterministic: with the kernels that ``torch.use_deterministic_algorithms`` takes, which this is told by alone.
+        deterministic: with the kernels of ``torch.use_deterministic_algorithms``, by this argument alone.
     Raises:
         InputError: the recipe asks for what is not there or cannot be combined.
     """
@@ -73,7 +75,7 @@ def _traced(recipe: Recipe, *, whole: bool, deterministic: bool) -> Ledger:
 
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
-    """Without torch's log of an exception on fake tensors: it is raised as well, and told once."""
+    """Silence torch's log of an exception on fake tensors, which is raised as well."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -122,7 +124,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 return
             for technique in _applied(recipe):
                 technique.label_blocks(recipe, model)  # Blocks that recompute differently are not equal.
-            # Where what comes before is frozen, the first layer's input has no gradient, and its graph is another one.
+            # Behind frozen weights the first layer's input has no gradient, and its graph differs.
             first_differs = recipe.compile == "block" and recipe.adapter is not None
             found, repeats, removed = trim_layers(
                 layer_lists(model),

@@ -1,4 +1,4 @@
-"""Time of copies between a GPU and pinned host memory, beside the computation. No torch here."""
+"""Time of copies between a GPU and pinned host memory. No torch here."""
 
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Ledger, Op

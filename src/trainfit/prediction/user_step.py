@@ -1,7 +1,7 @@
 """Trace the user's own training code on the virtual GPU.
 
-The callable builds a ``torch.nn.Module`` and trains it with plain PyTorch on "cuda". There is no recipe and no layer is
-repeated: what the callable executes is counted.
+The callable builds a ``torch.nn.Module`` and trains it with plain PyTorch on "cuda". There is no recipe and
+no layer is repeated: what the callable executes is counted.
 """
 
 import contextlib
@@ -34,20 +34,21 @@ LIBRARY_WORKSPACE = (
 
 
 def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Estimate:
-    """Run ``step`` on a virtual GPU and tell what it would take on a real one.
+    """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
-    One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state, defaults and
-    switches, those that ``step`` itself sets included, are afterwards what they were.
+    One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state,
+    defaults and switches, those that ``step`` itself sets included, are afterwards what they were.
 
     Args:
-        step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run. It is
-            called once without arguments; wrap one that takes some: ``trace(lambda: main(epochs=1))``. Values on the
-            device are not computed: what is read back (a loss) is 0 unless it follows from the host alone.
+        step: builds the model, the optimizer and the data, and trains, written for "cuda" as for a real run.
+            It is called once without arguments; wrap one that takes some: ``trace(lambda: main(epochs=1))``.
+            Values on the device are not computed: what is read back (a loss) is 0 unless it follows from the
+            host alone.
         gpu: name of an NVIDIA GPU in the catalog.
-        steps: the callable is ended where the forward after so many optimizer steps begins; fewer if it returns.
+        steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
 
     Raises:
-        InputError: an unknown GPU, code that trains nothing or needs values that only a run can know, or several ranks.
+        InputError: an unknown GPU, code that trains nothing or needs device values, or several ranks.
         Exception: whatever the callable itself raises.
     """
     row = find_gpu(gpu)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from trainfit.bench.harness.experiment import Column
-from trainfit.spec.bench import BenchRow, Cell
-from trainfit.spec.samples import Spread
+from trainfit.spec.bench import BenchRow, Cell, Spread
 from trainfit.spec.units import format_bytes, format_seconds
 
 STATUS = "status"

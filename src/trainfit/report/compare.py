@@ -1,13 +1,14 @@
 """Join each recipe's predictions and measurements, and summarise the errors.
 
-Records join by recipe id, a hash of the whole recipe with its GPU. Of a recipe's predictions, the newest counts whose
-versions of torch and transformers are the measurement's; without one, the newest of all, and it is marked.
+Records join by recipe id, a hash of the whole recipe with its GPU. A measurement joins the newest prediction
+for its versions of torch and transformers; without one, the newest of all, which is marked.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from trainfit.report.words import batch_text
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement, Record
@@ -33,9 +34,7 @@ class Comparison:
 
     @property
     def batch(self) -> str:
-        """``micro x seq``, and ``x accumulate`` where there is accumulation."""
-        batch = self.recipe.batch
-        return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
+        return batch_text(self.recipe)
 
     @property
     def technique(self) -> str:
@@ -43,12 +42,12 @@ class Comparison:
 
     @property
     def device(self) -> str:
-        """Where it was measured, else the GPU it is predicted for."""
+        """The measuring device, else the GPU that the prediction is for."""
         return self.measured.environment.device if self.measured else self.recipe.hardware.gpu
 
     @property
     def on_its_device(self) -> bool:
-        """Whether it was measured on the device that the recipe names, as far as their names tell."""
+        """Whether the measuring device is the recipe's, by their names."""
         if self.measured is None:
             return False
         if self.measured.environment.cuda is None:
@@ -62,7 +61,7 @@ class Comparison:
 
     @property
     def lacking(self) -> str:
-        """Why a finished measurement has no peak, in its own words; empty where it has one."""
+        """The message of a finished measurement without a peak; empty where it has one."""
         held = self.measured
         unknown = held is not None and held.status == "done" and held.peak_allocated_bytes is None
         return (held.message or "memory not measured") if held is not None and unknown else ""
@@ -73,17 +72,10 @@ class Comparison:
         if self.predicted is None or self.measured is None:
             return ""
         ran = _versions(self.measured)
-        other = {
-            name: version
-            for name, version in self.predicted.versions.items()
-            if name in ran and version != ran[name]
-        }
-        if not other:
-            return ""
-        predicted = ", ".join(f"{name} {version}" for name, version in other.items())
-        return (
-            f"predicted for {predicted}, measured with {', '.join(f'{name} {ran[name]}' for name in other)}"
-        )
+        named = self.predicted.versions
+        other = [name for name in named if name in ran and named[name] != ran[name]]
+        predicted, measured = (", ".join(f"{name} {held[name]}" for name in other) for held in (named, ran))
+        return f"predicted for {predicted}, measured with {measured}" if other else ""
 
     def peaks_gib(self) -> tuple[float, float] | None:
         """Measured and predicted peak allocated, GiB, of a trial that came to its end."""
@@ -93,10 +85,10 @@ class Comparison:
         return (measured / GIB, self.predicted.peak_allocated_bytes / GIB) if measured else None
 
     def error(self, name: str) -> float | None:
-        """Return (predicted - measured) / measured of a field, or of a phase such as ``phases.steady.backward``.
+        """Return (predicted - measured) / measured of a field, such as ``phases.steady.backward``.
 
-        None where a side lacks it, or where the measurement did not come to its end. On a CPU the device's bytes
-        are those of the whole process, Python and libraries included, which are not predicted.
+        None where a side lacks it or the measurement did not finish. On a CPU the device's bytes are of the
+        whole process, which are not predicted.
         """
         if self.predicted is None or self.measured is None or self.measured.status != "done":
             return None
@@ -106,20 +98,20 @@ class Comparison:
         return None if pair[0] is None or not pair[1] else (pair[0] - pair[1]) / pair[1]
 
     def phase_errors(self) -> dict[str, float]:
-        """Error by phase: ``after_init``, ``first.forward`` ... ``steady.optimizer``, as far as both sides know it."""
+        """Return the error by phase (``after_init``, ``first.forward`` ...), where known."""
         names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
         errors = {name: self.error(f"phases.{name}") for name in names}
         return {name: error for name, error in errors.items() if error is not None}
 
     def breakdown(self, side: str) -> dict[str, int] | None:
-        """Bytes by category at the peak; ``side``: predicted or measured."""
+        """Return the bytes by category at the peak of a side, ``predicted`` or ``measured``."""
         held = self.predicted if side == "predicted" else self.measured
         if held is None or held.breakdown is None:
             return None
         return {name: getattr(held.breakdown, name) for name in CATEGORIES}
 
     def utilisation(self, name: str) -> float | None:
-        """Measured ``mfu`` or ``hfu``; where the measurement has none, from the prediction's FLOPs and the measured time."""
+        """Return the measured ``mfu`` or ``hfu``; without one, the predicted FLOPs over the measured time."""
         if self.measured is None:
             return None
         known = getattr(self.measured, name)
@@ -147,7 +139,7 @@ def _value(side: Estimate | Measurement, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Summary:
-    """How good the predictions of peak allocated bytes are, over the recipes that have both sides."""
+    """Errors of the predicted peak allocated bytes, over the recipes that have both sides."""
 
     num_compared: int
     num_within_goal: int
@@ -166,21 +158,20 @@ class Summary:
             parts = ["No recipe has both a prediction and a finished measurement."]
         else:
             error = self.worst.error("peak_allocated_bytes") or 0.0
-            parts = [
-                f"{self.num_within_goal} of {self.num_compared} recipes within {GOAL:.0%} of the measured peak; "
-                f"median error {self.median_error:.2%}, largest {error:+.2%} ({self.worst.model}, {self.worst.batch})."
-            ]
+            num_within = f"{self.num_within_goal} of {self.num_compared} recipes"
+            within = f"{num_within} within {GOAL:.0%} of the measured peak"
+            largest = f"largest {error:+.2%} ({self.worst.model}, {self.worst.batch})"
+            parts = [f"{within}; median error {self.median_error:.2%}, {largest}."]
         if self.num_out_of_memory:
-            parts.append(
-                f"{self.num_foreseen} of {self.num_out_of_memory} out of memory were predicted not to fit."
-            )
+            foreseen = f"{self.num_foreseen} of {self.num_out_of_memory}"
+            parts.append(f"{foreseen} out of memory were predicted not to fit.")
         if self.num_other_versions:
             parts.append(f"{self.num_other_versions} predicted for other versions than those measured.")
         return " ".join(parts)
 
 
 def compare(records: Sequence[Record]) -> list[Comparison]:
-    """A Comparison for each recipe and measured device, in the order the recipes first came.
+    """Return a comparison for each recipe and measured device, in the order of the recipes' first records.
 
     Raises:
         InputError: there is neither a prediction nor a measurement among the records.

@@ -81,7 +81,7 @@ COLUMNS = (
     Column("measured on", lambda one: one.device if one.measured else NOTHING, False),
     Column("recipe", lambda one: one.recipe.id[:8], False),
 )
-"""Every column, in the order of reading. ``allocated``, ``reserved`` and ``device`` (the whole process) are peaks."""
+"""Every column, in the order of reading. Sizes are peaks; ``device`` is of the whole process."""
 
 
 def table(comparisons: Sequence[Comparison]) -> Table:
@@ -209,7 +209,7 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
     times = [one.measured.step_times if one.measured else None for one in shown]
     measured = Series(
         "measured (band: 10 to 90 %)", [_side(one, "measured", "step_s") for one in shown], kind="scatter",
-        low=[time and time.low for time in times], high=[time and time.high for time in times], color=MEASURED,
+        low=[one and one.low for one in times], high=[one and one.high for one in times], color=MEASURED,
     )  # fmt: skip
     seconds = [_side(one, "predicted", "step_s") if one.on_its_device else None for one in shown]
     predicted = (

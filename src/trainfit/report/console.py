@@ -1,4 +1,4 @@
-"""How results look to people: a console, aligned rows, bars. Widths follow the terminal (80 columns where none is known)."""
+"""Console, aligned rows, bars and bullets. Widths follow the terminal, or are 80 columns without one."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,24 +8,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_OUTPUT
-from trainfit.spec.storage import writing
 from trainfit.spec.terminal import Terminal
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def console() -> Console:
-    """Standard output; text is only text: no colours guessed at, and no styles read out of a name or an error's [...]."""
+    """Return a console on standard output that reads no styles out of text."""
     return Terminal()
 
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """While entered, ``text`` and the seconds that it has taken, in a line of standard error that goes when it is done.
-
-    Only on a terminal: elsewhere nothing is printed.
-    """
+    """Show ``text`` and the seconds passed on a line of standard error, on a terminal only."""
     errors = Terminal(stderr=True)
     if not errors.is_terminal:
         yield
@@ -39,7 +36,7 @@ def progress(text: str) -> Iterator[None]:
 
 
 def bar(share: float, width: int, *, blocks: bool = True) -> str:
-    """A bar of ``share`` (0 to 1, clipped) of ``width`` characters; ``blocks`` False draws with ``#``."""
+    """Return a bar of ``share`` (0 to 1, clipped) of ``width`` characters; without ``blocks``, of ``#``."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     if not blocks:
         return "#" * round(eighths / 8)
@@ -47,12 +44,12 @@ def bar(share: float, width: int, *, blocks: bool = True) -> str:
 
 
 def can_draw(out: Console) -> bool:
-    """Whether the output's encoding has block characters."""
+    """Return whether the output's encoding has block characters."""
     return (out.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 def grid(*justify: str) -> Table:
-    """An unframed table with two spaces between columns and two before the first; ``justify`` a column: left or right."""
+    """Return an unframed table; ``justify`` of a column is left, right or wrap."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(width=0)
     for one in justify:
@@ -76,7 +73,7 @@ def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str) -> 
 
 
 def broken(text: str, width: int) -> str:
-    """Dotted names on lines of at most ``width`` characters, broken at spaces and before dots where that is possible."""
+    """Return text broken into lines of at most ``width`` characters, at spaces and before dots."""
     lines = [""]
     for part in re.split(r"(?=[. ])", text):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -86,13 +83,13 @@ def broken(text: str, width: int) -> str:
 
 
 def heading(out: Console, text: str) -> None:
-    """A blank line and a bold title."""
+    """Print a blank line and a bold title."""
     out.print()
     out.print(Text(text, style="bold"))
 
 
 def notes(out: Console, title: str, items: Sequence[str]) -> None:
-    """A title and one bullet an item, each wrapped under itself; nothing where there are none."""
+    """Print a title and one bullet an item; nothing where there are none."""
     if not items:
         return
     heading(out, title)

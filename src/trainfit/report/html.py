@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from trainfit.report import comparisons, sweep
 from trainfit.report.compare import GOAL, Comparison, Summary, summarise
 from trainfit.report.plot import can_draw
 from trainfit.report.table import Column, Table, percent, size_text
+from trainfit.report.words import batch_text
 from trainfit.spec.printable import printable
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import PHASES
@@ -49,7 +51,7 @@ SWEEP_FIGURES = (
     ),
     (
         "Memory against speed, predicted",
-        "Among the variants that fit. What is to the right of and below the line is beaten by something on it.",
+        "Of variants that fit. What is to the right of and below the line is beaten by something on it.",
         sweep.predicted_scatter,
     ),
 )
@@ -83,15 +85,16 @@ def write_report(found: Sequence[Comparison], path: Path) -> None:
 
 
 def report_page(found: Sequence[Comparison], *, title: str = "Predicted against measured") -> str:
-    """Return the page of predictions against measurements: summary, plots, the table, each recipe's phases."""
+    """Return the page of predictions against measurements: summary, plots, table, each recipe's phases."""
     summary = summarise(found)
     elsewhere = sum(one.measured is not None and not one.on_its_device for one in found)
     notes = f" {elsewhere} were measured on another device than the recipe names." if elsewhere else ""
     if len(found) > comparisons.MAX_ROWS:
         notes += f" Plots show the first {comparisons.MAX_ROWS} recipes."
     return render(
-        "report", title=title, lead=f"trainfit report, {_now()}. {summary.text()}", tiles=_tiles(summary, found),
-        figures=_figures(FIGURES, found), notes=notes, table=comparisons.table(found), phases=_phases,
+        "report", title=title, lead=f"trainfit report, {_now()}. {summary.text()}", notes=notes,
+        phases=_phases, tiles=_tiles(summary, found), figures=_figures(FIGURES, found),
+        table=comparisons.table(found),
     )  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def _phases(one: Comparison) -> Table:
 
     def size(side: str) -> Any:
         held = getattr(getattr(one, side), "phases", None)
-        return lambda name: size_text(_nested(held, name) if held else None)
+        return lambda name: size_text(attrgetter(name)(held) if held else None)
 
     names = ["after_init", *(f"{step}.{phase}" for step in ("first", "steady") for phase in PHASES)]
     columns = [
@@ -139,12 +142,6 @@ def _phases(one: Comparison) -> Table:
         Column("error", lambda name: percent(one.error(f"phases.{name}"))),
     ]
     return Table(columns, names)
-
-
-def _nested(value: Any, name: str) -> int:
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def write_sweep(name: str, rows: Sequence[Row], path: Path, *, notes: Sequence[str] = ()) -> None:
@@ -160,9 +157,10 @@ def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> 
     )
     where = f"Measured on {', '.join(devices)}." if devices else "Nothing was measured."
     shown = sweep.table(rows)
-    what = [Column("technique", lambda row: describe(recipe_from(row.recipe)), False)]
-    if len({_batch(row) for row in rows}) > 1:
-        what.append(Column("batch", _batch, False))
+    recipes = {row.variant: recipe_from(row.recipe) for row in rows}
+    what = [Column("technique", lambda row: describe(recipes[row.variant]), False)]
+    if len({batch_text(recipe) for recipe in recipes.values()}) > 1:
+        what.append(Column("batch", lambda row: batch_text(recipes[row.variant]), False))
     table = Table([shown.columns[0], *what, *shown.columns[1:]], rows, shown.is_marked)
     failed = [row for row in rows if row.message and row.status not in (WAITING, RUNNING)]
     return render(
@@ -170,12 +168,6 @@ def sweep_page(name: str, rows: Sequence[Row], *, notes: Sequence[str] = ()) -> 
         figures=_figures(SWEEP_FIGURES, rows), notes=_sweep_notes(rows, notes), table=table,
         endings=[(row, sweep.first_line(row.message)) for row in failed],
     )  # fmt: skip
-
-
-def _batch(row: Row) -> str:
-    batch = row.recipe["batch"]
-    more = f" x {batch['accumulate']}" if batch["accumulate"] > 1 else ""
-    return f"{batch['micro']} x {batch['seq']}{more}"
 
 
 def _sweep_tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
@@ -191,10 +183,12 @@ def _sweep_tiles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 def _sweep_notes(rows: Sequence[Row], notes: Sequence[str]) -> str:
     best = sweep.marked(rows)
-    found = [*([f"Shaded: {best.meaning}"] if best.variants else [])]
-    found.append("Device: the predicted peak as nvidia-smi would show it; verdict and headroom are of it")
-    found.append("An error is predicted minus measured, over measured")
-    found += [*notes, *([] if can_draw() else [NO_PLOTS])]
-    if len(rows) > sweep.MAX_ROWS:
-        found.append(f"bars show the first {sweep.MAX_ROWS} variants")
-    return " ".join(f"{one[:1].upper()}{one[1:]}." for one in found)
+    found = [
+        f"Shaded: {best.meaning}" if best.variants else "",
+        "Device: the predicted peak as nvidia-smi would show it; verdict and headroom are of it",
+        "An error is predicted minus measured, over measured",
+        *notes,
+        "" if can_draw() else NO_PLOTS,
+        f"Bars show the first {sweep.MAX_ROWS} variants" if len(rows) > sweep.MAX_ROWS else "",
+    ]
+    return " ".join(f"{one[:1].upper()}{one[1:]}." for one in found if one)

@@ -22,12 +22,12 @@ def show(
     verbose: bool = False,
     out: Console | None = None,
 ) -> None:
-    """Print a prediction: the answer, then where the memory and the time go; with ``verbose`` what it rests on.
+    """Print a prediction: the answer, memory, time, and with ``verbose`` its assumptions.
 
     Args:
         recipe: None for the user's own code.
-        notes: what was chosen or ignored on the way, always printed.
-        out: where to print; None: standard output.
+        notes: choices made for open fields, and ignored keys of the model's config.
+        out: the console; None: standard output.
     """
     out = out or console()
     _answer(out, recipe, estimate)
@@ -101,11 +101,9 @@ def speed(recipe: Recipe | None, estimate: Estimate) -> str:
     between = f" ({quantity('step_s', bound.low)} to {quantity('step_s', bound.high)})" if bound else ""
     mfu = "" if estimate.mfu is None else f", {estimate.mfu:.1%} MFU"
     step = f"a step {format_seconds(estimate.step_s)}{between}"
-    return (
-        f"{step}{mfu}"
-        if estimate.tokens_per_s is None
-        else f"{estimate.tokens_per_s:,.0f} tokens/s{mfu}, {step}"
-    )
+    if estimate.tokens_per_s is None:
+        return f"{step}{mfu}"
+    return f"{estimate.tokens_per_s:,.0f} tokens/s{mfu}, {step}"
 
 
 def cost(recipe: Recipe | None, estimate: Estimate) -> str:
@@ -127,10 +125,8 @@ def _memory(out: Console, estimate: Estimate) -> None:
     def line(name: str, size: int, share: str = "") -> list[str]:
         return [name, format_bytes(size), share, bar(size / whole, width, blocks=blocks)]
 
-    lines = []
-    for name in CATEGORIES:
-        if size := getattr(estimate.breakdown, name):
-            lines.append(line(name, size, f"{size / peak:.1%}"))
+    sizes = {name: getattr(estimate.breakdown, name) for name in CATEGORIES}
+    lines = [line(name, size, f"{size / peak:.1%}") for name, size in sizes.items() if size]
     lines.append(line("allocated", peak, "100.0%"))
     lines.append(line("reserved", estimate.peak_reserved_bytes))
     lines.append(line("on the device", estimate.peak_device_bytes))
@@ -142,7 +138,7 @@ def _memory(out: Console, estimate: Estimate) -> None:
 
 
 def _full_bar(estimate: Estimate) -> int:
-    """Bytes that a full bar stands for: the device's, or the peak's where that is larger or would hardly be seen."""
+    """Return the bytes of a full bar: the device's, or the peak's where it is larger or very small."""
     peak, device = estimate.peak_device_bytes, estimate.device_bytes
     return max(1, peak if peak > device or peak < device / 10 else device)
 
@@ -152,20 +148,16 @@ def _phases(out: Console, estimate: Estimate) -> None:
     blocks, width = can_draw(out), max(0, min(40, out.width - 44))
     whole = _full_bar(estimate)
     heading(out, "Highest allocated bytes by phase")
+    filled = bar(phases.after_init / whole, width, blocks=blocks)
     lines = [
-        [
-            "after init",
-            format_bytes(phases.after_init),
-            "",
-            bar(phases.after_init / whole, width, blocks=blocks),
-        ]
+        ["", "first step", "steady step", ""],
+        ["after init", format_bytes(phases.after_init), "", filled],
     ]
     for phase in PHASES:
         first, steady = getattr(phases.first, phase), getattr(phases.steady, phase)
-        lines.append(
-            [phase, format_bytes(first), format_bytes(steady), bar(steady / whole, width, blocks=blocks)]
-        )
-    rows(out, [["", "first step", "steady step", ""], *lines], "left", "right", "right", "left")
+        filled = bar(steady / whole, width, blocks=blocks)
+        lines.append([phase, format_bytes(first), format_bytes(steady), filled])
+    rows(out, lines, "left", "right", "right", "left")
 
 
 def _holders(out: Console, estimate: Estimate) -> None:
@@ -182,11 +174,7 @@ def _holders(out: Console, estimate: Estimate) -> None:
 def _step_lines(estimate: Estimate) -> list[list[str]]:
     lines = [
         ["model FLOPs", format_flops(estimate.model_flops), "forward and backward, nothing recomputed"],
-        [
-            "hardware FLOPs",
-            format_flops(estimate.hardware_flops),
-            "executed, recomputation included",
-        ],
+        ["hardware FLOPs", format_flops(estimate.hardware_flops), "executed, recomputation included"],
     ]
     if estimate.step_s is not None:
         lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])

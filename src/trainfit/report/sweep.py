@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Panel, Series, draw
+from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw
 from trainfit.report.table import NOTHING, Column, Table, number_text, percent, share_text
 from trainfit.spec.result import Outcome
 from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
@@ -30,7 +30,7 @@ SHORT = {"out-of-memory": "OOM"}
 MAX_ROWS = 60
 """Bars of more variants are not drawn; the page says so."""
 CUT = 1.5
-"""Bars end at this multiple of the longest one that was measured: a recipe far over the memory would flatten the rest."""
+"""Bars end at this multiple of the longest measured one; far larger predictions would flatten the others."""
 SPREAD = 6.0
 """An axis is logarithmic where the largest value is more than this multiple of the smallest."""
 
@@ -51,16 +51,18 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     def memory(read: Callable[[Row], int | None], digits: int = 2) -> Callable[[Row], str]:
         return lambda row: number_text(_over(read(row), size), f"{{:,.{digits}f}}")
 
-    only_predicted = not any(row.samples_per_s for row in rows)
+    def predicted(rank: int, otherwise: int) -> int:
+        return otherwise if any(row.samples_per_s for row in rows) else rank
+
     every = [
-        Column("verdict", lambda row: row.verdict or NOTHING, False, kind=lambda row: VERDICTS.get(row.verdict, "")),
-        Column(f"device {name}", memory(lambda row: row.predicted_device_bytes), rank=3 if only_predicted else 0),
+        Column("verdict", lambda row: row.verdict or NOTHING, False, 0, _verdict_kind),
+        Column(f"device {name}", memory(lambda row: row.predicted_device_bytes), rank=predicted(3, 0)),
         Column(f"headroom {name}", memory(lambda row: row.headroom_bytes), rank=2),
         Column(f"predicted {name}", memory(lambda row: row.predicted_bytes, 3), rank=4),
         Column(f"measured {name}", memory(lambda row: row.measured_bytes, 3)),
         Column("error", lambda row: percent(row.error), rank=1),
         Column("samples/s predicted", lambda row: number_text(row.predicted_samples_per_s), rank=8),
-        Column("tokens/s predicted", lambda row: _count(row.predicted_tokens_per_s), rank=1 if only_predicted else 7),
+        Column("tokens/s predicted", lambda row: _count(row.predicted_tokens_per_s), rank=predicted(1, 7)),
         Column("samples/s", lambda row: number_text(row.samples_per_s)),
         Column("samples/s overall", lambda row: number_text(overall_samples_per_s(row)), rank=5),
         Column("tokens/s", lambda row: _count(row.tokens_per_s), rank=6),
@@ -71,6 +73,10 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     filled = Table(every, rows).filled().columns
     variant = Column("variant", lambda row: row.variant, False)
     return [variant, *filled, Column("status", lambda row: row.status, False, kind=_kind)]
+
+
+def _verdict_kind(row: Row) -> str:
+    return VERDICTS.get(row.verdict or "", "")
 
 
 def _kind(row: Row) -> str:
@@ -86,7 +92,7 @@ def table(rows: Sequence[Row]) -> Table:
 def text_table(
     rows: Sequence[Row], width: int, *, seconds: dict[str, float] | None = None
 ) -> rich.table.Table:
-    """Return a table that fits ``width`` columns. ``seconds``: how long each running variant has been running."""
+    """Return a table that fits ``width`` columns. ``seconds``: for how long each variant has been running."""
 
     def status(row: Row) -> str:
         if row.status == RUNNING:
@@ -140,7 +146,7 @@ def line(row: Row, part: str, outcome: Outcome) -> str:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of a message, with the last one, where an exception stands, in place of its end."""
+    """Return the first line of a message; of several lines, with the last one, which names the exception."""
     lines = [part.strip() for part in message.splitlines() if part.strip()]
     if not lines:
         return ""
@@ -185,7 +191,7 @@ def perplexity_bars(rows: Sequence[Row]) -> str | None:
     return _bars(rows, sides, "perplexity after training (lower is better)", "perplexity", "{:.3f}")
 
 
-def _bars(rows: Sequence[Row], sides: dict[str, Values], axis: str, name: str, digits: str) -> str | None:
+def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str, digits: str) -> str | None:
     """Draw horizontal bars, a group for each row; a row without a value names its status."""
     shown = {
         side: values[:MAX_ROWS]
@@ -199,7 +205,7 @@ def _bars(rows: Sequence[Row], sides: dict[str, Values], axis: str, name: str, d
     series = [
         Series(
             side, [None if value is None else min(value, most) for value in values], kind="bar",
-            text=[_bar_text(row, side, value, most, digits) for row, value in zip(rows, values, strict=False)],
+            text=[_bar_text(row, side, y, most, digits) for row, y in zip(rows, values, strict=False)],
             color=PREDICTED if side == "predicted" else MEASURED,
         )
         for side, values in shown.items()
@@ -249,7 +255,7 @@ def _scatter(
     (name, size), by = unit(shown), _speed_unit(shown)
     per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
     places = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
-    groups = {
+    groups: dict[str, tuple[Kind, list[str]]] = {
         "front: nothing else is both smaller and faster": ("step", list(best)),
         "beaten in both": ("scatter", [variant for variant in places if variant not in best]),
     }

@@ -1,4 +1,4 @@
-"""Tables: columns declared once, shown on a terminal by rich, as Markdown, or as the cells of an HTML page."""
+"""Tables: columns declared once, for a terminal (rich), as Markdown, or as the cells of an HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe and its numbers in words: what every verb prints alike."""
+"""A recipe and its numbers in words, as every command prints them."""
 
 import json
 from collections.abc import Mapping
@@ -10,17 +10,20 @@ from trainfit.techniques import registry
 
 
 def describe(recipe: Recipe) -> str:
-    """One line: model, batch, what the step does, and the hardware."""
-    batch = recipe.batch
-    size = f"{batch.micro} x {batch.seq}" + (
-        f" x {batch.accumulate} accumulated" if batch.accumulate > 1 else ""
-    )
+    """Return one line: model, batch, technique and hardware."""
+    size = batch_text(recipe) + (" accumulated" if recipe.batch.accumulate > 1 else "")
     hardware = f"{recipe.hardware.count} x {recipe.hardware.gpu}"
     return f"{recipe.model.display_name}, batch {size}, {registry.describe(recipe)}, on {hardware}"
 
 
+def batch_text(recipe: Recipe) -> str:
+    """Return ``micro x seq``, and ``x accumulate`` where there is accumulation."""
+    batch = recipe.batch
+    return f"{batch.micro} x {batch.seq}" + (f" x {batch.accumulate}" if batch.accumulate > 1 else "")
+
+
 def recompute_written(recompute: Recompute) -> str:
-    """As it is written in a recipe, on one line."""
+    """Return recomputation as a recipe writes it, on one line."""
     if isinstance(recompute, str):
         return recompute
     data = recompute.model_dump(mode="json")
@@ -33,7 +36,7 @@ def recompute_written(recompute: Recompute) -> str:
 
 
 def holds_for(*versions: Mapping[str, str]) -> str:
-    """Return one line with the libraries and versions that predictions hold for; empty where none are known."""
+    """Return the libraries and versions that predictions hold for; empty where none are known."""
     found: dict[str, list[str]] = {}
     for libraries in versions:
         for name, version in libraries.items():
@@ -44,7 +47,7 @@ def holds_for(*versions: Mapping[str, str]) -> str:
 
 
 def quantity(name: str, value: float) -> str:
-    """A number printed in the unit that its field's name says."""
+    """Return a number in the unit that its field's name ends with."""
     if name.endswith("_bytes"):
         return format_bytes(value)
     if name.endswith("_per_s"):

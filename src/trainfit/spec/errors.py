@@ -1,4 +1,4 @@
-"""The one error a person's input can raise."""
+"""InputError, the one error for bad input, and the exit codes."""
 
 EXIT_BAD_INPUT = 65
 """Exit code for a bad recipe, config or data (EX_DATAERR in sysexits.h)."""
@@ -11,7 +11,7 @@ EXIT_INTERRUPTED = 130
 
 
 class InputError(ValueError):
-    """Bad input, told in one line: where it stands, what it is, what to do.
+    """Bad input, reported in one line: place, field, value, problem and remedy.
 
     Args:
         problem: what is wrong with the value.
@@ -25,8 +25,8 @@ class InputError(ValueError):
         self.problem, self.remedy, self.field, self.value, self.file = problem, remedy, field, value, file
         shown = "" if value is None else f" = {_short(value)}"
         where = ": ".join(part for part in (file, f"{field}{shown}" if field else shown.strip(" =")) if part)
-        said = problem.rstrip(". ")  # Another library's sentence ends in a dot.
-        text = f"{where}: {said}; {remedy}" if where else f"{said}; {remedy}"
+        problem = problem.rstrip(". ")  # Another library's sentence ends in a dot.
+        text = f"{where}: {problem}; {remedy}" if where else f"{problem}; {remedy}"
         super().__init__(" ".join(text.split()))
 
     def in_file(self, file: str) -> "InputError":

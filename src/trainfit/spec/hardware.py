@@ -9,7 +9,7 @@ from trainfit.spec.value import Bytes, PositiveInt, Value, disagreement
 PeakDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp4"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LEAST_FOR_TRITON = (8, 0)
-"""Compute capability of the oldest NVIDIA GPUs that Triton supports (https://github.com/triton-lang/triton, Compatibility)."""
+"""Compute capability of the oldest NVIDIA GPUs that Triton supports (its README, Compatibility)."""
 
 
 class Source(Value):

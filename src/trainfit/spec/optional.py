@@ -1,4 +1,4 @@
-"""Packages of the extras: imported where they are needed, and one line with the extra's name where they are missing."""
+"""Optional packages: imported on use; a missing one is reported with the extra's name."""
 
 import importlib
 import importlib.util

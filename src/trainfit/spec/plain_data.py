@@ -1,9 +1,9 @@
 """YAML and JSON files read as plain data (dict, list, str, int, float, bool, None), safely.
 
-Enters: a path or a text. Leaves: plain data. Refused, each with one line: what is no regular file, files over 1 MB,
-what is not UTF-8, YAML of more values than are read in a second, duplicate keys, aliases that expand to more than a
-file could say plainly, merge keys, several documents, NaN and infinity, numbers beyond a double's range, keys that
-are not text, values that JSON cannot hold.
+Enters: a path or a text. Leaves: plain data. Refused, each with one line: what is no regular file, files over
+1 MB, what is not UTF-8, YAML of more values than are read in a second, duplicate keys, aliases that expand to
+more than a file could say plainly, merge keys, several documents, NaN and infinity, numbers beyond a double's
+range, keys that are not text, values that JSON cannot hold.
 """
 
 import json
@@ -19,9 +19,9 @@ MAX_FILE_BYTES = 1_000_000
 MAX_NODES = 100_000
 MAX_DEPTH = 64
 MAX_INT_BITS = 1024
-"""Whole numbers up to a double's range; longer ones cannot be computed with, nor, from 4300 digits on, printed."""
+"""Whole numbers up to a double's range; from 4300 digits on Python cannot print them."""
 MAX_YAML_MARKS = 20_000
-"""Marks that separate values in a YAML text, all together. The parser is written in Python: 20,000 take it a second."""
+"""Separators in a YAML text. The parser is written in Python: 20,000 take it a second."""
 MAX_BRACKETS = 1000
 """Brackets that are open at once, also where they stand in quoted text."""
 YAML_MARKS = ("\n", ",", ":", "[", "{", "?", "&", "*", "!", "- ")
@@ -122,7 +122,7 @@ def read_text(path: Path) -> str:
 
 
 def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
-    """``data`` if it holds only what JSON can hold: finite numbers, text, lists, and mappings with text keys."""
+    """Return ``data`` if it is JSON: finite numbers, text, lists, and mappings with text keys."""
     if depth > MAX_DEPTH:
         raise _too_deep(file)
     if isinstance(data, dict):
@@ -193,7 +193,8 @@ def _yaml_error(error: Any, file: str) -> InputError:
 def _check_nodes(node: Any, file: str) -> None:
     """Count nodes as if every alias were written out, without writing it out (a 'billion laughs' file).
 
-    Merge keys (``<<``) are refused too: YAML 1.2 has none, and ``extends`` is the one way to build on a recipe.
+    Merge keys (``<<``) are refused too: YAML 1.2 has none, and ``extends`` is the one way to build on a
+    recipe.
     """
     sizes: dict[int, int] = {}
 

@@ -1,13 +1,14 @@
-"""Text for a terminal: control characters of names, paths, files and error messages are shown escaped, never sent raw.
+"""Text for a terminal, with control characters of names, paths, files and error messages escaped.
 
-A terminal acts on control characters: an escape sequence in a model's name could recolour, overwrite or hide output.
-``say`` prints plain lines; ``trainfit.spec.terminal.Terminal`` is the console for tables and progress bars.
+A terminal acts on control characters: an escape sequence in a model's name could recolour, overwrite or hide
+output. ``say`` prints plain lines; ``trainfit.spec.terminal.Terminal`` is the console for tables and progress
+bars.
 """
 
 import sys
 import unicodedata
 
-from trainfit.spec.storage import writing
+from trainfit.spec.files import writing
 
 STANDARD_OUTPUT, STANDARD_ERROR = "standard output", "standard error"
 CONTROL_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})

@@ -18,7 +18,7 @@ COMMIT_VARIABLE = "TRAINFIT_COMMIT"
 
 
 def commit() -> str | None:
-    """Return the package's commit, ``-dirty`` when ``src/`` has uncommitted changes; None outside a checkout."""
+    """Return the package's commit, ``-dirty`` with uncommitted changes; None outside a checkout."""
     return os.environ.get(COMMIT_VARIABLE) or _checked_out(Path(trainfit.__file__).parent)
 
 

@@ -7,9 +7,9 @@ import hashlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from trainfit.spec.names import gpu_name, model_name
+from trainfit.spec.name_lookup import names
 from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
@@ -17,7 +17,7 @@ from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Attention = Literal[AttentionKernel, "best"]
-"""``best``: the fastest of them that is right for the model, by the catalog's measurements on this GPU (``planning/attention.py``)."""
+"""``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
 Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
@@ -28,7 +28,9 @@ MAX_MICRO_BATCH_TOKENS = 2**32
 
 
 class ModelSpec(Value):
-    """Which model: a catalog name (or another name of that model) or the mapping of a config.json, and whose code builds it."""
+    """The model: a catalog name (or another name of that model) or the mapping of a config.json, and its
+    code.
+    """
 
     config: str | dict[str, JsonValue]
     implementation: Literal["hf", "native"] = "hf"
@@ -37,7 +39,7 @@ class ModelSpec(Value):
     @field_validator("config")
     @classmethod
     def _name_of_the_catalog(cls, config: str | dict[str, JsonValue]) -> str | dict[str, JsonValue]:
-        return model_name(config) if isinstance(config, str) else config
+        return (names().find_model(config) or config) if isinstance(config, str) else config
 
     @property
     def display_name(self) -> str:
@@ -48,7 +50,10 @@ class ModelSpec(Value):
 
 
 class Batch(Value):
-    """Per data-parallel rank: ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens a step."""
+    """Batch of one data-parallel rank.
+
+    ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens.
+    """
 
     micro: PositiveInt = 1
     seq: PositiveInt = 1024
@@ -71,9 +76,10 @@ class Batch(Value):
 
 
 class LossTerms(Value):
-    """What training minimises besides the next-token cross-entropy; evaluation reports the cross-entropy alone.
+    """Terms of the training loss; evaluation reports the cross-entropy alone.
 
-    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike. ``z_loss`` z: plus z times the mean square
+    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike.
+    ``z_loss`` z: adds z times the mean square
     of the logits' log-sum-exp.
     """
 
@@ -84,8 +90,8 @@ class LossTerms(Value):
 class Offload(Value):
     """What waits in pinned host memory until it is needed, copied while the GPU computes.
 
-    ``activations``: what the forward keeps for its backward. ``weights``: the decoder blocks' weights (and what their
-    optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
+    ``activations``: tensors that the forward saves for the backward. ``weights``: the decoder blocks' weights
+    (and what their optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
     """
 
     activations: bool = False
@@ -93,7 +99,7 @@ class Offload(Value):
 
 
 class Loader(Value):
-    """How batches reach the GPU: worker processes, batches each prepares ahead, and whether from pinned memory."""
+    """Data loading: worker processes, batches that each prefetches, and pinned memory."""
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     prefetch: PositiveInt = 2
@@ -104,12 +110,12 @@ class Optimizer(Value):
     """The optimizer and how its update is run.
 
     ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
-    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id does not
-    depend on writing it; so is Muon's momentum of 0.95.
-    ``momentum``: SGD's and Muon's momentum, or Adafactor's first moment (beta1); 0 keeps no first moment.
-    ``in_backward``: update each weight as soon as its gradient is there (True), or each decoder block's weights together.
-    ``stochastic_rounding``: round bf16 weights up or down at random, in proportion to what is cut off, so that updates
-    smaller than half their last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
+    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id
+    does not depend on writing it; so is Muon's momentum of 0.95. ``momentum``: SGD's and Muon's momentum, or
+    Adafactor's first moment (beta1); 0 keeps no first moment. ``in_backward``: update each weight as soon as
+    its gradient is complete (True), or each decoder block's together. ``stochastic_rounding``: round bf16
+    weights up or down at random, in proportion to what is cut off, so that updates smaller than half their
+    last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
     """
 
     name: Annotated[OptimizerName, Extensible("optimizer.name")] = "adamw"
@@ -132,13 +138,22 @@ class Optimizer(Value):
         return data
 
 
+def _is_pattern(value: Any) -> str:
+    return "names" if isinstance(value, list | tuple) else "pattern"
+
+
+Targets = Annotated[
+    Annotated[str, Tag("pattern")] | Annotated[tuple[str, ...], Tag("names")], Discriminator(_is_pattern)
+]
+
+
 class Adapter(Value):
     """Parameter-efficient fine-tuning: the base is frozen, only the adapter trains."""
 
     kind: Annotated[Literal["lora", "prompt", "prefix", "p-tuning"], Extensible("adapter.kind")]
     rank: Annotated[int, Field(ge=1, le=2**14)] = 16
     alpha: PositiveInt | None = None
-    targets: str | tuple[str, ...] = "all-linear"
+    targets: Targets = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     tokens: PositiveInt = 20
@@ -168,7 +183,7 @@ class Hardware(Value):
     @field_validator("gpu")
     @classmethod
     def _name_of_the_catalog(cls, gpu: str) -> str:
-        return gpu_name(gpu)
+        return names().gpu_name(gpu)
 
 
 class Recipe(Value):
@@ -212,7 +227,7 @@ class Recipe(Value):
         return isinstance(self.recompute, BudgetGib) or self.attention == "best"
 
     def without_open_fields(self) -> "Recipe":
-        """The recipe with the plain value where a field is open: what can be checked before anything is planned."""
+        """Return the recipe with a plain value for each open field, which can be checked before planning."""
         recompute = "none" if isinstance(self.recompute, BudgetGib) else self.recompute
         attention = "sdpa" if self.attention == "best" else self.attention
         return self.model_copy(update={"recompute": recompute, "attention": attention})
@@ -249,3 +264,8 @@ LATER: dict[str, Any] = {
     "loss_terms": LossTerms().model_dump(mode="json"),
 }
 """Fields that recipes got after the first records were made -> their defaults."""
+
+
+def is_held_out(recipe_id: str) -> bool:
+    """Whether a recipe is in the held-out half of all recipes, chosen by a hash of its id."""
+    return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1

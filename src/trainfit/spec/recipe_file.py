@@ -1,6 +1,6 @@
-"""Recipe files: ``extends`` chains, ``--set a.b=c``, short forms, one-line errors that name the file a value stands in.
+"""Recipe files: ``extends`` chains, ``--set a.b=c``, short forms, and errors that name the file of a value.
 
-Enters: a path and settings. Leaves: a Recipe. Assumes: a relative ``extends`` or config path is beside the file
+A relative ``extends`` or config path is relative to the file
 that names it; one in a setting is relative to the working directory.
 """
 
@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainfit.spec import files, names
+from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.name_lookup import names
 from trainfit.spec.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_json, read_text, read_yaml
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.short_forms import main_key, with_exact_choices, written_out
+from trainfit.spec.synonyms import main_key, with_exact_choices, written_out
 from trainfit.spec.value import parse
 
 __all__ = ["apply_settings", "load_recipe", "merge", "read_json", "read_text", "read_yaml", "recipe_from"]
@@ -29,7 +30,7 @@ REPLACED_WHOLE = ("config", "recompute")
 """Mappings that are one value: an extending recipe replaces them, it does not mix keys into them."""
 
 Layer = tuple[str, dict[str, Any]]
-"""Where values were said (a file, or ``--set``), and which."""
+"""The place of values (a file, or ``--set``), and the values."""
 
 
 def load_recipe(
@@ -46,7 +47,7 @@ def load_recipe(
         notes: gets a line for each name that leaves something open, with what it was taken for.
 
     Raises:
-        InputError: bad content, told in one line with file, field, value and remedy.
+        InputError: bad content; one line with file, field, value and remedy.
         OSError: the file cannot be read.
     """
     return _check([*_chain(Path(path)), (CALL, over or {})], settings or [], notes)
@@ -127,7 +128,7 @@ def recipe_lines(path: Path) -> Iterator[Layer]:
 
 
 def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """``data`` with each ``a.b=c`` set; c is read as YAML, so ``false``, ``1e-4`` and ``{every: 2}`` mean what they say."""
+    """Return ``data`` with each ``a.b=c`` set; c is read as YAML: ``false``, ``1e-4``, ``{every: 2}``."""
     for setting in settings:
         parts, value = _setting(setting)
         data = _set_whole(data, parts, value, setting)
@@ -149,13 +150,13 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _together(layers: list[Layer]) -> dict[str, Any]:
     data: dict[str, Any] = {}
-    for _, said in layers:
-        data = merge(data, said)
+    for _, values in layers:
+        data = merge(data, values)
     return data
 
 
 def _check(layers: list[Layer], settings: list[str], notes: list[str] | None = None) -> Recipe:
-    layers = [(file, written_out(said)) for file, said in layers]
+    layers = [(file, written_out(values)) for file, values in layers]
     data = _together(layers)
     said_last = [(SETTINGS, _set_whole({}, *_setting(setting), setting)) for setting in settings]
     data = with_model_config(apply_settings(data, settings), Path.cwd())
@@ -165,7 +166,7 @@ def _check(layers: list[Layer], settings: list[str], notes: list[str] | None = N
     except InputError as error:
         raise error.in_file(_file_saying(error.field, [*layers, *said_last])) from None
     if notes is not None and "gpu" in data.get("hardware", {}):
-        note = names.gpu_note(data["hardware"]["gpu"])
+        note = names().gpu_note(data["hardware"]["gpu"])
         notes += [] if note is None else [note]
     return recipe
 
@@ -184,7 +185,7 @@ def _file_saying(field: str, layers: list[Layer]) -> str:
 
 def _setting(setting: str) -> tuple[list[str], Any]:
     key, equals, text = setting.partition("=")
-    parts = key.strip().split(".")
+    parts = _folded(key.strip().split("."))
     if not equals or not all(parts):
         raise InputError("not a setting", "write --set field.name=value", value=setting, file=SETTINGS)
     if len(parts) > MAX_DEPTH:
@@ -197,6 +198,13 @@ def _setting(setting: str) -> tuple[list[str], Any]:
     except InputError as error:
         remedy = error.remedy if error.remedy != "correct it" else "quote the value"
         raise InputError(error.problem, remedy, field=key.strip(), value=text, file=SETTINGS) from None
+
+
+def _folded(parts: list[str]) -> list[str]:
+    """Return a field's name in lower case; keys of a model's config stay as they are."""
+    folded = [part.lower() for part in parts]
+    inner = folded.index("config") + 1 if "config" in folded else len(parts)
+    return [*folded[:inner], *parts[inner:]]
 
 
 def _set_whole(data: dict[str, Any], parts: list[str], value: Any, setting: str) -> dict[str, Any]:
@@ -231,10 +239,10 @@ def _chain(path: Path) -> list[Layer]:
         if base is None:
             return layers
         named, path = path, path.parent / base
-        names = " -> ".join(p.name for p in (*seen, path))
+        chain = " -> ".join(p.name for p in (*seen, path))
         wrong = {"field": "extends", "value": base, "file": str(named)}
         if _real(path) in seen:
-            raise InputError("extends itself", f"break the cycle {names}", **wrong)
+            raise InputError("extends itself", f"break the cycle {chain}", **wrong)
         if len(seen) >= MAX_CHAIN:
             raise InputError(f"the chain is over {MAX_CHAIN} files long", "shorten it", **wrong)
         if not path.is_file():
@@ -278,7 +286,7 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     if "\0" in text:
         raise InputError("not a path", "name a config.json, or a model of the catalog", **wrong)
     path = folder / text
-    if names.find_model(text) is not None and not path.exists():
+    if names().find_model(text) is not None and not path.exists():
         return data
     if path.is_dir():
         path = path / "config.json"

@@ -1,8 +1,8 @@
-"""What the backward computes again instead of keeping: the values of a recipe's ``recompute``."""
+"""Activation checkpointing: the values of a recipe's ``recompute``."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from trainfit.spec.outside import Extensible
 from trainfit.spec.value import PositiveInt, Value
@@ -21,7 +21,7 @@ class Budget(Value):
 
 
 class BudgetGib(Value):
-    """Keep the step's peak of allocated memory at or under this many GiB (2**30 bytes), by the fastest plan found.
+    """Keep the peak of allocated memory within so many GiB (2**30 bytes), by the fastest plan found.
 
     The planner (``plan/``) turns it into ``Layers``; a step is only built from those.
     """
@@ -36,8 +36,8 @@ class LayerRun(Value):
     """So many decoder blocks in a row that treat what their forward makes alike.
 
     ``recompute``: what their backward computes again. ``elementwise``: all but matrix products and attention.
-    ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and every
-    ``every``-th after it. The model's last block keeps all.
+    ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and
+    every ``every``-th after it. The model's last block keeps all.
     """
 
     recompute: BlockRecompute = "none"
@@ -102,5 +102,32 @@ class Selective(Value):
     selective: SavedOps
 
 
+OF_KEY = {
+    "every": "Every",
+    "budget": "Budget",
+    "budget_gib": "BudgetGib",
+    "layers": "Layers",
+    "selective": "Selective",
+}
+"""Key of a mapping -> the kind that it is."""
+
+
+def _kind(value: Any) -> str:
+    """Return the tag of the kind that ``value`` is or describes; of a mapping its first known key decides."""
+    if isinstance(value, Value):
+        return type(value).__name__
+    if not isinstance(value, dict):
+        return "name"
+    return OF_KEY[next((key for key in value if key in OF_KEY), "every")]
+
+
 Policy = Annotated[Literal["none", "full", "selective"], Extensible("recompute")]
-Recompute = Policy | Every | Budget | BudgetGib | Layers | Selective
+Recompute = Annotated[
+    Annotated[Policy, Tag("name")]
+    | Annotated[Every, Tag("Every")]
+    | Annotated[Budget, Tag("Budget")]
+    | Annotated[BudgetGib, Tag("BudgetGib")]
+    | Annotated[Layers, Tag("Layers")]
+    | Annotated[Selective, Tag("Selective")],
+    Discriminator(_kind),
+]

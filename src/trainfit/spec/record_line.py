@@ -1,7 +1,8 @@
 """A Record as one line of JSON with a digest of its content, and back, checked.
 
-The digest is the SHA-256 of the canonical JSON (sorted keys, no spaces) of all fields but itself, so a line keeps it when
-a tool writes the same content in another order. Lines written before there were digests have none and are taken as they are.
+The digest is the SHA-256 of the canonical JSON (sorted keys, no spaces) of all fields but itself, so a line
+keeps it when a tool writes the same content in another order. Lines written before there were digests have
+none and are taken as they are.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ def has_digest(line: str) -> bool:
 
 
 def lines_of(path: str | Path, content: bytes) -> list[tuple[str, str]]:
-    """Return the lines of a JSON Lines file of records that hold something, each with its place ``file:number``.
+    """Return the non-empty lines of a JSON Lines file of records, each with its place ``file:number``.
 
     Raises:
         InputError: a line is not UTF-8.

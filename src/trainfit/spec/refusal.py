@@ -1,7 +1,6 @@
-"""A pydantic ValidationError told as one InputError: the field, its value, what is wrong and what to write.
+"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy.
 
-Enters: the kind, the data and pydantic's list of complaints. Leaves: the InputError of the first field that is wrong.
-Where a value may be one of several kinds (a union), the branch whose keys fit best is the one that was meant.
+Unions of several kinds have discriminators, so that the errors are those of the kind that was meant.
 """
 
 import difflib
@@ -14,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from trainfit.spec.errors import InputError
 from trainfit.spec.synonyms import field_here, value_here
 
-KEY_TROUBLE = ("extra_forbidden", "missing")
 EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
     "float_type": "a number", "float_parsing": "a number",
@@ -26,7 +24,7 @@ NUMBERS = ("a whole number", "a number")
 
 
 def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, file: str) -> InputError:
-    """The first wrong field of ``data``, told in one line."""
+    """Return the InputError of the first wrong field of ``data``."""
     placed = [(_path(item["loc"], item["type"], data), item) for item in error.errors()]
     path, same = _first_field(placed)
     item = same[0]
@@ -49,43 +47,15 @@ def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, fil
 
 
 def _first_field(placed: list[tuple[list[Any], Any]]) -> tuple[list[Any], list[Any]]:
-    """The path and complaints to tell: unknown keys first (a typing error explains what is missing), else the first.
-
-    Complaints come with ``branch``: inside a union only those of the branch that fits best are kept.
+    """Return path and complaints of the first unknown key (it may explain what is missing), else of the
+    first.
     """
-    kept = _best_branches(placed)
-    path, _ = next((pair for pair in kept if pair[1]["type"] == "extra_forbidden"), kept[0])
-    return path, [item for other, item in kept if other == path]
-
-
-def _best_branches(placed: list[tuple[list[Any], Any]]) -> list[tuple[list[Any], Any]]:
-    unions: dict[tuple[Any, ...], dict[Any, list[Any]]] = {}
-    for path, item in placed:
-        at, tag = _union(path, item)
-        if tag is not None:
-            unions.setdefault(at, {}).setdefault(tag, []).append((path, item))
-    refused: set[int] = set()
-    for at, branches in unions.items():
-        deep = {
-            tag: found for tag, found in branches.items() if any(len(path) > len(at) for path, _ in found)
-        }
-        if not deep:
-            continue  # No branch takes even the type: tell what all of them expect.
-        best = min(deep.values(), key=lambda found: sum(item["type"] in KEY_TROUBLE for _, item in found))
-        refused |= {id(item) for found in branches.values() if found is not best for _, item in found}
-    return [(path, item) for path, item in placed if id(item) not in refused]
-
-
-def _union(path: list[Any], item: Any) -> tuple[tuple[Any, ...], Any]:
-    """Where the first union stands in the complaint's location, and which branch speaks (None: no union)."""
-    for index, part in enumerate(item["loc"]):
-        if index >= len(path) or path[index] != part:
-            return tuple(path[:index]), part
-    return (), None
+    path, _ = next((pair for pair in placed if pair[1]["type"] == "extra_forbidden"), placed[0])
+    return path, [item for other, item in placed if other == path]
 
 
 def _path(location: Iterable[Any], kind: str, data: Any) -> list[Any]:
-    """The location as people write it: pydantic also puts the branch of a union into it, which no data holds."""
+    """Return the location without the tags of unions that pydantic puts into it."""
     parts = list(location)
     path: list[Any] = []
     for index, part in enumerate(parts):
@@ -156,6 +126,8 @@ def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: An
             text += _keys(kind, path)
         if item["type"].startswith("literal"):
             text = "one of " + _choices(item)
+            if _models_at(kind, path):
+                text += f", or a mapping{_keys(kind, path)}"
         if text and text not in expected:
             expected.append(text)
     if expected:

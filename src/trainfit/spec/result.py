@@ -5,8 +5,7 @@ Sizes in bytes, times in seconds, FLOPs of one optimizer step on one GPU unless 
 
 from typing import Any, Literal
 
-from trainfit.spec.bench import BenchResult
-from trainfit.spec.samples import Environment, Spread
+from trainfit.spec.bench import BenchResult, Environment, Spread
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
 CATEGORIES: tuple[str, ...] = (
@@ -155,13 +154,13 @@ class Estimate(Value):
     cost: Cost | None
     assumptions: tuple[str, ...] = ()
     ops_without_flops: tuple[str, ...] = ()
-    """Operations that compute but have no FLOP rule, by name; they count as 0 and are said so."""
+    """Operations that compute but have no FLOP rule, by name; they count as 0."""
     bounds: dict[str, Interval] = {}
     warnings: tuple[str, ...] = ()
-    """What may turn out otherwise than the numbers say: next to no headroom, a dtype that the GPU emulates."""
+    """Conditions under which the numbers may not hold: little headroom, a dtype that the GPU emulates."""
     versions: dict[str, str] = {}
-    """Versions of the libraries that it holds for, by name: torch, and those that the step uses (transformers, peft, triton,
-    torchao). Empty: made before estimates carried them."""
+    """Versions of the libraries that it holds for, by name: torch, and those that the step uses
+    (transformers, peft, triton, torchao). Empty: made before estimates carried them."""
     code: TracedCode | None = None
     """None: of a recipe."""
 
@@ -202,16 +201,16 @@ class Outcome(Value):
     """How one part of a sweep's trial ended (docs/guide/sweep.md)."""
 
     status: Literal["done", "refused", "out-of-memory", "timeout", "killed", "crashed", "diverged", "lost"]
-    """refused: the recipe asks for what cannot be; killed: a signal from outside; lost: its worker or node is gone."""
+    """refused: the recipe cannot work; killed: a signal from outside; lost: its worker or node is gone."""
     message: str = ""
     seconds: Seconds = 0.0
     """Of the whole part, its process's start included."""
     request_id: str
-    """Sixteen hex digits of a hash of what was asked; a part that has a result is not asked again."""
+    """Sixteen hex digits of a hash of the request; a part that has a result does not run again."""
 
 
 class Record(Value):
-    """One line of evidence: what was asked, what came out, with which code."""
+    """One line of evidence: the recipe, the result and the version of the code."""
 
     kind: Literal["predict", "measure", "train", "bench"]
     created_at: str
@@ -231,3 +230,69 @@ class Record(Value):
     bench: BenchResult | None = None
     planned: dict[str, Any] | None = None
     """Only of a sweep's prediction: the recipe with its open fields planned, which the estimate is of."""
+
+
+ONE_OF_EQUAL = "*"
+"""Stands in a path for the number of a layer (or an expert) where several are grouped."""
+
+
+class Moment(Value):
+    """The moment of an allocation: step (first, steady), phase and operation."""
+
+    step: str
+    phase: str
+    op: str
+    """PyTorch's name; ``library workspace`` where no operation allocated."""
+    module: str
+    """Dotted path; of layers represented by three, ``layers.last.mlp``. Empty: in no module."""
+
+
+class Holder(Value):
+    """What is alive together: allocations of equal layers that the same operation of the same module made."""
+
+    category: str
+    path: str
+    """Name of the parameter for weights, gradients and optimizer state, else of the module.
+
+    ``*`` for its number.
+    """
+    op: str
+    made_in: str
+    """Step and phase it was made in: ``init``, ``steady.forward``."""
+    count: Count
+    num_bytes: Bytes
+    """Of all of them together."""
+
+
+class CurvePoint(Value):
+    """The highest moment of a stretch of the step: the stretch's phase, and what is alive then."""
+
+    phase: str
+    alive: MemoryBreakdown
+
+
+class Explanation(Value):
+    """One recipe's peak explained."""
+
+    kind: Literal["explanation"] = "explanation"
+    recipe: dict[str, Any]
+    recipe_id: str
+    gpu: str
+    peak_allocated_bytes: Bytes
+    versions: dict[str, str] = {}
+    """Versions of the libraries that it holds for, as an Estimate has them."""
+    phases: Phases
+    moment: Moment
+    """What was being allocated when the peak was reached."""
+    breakdown: MemoryBreakdown
+    """At the peak."""
+    holders: tuple[Holder, ...]
+    """At the peak, the largest first; sizes rounded to the allocator's 512 bytes."""
+    unsplit_bytes: Bytes
+    """Bytes of the allocator's blocks beyond their holders at the peak; part of ``temporary``."""
+    ends: dict[str, MemoryBreakdown]
+    """What is alive when a phase of the peak's step ends: forward, backward, optimizer."""
+    curve: tuple[CurvePoint, ...]
+    """The peak's step cut into stretches of equally many allocations and frees."""
+    most: MemoryBreakdown
+    """The most that each category holds at any moment of the peak's step; not at one moment, so no sum."""

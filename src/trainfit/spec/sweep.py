@@ -14,11 +14,11 @@ Part = Literal["predict", "measure", "train"]
 PARTS: tuple[Part, ...] = ("predict", "measure", "train")
 """What a trial does, in this order."""
 RESULTS = ("done", "out-of-memory", "refused", "diverged")
-"""Outcomes that another try would not change; the others are tried again when asked (``--retry``)."""
+"""Outcomes that another try would not change; ``--retry`` repeats the others."""
 WAITING, RUNNING = "waiting", "running"
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 LATE_FROM_STEP = 10
-"""Speed is told of the whole run, and without its first steps, in which code is compiled and kernels are chosen."""
+"""Speed is reported for the whole run, and without its first steps, which compile and choose kernels."""
 
 
 Steps = Annotated[int, Field(ge=0, le=2**24)]
@@ -33,7 +33,7 @@ class MeasurePart(Value):
 
 
 class TrainPart(Value):
-    """What ``train`` does with each variant, from the first weights on: loss, speed and perplexity on real text."""
+    """Options of the training run of each variant: loss, speed and perplexity on real text."""
 
     steps: PositiveInt = 100
     data: str = "stories"
@@ -44,7 +44,7 @@ class TrainPart(Value):
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: Count = 0
     deterministic: bool = False
-    """On CUDA, kernels that repeat bit by bit: slower and larger than what is predicted, so off unless asked for."""
+    """On CUDA, kernels that repeat bit by bit: slower and larger than those predicted."""
 
 
 class Limits(Value):
@@ -57,7 +57,8 @@ class Limits(Value):
 class SweepFile(Value):
     """A sweep's file. See docs/guide/sweep.md.
 
-    ``base`` (or each of its ``list`` of changes) and ``recipes`` are the starting points; ``product`` varies each of them.
+    ``base`` (or each change of its ``list``) and ``recipes`` are the starting points; ``product`` varies
+    each.
     """
 
     name: str | None = None
@@ -166,7 +167,7 @@ class Row(Value):
 
     @property
     def verdict(self) -> str | None:
-        """``fits``, ``does not fit``, or ``tight``: under the device's size, and yet it may run out of memory in a later step."""
+        """``fits``, ``does not fit``, or ``tight``: within the device, but a later step may not be."""
         if self.estimate is None:
             return None
         if self.estimate.fits:
@@ -175,7 +176,7 @@ class Row(Value):
 
     @property
     def predicted_device_bytes(self) -> int | None:
-        """What nvidia-smi would show at the peak: reserved, the CUDA context and the libraries' own memory."""
+        """Reserved bytes, the CUDA context and the libraries' memory at the peak."""
         return self.estimate.peak_device_bytes if self.estimate else None
 
     @property
@@ -185,7 +186,7 @@ class Row(Value):
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Free on the device at the predicted peak; negative: too much is asked."""
+        """Free on the device at the predicted peak; negative: missing."""
         return self.estimate.headroom_bytes if self.estimate else None
 
     @property
@@ -224,7 +225,7 @@ class Row(Value):
         return None if speed is None else speed * self.recipe["batch"]["seq"]
 
     def place(self, *, predicted: bool = False) -> tuple[int, float] | None:
-        """Peak bytes and tokens a second, both measured (or both predicted); None where one of them is not known."""
+        """Return peak bytes and tokens a second, measured or predicted; None where one is not known."""
         size = self.predicted_bytes if predicted else self.measured_bytes
         speed = self.predicted_samples_per_s if predicted else self.samples_per_s
         return None if size is None or speed is None else (size, speed * self.recipe["batch"]["seq"])
@@ -295,8 +296,8 @@ def front(rows: Sequence[Row], *, predicted: bool = False) -> tuple[str, ...]:
 
     Only rows whose memory and speed are measured (or predicted) take part.
     """
-    places = [(row.place(predicted=predicted), row.variant) for row in rows]
-    return _unbeaten([(*place, variant) for place, variant in places if place is not None])
+    points = [(row.place(predicted=predicted), row.variant) for row in rows]
+    return _unbeaten([(*point, variant) for point, variant in points if point is not None])
 
 
 def _unbeaten(points: Sequence[tuple[int, float, str]]) -> tuple[str, ...]:

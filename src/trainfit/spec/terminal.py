@@ -7,8 +7,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_ERROR, STANDARD_OUTPUT, printable
-from trainfit.spec.storage import writing
 
 
 class Terminal(Console):
@@ -26,7 +26,9 @@ class Terminal(Console):
         with writing(STANDARD_ERROR if self.stderr else STANDARD_OUTPUT):
             super().print(*objects, **options)
 
-    def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def render_str(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, text: str, **options: Any
+    ) -> Text:
         """Escape before the text is measured, so that columns fit what is shown."""
         return super().render_str(printable(text, lines=True), **options)
 

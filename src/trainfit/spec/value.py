@@ -44,7 +44,7 @@ def parse(kind: type[V], data: Any, *, file: str = "") -> V:
 
 
 def disagreement(problem: str, remedy: str, *, field: str) -> PydanticCustomError:
-    """What a model validator raises when fields contradict each other; ``field`` (dotted) is the one to show."""
+    """Return the error of a model validator for fields that contradict each other; ``field`` is shown."""
     context = {"problem": problem, "remedy": remedy, "field": field}
     return PydanticCustomError("disagreement", "{problem}; {remedy}", context)
 

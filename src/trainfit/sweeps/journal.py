@@ -1,8 +1,8 @@
-"""The journal of a sweep: its records, one a line, each on the disk before the next trial's is. What resuming reads.
+"""The journal of a sweep: its records, one a line, each on the disk before the next trial starts.
 
 ``FOLDER/records.jsonl`` (Records), ``FOLDER/logs/`` (what failed trials printed), ``FOLDER/report.html``.
-One sweep at a time writes to a folder. A line that a killed sweep left half-written is moved to ``records.torn``; a damaged
-record is refused.
+One sweep at a time writes to a folder. A line that a killed sweep left half-written is moved to
+``records.torn``; a damaged record is refused.
 """
 
 import re
@@ -11,10 +11,10 @@ from types import TracebackType
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import Appender, write_text
 from trainfit.spec.provenance import new_record
 from trainfit.spec.record_line import from_line, lines_of, to_line
 from trainfit.spec.result import Outcome, Record
-from trainfit.spec.storage import Appender, write_text
 from trainfit.spec.sweep import RESULTS
 from trainfit.sweeps.parts import PartRequest, PartResult
 
@@ -39,7 +39,7 @@ class Journal:
         self._tags = (*tags, f"{SWEEP_TAG}{sweep}")
         self._file: Appender | None = None
         self.notes: tuple[str, ...] = ()
-        """What a person should know of the records that were there."""
+        """Lines for the user about existing records."""
         self._newest: dict[str, Record] = {}
         self._measured: dict[str, Record] = {}
         """By recipe: results of measurements that ``trainfit measure`` or older programs recorded."""
@@ -85,7 +85,8 @@ class Journal:
         assert self._file is not None, "the journal is open"
         record = new_record(
             request.part, request.recipe,
-            estimate=result.estimate, measurement=result.measurement, train=result.train, outcome=result.outcome,
+            estimate=result.estimate, measurement=result.measurement, train=result.train,
+            outcome=result.outcome,
             tags=(*self._tags, f"{VARIANT_TAG}{request.variant}"),
             planned=result.planned.content() if result.planned else None,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Trials on this machine: predictions side by side on the CPU, measured ones one to a GPU (on a CPU one at a time).
+"""Run trials on this machine: predictions in parallel on the CPU, measurements one to a GPU (or CPU).
 
-Enters: PartRequests. Leaves: each with its PartResult, as they end. A thread owns each slot; a slot that dies costs its
+A thread owns each worker process; one that dies costs its
 trial a row ("lost") and is replaced.
 """
 
@@ -31,6 +31,8 @@ LEAVE_S = 5.0
 GRACE_S = 120.0
 """A slot that has not answered this long after its trial's time limit is itself ended."""
 
+PROGRAM = "import sys; from trainfit.sweeps.slot import main; sys.exit(main(*sys.argv[1:]))"
+
 Stop = Callable[[], bool]
 OnStart = Callable[[PartRequest], None]
 Events = queue.SimpleQueue[tuple[PartRequest, PartResult] | PartRequest | BaseException | None]
@@ -38,7 +40,12 @@ Events = queue.SimpleQueue[tuple[PartRequest, PartResult] | PartRequest | BaseEx
 
 
 class LocalExecutor:
-    """This machine. ``jobs``: measured trials side by side, at most one a GPU; ``deadline_s``: no trial starts later."""
+    """Run trials on this machine.
+
+    Args:
+        jobs: measured trials in parallel, at most one a GPU.
+        deadline_s: no trial starts later (``time.monotonic``).
+    """
 
     def __init__(self, device: str, jobs: int | None = None, deadline_s: float = math.inf):
         self._device, self._deadline_s = device, deadline_s
@@ -94,7 +101,7 @@ class LocalExecutor:
 def _ends(
     events: Events, num_threads: int, stop: Stop, halt: threading.Event, on_start: OnStart
 ) -> Iterator[tuple[PartRequest, PartResult]]:
-    """What the threads put there until each has said that it is over (None)."""
+    """Yield the results that the threads report, until each has ended (None)."""
     while num_threads:
         if stop():
             halt.set()
@@ -113,10 +120,15 @@ def _ends(
 
 
 def _serve(
-    role: str, device: str, environment: dict[str, str], waiting: "queue.SimpleQueue[PartRequest]", events: Events,
-    halt: threading.Event, deadline_s: float,
-) -> None:  # fmt: skip
-    """One thread: a slot, and requests until there are none. It lives as long as its slot, which would die with it."""
+    role: str,
+    device: str,
+    environment: dict[str, str],
+    waiting: "queue.SimpleQueue[PartRequest]",
+    events: Events,
+    halt: threading.Event,
+    deadline_s: float,
+) -> None:
+    """Serve requests by one worker process until none is left; the worker ends with its thread."""
     slot: Slot | None = None
     try:
         while not halt.is_set() and time.monotonic() < deadline_s:
@@ -146,7 +158,7 @@ class Slot:
     def __init__(self, role: str, device: str, environment: dict[str, str]):
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the slot
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainfit.sweeps.slot", role, device],
+            [sys.executable, "-c", PROGRAM, role, device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0,
             env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip

@@ -1,6 +1,6 @@
-"""One part of a trial: what is asked of a process, and what becomes of it, whatever that is.
+"""Request and result of one part of a trial (predict, measure or train), run in its own process.
 
-Enters: a PartRequest, and how to start its process. Leaves: a PartResult, always: out of memory, a crash, a time limit
+A part always has a PartResult: out of memory, a crash, a time limit
 and a signal are outcomes. Nothing here imports torch; the process that it starts does.
 """
 
@@ -25,9 +25,9 @@ from trainfit.measurement.process import (
 from trainfit.measurement.run import with_utilisation
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
-from trainfit.spec.storage import one_line, storage_failure, write_text
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
 from trainfit.spec.value import Bytes, Value, canonical_json, parse
 
@@ -40,7 +40,7 @@ Starter = Callable[[Path, str], int]
 
 
 class PartRequest(Value):
-    """What one process of a sweep is asked."""
+    """The task of one process of a sweep."""
 
     part: Part
     variant: str
@@ -59,7 +59,7 @@ class PartRequest(Value):
     own_peak_flops_per_s: float | None = None
     """What the user says (``--peak-flops``)."""
     planned: Recipe | None = None
-    """The recipe with its open fields planned, as the prediction found them; what is measured and trained then."""
+    """The recipe with its open fields planned by the prediction; measured and trained in its place."""
 
     @property
     def built(self) -> Recipe:
@@ -72,7 +72,10 @@ class PartRequest(Value):
 
     @property
     def id(self) -> str:
-        """Equal for what would give the same result: names, the time limit and what utilisation is told by are left out."""
+        """Hash of what decides the result.
+
+        Names, the time limit and the FLOPs for utilisation are left out.
+        """
         how: dict[str, Any] = {"part": self.part, "recipe": self.recipe.id}
         settings = {"measure": self.measure, "train": self.train}.get(self.part)
         if settings is not None:
@@ -97,7 +100,7 @@ class PartResult(Value):
     planned: Recipe | None = None
     output: str = ""
     storage_error: str = ""
-    """Why the disk did not take a file of the part's: then nothing is known of the recipe, and nothing is kept."""
+    """Why the disk refused a file of the part; nothing is recorded then."""
 
 
 class Finding(Value):
@@ -146,8 +149,8 @@ def ended(
 def _measure(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str, dict[str, Any]]:
     assert request.measure is not None, "a measuring part says how many steps"
     trial = TrialRequest(
-        recipe=request.built, steps=0 if request.shared else request.measure.steps, warmup=request.measure.warmup,
-        device=request.device,
+        recipe=request.built, steps=0 if request.shared else request.measure.steps,
+        warmup=request.measure.warmup, device=request.device,
         memory_limit_bytes=request.memory_limit_bytes, environment=host_environment(request.device),
     )  # fmt: skip
     measured, ending = run_and_tell(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)

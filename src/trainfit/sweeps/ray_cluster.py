@@ -1,8 +1,9 @@
-"""The same trials on a Ray cluster (extra ``ray``): a task a part, its trial in a process of its own on that node.
+"""Run trials on a Ray cluster (extra ``ray``): one task a part, its trial in its own process on that node.
 
-Enters: PartRequests. Leaves: each with its PartResult, as they end. A worker or node that is lost costs its trial a row
-("lost"). A measured trial has a GPU to itself; on a cluster without GPUs it has a node's processors to itself.
-Every node needs trainfit, in the same versions. Source of the names: docs.ray.io, "Ray Core API", "Task fault tolerance".
+A worker or node that is lost costs its trial a row
+("lost"). A measured trial has a GPU to itself; on a cluster without GPUs it has a node's processors to
+itself. Every node needs trainfit, in the same versions. Source of the names: docs.ray.io, "Ray Core API",
+"Task fault tolerance".
 """
 
 import json
@@ -40,7 +41,7 @@ class RayExecutor:
         self._ray: Any = None
 
     def __enter__(self) -> "RayExecutor":
-        # Said before ray is imported: nothing about the sweep leaves the machine, and no warning about its future.
+        # Before ray is imported: no usage statistics, no warning about a future default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray: Any = optional("ray", "ray", field="executor", value="ray")
@@ -50,9 +51,11 @@ class RayExecutor:
             ray.init(**where, log_to_driver=False, logging_level="ERROR", configure_logging=True)
         except (ConnectionError, ValueError) as error:
             raise InputError(
-                f"no cluster answers ({str(error).strip().splitlines()[0]})", "start one with ray start --head",
-                field="ray-address", value=self._address,
-            ) from None  # fmt: skip
+                f"no cluster answers ({str(error).strip().splitlines()[0]})",
+                "start one with ray start --head",
+                field="ray-address",
+                value=self._address,
+            ) from None
         self._ray = ray
         return self
 

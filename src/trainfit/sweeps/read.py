@@ -1,6 +1,6 @@
 """A sweep's file becomes variants, each a whole Recipe, before anything runs.
 
-Enters: a YAML file. Leaves: a Sweep. Paths in the file are relative to it. Whatever is wrong anywhere is one InputError
+Paths in a file are relative to it. Any mistake is one InputError
 that names the file, the variant, the field, the value and the remedy.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from trainfit.catalog import load as catalog
 from trainfit.catalog.config_checks import ignored
+from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.names import find_model
 from trainfit.spec.plain_data import read_yaml
 from trainfit.spec.recipe_file import (
     merge,
@@ -38,12 +38,12 @@ RECIPE_SUFFIXES = (".yaml", ".yml", ".json")
 
 Data = dict[str, Any]
 Start = tuple[str, Data, str]
-"""A variant's name, its recipe as plain data, and where it was said."""
+"""A variant's name, its recipe as plain data, and the place of its definition."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep to run. ``notes``: what a person should know, such as variants that are one and the same recipe."""
+    """A sweep to run. ``notes``: lines for the user, such as equal variants."""
 
     name: str
     file: SweepFile
@@ -153,33 +153,33 @@ def _from_base(file: SweepFile, path: Path) -> list[Start]:
     return [_changed(base, change, index, path) for index, change in enumerate(file.list)]
 
 
-def _base(said: str | Data, path: Path) -> tuple[str, Data]:
+def _base(base: str | Data, path: Path) -> tuple[str, Data]:
     """The base's name and data: an inline mapping, a file, a shipped recipe, or a model of the catalog."""
-    if isinstance(said, dict):
-        inline = dict(said)
+    if isinstance(base, dict):
+        inline = dict(base)
         extended = inline.pop("extends", None)
         below = {} if extended is None else _read(extended, path, "base.extends")
         return "base", merge(below, _located(inline, path))
-    known = find_model(said)
-    if said.endswith(RECIPE_SUFFIXES) or ("/" in said and known is None):
-        return Path(said).stem, _read(said, path, "base")
-    shipped, folded = catalog.recipes(), said.lower().replace("_", "-")
+    known = find_model(base)
+    if base.endswith(RECIPE_SUFFIXES) or ("/" in base and known is None):
+        return Path(base).stem, _read(base, path, "base")
+    shipped, folded = catalog.recipes(), base.lower().replace("_", "-")
     if folded in shipped:
         return folded, read_data(shipped[folded])
     try:
-        catalog.model_config(said)
+        catalog.model_config(base)
     except InputError as error:
         remedy = f"{error.remedy}; or name a recipe's file, relative to this one"
         problem = "no file, shipped recipe or catalog model of that name"
-        raise InputError(problem, remedy, field="base", value=said, file=str(path)) from None
-    return known or said, {"model": {"config": said}}
+        raise InputError(problem, remedy, field="base", value=base, file=str(path)) from None
+    return known or base, {"model": {"config": base}}
 
 
-def _read(said: Any, path: Path, field: str) -> Data:
-    wrong = {"field": field, "value": said, "file": str(path)}
-    if not isinstance(said, str) or not said.strip() or "\0" in said:
+def _read(name: Any, path: Path, field: str) -> Data:
+    wrong = {"field": field, "value": name, "file": str(path)}
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise InputError("not a path", "name one recipe file, relative to this one", **wrong)
-    file = path.parent / said
+    file = path.parent / name
     if not file.is_file():
         raise InputError("no such file", "name a recipe file, relative to this one", **wrong)
     return read_data(file)
@@ -245,7 +245,7 @@ def _recipes_in(path: Path) -> list[Start]:
 
 
 def _product(start: Start, file: SweepFile, path: Path) -> list[Start]:
-    """``start`` with every combination of the product's values; alone, they name the variant by themselves."""
+    """Return ``start`` with every combination of the product's values, which alone name the variant."""
     if not file.product:
         return [start]
     name, data, where = start
@@ -262,11 +262,11 @@ def _product(start: Start, file: SweepFile, path: Path) -> list[Start]:
         chosen = dict(zip(file.product, values, strict=True))
         words = " ".join(f"{short[key]}={_text(value)}" for key, value in chosen.items())
         full = words if alone else f"{name} {words}"
-        said = f"{where}: {words}"
+        place = f"{where}: {words}"
         changed = data
         for key, value in chosen.items():
-            changed = _set(changed, key, value, said)
-        varied.append((_name(full, "product", path), _located(changed, path), said))
+            changed = _set(changed, key, value, place)
+        varied.append((_name(full, "product", path), _located(changed, path), place))
     return varied
 
 
@@ -282,7 +282,7 @@ def _text(value: Any) -> str:
 
 
 def _variant(start: Start, settings: list[str], notes: list[str]) -> Variant:
-    """The recipe of a start, checked; ``notes`` gets what its names were taken for and what of its config is ignored."""
+    """Return the checked recipe of a start; ``notes`` gets how its names were read and what is ignored."""
     name, data, where = start
     recipe = recipe_from(data, settings, file=where, notes=notes)
     notes += ignored(recipe.model.config)

@@ -13,7 +13,7 @@ from trainfit.sweeps.read import Sweep
 
 
 def rows_of(sweep: Sweep, records: Iterable[Record]) -> tuple[Row, ...]:
-    """A Row a variant; of several records of one recipe's part the last counts, what is not there yet is waited for.
+    """Return a Row a variant; of several records of one recipe's part the last counts.
 
     Raises:
         InputError: a variant was trained for another number of steps than the file asks.
@@ -43,7 +43,8 @@ def row_of(
         if part in outcomes
     }
     return Row(
-        variant=variant.name, recipe=variant.recipe.content(), recipe_id=variant.recipe.id, status=status, message=message,
+        variant=variant.name, recipe=variant.recipe.content(), recipe_id=variant.recipe.id, status=status,
+        message=message,
         outcomes={str(part): outcome for part, outcome in outcomes.items()}, **found,
     )  # fmt: skip
 
@@ -62,7 +63,8 @@ def _of_variant(
     trained = records["train"].train if "train" in records else None
     if trained is not None and file.train is not None and trained["run"]["steps"] != file.train.steps:
         raise InputError(
-            f"{variant.name} was trained for {trained['run']['steps']} steps, the sweep's file asks {file.train.steps}",
+            f"{variant.name} was trained for {trained['run']['steps']} steps, "
+            f"the sweep's file has {file.train.steps}",
             "run the sweep again, or correct the file",
             field="train.steps",
         )
@@ -70,7 +72,10 @@ def _of_variant(
 
 
 def _status(variant: Variant, file: SweepFile, outcomes: Mapping[Part, Outcome]) -> tuple[str, str]:
-    """The row's status and message. A recipe that cannot be predicted may still be measured, unless predicting plans it."""
+    """Return status and message.
+
+    A recipe without a prediction may still be measured, unless that plans it.
+    """
     parts = file.parts()
     planned = variant.recipe.has_open_fields
     for part in parts:

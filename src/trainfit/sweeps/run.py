@@ -1,6 +1,6 @@
-"""A sweep run: every variant predicted, then measured, then trained, as far as its file asks, and as far as is not done.
+"""Run a sweep: predict, measure and train every variant, as its file requests and as far as is missing.
 
-Enters: a Sweep, its open Journal and an executor. Leaves: a Row a variant, and the journal fuller. Stages follow one another,
+Stages follow one another,
 so that predictions on the CPU do not slow down what is being measured.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import StorageError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Record
-from trainfit.spec.storage import StorageError
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
 from trainfit.spec.value import parse
 from trainfit.sweeps.journal import Journal
@@ -23,7 +23,7 @@ from trainfit.techniques import registry
 
 GO_ON = "the same command goes on once the disk takes it"
 NEEDED_BEFORE: dict[Part, Part] = {"train": "measure"}
-"""A variant is not trained whose measurement (if one was asked for) did not come to its end: it would end alike."""
+"""A variant is not trained if its measurement did not finish: the training would end alike."""
 
 
 class Executor(Protocol):
@@ -39,7 +39,7 @@ class Executor(Protocol):
 
 
 class Run:
-    """The state of a sweep while it goes. ``rows`` is true at every moment; ``changed`` is told when it changes."""
+    """The state of a running sweep: ``rows`` is current at any time; ``changed`` is called at each change."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Run:
         self.stopped = False
 
     def go(self, executor: Executor, stop: Callable[[], bool]) -> None:
-        """Run what is not done yet; ``stop`` ends it early, with nothing noted of the trials that were running.
+        """Run what has no result yet; ``stop`` ends it early and drops the running trials.
 
         Raises:
             StorageError: the disk did not take a record or a trial's file; what is noted already stays.
@@ -74,12 +74,12 @@ class Run:
         for variant in self.sweep.variants:
             self._refuse(variant)
         for part in self.sweep.file.parts():
-            asked = [
+            wanted = [
                 self._request(variant, part)
                 for variant in self.sweep.variants
                 if variant.name not in self._refused and not self._pointless(variant, part)
             ]
-            requests = [request for request in asked if not self._kept(request)]
+            requests = [request for request in wanted if not self._kept(request)]
             for request, result in executor.run(requests, stop=stop, on_start=self._start):
                 if result.storage_error:
                     raise StorageError(OSError(result.storage_error), GO_ON)
@@ -115,17 +115,24 @@ class Run:
         estimate = predicted.estimate if predicted else None
         planned = predicted.planned if predicted and part != "predict" else None
         return PartRequest(
-            part=part, variant=variant.name, recipe=variant.recipe, device=self._device,
-            timeout_s=file.limits.seconds, memory_limit_bytes=limit_bytes(file.limits.memory_gib),
-            measure=file.measure if part == "measure" else None, train=file.train if part == "train" else None,
+            part=part,
+            variant=variant.name,
+            recipe=variant.recipe,
+            device=self._device,
+            timeout_s=file.limits.seconds,
+            memory_limit_bytes=limit_bytes(file.limits.memory_gib),
+            measure=file.measure if part == "measure" else None,
+            train=file.train if part == "train" else None,
             shared=self._shared and part == "measure",
-            model_flops=estimate and estimate.model_flops, hardware_flops=estimate and estimate.hardware_flops,
-            gpu_peak_flops_per_s=estimate and dense_peak(estimate), own_peak_flops_per_s=self._peak_flops,
+            model_flops=estimate and estimate.model_flops,
+            hardware_flops=estimate and estimate.hardware_flops,
+            gpu_peak_flops_per_s=estimate and dense_peak(estimate),
+            own_peak_flops_per_s=self._peak_flops,
             planned=parse(Recipe, planned) if planned else None,
-        )  # fmt: skip
+        )
 
     def _kept(self, request: PartRequest) -> bool:
-        """Whether the journal has what is asked; then that is the row's."""
+        """Whether the journal has a result of the request, which then is the row's."""
         record = None if self._again else self._journal.found(request)
         if record is None or record.outcome is None:
             return False
@@ -166,7 +173,7 @@ class Run:
 
 
 def dense_peak(estimate: Estimate) -> float | None:
-    """The GPU's dense peak in the recipe's dtype, FLOP/s: what the estimate's MFU is a share of; None: not known."""
+    """Return the GPU's dense peak in FLOP/s that the estimate's MFU refers to; None: not known."""
     if not estimate.mfu or not estimate.step_s:
         return None
     return estimate.model_flops / (estimate.mfu * estimate.step_s)

@@ -1,8 +1,9 @@
-"""A slot: a process that runs one trial after another, each a copy of itself. ``python -m trainfit.sweeps.slot ROLE DEVICE``.
+"""A worker process that runs one trial after another, each in a fork: ``main(role, device)``.
 
-It imports torch, transformers and peft once and does not touch CUDA, so a trial starts in milliseconds instead of
-seconds (where CUDA does not work in a copy, each trial is a new interpreter). Enters: a PartRequest a line on standard
-input. Leaves: ``ready``, then a PartResult a line on standard output. Its end, by SIGTERM too, ends its trial.
+It imports torch, transformers and peft once and does not touch CUDA, so a trial starts in milliseconds
+instead of seconds (where CUDA does not work in a copy, each trial is a new interpreter). Enters: a
+PartRequest a line on standard input. Leaves: ``ready``, then a PartResult a line on standard output. Its end,
+by SIGTERM too, ends its trial.
 """
 
 import importlib
@@ -31,7 +32,7 @@ def main(role: str, device: str) -> int:
     """Serve until standard input ends."""
     die_with_parent()
     signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The sweep hears it, and ends this process in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The sweep handles it and ends this process.
     # What libraries print must not stand among the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -51,7 +52,7 @@ def _starter(role: str, device: str) -> Starter:
 
 
 def ready_to_fork(device: str) -> Starter:
-    """Import the libraries that trials need; return ``forked`` where a copy of this process can use CUDA, else ``spawned``."""
+    """Import what trials need; return ``forked`` if a fork can use CUDA, else ``spawned``."""
     start_s = time.monotonic()
     import torch
 
@@ -85,7 +86,3 @@ def _copy_can_use_cuda() -> bool:
 
 def _leave(number: int, frame: object) -> None:
     raise SystemExit(128 + number)  # run_to_end ends its trial's group on the way out
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

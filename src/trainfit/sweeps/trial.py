@@ -1,20 +1,18 @@
-"""What runs inside the process of a sweep that predicts or trains. ``python -m trainfit.sweeps.trial FOLDER``.
+"""The process of a sweep's prediction or training run: ``main(folder)``.
 
-Enters: FOLDER/request.json. Leaves: FOLDER/result.json, a Finding, whole or not at all; bad input in FOLDER/error.json.
+Reads FOLDER/request.json; writes FOLDER/result.json, a Finding, or bad input to FOLDER/error.json.
 (A measurement's process is ``trainfit.measurement.trial``.)
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from trainfit.measurement.environment import runs_on_cuda
-from trainfit.measurement.lifeline import die_with_parent
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, ended_by_storage
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
-from trainfit.spec.storage import write_text
+from trainfit.spec.files import write_text
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
 from trainfit.sweeps.parts import Finding, PartRequest
@@ -51,17 +49,17 @@ def _predict(request: PartRequest) -> Finding:
 
     if not request.recipe.has_open_fields:
         return Finding(status="done", estimate=predict(request.recipe))
-    recipe, said = request.recipe, ()
+    recipe, notes = request.recipe, ()
     if recipe.attention == "best":
         from trainfit.planning.attention import choose
 
         recipe, note = choose(recipe, device_type="cpu" if request.device == "cpu" else "cuda")
-        said = (note,)
+        notes = (note,)
     from trainfit.planning.recompute import resolve
 
     recipe = resolve(recipe)
     estimate = predict(recipe)  # What a budget's plan was traced for is kept.
-    estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *said)})
+    estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *notes)})
     return Finding(status="done", estimate=estimate, planned=recipe)
 
 
@@ -82,13 +80,16 @@ def _train(request: PartRequest, folder: Path) -> Finding:
     speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)
     summary = train(request.built, options, flops=flops, observers=[speed])
     status = "killed" if summary.status == "stopped" else summary.status
-    told = summary.content()
-    told["run"]["out"] = "run"  # Where it was is gone with the trial.
-    return Finding(status=status, message=summary.message, train=told | {"speed": speed.told()})
+    content = summary.content()
+    content["run"]["out"] = "run"  # The trial's folder is removed.
+    return Finding(status=status, message=summary.message, train=content | {"speed": speed.content()})
 
 
 def _counted(request: PartRequest) -> tuple[float, float] | None:
-    """Model FLOPs and hardware FLOPs of a step of the training part, of the kernels that it runs; None: not predicted."""
+    """Return model and hardware FLOPs of a training step, for the kernels that it runs.
+
+    None: it was not predicted.
+    """
     if request.model_flops is None or request.hardware_flops is None:
         return None
     if request.train is None or not request.train.deterministic:
@@ -124,14 +125,17 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class Speed:
-    """Listens to a run: samples a second over all of it, and after its first steps. Reading data counts, evaluation not."""
+    """Observer of a run: samples a second, overall and after the first steps.
+
+    Data loading counts, evaluation not.
+    """
 
     def __init__(self, samples_per_step: int):
         self._samples = samples_per_step
         self._seconds: list[float] = []
 
-    def told(self) -> dict[str, Any]:
-        """``samples_per_s``, ``late_samples_per_s`` (None where the run is no longer than its first steps), ``step_s``."""
+    def content(self) -> dict[str, Any]:
+        """Return ``samples_per_s``, ``late_samples_per_s`` (None if the run is too short) and ``step_s``."""
         late = self._seconds[LATE_FROM_STEP:]
         return {
             "samples_per_s": self._per_s(self._seconds),
@@ -156,12 +160,7 @@ class Speed:
         """Not part of a step."""
 
     def on_end(self, summary: TrainSummary) -> None:
-        """The steps said it all."""
+        """The steps hold everything."""
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    sys.exit(main(Path(sys.argv[1])))

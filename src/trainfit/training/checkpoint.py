@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.storage import writing
+from trainfit.spec.files import writing
 from trainfit.spec.value import parse
 from trainfit.step import Step
 from trainfit.training import durable, state

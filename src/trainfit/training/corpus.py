@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.storage import writing
+from trainfit.spec.files import writing
 from trainfit.training import documents, durable
 from trainfit.training.options import TrainOptions
 from trainfit.training.tokenizer import (

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import Appender, write_text
 from trainfit.spec.optional import optional
-from trainfit.spec.storage import Appender, write_text
 from trainfit.spec.value import Value
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 

@@ -12,8 +12,8 @@ from trainfit.measurement.environment import cpu_name
 from trainfit.measurement.meter import is_out_of_memory
 from trainfit.models.layers import num_quantized
 from trainfit.spec.errors import InputError
+from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.storage import REMEDIES, StorageError, storage_failure
 from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder

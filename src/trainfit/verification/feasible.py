@@ -1,4 +1,4 @@
-"""Recipes worth a trial: those that the techniques allow, that may fit and whose step is neither tiny nor long."""
+"""Recipes worth a trial: allowed by the techniques, likely to fit, with a step neither tiny nor long."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ LARGEST_STEP_S = 4.0
 
 
 def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
-    """The recipe and its prediction, if the techniques allow it and a trial would not be too long or too small."""
+    """Return an allowed recipe and its prediction; None if its step is too long or too small."""
     try:
         recipe = recipe_from(data)
         check(recipe)
@@ -37,9 +37,9 @@ def allowed(data: dict[str, Any]) -> tuple[Recipe, Estimate] | None:
 
 
 def smallest_state_bytes(recipe: Recipe) -> int:
-    """At least what weights, gradients and moments need, from the published parameter count: spares a trace."""
+    """Return the least bytes of weights, gradients and moments, by the published parameter count."""
     if recipe.quantize or recipe.offload.weights:
-        return 0  # Less than any published count tells.
+        return 0  # Less than any published count implies.
     row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
     size = 2 if recipe.precision in ("bf16", "fp8") else 4
     moments = {"adamw": 2, "sgd": 1 if recipe.optimizer.momentum else 0}.get(recipe.optimizer.name, 0)

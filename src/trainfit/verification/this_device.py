@@ -1,4 +1,7 @@
-"""Which GPU this machine has, asked in a process of its own: this one must not make a CUDA context before a measurement."""
+"""Find this machine's GPU in a separate process.
+
+This one must not create a CUDA context before a measurement.
+"""
 
 import json
 import subprocess
@@ -20,13 +23,13 @@ def device_name() -> str | None:
     """What the driver calls this machine's first CUDA GPU; None: there is none.
 
     Raises:
-        RuntimeError: torch could not be asked.
+        RuntimeError: torch failed.
     """
     done = subprocess.run(
         [sys.executable, "-c", ASK], capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL
     )
     if done.returncode:
-        raise RuntimeError(f"torch could not be asked for its GPU: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"torch could not name its GPU: {done.stderr.strip()[-500:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

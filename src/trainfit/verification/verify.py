@@ -1,8 +1,8 @@
-"""The check that a person runs on their own card: a small suite, drawn by a seed, predicted and measured there.
+"""Predict and measure a small suite of recipes, drawn by a seed, on this machine's device.
 
-Enters: a Gpu of the catalog that this machine has (or its CPU). Leaves: a Verification: signed errors of each recipe,
-their median and worst. Recipes are drawn as for the truth suite (benchmarks/accuracy/truth_suite.py), smaller and quicker ones,
-one of each model family before a family comes twice.
+Enters: a Gpu of the catalog that this machine has (or its CPU). Leaves: a Verification: signed errors of each
+recipe, their median and worst. Recipes are drawn as for the truth suite (benchmarks/accuracy/truth_suite.py),
+smaller and quicker ones, one of each model family before a family comes twice.
 """
 
 import os
@@ -45,12 +45,15 @@ Pair = tuple[Recipe, Estimate]
 
 
 class Check(Value):
-    """One recipe, predicted and measured. Bytes by quantity: allocated, reserved, device; errors as shares, signed."""
+    """One recipe, predicted and measured.
+
+    Bytes by quantity (allocated, reserved, device), errors as signed shares.
+    """
 
     recipe_id: str
     recipe: dict[str, Any]
     status: str
-    """How the measurement ended: done, out-of-memory, timeout, crashed; refused: this machine cannot run it."""
+    """done, out-of-memory, timeout, crashed; refused: this machine cannot run it."""
     message: str = ""
     predicted: dict[str, int]
     measured: dict[str, int]
@@ -71,7 +74,9 @@ class Verification(Value):
     worst: dict[str, float]
     """The largest error, signed, by quantity."""
     passed: bool
-    """The median error of the allocated peak is within the limit, and nothing ran out of memory that was to fit."""
+    """Whether the allocated peak's median error is within the limit and nothing ran out of memory
+    unpredicted.
+    """
 
 
 def verify(
@@ -84,7 +89,7 @@ def verify(
         gpu: the row of the GPU that is here, or of the CPU.
         device: what the device calls itself.
         timeout_s: for one measurement.
-        say: hears a line of progress.
+        say: receives each line of progress.
         keep: is given each recipe with both results.
     Raises:
         InputError: the virtual GPU does not know this GPU, or too few recipes fit it.
@@ -112,7 +117,7 @@ def verify(
 
 
 def suite(gpu: Gpu, count: int, seed: int, say: Say = lambda line: None) -> Iterator[Pair]:
-    """``count`` different recipes with their predictions, the same for the same arguments, code and versions."""
+    """Yield ``count`` different recipes with their predictions, the same for the same arguments and code."""
     chance = random.Random(seed)
     found: set[str] = set()
     families: list[str] = []

@@ -21,10 +21,9 @@ from trainfit.bench.harness.roofline import Work, is_impossible, least_seconds
 from trainfit.bench.harness.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, take
 from trainfit.measurement.meter import is_out_of_memory
-from trainfit.spec.bench import BenchRow, Cell
+from trainfit.spec.bench import BenchRow, Cell, Spread
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
-from trainfit.spec.samples import Spread
 from trainfit.spec.units import format_seconds
 
 Point = dict[str, Cell]

@@ -14,7 +14,7 @@ import torch
 
 from trainfit.measurement.environment import cpu_name
 from trainfit.measurement.nvml import Nvml
-from trainfit.spec.samples import Environment
+from trainfit.spec.bench import Environment
 from trainfit.spec.units import MIB
 
 LEAST_FLUSH_BYTES = 256 * MIB

@@ -22,8 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from trainfit.bench.harness.stopwatch import BUSY_S, Stopwatch
-from trainfit.spec.bench import BenchStatus
-from trainfit.spec.samples import Spread
+from trainfit.spec.bench import BenchStatus, Spread
 
 Lap = Callable[[str], None]
 """Called by the timed function where a part of it begins."""

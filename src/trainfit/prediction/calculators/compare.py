@@ -1,7 +1,7 @@
-"""Each published calculator beside ours, for one recipe.
+"""Compare published calculators with the virtual GPU, for one recipe.
 
-Enters: a Recipe and its Estimate by the virtual GPU. Leaves: rows: theirs, ours, how far off, and what theirs leaves
-out. A calculator that cannot express a recipe has no row; it is never bent to fit.
+Enters: a Recipe and its Estimate by the virtual GPU. Leaves: rows: theirs, ours, how far off, and what theirs
+leaves out. A calculator that cannot express a recipe has no row; it is never bent to fit.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Unit = Literal["bytes", "FLOP"]
 
 
 class Comparison(Value):
-    """One calculator's number beside ours."""
+    """One calculator's number and ours."""
 
     calculator: str
     quantity: str
@@ -66,7 +66,7 @@ class Calculator:
 
 
 def widget_spec(case: Case) -> ultrascale.WidgetSpec | None:
-    """The recipe as the Ultrascale widget's inputs; None where it has none for it (adapters, quantised bases)."""
+    """Return the recipe as the Ultrascale widget's inputs; None for adapters and quantised bases."""
     recipe, shape = case.recipe, case.shape
     recomputation = recomputation_of(recipe)
     if recipe.adapter or recomputation is None:
@@ -144,7 +144,7 @@ def _peak(estimate: Estimate) -> float | None:
 
 
 def _activations(estimate: Estimate) -> float | None:
-    # In the optimizer phase the activations are gone, so there is nothing to set beside a calculator's.
+    # In the optimizer phase the activations are gone, so there is nothing to compare.
     return None if estimate.peak_phase.endswith("optimizer") else estimate.breakdown.activations
 
 
@@ -161,14 +161,15 @@ CALCULATORS = (
     Calculator(
         "Ultrascale Playbook widget", "peak memory", "bytes",
         "https://huggingface.co/spaces/nanotron/ultrascale-playbook",
-        "the attention in use (it keeps all scores), GQA, tied and gated weights (it counts GPT-2's), pure bf16, other "
-        "optimizers, temporary buffers, the allocator",
+        "the attention in use (it keeps all scores), GQA, tied and gated weights (it counts GPT-2's), "
+        "pure bf16, other optimizers, temporary buffers, the allocator",
         _widget_total, _peak,
     ),
     Calculator(
         "Ultrascale Playbook widget", "activations", "bytes",
         "https://huggingface.co/spaces/nanotron/ultrascale-playbook",
-        "the attention in use, fp32 inside norms, rotary copies, gradients of the logits; counts dropout masks that "
+        "the attention in use, fp32 inside norms, rotary copies, gradients of the logits; counts dropout "
+        "masks that "
         "most models do not have",
         _widget_activations, _activations,
     ),
@@ -184,7 +185,8 @@ CALCULATORS = (
         _four_times, _peak,
     ),
     Calculator(
-        "16 bytes a parameter (ZeRO)", "weights, gradients, optimizer", "bytes", "https://arxiv.org/abs/1910.02054",
+        "16 bytes a parameter (ZeRO)", "weights, gradients, optimizer", "bytes",
+        "https://arxiv.org/abs/1910.02054",
         "which phase holds the peak; autocast over fp32 weights keeps no 16-bit copy all the time",
         _sixteen_bytes, _states,
     ),
@@ -194,11 +196,11 @@ CALCULATORS = (
         _six_n, _model_flops,
     ),
 )  # fmt: skip
-"""Every calculator that is set beside ours; a new one is a new row."""
+"""Every calculator that is compared; a new one is a new row."""
 
 
 def compare(recipe: Recipe, ours: Estimate) -> tuple[Comparison, ...]:
-    """The calculators that can say this recipe, each beside our estimate of it.
+    """Return the calculators that cover this recipe, each with our estimate of it.
 
     Raises:
         InputError: a model whose shape the closed forms do not know.

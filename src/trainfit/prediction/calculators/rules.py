@@ -30,14 +30,17 @@ def four_times(spec: ParamsSpec) -> float:
 def sixteen_bytes(spec: ParamsSpec) -> float:
     """Model states of mixed-precision Adam in bytes: (2 + 2 + 12) N.
 
-    Source: ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: 16-bit weights and gradients, and fp32 weights,
-    momentum and variance. Activations and temporary buffers are outside it.
+    Source: ZeRO, https://arxiv.org/abs/1910.02054, section 3.1: 16-bit weights and gradients, and fp32
+    weights, momentum and variance. Activations and temporary buffers are outside it.
     """
     return 16.0 * spec.params
 
 
 class LayersSpec(Value):
-    """A stack of GPT layers in 16-bit: a heads, b sequences of s tokens, h hidden; t tensor-parallel ranks."""
+    """A stack of GPT layers in 16-bit: a heads, b sequences of s tokens, h hidden.
+
+    T tensor-parallel ranks.
+    """
 
     a: PositiveInt
     b: PositiveInt
@@ -49,10 +52,11 @@ class LayersSpec(Value):
 
 
 def korthikanti_activations(spec: LayersSpec) -> float:
-    """Activation bytes of the layers: L s b h (10 + 24/t + 5 a s / (h t)); selective drops the last term; full keeps 2.
+    """Activation bytes of the layers: L s b h (10 + 24/t + 5 a s / (h t)); selective: no last term; full: 2.
 
-    Source: Korthikanti et al., https://arxiv.org/abs/2205.05198, equation 2 and table 2 (tensor parallel, without
-    sequence parallel). For h_ff = 4 h, GELU, three dropouts, 16-bit, no GQA, attention that keeps its scores.
+    Source: Korthikanti et al., https://arxiv.org/abs/2205.05198, equation 2 and table 2 (tensor parallel,
+    without sequence parallel). For h_ff = 4 h, GELU, three dropouts, 16-bit, no GQA, attention that keeps its
+    scores.
     """
     width = spec.s * spec.b * spec.h
     if spec.recomputation == "full":
@@ -71,7 +75,7 @@ class TokensSpec(Value):
 def six_n(spec: TokensSpec) -> float:
     """Training FLOPs: 6 N a token.
 
-    Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1: 2N forward, 4N backward. It leaves out
-    attention scores, recomputation and frozen weights, and counts embeddings that are only looked up.
+    Source: Kaplan et al., https://arxiv.org/abs/2001.08361, section 2.1: 2N forward, 4N backward. It leaves
+    out attention scores, recomputation and frozen weights, and counts embeddings that are only looked up.
     """
     return 6.0 * spec.params * spec.tokens

@@ -1,10 +1,11 @@
 """The memory widget of the Ultrascale Playbook, in compatible form: its inputs, its numbers.
 
-Source: https://huggingface.co/spaces/nanotron/ultrascale-playbook (the page's memory calculator). Its activations
-follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+Source: https://huggingface.co/spaces/nanotron/ultrascale-playbook (the page's memory calculator). Its
+activations follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
 (https://arxiv.org/abs/2205.05198, equations 1 and 2, table 2); its parameters and optimizer follow ZeRO
-(https://arxiv.org/abs/1910.02054, section 3.1). Letters as in its page: a heads, b micro-batch, h hidden, h_ff
-feed-forward, L layers, s tokens, v vocabulary, k optimizer bytes a parameter, t tensor-parallel, d data-parallel.
+(https://arxiv.org/abs/1910.02054, section 3.1). Letters as in its page: a heads, b micro-batch, h hidden,
+h_ff feed-forward, L layers, s tokens, v vocabulary, k optimizer bytes a parameter, t tensor-parallel, d
+data-parallel.
 
 Nothing here is corrected: compare.py says what it leaves out.
 """
@@ -60,7 +61,8 @@ class WidgetMemory(Value):
 
 
 PRESETS = {
-    "Llama 3 8B": WidgetSpec(a=32, b=32, h=4096, h_ff=16384, layers=32, s=256, v=30522, zero=1, ff_activation="swiglu"),
+    "Llama 3 8B": WidgetSpec(a=32, b=32, h=4096, h_ff=16384, layers=32, s=256, v=30522, zero=1,
+                               ff_activation="swiglu"),
     "Llama 3 70B": WidgetSpec(
         a=64, b=32, h=8192, h_ff=32768, layers=80, s=256, v=30522, t=8, d=8, zero=1, ff_activation="swiglu"
     ),
@@ -82,8 +84,9 @@ def memory(spec: WidgetSpec) -> WidgetMemory:
 def activation_bytes(spec: WidgetSpec) -> float:
     """Kept activations of one micro-batch.
 
-    A layer keeps its attention (equation 1), its feed-forward block and two norm inputs; with full recomputation only
-    its input. Once: a dropout mask, a norm input, the output projection's input, and fp32 logits.
+    A layer keeps its attention (equation 1), its feed-forward block and two norm inputs; with full
+    recomputation only its input. Once: a dropout mask, a norm input, the output projection's input, and fp32
+    logits.
     """
     tokens = spec.s * spec.b
     width = tokens * spec.h
@@ -96,7 +99,10 @@ def activation_bytes(spec: WidgetSpec) -> float:
 
 
 def _attention_bytes(spec: WidgetSpec) -> float:
-    """Input, Q, K, V and the output projection's input, one mask; then scores, softmax and its mask, unless selective."""
+    """Input, Q, K, V and the output projection's input, one mask.
+
+    Then scores, softmax and its mask, unless selective.
+    """
     width, value = spec.s * spec.b * spec.h, _value_bytes(spec)
     if spec.sequence_parallel:
         kept = width / spec.t * (5 * value + MASK_BYTES)
@@ -117,7 +123,10 @@ def _feed_forward_bytes(spec: WidgetSpec) -> float:
 
 
 def parameters(spec: WidgetSpec) -> int:
-    """Parameters as the widget counts them: GPT-2's, with learned positions, biases, h_ff = 4 h and no GQA."""
+    """Return the parameters as the widget counts them.
+
+    GPT-2's, learned positions, biases, h_ff = 4 h, no GQA.
+    """
     return spec.h * (spec.v + spec.s) + spec.layers * (12 * spec.h**2 + 13 * spec.h) + 2 * spec.h
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -83,16 +84,11 @@ def _restore_defaults(stack: ExitStack) -> None:
 def _restore_modes(stack: ExitStack) -> None:
     _unless_equal(stack, torch.is_grad_enabled, torch._C._set_grad_enabled)
     for kind in AUTOCAST_DEVICES:
-        _unless_equal(
-            stack,
-            lambda kind=kind: torch.is_autocast_enabled(kind),
-            lambda value, kind=kind: torch.set_autocast_enabled(kind, value),
-        )
-        _unless_equal(
-            stack,
-            lambda kind=kind: torch.get_autocast_dtype(kind),
-            lambda value, kind=kind: torch.set_autocast_dtype(kind, value),
-        )
+        for read, write in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        ):
+            _unless_equal(stack, partial(read, kind), partial(write, kind))
     _unless_equal(stack, torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled)
     _unless_equal(
         stack,
@@ -116,25 +112,17 @@ def _restore_switches(stack: ExitStack) -> None:
     reductions = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     _attributes(stack, backends.cuda.matmul, *reductions)
     _attributes(stack, backends.cudnn, "enabled", "benchmark", "deterministic")
-    sdp = backends.cuda
-    for is_enabled, enable in (
-        (sdp.flash_sdp_enabled, sdp.enable_flash_sdp),
-        (sdp.mem_efficient_sdp_enabled, sdp.enable_mem_efficient_sdp),
-        (sdp.math_sdp_enabled, sdp.enable_math_sdp),
-        (sdp.cudnn_sdp_enabled, sdp.enable_cudnn_sdp),
-    ):
-        _unless_equal(stack, is_enabled, enable)
+    for name in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp"):
+        enable = getattr(backends.cuda, f"enable_{name}")
+        _unless_equal(stack, getattr(backends.cuda, f"{name}_enabled"), enable)
     _unless_equal(stack, torch.get_num_threads, torch.set_num_threads)
 
 
 def _restore_fp32_precision(stack: ExitStack) -> None:
-    """The legacy setting is put back first: writing it also sets those by backend and operation."""
+    """Restore the legacy setting first, because writing it sets those by backend and operation."""
     for backend, op in FP32_PRECISIONS:
-        _unless_equal(
-            stack,
-            lambda key=(backend, op): torch._C._get_fp32_precision_getter(*key),
-            lambda value, key=(backend, op): torch._C._set_fp32_precision_setter(*key, value),
-        )
+        read = partial(torch._C._get_fp32_precision_getter, backend, op)
+        _unless_equal(stack, read, partial(torch._C._set_fp32_precision_setter, backend, op))
     _unless_equal(stack, _legacy_precision, lambda value: value and torch.set_float32_matmul_precision(value))
 
 
@@ -148,11 +136,7 @@ def _legacy_precision() -> str | None:
 
 def _attributes(stack: ExitStack, owner: Any, *names: str) -> None:
     for name in names:
-        _unless_equal(
-            stack,
-            lambda name=name: getattr(owner, name),
-            lambda value, name=name: setattr(owner, name, value),
-        )
+        _unless_equal(stack, partial(getattr, owner, name), partial(setattr, owner, name))
 
 
 def _unless_equal(stack: ExitStack, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:

@@ -24,7 +24,7 @@ Functions = dict[str, Any]
 def cuda_module(gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats) -> Iterator[None]:
     """Patch ``torch.cuda``, ``torch.accelerator`` and ``torch.Generator`` for the virtual GPU."""
     cuda = _properties(gpu, traits) | _memory(memory_stats) | _streams() | _random()
-    nvtx = dict.fromkeys(("mark", "range_push", "range_pop", "range_start", "range_end"), _nothing)
+    nvtx = _no_ops("mark range_push range_pop range_start range_end")
     modules = (
         (torch.cuda, cuda | _state(traits)),
         (torch.cuda.memory, _memory(memory_stats)),
@@ -136,38 +136,33 @@ def _streams() -> Functions:
 
 def _random() -> Functions:
     state: Callable[..., torch.Tensor] = lambda device=None: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
-    return {
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
-        "seed": _nothing,
-        "seed_all": _nothing,
+    names = "manual_seed manual_seed_all seed seed_all set_rng_state set_rng_state_all"
+    return _no_ops(names) | {
         "initial_seed": lambda: 0,
         "get_rng_state": state,
         "get_rng_state_all": lambda: [state()],
-        "set_rng_state": _nothing,
-        "set_rng_state_all": _nothing,
     }
 
 
 def _accelerator(traits: GpuTraits) -> Functions:
-    return {
+    return _no_ops("set_device_index set_device_idx set_stream synchronize") | {
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "device_count": lambda: 1,
         "current_device_index": lambda: 0,
         "current_device_idx": lambda: 0,
-        "set_device_index": _nothing,
-        "set_device_idx": _nothing,
         "device_index": _Device,
         "current_stream": lambda device=None: _Stream(),
-        "set_stream": _nothing,
-        "synchronize": _nothing,
         "get_device_capability": lambda device=None: {"supported_dtypes": set()},
     }
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Do nothing."""
+
+
+def _no_ops(names: str) -> Functions:
+    return dict.fromkeys(names.split(), _nothing)
 
 
 def _context(*_: Any, **__: Any) -> Any:
@@ -182,33 +177,37 @@ def _refuse(*_: Any, **__: Any) -> None:
     )
 
 
-class _Device:
-    """``torch.cuda.device(0)`` and ``torch.cuda.device_of(tensor)``."""
+class _Context:
+    """A context manager without effect."""
 
-    def __init__(self, device: Any = None):
-        self.idx, self.prev_idx = 0, 0
+    def __init__(self, *_: Any, **__: Any):
+        pass
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         return None
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
-class _Stream:
+class _Device(_Context):
+    """``torch.cuda.device(0)`` and ``torch.cuda.device_of(tensor)``."""
+
+    idx = prev_idx = 0
+
+
+class _StreamContext(_Context):
+    """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
+
+
+class _Stream(_Context):
     """A stream of the virtual GPU, on which all work is done."""
 
     cuda_stream = 0
     device = CUDA
 
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
     def __enter__(self) -> "_Stream":
         return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def query(self) -> bool:
         return True
@@ -220,19 +219,6 @@ class _Stream:
         return event or _Event()
 
     synchronize = wait_event = wait_stream = _nothing
-
-
-class _StreamContext:
-    """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
-
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
 
 class _Event:

@@ -1,8 +1,8 @@
 """Names as people type them -> the catalog's: any case, Hub names of models, other spellings of GPUs.
 
-Enters: a name, and of the catalog's data files the names, titles, aliases and sizes alone. Leaves: the name of a row, or None.
-What fits several rows alike is not chosen between, unless a row has it among its aliases. Recipes hold the catalog's names
-only, so that a recipe's id does not depend on the spelling.
+Enters: a name, and of the catalog's data files the names, titles, aliases and sizes alone. Leaves: the name
+of a row, or None. What fits several rows alike is not chosen between, unless a row has it among its aliases.
+Recipes hold the catalog's names only, so that a recipe's id does not depend on the spelling.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from trainfit.spec.errors import InputError
 
-FOLDER = Path(__file__).parent.parent / "catalog"
+FOLDER = Path(__file__).parent
 GPUS, MODELS = "gpus.toml", "models.toml"
 CPU = "cpu"
 """This machine's own processor, which is no row."""
@@ -134,7 +134,10 @@ def gpu_note(text: str) -> str | None:
 
 
 def gpus_like(text: str) -> list[str]:
-    """Names of the rows of the family that ``text`` names, such as all A100s for ``a100-64gb``; the longest family first."""
+    """Names of the rows of the family that ``text`` names, such as all A100s for ``a100-64gb``.
+
+    The longest family first.
+    """
     typed = "".join(sorted(gpu_words(text), key=lambda word: text.lower().find(word)))
     families = {
         name: max((len(word) for word in gpu_words(name) if _is_family(word) and word in typed), default=0)
@@ -190,7 +193,10 @@ def model_name(text: str) -> str:
 
 
 def find_model(text: str) -> str | None:
-    """The model that ``text`` stands for: ``GPT2``, ``llama 3.1 8b``, ``Qwen/Qwen3-8B``, ``Meta-Llama-3-8B``."""
+    """The model that ``text`` stands for.
+
+    ``GPT2``, ``llama 3.1 8b``, ``Qwen/Qwen3-8B``, ``Meta-Llama-3-8B``.
+    """
     return text if text in rows(MODELS) else _model_spellings().get(_model_key(text))
 
 
@@ -205,7 +211,10 @@ def _model_key(text: str) -> str:
 
 @functools.cache
 def _model_spellings() -> dict[str, str]:
-    """Folded name, Hub name, and Hub name without its owner -> the catalog's; one that two models have is left out."""
+    """Folded name, Hub name, and Hub name without its owner -> the catalog's.
+
+    One that two models have is left out.
+    """
     found: dict[str, set[str]] = {}
     for name in rows(MODELS):
         for text in (name, *hub_names(name), *(hub.partition("/")[2] for hub in hub_names(name))):

@@ -1,7 +1,8 @@
-"""``python -m trainfit.prediction.calculators [RECIPE ...]``: each published calculator beside the virtual GPU.
+"""Write the table of published calculators: ``python -m benchmarks.calculators [RECIPE ...]``.
 
-Without recipes: the shipped ones, and the Ultrascale widget's presets as the models that they are named after.
-``--into docs/reference/calculators.md`` rewrites what stands between that file's two marks; else the Markdown is printed.
+Without recipes: the shipped ones, and the Ultrascale widget's presets as the models that they are named
+after. ``--into docs/reference/calculators.md`` rewrites what stands between that file's two marks; else the
+Markdown is printed.
 """
 
 import argparse
@@ -30,7 +31,7 @@ PRESET_MODELS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainfit.prediction.calculators", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.calculators", description=__doc__)
     parser.add_argument("recipes", nargs="*", type=Path, help="recipe files; the shipped ones without any")
     parser.add_argument("--into", type=Path, help="a Markdown file with the two marks; printed without it")
     options = parser.parse_args(arguments)
@@ -84,7 +85,7 @@ def section(name: str, recipe: Recipe, rows: Iterable[Comparison]) -> str:
 
 
 def preset_recipes() -> dict[str, Recipe]:
-    """The presets that one GPU's recipe can say: the model of that name, its batch, autocast over fp32 weights.
+    """Return the presets that a recipe of one GPU can express: model, batch, autocast over fp32 weights.
 
     The presets that split a model over ranks are left out until recipes of several GPUs can be predicted.
     """
@@ -101,7 +102,7 @@ def preset_recipes() -> dict[str, Recipe]:
 
 
 def presets_section(peaks: dict[str, int]) -> str:
-    """The widget's presets beside the models that they are named after."""
+    """Return the widget's presets and the models of these names."""
     lines = [
         "### The widget's presets\n",
         "| preset | activations | total | virtual GPU, the real model | difference |",

@@ -1,0 +1,231 @@
+"""Measurements, training runs and utilisation as text; every result as an HTML table for Jupyter."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from trainfit.report import prediction_text as predictions
+from trainfit.report.console import console, heading, notes, rows
+from trainfit.report.html import render
+from trainfit.report.words import describe, quantity
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement
+from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
+
+if TYPE_CHECKING:
+    from trainfit.training.observer import TrainSummary
+
+GOOD, BAD = "#1e7d57", "#c0392b"
+PEAK_IS = {"cuda-allocated": "allocated on the GPU", "live-tensors": "of live tensors"}
+"""What a training run's peak memory counts."""
+NAMES = {
+    "peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": "peak reserved",
+    "peak_device_bytes": "peak device", "tokens_per_s": "tokens a second", "model_flops": "model FLOPs",
+    "hardware_flops": "hardware FLOPs", "mfu": "MFU", "hfu": "HFU",
+}  # fmt: skip
+
+Line = list[str]
+"""Name, value, and a note."""
+
+
+def _known(value: Any, *names: str) -> list[Line]:
+    """Return lines of the fields that are not None."""
+    return [
+        [NAMES[name], quantity(name, held), ""]
+        for name in names
+        if (held := getattr(value, name)) is not None
+    ]
+
+
+def _parts(value: Estimate | Measurement, *, shares: bool = False) -> list[Line]:
+    """Return lines of memory at the peak by category."""
+    if value.breakdown is None:
+        return []
+    parts = [(name, getattr(value.breakdown, name)) for name in CATEGORIES]
+    total = value.breakdown.total
+    return [
+        [name, format_bytes(size), f"({size / total:.1%})" if shares else ""] for name, size in parts if size
+    ]
+
+
+def _ending(value: Any) -> str:
+    return f"{value.status.upper()}{': ' + value.message if value.message else ''}"
+
+
+def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None = None) -> None:
+    """Print a measurement: status, memory by phase, times with their spread, device and versions.
+
+    Args:
+        out: the console; None: standard output.
+    """
+    out = out or console()
+    out.print(describe(recipe), style="bold")
+    built = f"{format_count(result.params)} parameters · " if result.params else ""
+    out.print(f"{built}recipe {result.recipe_id}")
+    where = result.environment
+    versions = {
+        "torch": where.torch,
+        "CUDA": where.cuda,
+        "driver": where.driver,
+        "transformers": where.transformers,
+    }
+    software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    out.print(f"{where.device} ({format_bytes(where.device_bytes)}) · {software}")
+    out.print()
+    out.print(_ending(result), style="bold green" if result.status == "done" else "bold red")
+    if (held := result.phases) is not None:
+        heading(out, "Highest allocated bytes by phase")
+        lines = [["", "first step", "steady step"], ["after init", format_bytes(held.after_init), ""]]
+        for phase in PHASES:
+            steps = (getattr(held.first, phase), getattr(held.steady, phase))
+            lines.append([phase, *map(format_bytes, steps)])
+        rows(out, lines, "left", "right", "right")
+    heading(out, "One step")
+    rows(out, _measured(result), "left", "right", "wrap")
+
+
+def _measured(result: Measurement) -> list[Line]:
+    lines = _known(result, "peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
+    if result.step_s is not None:
+        times = result.step_times
+        ends = "" if times is None else f"{format_seconds(times.low)} to {format_seconds(times.high)}"
+        spread = "" if times is None else f"median of {len(times.samples)}; 10 % to 90 %: {ends}"
+        lines.append(["time a step", format_seconds(result.step_s), spread])
+    lines += _known(result, "tokens_per_s", "model_flops", "hardware_flops", "mfu", "hfu")
+    if result.losses:
+        first = f"first {result.losses[0]:.4f}, {len(result.losses)} steps"
+        lines.append(["loss", f"{result.losses[-1]:.4f}", first])
+    return lines
+
+
+def show_training(recipe: Recipe, summary: "TrainSummary", *, out: Console | None = None) -> None:
+    """Print a training run: status, losses, speed, memory, its newest checkpoint.
+
+    Args:
+        out: the console; None: standard output.
+    """
+    out = out or console()
+    heading(out, describe(recipe))
+    good = summary.status in {"done", "stopped"}
+    out.print(_ending(summary), style="bold green" if good else "bold red")
+    rows(out, _trained(summary), "left", "right", "wrap")
+    if summary.checkpoint:
+        out.print(f"  checkpoint  {summary.checkpoint}", soft_wrap=True)
+
+
+def _trained(summary: "TrainSummary") -> list[Line]:
+    now = summary.steps - summary.first_step
+    lines = [["steps", f"{summary.steps:,}", f"of {summary.run.steps:,}, {now:,} of them now"]]
+    if summary.losses:
+        lines.append(["loss", f"{summary.losses[-1]:.4f}", f"from {summary.losses[0]:.4f}"])
+    if summary.eval_perplexity is not None:
+        lines.append(["perplexity", f"{summary.eval_perplexity:.4g}", "of documents kept from training"])
+    if summary.step_s is not None:
+        total = f"median; {format_seconds(summary.wall_s)} in all"
+        lines.append(["time a step", format_seconds(summary.step_s), total])
+    lines += _known(summary, "tokens_per_s", "mfu", "hfu")
+    if (peak := summary.peak_memory_bytes) is not None:
+        lines.append(["peak memory", format_bytes(peak), PEAK_IS.get(summary.peak_memory_is or "", "")])
+    return lines
+
+
+def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:
+    """Print the numbers of ``trainfit.mfu``.
+
+    Args:
+        found: by name, as the command's JSON has them.
+        out: the console; None: standard output.
+    """
+    out = out or console()
+    if "mfu" in found:
+        trained = found["trainable_params"]
+        some = "" if trained == found["params"] else f", {format_count(trained)} of them trained"
+        out.print(f"{found['model']}, {format_count(found['params'])} parameters{some}", style="bold")
+        rows(out, _used(found), "left", "right", "wrap")
+        if isinstance(found["closed_form"], dict):
+            out.print(f"  closed form: {found['closed_form']['convention']}", soft_wrap=True)
+        if found["mfu"] > 1:
+            out.print(
+                "  more than the peak allows: check --step-s, --count and --precision", style="bold red"
+            )
+        notes(out, "Operations without a FLOP rule (counted as 0)", found["ops_without_flops"])
+    if "run_s" in found:
+        heading(out, f"A run over {format_count(found['tokens'])} tokens")
+        rows(out, _run(found), "left", "right", "wrap")
+    elif "dollars" in found:
+        hours = f"{_amount(found['gpu_hours'])} GPU-hours at {found['price_per_gpu_hour']:.2f} $"
+        out.print(f"{hours}: {_amount(found['dollars'])} $")
+
+
+def _used(found: dict[str, Any]) -> list[Line]:
+    simple = found["closed_form"] if isinstance(found["closed_form"], dict) else None
+    peak = f"{found['peak_flops_per_s'] / 1e12:,.4g} TFLOP/s dense peak each"
+    passes = f"forward and backward, attention {found['attention']}"
+    return [
+        ["GPUs", f"{found['num_gpus']} x {found['gpu']}", peak],
+        ["step", format_seconds(found["step_s"]), f"{found['tokens_per_s']:,.0f} tokens a second"],
+        ["model FLOPs", format_flops(found["model_flops"]), passes],
+        ["hardware FLOPs", format_flops(found["hardware_flops"]), "executed, recomputation included"],
+        *(
+            [name.upper(), f"{found[name]:.2%}", f"closed form: {simple[name]:.2%}" if simple else ""]
+            for name in ("mfu", "hfu")
+        ),
+    ]
+
+
+def _run(found: dict[str, Any]) -> list[Line]:
+    num_steps = math.ceil(found["tokens"] / found["step_tokens"])
+    lines = [
+        ["time", format_seconds(found["run_s"]), f"{num_steps:,} steps"],
+        ["GPU-hours", _amount(found["gpu_hours"]), ""],
+    ]
+    if "dollars" not in found:
+        return [*lines, ["cost", "-", "no price known: give --price"]]
+    price = f"{found['price_per_gpu_hour']:.2f} $ a GPU-hour"
+    return [*lines, ["cost", f"{_amount(found['dollars'])} $", price]]
+
+
+def _amount(value: float) -> str:
+    """Return hours or dollars: whole ones, and three digits of fewer than a hundred."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _html(title: str, verdict: str, lines: Sequence[Line], *, good: bool) -> str:
+    """Return a caption, the verdict in green or red, then one row a name and its value."""
+    cells = [(name, " ".join(part for part in parts if part)) for name, *parts in lines]
+    return render("jupyter", title=title, verdict=verdict, rows=cells, color=GOOD if good else BAD)
+
+
+def prediction_html(recipe: Recipe | None, estimate: Estimate, notes: Sequence[str] = ()) -> str:
+    """Return the table of a prediction: verdict, speed, cost, memory at the peak by category, warnings."""
+    lines = [["speed", predictions.speed(recipe, estimate)]]
+    if estimate.tokens_per_s:
+        lines.append(["cost", predictions.cost(recipe, estimate)])
+    lines += _parts(estimate, shares=True)
+    totals = {"allocated": "peak_allocated", "reserved": "peak_reserved", "on the device": "peak_device"}
+    totals |= {"pinned on the host": "host"} if estimate.host_bytes else {}
+    lines += [[name, format_bytes(getattr(estimate, f"{field}_bytes"))] for name, field in totals.items()]
+    lines += [*(["warning", line] for line in estimate.warnings), *(["note", line] for line in notes)]
+    verdict = predictions.verdict(recipe, estimate)
+    return _html(predictions.subject(recipe, estimate), verdict, lines, good=estimate.fits)
+
+
+def measurement_html(recipe: Recipe, result: Measurement) -> str:
+    """Return the table of a measurement: status, memory, time, speed, device."""
+    lines = [["device", result.environment.device], *_measured(result), *_parts(result)]
+    return _html(describe(recipe), _ending(result), lines, good=result.status == "done")
+
+
+def training_html(recipe: Recipe, summary: "TrainSummary") -> str:
+    """Return the table of a training run: status, losses, speed, memory, its newest checkpoint."""
+    lines = [*_trained(summary), *([["checkpoint", summary.checkpoint]] if summary.checkpoint else [])]
+    return _html(describe(recipe), _ending(summary), lines, good=summary.status in ("done", "stopped"))
+
+
+def usage_html(found: dict[str, Any]) -> str:
+    """Return the table of the numbers of ``trainfit.mfu``."""
+    lines = [*_used(found), *(_run(found) if "run_s" in found else [])]
+    title = f"{found['model']}, {format_count(found['params'])} parameters"
+    return _html(title, f"{found['mfu']:.2%} MFU", lines, good=found["mfu"] <= 1)
