@@ -223,7 +223,7 @@ def test_compiled_predictions_without_versions_state_the_versions_they_count_for
     """`joined.UNNAMED` is what the assumptions of every compiled recipe say."""
     compiled = [
         one.estimate.assumptions
-        for one in joined.records(joined.SUITE)
+        for one in joined.records(joined.FIRST_FILE)
         if one.estimate is not None and not one.estimate.versions and one.recipe.get("compile")
     ]
     assert len(compiled) > 70

@@ -60,8 +60,8 @@ def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
 
     Raises:
         InputError: not a mapping, no ``model_type``, remote code requested, a size that is no positive
-            integer or too large, query heads that do not share the key-value heads evenly, a forward that returns no
-            mapping, or a value with which no model trains.
+            integer or too large, query heads that do not share the key-value heads evenly, a forward that
+            returns no mapping, or a value with which no model trains.
     """
     if not isinstance(config, dict):
         raise InputError(

@@ -1,7 +1,7 @@
-"""Who holds memory at a step's peak: Recipe -> Explanation, by its ledger alone, without a GPU.
+"""Explain which tensors hold memory at a step's peak, from the recipe's ledger and without a GPU.
 
-The ledger is replayed on the caching allocator, as for a prediction, so the peak is the prediction's to the byte. What
-is alive then is told by category, module and operation; equal layers are told together.
+The ledger is replayed on the caching allocator, as for a prediction, so the peak equals the predicted one to
+the byte. Live memory is listed by category, module and operation; identical layers share a row.
 """
 
 import re

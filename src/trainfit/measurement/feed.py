@@ -20,7 +20,7 @@ class Source(Protocol):
     """Reader of a step's sequences. It is pickled for the workers where processes do not fork."""
 
     def __call__(self, step: int) -> torch.Tensor:
-        """Return all sequences of the step with this number (from 0), int64 [accumulate * micro, s], on the CPU."""
+        """Return all sequences of step ``step`` (from 0), int64 [accumulate * micro, s], on the CPU."""
         ...
 
 
@@ -43,7 +43,7 @@ class RandomTokens:
 class Feed:
     """Iterator over the micro-batches of one step after another, on the device.
 
-    Each micro-batch has ``input_ids`` and ``labels``, int64 [b, s]. As a context manager it ends the workers on exit.
+    Each micro-batch has ``input_ids`` and ``labels``, int64 [b, s]. Leaving its context ends the workers.
     """
 
     def __init__(self, recipe: Recipe, source: Source, device: torch.device, steps: range):

@@ -17,8 +17,8 @@ def one_update(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optim
 class AllOrNothing:
     """What a GradScaler needs of an optimizer, over several: their parameters, and one step of them all.
 
-    A GradScaler decides for each optimizer apart: an overflow among Muon's gradients would skip Muon's update, and AdamW
-    would update the other weights in the same step. Given this, it takes one decision.
+    A GradScaler decides for each optimizer separately: an overflow among Muon's gradients would skip Muon's
+    update, while AdamW updates the other weights in the same step. With this wrapper it decides once.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):

@@ -86,7 +86,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _shortened(recipe: Recipe) -> Ledger:
-    """Return a ledger of which repeated layers are traced only a few times, or a whole one where they differ."""
+    """Return a ledger that traces repeated layers a few times, or a whole one where layers differ."""
     if not trace_whole(recipe):
         try:
             ledger = _trace(recipe, whole=False)

@@ -1,7 +1,6 @@
 """What a recipe's precision means in bytes a parameter: weights, master weights, the optimizer's moments.
 
-Enters: a Recipe. Leaves: numbers, and one line of words. What they leave out: scales of low-bit storage, fp32 moments of tensors
-that are too small for low bits, buffers.
+Not counted: scales of low-bit storage, fp32 moments of tensors that are too small for low bits, and buffers.
 """
 
 from typing import NamedTuple
@@ -10,8 +9,14 @@ from trainfit.spec.recipe import Recipe
 
 BASE_BYTES = {"nf4": 0.5, "int8": 1.0, "fp8": 1.0}
 """Of a quantised base's linear layers; its embeddings and head keep the weights' dtype."""
-NAMES = {"adamw": "AdamW", "adamw8bit": "8-bit AdamW", "adamw4bit": "4-bit AdamW", "adafactor": "Adafactor", "sgd": "SGD",
-         "muon": "Muon"}  # fmt: skip
+NAMES = {
+    "adamw": "AdamW",
+    "adamw8bit": "8-bit AdamW",
+    "adamw4bit": "4-bit AdamW",
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+    "muon": "Muon",
+}
 PRODUCTS = {
     "amp-bf16": "products in bf16 by autocast",
     "amp-fp16": "products in fp16 by autocast with a loss scaler",
@@ -77,7 +82,8 @@ def _weights(recipe: Recipe, held: Storage) -> str:
 def _moment_words(recipe: Recipe, held: Storage) -> str:
     name = NAMES[recipe.optimizer.name]
     if recipe.optimizer.name == "muon":
-        return f"Muon momentum {held.moment:g} B (blocks' matrices; AdamW moments {held.weight:g} + {held.weight:g} B elsewhere)"
+        elsewhere = f"AdamW moments {held.weight:g} + {held.weight:g} B elsewhere"
+        return f"Muon momentum {held.moment:g} B (blocks' matrices; {elsewhere})"
     if recipe.optimizer.name == "adafactor":
         momentum = f"momentum {held.moment:g} B and " if held.moments else ""
         return f"Adafactor {momentum}rows and columns of the second moment, under 0.1 B"

@@ -14,7 +14,7 @@ FIELDS = (
     "batch.accumulate", "precision", "attention", "recompute", "optimizer.name", "optimizer.in_backward",
     "adapter.kind", "compile",
 )  # fmt: skip
-"""The order in which fields are drawn; another order would change every seed's recipes. Other fields follow."""
+"""Order in which fields are drawn (it decides every seed's recipes). Other fields follow."""
 
 
 def draw(chance: random.Random, gpu: str, compiled_share: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Choice of matrix products that Inductor pads for tensor cores (``torch/_inductor/fx_passes/pad_mm.py``).
 
 On a GPU a benchmark in the first step decides: pad if the product takes over 1.1 times as long as the padded
-one with its copies. Here these times are calculated from shares of a GPU's peaks, measured with that benchmark
+one with its copies. Here the times are calculated from shares of a GPU's peaks, measured with that benchmark
 on an H200 (torch 2.11). Of 152 recorded decisions 151 agree (tests/data/padding_on_h200.jsonl).
 """
 
