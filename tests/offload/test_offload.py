@@ -208,7 +208,7 @@ def test_copies_take_time_alongside_the_computation() -> None:
     }
     # Three blocks are still on the device when the forward begins, and the last three when the backward does.
     assert moved == {"device": (5 + 5) * block_bytes, "host": 8 * block_bytes}
-    slow = gpu("h200").model_copy(update={"compute_capability": (7, 5)})  # PCI Express 3.0
+    slow = gpu("h200").model_copy(update={"host_link": "pcie3-x16"})
     fast, slow_time = roofline(ledger, gpu("h200")), roofline(ledger, slow)
     assert fast is not None
     assert slow_time is not None
