@@ -1,13 +1,14 @@
 """Recipes drawn by a seed, not picked: what predictions are held against measurements with.
 
-``python -m benchmarks.accuracy.truth_suite OUT.jsonl --count 200 --seed 1 [--gpu h200]`` draws recipes over model
-families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and sizes, and keeps
-those that the techniques allow and whose predicted peak lies between ``SMALLEST`` and the card's size.
-``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both sides. ``--technique NAME`` (or
-``all``) draws recipes that ask for one technique, half of them for it alone (truth_techniques.py), or for
-``attention: triton`` (``attention_triton``, truth_values.py).
+``python -m benchmarks.accuracy.truth_suite OUT.jsonl --count 200 --seed 1 [--gpu h200]`` draws recipes over
+model families, precisions, optimizers, recomputation, adapters, attention, compile, sequence lengths and
+sizes, and keeps those that the techniques allow and whose predicted peak lies between ``SMALLEST`` and the
+card's size. ``--near-card`` draws recipes whose predicted use is within 3 % of the card's size, on both
+sides. ``--technique NAME`` (or ``all``) draws recipes that ask for one technique, half of them for it alone
+(truth_techniques.py), or for ``attention: triton`` (``attention_triton``, truth_values.py).
 
-Half of them, chosen by a hash of the recipe, may be learned from; the other half is looked at only at the end.
+Half of them, chosen by a hash of the recipe, may be learned from; the other half is looked at only at the
+end.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def _with_room(kept: tuple[Recipe, Estimate]) -> Recipe | None:
 
 
 def generate_for(technique: str, count: int, seed: int, gpu: str, *, jobs: int = 1) -> Iterator[Recipe]:
-    """``count`` different recipes that ask for one technique, the first half for it alone, from a seed of its own."""
+    """Draw ``count`` different recipes for one technique, the first half for it alone, from its own seed."""
     found: set[str] = set()
     most_bytes = truth_values.MOST_BYTES if technique in truth_values.DRAWS else None
     with ProcessPoolExecutor(jobs) as pool:
@@ -114,7 +115,10 @@ def _quick(data: dict[str, Any], most_bytes: int | None = None) -> Recipe | None
 
 
 def shortest_step_s(recipe: Recipe) -> float:
-    """At least what 4 FLOPs a token and weight take at the dense bf16 peak, from the published count: spares a trace."""
+    """Return a lower bound of the step time, without a trace, from the published count of weights.
+
+    It is the time of 4 FLOPs a token and weight at the dense bf16 peak.
+    """
     row = find_model(recipe.model.config) if isinstance(recipe.model.config, str) else None
     if row is None or any("expert" in key for key in row.config):
         return 0.0  # Not every token meets every weight.
@@ -124,7 +128,10 @@ def shortest_step_s(recipe: Recipe) -> float:
 
 
 def _near_card(data: dict[str, Any]) -> Recipe | None:
-    """The same recipe with the sequence length that fills the card within NEAR: peaks are near affine in it."""
+    """Return the recipe with the sequence length that fills the card within NEAR.
+
+    Peaks are near affine in the sequence length.
+    """
     for _ in range(4):
         kept = allowed(data)
         if kept is None:

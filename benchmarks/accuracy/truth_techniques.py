@@ -1,6 +1,7 @@
-"""Recipes drawn by a seed for one technique: half of them with it alone, half with it and whatever else is drawn.
+"""Recipes drawn by a seed for one technique: half with it alone, half with it and whatever else is drawn.
 
-Each technique declares its draw, variants included (``Technique.draw``). The truth suite checks and predicts the recipes.
+Each technique declares its draw, variants included (``Technique.draw``). The truth suite checks and predicts
+the recipes.
 """
 
 import random
@@ -22,10 +23,10 @@ LONGEST_STEP_S = 1.5
 PARTNERS = (
     "recompute_every", "recompute_selective", "recompute_budget", "recompute_layers", "offload_activations",
     "offload_weights", "chunked_loss", "adamw_low_bit", "muon", "stochastic_rounding", "adafactor",
-    "optimizer_in_backward", "gradient_clipping", "soft_prompts", "prefix_tuning", "quantize", "fp8", "loader",
-    "empty_cache",
+    "optimizer_in_backward", "gradient_clipping", "soft_prompts", "prefix_tuning", "quantize", "fp8",
+    "loader", "empty_cache",
 )  # fmt: skip
-"""What a technique is combined with. Later techniques are no partners, so that older seeds draw what they drew."""
+"""What a technique is combined with; without later techniques, so that older seeds draw what they drew."""
 
 
 def drawn_techniques() -> tuple[str, ...]:

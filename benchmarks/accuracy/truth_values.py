@@ -1,6 +1,7 @@
-"""Recipes drawn by a seed for a value that came after the techniques' suites were measured: ``attention: triton``.
+"""Recipes drawn by a seed for ``attention: triton``, a value newer than the measured techniques' suites.
 
-Draws of their own, so that those of ``truth_techniques`` stay what they were. Small enough for a GPU that others use too.
+Draws of their own, so that those of ``truth_techniques`` stay what they were. Small enough for a GPU that
+others use too.
 """
 
 import random
@@ -39,7 +40,10 @@ OPTIMIZERS: tuple[Data, ...] = (
 
 
 def draw_triton(chance: random.Random, gpu: str, *, combined: bool) -> Data:
-    """One recipe with ``attention: triton``; combined: compiled, recomputed, accumulated or with an adapter as well."""
+    """Draw one recipe with ``attention: triton``.
+
+    Combined: compiled, recomputed, accumulated or with an adapter as well.
+    """
     implementation = chance.choice(("hf", "native"))
     models = HF if implementation == "hf" else NATIVE
     d = chance.choice((*models, 128, 80, 80))  # Many of 80 turn out to be too large.

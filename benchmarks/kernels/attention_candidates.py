@@ -283,8 +283,9 @@ def _timed_tensors(candidate: Candidate) -> Tensors:
 
 
 def time(candidate: Candidate) -> dict[str, Any]:
-    """Return median seconds and TFLOP/s; 2 products forward, 5 backward, half masked (Dao, 2023, section 4.1).
+    """Return median seconds and TFLOP/s.
 
+    Counted: 2 products forward, 5 backward, half masked (Dao, 2023, section 4.1).
     A pass alone: those that it does, 4 for dK and dV, 3 for dQ. Where most samples were lost to held clocks:
     an error, no number.
     """

@@ -44,7 +44,7 @@ REFERENCE_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "techniques.
 
 
 def titles() -> dict[str, str]:
-    """Return the headings of techniques by name, in the order of REFERENCE_PAGE; those without a heading last."""
+    """Return techniques' headings by name, in the order of REFERENCE_PAGE, those without a heading last."""
     headings = re.findall(r"^### (.*)$", REFERENCE_PAGE.read_text("utf-8"), re.M)
     place = {heading: number for number, heading in enumerate(headings)}
     ordered = sorted(registry.in_order(), key=lambda one: place.get(one.title, len(place)))

@@ -36,8 +36,8 @@ from trainfit.sweeps import trial
 from trainfit.sweeps.parts import PartRequest
 
 LLAMA = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128,
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
 }  # fmt: skip
 """Head size 64."""
 MASKED = LLAMA | {"model_type": "mistral", "sliding_window": 16}
@@ -62,14 +62,15 @@ def recipe(config: dict[str, Any] | str = LLAMA, **fields: Any) -> Recipe:
     return recipe_from(data | fields)
 
 
-# -- the choice -------------------------------------------------------------------------------------------------------
+# -- the choice ----------------------------------------------------------------------------------------------
 
 
 def test_the_fastest_kernel_at_the_nearest_length_is_chosen_and_told() -> None:
     short, long = choose(recipe(), runs=TABLE), choose(recipe(batch={"seq": 8000}), runs=TABLE)
     assert (short.recipe.attention, long.recipe.attention) == ("cudnn", "flash")
     assert short.note == (
-        "attention: best -> cudnn (2.00 x flash at 1024, the measured length nearest to 64, measured 2026-11-21 on h200 with torch 2.11)"
+        "attention: best -> cudnn (2.00 x flash at 1024, the measured length nearest to 64, "
+        "measured 2026-11-21 on h200 with torch 2.11)"
     )
     assert choose(recipe(batch={"seq": 8192}), runs=TABLE).note.startswith(
         "attention: best -> flash (2.00 x cudnn at 8192, measured"
@@ -81,7 +82,8 @@ def test_the_fastest_kernel_at_the_nearest_length_is_chosen_and_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"hardware": {"gpu": "a100-sxm4-80gb"}}, "nothing is measured on a100-sxm4-80gb for bf16 and head size 64"),
+        ({"hardware": {"gpu": "a100-sxm4-80gb"}},
+         "nothing is measured on a100-sxm4-80gb for bf16 and head size 64"),
         ({"precision": "fp32"}, "nothing is measured on h200 for fp32 and head size 64"),
         ({"hardware": {"gpu": "cpu"}}, "nothing is measured on a CPU"),
         ({"config": LLAMA | {"head_dim": 32}}, "nothing is measured on h200 for bf16 and head size 32"),
@@ -154,7 +156,7 @@ def test_a_step_is_only_built_of_a_chosen_kernel() -> None:
     registry.check(recipe().without_open_fields())
 
 
-# -- the commands -----------------------------------------------------------------------------------------------------
+# -- the commands --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -222,7 +224,7 @@ def test_in_fp32_it_is_never_ours_where_ours_is_slower(head: int, seq: int) -> N
     assert choose(asked).recipe.attention == "sdpa"
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
+# -- the table -----------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_table_is_read_and_its_gpus_are_the_catalogs() -> None:
@@ -243,9 +245,13 @@ def test_the_shipped_table_is_read_and_its_gpus_are_the_catalogs() -> None:
 )
 def test_a_table_that_makes_no_sense_is_refused(tmp_path: Path, text: str, why: str) -> None:
     shape = (
-        '{ dtype = "bf16", head = 64, causal = true, seq = 1024, heads = 16, batch = 8, seconds = { flash = 1.0, cudnn = 2.0 } }'
-    )  # fmt: skip
-    good = f'[[run]]\ngpu = "h200"\nmeasured_at = "2026"\ntorch = "2"\nexperiment = "flash"\nshapes = [\n{shape}]\n'
+        '{ dtype = "bf16", head = 64, causal = true, seq = 1024, heads = 16, batch = 8, '
+        "seconds = { flash = 1.0, cudnn = 2.0 } }"
+    )
+    good = (
+        '[[run]]\ngpu = "h200"\nmeasured_at = "2026"\ntorch = "2"\nexperiment = "flash"\n'
+        f"shapes = [\n{shape}]\n"
+    )
     path = tmp_path / "attention.toml"
     path.write_text(good)
     assert attention_runs(path)[0].shapes[0].seconds == {"flash": 1.0, "cudnn": 2.0}
@@ -269,7 +275,7 @@ def test_the_nearest_length_is_by_ratio_and_never_of_another_kind() -> None:
     assert [nearest(TABLE, **(asked | other)) for other in others] == [None] * 4
 
 
-# -- the writer -------------------------------------------------------------------------------------------------------
+# -- the writer ----------------------------------------------------------------------------------------------
 
 
 def row(body: str, seconds: float, which: str = "both", samples: int = 6, **point: Any) -> BenchRow:
@@ -324,8 +330,8 @@ def test_one_head_takes_the_place_of_nothing_and_of_no_more_heads() -> None:
     most = record(row("flash", 3e-3, seq=65536), row("ours", 1e-3, seq=65536))
     one: dict[str, Any] = {"heads": 1, "batch": 1, "seq": 65536}
     fewer = record(
-        row("flash", 9e-4, **one), row("ours", 8e-4, **one), row("ours", 7e-4, head=32, **one), row("pytorch", 6e-4, head=32, **one),
-        at="2026-11-22T15:00:00",
+        row("flash", 9e-4, **one), row("ours", 8e-4, **one), row("ours", 7e-4, head=32, **one),
+        row("pytorch", 6e-4, head=32, **one), at="2026-11-22T15:00:00",
     )  # fmt: skip
     first, second = runs_of([most, fewer])
     assert [(shape.head, shape.heads) for shape in first.shapes] == [(64, 16)]
@@ -344,15 +350,16 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
         return [row(body, 1e-3, "forward", **point), row(body, 3e-3, "backward", **point)]
 
     one = record(
-        row("ours", 1.0), *passes("ours"), *passes("ours", dtype="fp32"), *passes("ours", head=32), *passes("pytorch"),
-        *passes("pytorch", dtype="fp32"), *passes("flash", seq=65536, heads=1, batch=1), *passes("flash", seq=65536),
-        *passes("flex"), *passes("plain", seq=64), *passes("plain", causal=False), row("plain", 1e-3, "forward"), row("flash", 1.0),
+        row("ours", 1.0), *passes("ours"), *passes("ours", dtype="fp32"), *passes("ours", head=32),
+        *passes("pytorch"), *passes("pytorch", dtype="fp32"), *passes("flash", seq=65536, heads=1, batch=1),
+        *passes("flash", seq=65536), *passes("flex"), *passes("plain", seq=64),
+        *passes("plain", causal=False), row("plain", 1e-3, "forward"), row("flash", 1.0),
     )  # fmt: skip
     (run,) = runs_of([one])
     found = {(rate.kernel, rate.dtype, rate.head, rate.seq): rate for rate in run.rates}
     assert set(found) == {
-        ("gluon", "bf16", 64, 1024), ("plain", "fp32", 64, 1024), ("plain", "bf16", 32, 1024), ("cudnn", "bf16", 64, 1024),
-        ("efficient", "fp32", 64, 1024), ("flash", "bf16", 64, 65536),
+        ("gluon", "bf16", 64, 1024), ("plain", "fp32", 64, 1024), ("plain", "bf16", 32, 1024),
+        ("cudnn", "bf16", 64, 1024), ("efficient", "fp32", 64, 1024), ("flash", "bf16", 64, 65536),
     }  # fmt: skip
     assert found["flash", "bf16", 64, 65536].heads == 16
     gluon, plain = found["gluon", "bf16", 64, 1024], found["plain", "fp32", 64, 1024]
@@ -364,7 +371,10 @@ def test_rates_are_of_the_kernel_that_ran_and_of_the_most_heads() -> None:
 
 
 def test_rates_with_a_mask_are_rates_of_their_own(tmp_path: Path) -> None:
-    """Of an additive mask: that is what the kernel is given; a boolean one is converted first, by an operation of its own."""
+    """The rates are those of an additive mask, which is what the kernel is given.
+
+    A boolean mask is converted first, by an operation of its own.
+    """
 
     def passes(seconds: float, **point: Any) -> list[BenchRow]:
         return [row("cudnn", seconds, "forward", **point), row("cudnn", 3 * seconds, "backward", **point)]

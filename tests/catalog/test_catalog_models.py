@@ -54,7 +54,10 @@ def test_a_config_without_a_published_count_builds(name: str) -> None:
 
 
 def llama_parameters(d: int, ff: int, layers: int, vocab: int) -> int:
-    """Closed form: untied embeddings, four d x d projections, three d x ff, two norms a layer, one final norm."""
+    """Return the number of parameters of a Llama in closed form.
+
+    Untied embeddings; a layer: four d x d projections, three d x ff, two norms; one final norm.
+    """
     return 2 * vocab * d + layers * (4 * d * d + 3 * d * ff + 2 * d) + d
 
 
@@ -104,7 +107,8 @@ def test_the_families_that_people_ask_for_are_there() -> None:
     families = {row.family for row in ROWS.values()}
     assert families >= {
         "GPT-2", "Pythia", "GPT-NeoX", "OPT", "Llama 2", "Llama 3", "Mistral", "Mixtral", "Qwen2.5", "Qwen3",
-        "Qwen3 MoE", "Gemma", "Gemma 2", "Gemma 3", "Phi-3", "Phi-4", "Falcon", "BLOOM", "DeepSeek", "TinyLlama",
+        "Qwen3 MoE", "Gemma", "Gemma 2", "Gemma 3", "Phi-3", "Phi-4", "Falcon", "BLOOM", "DeepSeek",
+        "TinyLlama",
     }  # fmt: skip
     for row in ROWS.values():
         assert row.source.url

@@ -174,7 +174,10 @@ def heads_of_128(attention: str, **fields: Any) -> Recipe:
 
 
 def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
-    """Four layers of 16 heads, a shape of ``bench flash`` in fp32: 14.4 ms forward, twice, and 104 ms backward a layer."""
+    """Our fp32 kernel is predicted to be slower than PyTorch's, on a shape of ``bench flash``.
+
+    Four layers of 16 heads; 14.4 ms forward, twice, and 104 ms backward a layer.
+    """
     batch = Batch(micro=4, seq=2048)
     ours, pytorchs = (
         predict(heads_of_128(name, precision="fp32", batch=batch)) for name in ("triton", "sdpa")

@@ -88,7 +88,7 @@ def test_why_fusing_alone_saves_nothing_and_with_recomputation_all_gradients() -
     trained = sum(
         one.num_bytes for one in plain.holders if one.category == "weights" and one.path != "frequencies"
     )
-    # Without fusing every gradient is alive when the backward ends; with it none is, and few ever are together.
+    # Without fusing every gradient is alive when the backward ends; with it none is, and few are at once.
     assert plain.ends["backward"].gradients == plain.most.gradients == pytest.approx(trained, rel=0.01)
     assert fused.ends["backward"].gradients == 0
     assert 0 < fused.most.gradients < plain.most.gradients / 2

@@ -11,7 +11,9 @@ LINES = Panel([Series("a", [1, 2, 9], [512, 1024, 2048], text=["", "two", ""])],
 BARS = Panel(
     [
         Series("predicted", [4.0, 2.0], x=[HOSTILE, "b"], kind="bar", text=["4", "2"]),
-        Series("measured", [None, 2.1], x=[HOSTILE, "b"], kind="bar", text=["crashed", "2.1"], color=MEASURED),
+        Series(
+            "measured", [None, 2.1], x=[HOSTILE, "b"], kind="bar", text=["crashed", "2.1"], color=MEASURED
+        ),
         Series("bound", [5.0, 3.0], kind="scatter", marker="|", low=[4.5, None], high=[5.5, None]),
     ],
     is_horizontal=True,

@@ -51,9 +51,10 @@ def phases(peak: int) -> Phases:
 def predicted(one: Recipe, peak_gib: float, *, fits: bool = True, step_s: float = 1.0) -> Record:
     peak = round(peak_gib * GIB)
     estimate = Estimate(
-        recipe_id=one.id, phases=phases(peak), breakdown=MemoryBreakdown(weights=peak), peak_phase="steady.backward",
-        peak_allocated_bytes=peak, peak_reserved_bytes=peak, peak_device_bytes=peak, device_bytes=80 * GIB, fits=fits,
-        params=1, trainable_params=1, model_flops=1e12, hardware_flops=2e12, flops_convention="causal", step_s=step_s,
+        recipe_id=one.id, phases=phases(peak), breakdown=MemoryBreakdown(weights=peak),
+        peak_phase="steady.backward", peak_allocated_bytes=peak, peak_reserved_bytes=peak,
+        peak_device_bytes=peak, device_bytes=80 * GIB, fits=fits, params=1, trainable_params=1,
+        model_flops=1e12, hardware_flops=2e12, flops_convention="causal", step_s=step_s,
         time=None, tokens_per_s=None, mfu=0.6, hfu=0.8, cost=None,
     )  # fmt: skip
     return new_record("predict", one, estimate=estimate)
@@ -85,8 +86,8 @@ def test_error_is_predicted_minus_measured_over_measured():
 def test_newest_wins_and_devices_stay_apart():
     one, other = recipe(), recipe("other")
     found = compare([
-        predicted(one, 10), predicted(one, 20), measured(one, 1), measured(one, 20), measured(one, 5, "NVIDIA A100"),
-        predicted(other, 7),
+        predicted(one, 10), predicted(one, 20), measured(one, 1), measured(one, 20),
+        measured(one, 5, "NVIDIA A100"), predicted(other, 7),
     ])  # fmt: skip
     assert [(c.model, c.device, c.status) for c in found] == [
         ("gpt2", "NVIDIA H200", "done"), ("gpt2", "NVIDIA A100", "done"), ("other", "h200", "not measured"),
@@ -96,7 +97,7 @@ def test_newest_wins_and_devices_stay_apart():
 
 
 def test_a_prediction_for_the_versions_of_the_measurement_is_preferred_and_another_is_marked():
-    """A measurement names its build, such as 2.11.0+cu128; a prediction holds for every build of a version."""
+    """A prediction holds for every build of a version; a measurement names its build: 2.11.0+cu128."""
     one = recipe()
     old, new = ({"torch": version, "transformers": "5.17.0"} for version in ("2.11.0", "2.13.0"))
     ran = measured(one, 40)

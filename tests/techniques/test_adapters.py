@@ -1,4 +1,4 @@
-"""Prompt tuning, p-tuning and prefix tuning: ours on native against PEFT on transformers, and what they exclude."""
+"""Prompt, p- and prefix tuning: ours on native against PEFT on transformers, and what they exclude."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from virtual_runs import recipe_of, sums, with_layers
 CPU = torch.device("cpu")
 KINDS = ("prompt", "p-tuning", "prefix")
 LEARNED = {
-    "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "vocab_size": 64, "max_position_embeddings": 24, "position_embedding": "learned",
+    "model_type": "trainfit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 24,
+    "position_embedding": "learned",
 }  # fmt: skip
 
 
@@ -44,7 +45,10 @@ def trained(step: Step) -> dict[str, nn.Parameter]:
 
 
 def prefix_of(peft_embedding: Tensor, layer: int, shape: torch.Size) -> Tensor:
-    """A layer's keys and values out of PEFT's one table, [tokens, layers x (key, value) x heads x head size]."""
+    """Return a layer's keys and values out of PEFT's one table.
+
+    The table is [tokens, layers x (key, value) x heads x head size].
+    """
     _, tokens, heads, size = shape
     return peft_embedding.view(tokens, -1, 2, heads, size)[:, layer].transpose(0, 1)
 
@@ -84,7 +88,10 @@ def twins(kind: Any, config: dict[str, Any], attention: Any) -> tuple[Step, Step
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_native_equals_peft(kind: Any, attention: Any, family: str):
-    """Loss, logits and the virtual tokens' gradients; random weights large enough that a wrong position shows."""
+    """Loss, logits and the virtual tokens' gradients are those of PEFT.
+
+    The random weights are large enough that a wrong position shows.
+    """
     theirs, ours = twins(kind, {"model_type": family, **TINY}, attention)
     batch = theirs.random_batches()[0]
     batch["labels"][0, :3] = -100
@@ -161,10 +168,18 @@ def test_recomputation_changes_nothing(code: Any, kind: Any, quantize: Any):
 
 @pytest.mark.parametrize(
     ("kind", "code", "compiled"),
-    [("prompt", "hf", "block"), ("p-tuning", "native", "model"), ("prefix", "hf", "model"), ("prefix", "native", "block")],
-)  # fmt: skip
+    [
+        ("prompt", "hf", "block"),
+        ("p-tuning", "native", "model"),
+        ("prefix", "hf", "model"),
+        ("prefix", "native", "block"),
+    ],
+)
 def test_compiled_equals_eager_in_one_graph(fresh_compiler: None, kind: Any, code: Any, compiled: Any):
-    """But prefixes of native blocks: the first block's input needs no gradient, so it has a graph of its own."""
+    """Compiled training equals eager, in one graph but for prefixes of native blocks.
+
+    The first native block's input needs no gradient, so it has a graph of its own.
+    """
     recipe = adapted(kind, code, layers=10 if compiled == "block" else 2)
     expected = trajectory(recipe, 2)[1]
     found = trajectory(recipe.model_copy(update={"compile": compiled}), 2, compiler=aot_eager)[1]
@@ -177,10 +192,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     **FAMILIES,
     "phi": BASE | {"model_type": "phi", "intermediate_size": 64},
     "bloom": {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64},
-    "gemma3": BASE | {"model_type": "gemma3_text", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma3": BASE
+    | {"model_type": "gemma3_text", "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8},
     "opt, narrow tokens": {
-        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 32, "dropout": 0.0,
+        "model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "max_position_embeddings": 32,
+        "dropout": 0.0,
     },
     "mistral": BASE
     | {"model_type": "mistral", "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 6},
@@ -229,7 +246,8 @@ WINDOW = {**LEARNED, "position_embedding": "rope", "sliding_window": 4}
         ({"kind": "p-tuning", "asked": {"dropout": 0.1}}, "adapter.dropout = 0.1: p-tuning"),
         ({"kind": "prefix", "asked": {"alpha": 4}}, "adapter.alpha = 4: prefix"),
         ({"kind": "prefix", "asked": {"targets": ("q_proj",)}}, "adapter.targets"),
-        ({"kind": "prefix", "attention": "flash", "precision": "bf16"}, "attention = 'flash': a prefix needs a mask"),
+        ({"kind": "prefix", "attention": "flash", "precision": "bf16"},
+         "attention = 'flash': a prefix needs a mask"),
         ({"kind": "prefix", "compile": "block"}, "compile = 'block'"),
     ],
     ids=str,
@@ -248,7 +266,8 @@ def test_refused_before_a_model_is_built(fields: dict[str, Any], text: str):
         ("prefix", FAMILIES["gpt2"], "hf", "batch.seq = 28"),
         ("prefix", LEARNED, "native", "batch.seq = 28: the model has 24 learned positions"),
         ("prefix", WINDOW, "native", "adapter.kind = 'prefix': a prefix has no distance"),
-        ("prefix", {**BASE, "model_type": "falcon"}, "hf", "adapter.kind = 'prefix': this model's layers keep no keys"),
+        ("prefix", {**BASE, "model_type": "falcon"}, "hf",
+         "adapter.kind = 'prefix': this model's layers keep no keys"),
         ("prefix", {**BASE, "model_type": "mamba", "state_size": 4}, "hf", "adapter.kind = 'prefix'"),
     ],
     ids=str,
@@ -279,7 +298,10 @@ def test_a_few_layers_tell_the_whole_model(code: Any, kind: Any):
 
 @pytest.mark.parametrize("code", ["hf", "native"])
 def test_virtual_tokens_cost_what_real_ones_do(code: Any):
-    """Prompts: only the sum of both counts, for memory and FLOPs alike. Prefixes: no products but attention's."""
+    """Virtual tokens of a prompt cost what as many real ones do, in memory and in FLOPs.
+
+    Those of a prefix take no products but attention's.
+    """
     config = with_layers("llama-3.2-1b", 2)
 
     def predicted(kind: Any, tokens: int, seq: int) -> dict[str, Any]:
@@ -291,6 +313,6 @@ def test_virtual_tokens_cost_what_real_ones_do(code: Any):
     assert short["model_flops"] == long["model_flops"]
     assert short["peak_allocated_bytes"] == pytest.approx(long["peak_allocated_bytes"], rel=2e-3)
     none, prefix = predicted("prefix", 1, 128), predicted("prefix", 129, 128)
-    # Forward and backward: two products of 2 x 128 x 128 x 2048 each way, and the weights' gradients are none.
+    # Forward and backward: two products of 2 x 128 x 128 x 2048 each way; no gradients of weights.
     extra = prefix["flops"] - none["flops"]
     assert extra == pytest.approx(2 * (4 + 10) * 128 * 128 * 2048, rel=0.01)

@@ -91,7 +91,10 @@ def test_fp8_layers_share_a_graph() -> None:
 # -- an operation that refuses while code is captured: efficient attention has no grouped key heads
 
 GROUPED = {"attention": "efficient", "precision": "bf16"}
-SAYS = "attention: the enabled SDPA backends have no kernel for bfloat16, head size 8, grouped key heads; use attention: sdpa or math"
+SAYS = (
+    "attention: the enabled SDPA backends have no kernel for bfloat16, head size 8, grouped key heads; "
+    "use attention: sdpa or math"
+)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])

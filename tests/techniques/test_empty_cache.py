@@ -111,7 +111,8 @@ def test_a_cuda_device_is_asked_each_nth_time(device: str, calls: int, monkeypat
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,backend:native"}, True, ("expandable",)),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:False, pinned_num_register_threads:8"}, False, ()),
         # torch reads the older name first.
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+          "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
          False, ()),
         ({"PYTORCH_ALLOC_CONF": "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64"}, False,
          ("roundup_power2_divisions, max_split_size_mb, which is not modelled",)),

@@ -1,5 +1,7 @@
-"""fp8 products: training against torchao's own conversion, the rounding against its definition, bytes against measured ones,
-and what the virtual GPU's ledger holds.
+"""fp8 products: training, rounding, bytes, and what the virtual GPU's ledger holds.
+
+Training is held against torchao's own conversion, the rounding against its definition, bytes against
+measured ones.
 """
 
 from typing import Any
@@ -57,8 +59,10 @@ def test_it_trains_as_torchaos_own_conversion_bit_for_bit(code: str):
     plain_losses, _ = train(assemble(fp8_recipe(code, precision="bf16"), CPU))
     for _, blocks in layer_lists(by_hand.model):
         convert_to_float8_training(
-            blocks, config=Float8LinearConfig(emulate=True), module_filter_fn=_auto_filter_for_recipe("tensorwise", [])
-        )  # fmt: skip
+            blocks,
+            config=Float8LinearConfig(emulate=True),
+            module_filter_fn=_auto_filter_for_recipe("tensorwise", []),
+        )
     step = assemble(fp8_recipe(code), CPU)
     assert converted(step.model).keys() == converted(by_hand.model).keys()
     assert len(converted(step.model)) == (6 if code == "hf" else 4)
@@ -99,7 +103,7 @@ def test_operands_are_rounded_to_e4m3_and_gradients_to_e5m2():
     )
     for ours, fp8, exact in zip(found, expected, unrounded, strict=True):
         assert torch.equal(ours, fp8.to(torch.bfloat16))
-        # e4m3 has 3 fraction bits, e5m2 2: a few percent off what is not rounded, where bf16 itself is 0.2 % off.
+        # e4m3 has 3 fraction bits, e5m2 2: a few percent off the unrounded product, where bf16 is 0.2 % off.
         off = (ours.float() - exact).norm() / exact.norm()
         assert 0.01 < off < 0.1
 
@@ -182,8 +186,10 @@ def test_it_saves_for_backward_what_bf16_saves(ledgers: dict[str, Ledger]):
 
 
 def test_a_weights_rounding_takes_nine_bytes_an_element_at_most(ledgers: dict[str, Ledger]):
-    """Worked out from torchao's code and PyTorch's kernels: fp32 scaled, fp32 clamped, the codes; before that, the copy
-    that the maximum of a transposed tensor makes."""
+    """Worked out from torchao's code and PyTorch's kernels: fp32 scaled, fp32 clamped, the codes.
+
+    Before that: the copy that the maximum of a transposed tensor makes.
+    """
     ledger, numel = ledgers["fp8"], 64 * 4112
     forward = next(i for i, s in enumerate(ledger.segments) if (s.step, s.phase) == ("steady", "forward"))
     product = next(
@@ -206,11 +212,19 @@ def test_utilisation_is_of_the_fp8_peak(ledgers: dict[str, Ledger]):
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "selective-rounded": ("native", {"recompute": "selective", "optimizer": Optimizer(stochastic_rounding=True)}),
-    "offload-by-block": (
-        "hf", {"recompute": "full", "offload": Offload(activations=True), "optimizer": Optimizer(in_backward="block")},
+    "selective-rounded": (
+        "native",
+        {"recompute": "selective", "optimizer": Optimizer(stochastic_rounding=True)},
     ),
-}  # fmt: skip
+    "offload-by-block": (
+        "hf",
+        {
+            "recompute": "full",
+            "offload": Offload(activations=True),
+            "optimizer": Optimizer(in_backward="block"),
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

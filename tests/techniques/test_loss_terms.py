@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss: standard and fused agree with the definition, and evaluation leaves them out."""
+"""Label smoothing and z-loss: standard and fused agree with the definition; evaluation leaves them out."""
 
 from typing import Any
 
@@ -22,7 +22,10 @@ BOTH_TERMS = LossTerms(label_smoothing=0.1, z_loss=1e-2)
 
 
 def test_the_definition_is_the_papers():
-    """-sum_j q_j log p_j, q = (1 - s) of the target and s / v of all, plus z (log Z)^2, over labels not ignored."""
+    """The loss is -sum_j q_j log p_j plus z (log Z)^2, over labels not ignored.
+
+    q is (1 - s) of the target and s / v of all.
+    """
     torch.manual_seed(1)
     logits, targets = 3 * torch.randn(7, 11, dtype=torch.float64), torch.tensor([1, 2, -100, 10, 0, -100, 5])
     kept, right = logits[targets >= 0], targets[targets >= 0]

@@ -1,4 +1,4 @@
-"""Optimizers in whole steps: they learn and resume, clip, weigh what their papers say, and are refused in one line."""
+"""Optimizers in whole steps: learning, resuming, clipping, sizes by their papers, one-line refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,9 @@ STATE: dict[str, tuple[Optimizer, Any]] = {
         for bits in (8, 4)
     },
     "adamw-rounded": (Optimizer(stochastic_rounding=True), lambda shape: 2 * stored(2 * shape.numel())),
-    "sgd-rounded": (Optimizer(name="sgd", momentum=0.9, stochastic_rounding=True), lambda shape: stored(2 * shape.numel())),
+    "sgd-rounded": (
+        Optimizer(name="sgd", momentum=0.9, stochastic_rounding=True), lambda shape: stored(2 * shape.numel())
+    ),
 }  # fmt: skip
 
 
@@ -153,12 +155,16 @@ def test_state_weighs_what_the_papers_say(name: str, model: str):
         ({"optimizer": Optimizer(name="adamw8bit", implementation="foreach")}, "one kernel a weight"),
         ({"optimizer": Optimizer(name="adamw4bit", momentum=0.9)}, "always keeps a first moment"),
         ({"optimizer": Optimizer(name="muon", momentum=0.0)}, "works on a momentum"),
-        ({"optimizer": Optimizer(stochastic_rounding=True), "precision": "amp-bf16"}, "fp32 weights, which lose nothing"),
+        ({"optimizer": Optimizer(stochastic_rounding=True), "precision": "amp-bf16"},
+         "fp32 weights, which lose nothing"),
         ({"optimizer": Optimizer(stochastic_rounding=True, implementation="foreach")}, "rounds to nearest"),
-        ({"optimizer": Optimizer(stochastic_rounding=True), "adapter": Adapter(kind="lora")}, "adapter.dtype: base"),
+        ({"optimizer": Optimizer(stochastic_rounding=True), "adapter": Adapter(kind="lora")},
+         "adapter.dtype: base"),
         ({"optimizer": Optimizer(clip_norm=1.0, in_backward="block")}, "before the norm of all is known"),
-        ({"optimizer": Optimizer(in_backward="block"), "batch": Batch(accumulate=2)}, "nothing would be saved"),
-        ({"optimizer": Optimizer(in_backward="block"), "precision": "amp-fp16"}, "scaler must see every gradient"),
+        ({"optimizer": Optimizer(in_backward="block"), "batch": Batch(accumulate=2)},
+         "nothing would be saved"),
+        ({"optimizer": Optimizer(in_backward="block"), "precision": "amp-fp16"},
+         "scaler must see every gradient"),
     ],
     ids=str,
 )  # fmt: skip

@@ -148,7 +148,10 @@ def test_products_and_attention_are_not_computed_twice() -> None:
 
 
 def test_what_is_only_added_is_not_kept() -> None:
-    """A Llama block's last product is only added: kept are the other six and the attention, by their widths."""
+    """A Llama block's last product is only added, so it is not kept.
+
+    Kept are the other six and the attention, by their widths.
+    """
     recipe = on_cpu(LLAMA, "native", precision="bf16")
     alive = {
         str(recompute): alive_after_forward(
@@ -243,9 +246,12 @@ def test_a_budget_weighs_attention_with_grouped_heads(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"recompute": Budget(budget=0.5)}, "recompute.budget = 0.5: only compiled code has a budget to keep to; set compile"),
+        ({"recompute": Budget(budget=0.5)},
+         "recompute.budget = 0.5: only compiled code has a budget to keep to; set compile"),
         ({"recompute": "selective", "offload": Offload(activations=True)}, "set recompute: full"),
-        ({"recompute": Every(every=2), "offload": Offload(weights=True), "optimizer": Optimizer(in_backward=True)}, "set recompute: full"),
+        ({"recompute": Every(every=2), "offload": Offload(weights=True),
+          "optimizer": Optimizer(in_backward=True)},
+         "set recompute: full"),
     ],
     ids=str,
 )  # fmt: skip

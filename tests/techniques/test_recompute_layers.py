@@ -1,4 +1,4 @@
-"""A plan by block, and budgets in GiB that become one: gradients to the bit, bytes as predicted, never over the budget."""
+"""Plans by block and budgets in GiB: the same gradients, the predicted bytes, never over the budget."""
 
 from typing import Any
 
@@ -25,8 +25,8 @@ from trainfit.step import assemble
 from virtual_runs import recipe_of, sums, with_layers
 
 SMALL = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
 }  # fmt: skip
 GPT2 = with_layers("gpt2", 3) | {
     "n_embd": 64, "n_head": 4, "vocab_size": 128, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
@@ -131,8 +131,11 @@ def test_what_is_held_may_not_be_written_into(by_keyword: bool) -> None:
 
 
 DEEP = recipe_of(
-    SMALL | {"num_hidden_layers": 8}, batch=Batch(micro=4, seq=64), precision="bf16", hardware=Hardware(gpu="h200")
-)  # fmt: skip
+    SMALL | {"num_hidden_layers": 8},
+    batch=Batch(micro=4, seq=64),
+    precision="bf16",
+    hardware=Hardware(gpu="h200"),
+)
 
 
 def budget(recipe: Recipe, num_bytes: float) -> Recipe:

@@ -80,7 +80,7 @@ AGREE = [name for name in OPTIMIZERS if name.partition(":")[0] in (*REFERENCES, 
 @pytest.mark.parametrize("precision", SIXTEEN_BIT)
 @pytest.mark.parametrize("name", AGREE)
 def test_four_updates_are_those_of_fp64(name: str, precision: Any):
-    """Updates of N(0, 1) weights by N(0, 1) gradients agree within bf16's rounding of every intermediate sum."""
+    """Updates of N(0, 1) weights by N(0, 1) gradients agree within bf16's rounding of each partial sum."""
     asked = OPTIMIZERS[name].model_copy(update={"weight_decay": 0.1, "lr": 0.1})
     step = assemble(tiny_recipe(precision=precision, optimizer=asked), CPU)
     (optimizer,) = step.optimizers

@@ -110,17 +110,20 @@ def test_every_value_of_every_covered_field_is_a_known_or_a_refused_one():
 
 def test_the_order_of_application() -> None:
     assert [technique.name for technique in registry.in_order()] == [
-        "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8", "recompute_full", "recompute_every",
-        "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss", "fused_loss", "loss_terms",
-        "compile_block", "compile_model", "offload_weights", "offload_activations", "precision", "attention",
-        "accumulation", "loader", "empty_cache", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon",
-        "stochastic_rounding", "optimizer_in_backward", "gradient_clipping",
+        "block_kernels", "quantize", "lora", "soft_prompts", "prefix_tuning", "fp8", "recompute_full",
+        "recompute_every", "recompute_selective", "recompute_budget", "recompute_layers", "chunked_loss",
+        "fused_loss", "loss_terms", "compile_block", "compile_model", "offload_weights",
+        "offload_activations", "precision", "attention", "accumulation", "loader", "empty_cache",
+        "adamw", "adamw_low_bit", "sgd", "adafactor", "muon", "stochastic_rounding", "optimizer_in_backward",
+        "gradient_clipping",
     ]  # fmt: skip
 
 
 def test_a_recipe_is_refused_without_torch():
     code = (
-        "import sys, json; from trainfit.spec.recipe import Recipe; from trainfit.techniques import registry\n"
+        "import sys, json\n"
+        "from trainfit.spec.recipe import Recipe\n"
+        "from trainfit.techniques import registry\n"
         "recipe = Recipe.model_validate_json(sys.argv[1])\n"
         "registry.check(recipe)\n"
         "assert not {'torch', 'transformers', 'peft'} & set(sys.modules), sorted(sys.modules)\n"

@@ -18,7 +18,8 @@ from trainfit.techniques import registry
 from trainfit.verification import draws as truth_draws
 
 FIRST_GENERATION = (
-    "accumulation", "adamw", "attention", "compile_block", "compile_model", "lora", "precision", "recompute_full", "sgd",
+    "accumulation", "adamw", "attention", "compile_block", "compile_model", "lora", "precision",
+    "recompute_full", "sgd",
 )  # fmt: skip
 """Techniques that the first suite (``truth_draws.draw``) draws."""
 

@@ -66,7 +66,9 @@ def test_which_products_use_cublaslt() -> None:
 def test_traits_of_a_catalog_row() -> None:
     row = Gpu(
         name="l40s", title="L40S", vendor="nvidia", architecture="Ada Lovelace", compute_capability=(8, 9),
-        num_sms=142, threads_per_sm=1536, shared_memory_per_block_bytes=99 << 10, l2_cache_bytes=96 << 20, memory_bytes=1, usable_bytes=1, memory_bytes_per_s=1.0, peak_flops_per_s={"bf16": 1.0}, link="pcie", host_link="pcie",
+        num_sms=142, threads_per_sm=1536, shared_memory_per_block_bytes=99 << 10, l2_cache_bytes=96 << 20,
+        memory_bytes=1, usable_bytes=1, memory_bytes_per_s=1.0, peak_flops_per_s={"bf16": 1.0}, link="pcie",
+        host_link="pcie",
         source=Source(url="https://example.org", accessed="2026-11-01"),
     )  # fmt: skip
     assert GpuTraits.of(row, (2, 11)) == L40S

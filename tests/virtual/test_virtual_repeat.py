@@ -16,9 +16,9 @@ from virtual_runs import recipe_of, steady, sums, with_layers
 
 FAMILIES = [
     ("gpt2", 5), ("pythia-160m", 5), ("opt-125m", 5), ("bloom-560m", 5), ("falcon-7b", 5), ("gpt-j-6b", 6),
-    ("llama-3.2-1b", None), ("mistral-7b-v0.1", 8), ("mixtral-8x7b", 8), ("qwen2.5-0.5b", 8), ("qwen3-0.6b", 8),
-    ("gemma-2-2b", 10), ("gemma-3-1b", None), ("phi-2", 6), ("phi-3-mini-4k", 8), ("qwen3-30b-a3b", 8),
-    ("deepseek-v2-lite", 8), ("gpt-oss-20b", 8), ("olmo-2-7b", 6),
+    ("llama-3.2-1b", None), ("mistral-7b-v0.1", 8), ("mixtral-8x7b", 8), ("qwen2.5-0.5b", 8),
+    ("qwen3-0.6b", 8), ("gemma-2-2b", 10), ("gemma-3-1b", None), ("phi-2", 6), ("phi-3-mini-4k", 8),
+    ("qwen3-30b-a3b", 8), ("deepseek-v2-lite", 8), ("gpt-oss-20b", 8), ("olmo-2-7b", 6),
 ]  # fmt: skip
 """Catalog name and number of layers; None: all."""
 
