@@ -54,7 +54,7 @@ def run(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[st
         [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True, timeout=250,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"TRAINFIT_CACHE": str(cwd / "cache")},  # A cached ledger needs no torch.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # A job in the background ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # Background jobs ignore it.
     )  # fmt: skip
 
 
