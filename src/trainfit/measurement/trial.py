@@ -1,11 +1,11 @@
-"""One trial: what runs inside the process of a measurement. ``python -m trainfit.measurement.trial FOLDER``.
+"""Run one trial of a measurement in its own process: ``python -m trainfit.measurement.trial FOLDER``.
 
-Enters: FOLDER/request.json. Leaves: FOLDER/result.json, a Measurement that is true at every moment: until the
-end its status is "crashed" and its message says how far the trial came, so a killed process leaves what it
-knew. Bad input is left in FOLDER/error.json.
+The task is read from FOLDER/request.json. FOLDER/result.json is always a valid Measurement: until the
+trial ends its status is "crashed" and its message names the last stage reached, so a killed process keeps its
+results. Bad input goes to FOLDER/error.json.
 
-Order: build; untimed steps with a look at memory at each phase's start (the first step, then steady ones);
-timed steps that nothing looks at; on CUDA one more step that tells what the peak holds.
+Order: build; warm-up steps that read the memory at each phase's start (the first step, then steady steps);
+timed steps without any instrumentation; on CUDA one more step for the breakdown of the peak.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from trainfit.spec.value import Count, Value, parse
 
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 MIN_UNTIMED = 2
-"""The first step, and one steady step whose phases are looked at."""
+"""The first step, and one steady step whose phases are measured."""
 
 
 class TrialRequest(Value):
@@ -40,19 +40,19 @@ class TrialRequest(Value):
     device: str
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None
     environment: Environment | None = None
-    """The host's, if the asker knows it already."""
+    """The host's environment, if the caller has read it."""
 
 
-class Notebook:
-    """The result file: what is known so far, replaced as a whole, so that a reader never sees half of it."""
+class ResultFile:
+    """The trial's result file. It is replaced atomically, so a reader never sees part of it."""
 
     def __init__(self, path: Path, measurement: Measurement):
         self._path = path
         self.measurement = measurement
-        self.note()
+        self.update()
 
-    def note(self, **known: Any) -> None:
-        """Add fields of the Measurement and write it down."""
+    def update(self, **known: Any) -> None:
+        """Set fields of the Measurement and write the file."""
         self.measurement = self.measurement.model_copy(update=known)
         draft = self._path.with_suffix(".tmp")
         write_text(draft, self.measurement.model_dump_json())
@@ -60,7 +60,7 @@ class Notebook:
 
 
 def main(folder: Path) -> int:
-    """Run the trial of ``folder``; the process's exit code."""
+    """Run the trial of ``folder`` and return the exit code."""
     return ended_by_storage(lambda: _run(folder))
 
 
@@ -73,9 +73,9 @@ def _run(folder: Path) -> int:
         message="ended before the model was built",
         environment=host,
     )
-    notebook = Notebook(folder / RESULT, start)
+    result = ResultFile(folder / RESULT, start)
     try:
-        run_trial(request, notebook)
+        run_trial(request, result)
     except InputError as error:
         fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
         write_text(folder / ERROR, json.dumps(fields | {"value": error.value}, default=repr))
@@ -84,9 +84,9 @@ def _run(folder: Path) -> int:
 
 
 def ended_by_storage(run: Callable[[], int]) -> int:
-    """Return ``run``'s exit code; 74 and one line on standard error where the disk did not take a file.
+    """Return ``run``'s exit code, or 74 and one line on standard error if a file cannot be written.
 
-    That is no result of the recipe's: whoever started the trial ends with the same.
+    A storage failure is not a result of the recipe: the command that started the trial ends with it too.
     """
     try:
         return run()
@@ -98,8 +98,8 @@ def ended_by_storage(run: Callable[[], int]) -> int:
         return EXIT_IO
 
 
-def run_trial(request: TrialRequest, notebook: Notebook) -> None:
-    """Measure in this process, noting in ``notebook`` as it goes. Out of memory ends it with that status.
+def run_trial(request: TrialRequest, result: ResultFile) -> None:
+    """Measure in this process and update ``result`` after each stage. Out of memory ends it with that status.
 
     Raises:
         InputError: the recipe asks for what this machine or this version does not have.
@@ -107,28 +107,28 @@ def run_trial(request: TrialRequest, notebook: Notebook) -> None:
     from trainfit.measurement.meter import is_out_of_memory
 
     meter = _meter(request)
-    environment = meter.environment(notebook.measurement.environment)
-    notebook.note(environment=environment, device_bytes=environment.device_bytes)
+    environment = meter.environment(result.measurement.environment)
+    result.update(environment=environment, device_bytes=environment.device_bytes)
     if request.memory_limit_bytes is not None:
         import_for_steps()  # On a CPU a module imported under the limit would count.
         meter.limit(request.memory_limit_bytes)
     try:
-        _steps(request, meter, notebook)
+        _steps(request, meter, result)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        so_far = notebook.measurement
+        so_far = result.measurement
         last = meter.take()
         reached = max(so_far.peak_allocated_bytes or 0, last[0]) if last else so_far.peak_allocated_bytes
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else "no memory left"  # Python's own MemoryError has no message.
         message = f"{so_far.message.replace('ended', 'out of memory')}: {reason}"
         totals = meter.totals() | {"peak_allocated_bytes": reached}
-        notebook.note(status="out-of-memory", message=message, **totals)
+        result.update(status="out-of-memory", message=message, **totals)
 
 
 def import_for_steps() -> None:
-    """Import what a first model and its first steps import: most of transformers, every technique's file."""
+    """Import the modules that a first model and its first steps need: transformers and every technique."""
     from trainfit.techniques.registry import techniques
 
     for module in (
@@ -173,7 +173,7 @@ def _meter(request: TrialRequest) -> Any:
     return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
 
 
-def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
+def _steps(request: TrialRequest, meter: Any, result: ResultFile) -> None:
     from trainfit.measurement.feeding import feeding
     from trainfit.models.layers import num_quantized
     from trainfit.step import assemble
@@ -182,80 +182,82 @@ def _steps(request: TrialRequest, meter: Any, notebook: Notebook) -> None:
     recipe = request.recipe
     registry.check(recipe)
     registry.check_device(recipe, meter.device.type)
-    notebook.note(message="ended while the model and optimizer were built")
+    result.update(message="ended while the model and optimizer were built")
     with ExitStack() as stack:
         with meter.watching():
             step = assemble(recipe, meter.device)
             after_init = meter.settle(step)
             parameters = list(step.model.parameters())
-            notebook.note(
+            result.update(
                 params=sum(p.numel() for p in parameters) + num_quantized(step.model),
                 trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
                 peak_allocated_bytes=after_init,
             )
             untimed = _num_untimed(request)
             following = stack.enter_context(feeding(step, untimed + request.steps + 1))
-            watched = [_watched_step(step, following(), meter, notebook, index) for index in range(untimed)]
+            measured_steps = [
+                _measured_step(step, following(), meter, result, index) for index in range(untimed)
+            ]
         if after_init is not None:
-            notebook.note(**_memory(after_init, watched))
-        losses = [loss for _, _, loss in watched]
-        notebook.note(losses=tuple(losses), message="ended while steps were timed")
+            result.update(**_memory(after_init, measured_steps))
+        losses = [loss for _, _, loss in measured_steps]
+        result.update(losses=tuple(losses), message="ended while steps were timed")
         seconds, more_losses = meter.times(lambda: step(following()), request.steps)
-        _note_end(recipe, meter, notebook, seconds, losses + more_losses)
-        _note_breakdown(recipe, meter, notebook, step, following())
+        _note_end(recipe, meter, result, seconds, losses + more_losses)
+        _note_breakdown(recipe, meter, result, step, following())
 
 
 def _num_untimed(request: TrialRequest) -> int:
     return max(request.warmup, MIN_UNTIMED)
 
 
-def _watched_step(
-    step: Any, batches: Any, meter: Any, notebook: Notebook, index: int
+def _measured_step(
+    step: Any, batches: Any, meter: Any, result: ResultFile, index: int
 ) -> tuple[PhasePeaks, MemoryBreakdown | None, float]:
-    """One step with each phase's peak (over its micro-batches), what held the highest one, and the loss."""
+    """Run one step; return each phase's peak over its micro-batches, the peak's breakdown, and the loss."""
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     holders: dict[str, MemoryBreakdown | None] = {}
     running: list[str] = []
 
-    def close() -> None:
+    def end_phase() -> None:
         taken = meter.take()
         if taken is None or not running:
             return
         if taken[0] > peaks[running[-1]]:
             peaks[running[-1]], holders[running[-1]] = taken
-        reached = max(notebook.measurement.peak_allocated_bytes or 0, taken[0])
-        notebook.note(peak_allocated_bytes=reached)
+        reached = max(result.measurement.peak_allocated_bytes or 0, taken[0])
+        result.update(peak_allocated_bytes=reached)
 
     def on_phase(phase: str) -> None:
-        close()
+        end_phase()
         running.append(phase)
         meter.enter_phase(phase)
-        notebook.note(message=f"ended in step {index + 1}, {phase}")
+        result.update(message=f"ended in step {index + 1}, {phase}")
 
     loss = step(batches, on_phase=on_phase)
-    close()
+    end_phase()
     meter.after_step(step)
     highest = max(peaks, key=lambda phase: peaks[phase])
     return PhasePeaks(**peaks), holders.get(highest), loss.item()
 
 
 def _memory(
-    after_init: int, watched: list[tuple[PhasePeaks, MemoryBreakdown | None, float]]
+    after_init: int, measured_steps: list[tuple[PhasePeaks, MemoryBreakdown | None, float]]
 ) -> dict[str, Any]:
-    """Fields of the Measurement: the first step, and the highest of the steady ones."""
-    peaks = [step_peaks for step_peaks, _, _ in watched]
+    """Return fields of the Measurement: phases of the first step, and the highest of the steady steps."""
+    peaks = [step_peaks for step_peaks, _, _ in measured_steps]
     steady = PhasePeaks(
         **{phase: max(getattr(step_peaks, phase) for step_peaks in peaks[1:]) for phase in PHASES}
     )
     phases = Phases(after_init=after_init, first=peaks[0], steady=steady)
-    highest = max(watched, key=lambda item: item[0].peak)
+    highest = max(measured_steps, key=lambda item: item[0].peak)
     return {"phases": phases, "breakdown": highest[1], "peak_allocated_bytes": phases.peak}
 
 
 def _note_end(
-    recipe: Recipe, meter: Any, notebook: Notebook, seconds: list[float], losses: list[float]
+    recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float], losses: list[float]
 ) -> None:
-    so_far = notebook.measurement
+    so_far = result.measurement
     last = meter.take() if so_far.phases is not None else None
     known: dict[str, Any] = {"status": "done", "message": "", "losses": tuple(losses)} | meter.totals()
     if last is not None:
@@ -275,11 +277,11 @@ def _note_end(
         known["message"] = (
             "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
         )
-    notebook.note(**known)
+    result.update(**known)
 
 
 def compiled_before() -> bool:
-    """Whether all of this process's compiled programs come from the compiler's cache."""
+    """Return whether all compiled programs of this process come from the compiler's cache."""
     from torch._dynamo.utils import counters
 
     # A program that occurs twice is found there too, once it is compiled: that is a hit and a miss.
@@ -287,15 +289,15 @@ def compiled_before() -> bool:
     return found["fxgraph_cache_hit"] > 0 and not found["fxgraph_cache_miss"]
 
 
-def _note_breakdown(recipe: Recipe, meter: Any, notebook: Notebook, step: Any, batches: Any) -> None:
+def _note_breakdown(recipe: Recipe, meter: Any, result: ResultFile, step: Any, batches: Any) -> None:
     """Add the breakdown of the peak; running out of memory here costs only that."""
     from trainfit.measurement.meter import is_out_of_memory
 
-    if notebook.measurement.breakdown is not None or recipe.compile:
+    if result.measurement.breakdown is not None or recipe.compile:
         return
     try:
-        notebook.note(breakdown=meter.breakdown(step, batches))
+        result.update(breakdown=meter.breakdown(step, batches))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        notebook.note(message="no breakdown: the extra step for it ran out of memory")
+        result.update(message="no breakdown: the extra step for it ran out of memory")
