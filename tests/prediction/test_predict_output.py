@@ -211,3 +211,9 @@ def test_a_reader_who_leaves_is_not_taken_for_what_does_not_fit() -> None:
     finally:
         os.close(writer)
     assert (ended.returncode, ended.stderr) == (74, "")
+
+
+def test_an_optimizer_added_from_outside_is_named_without_its_moments() -> None:
+    recipe = Recipe.model_validate({"model": {"config": "llama-3.2-1b"}, "batch": {"micro": 1, "seq": 8}})
+    outside = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "lion"})})
+    assert "lion a parameter" in meaning(outside)

@@ -34,7 +34,7 @@ class RecipeFields(TypedDict, total=False):
 
     ``set`` takes any field by its dotted name: ``{"batch.micro": 8}``, or a list of the command line's
     ``batch.micro=8``. A mapping is laid on the recipe's own (``batch={"micro": 8}`` keeps ``batch.seq``);
-    docs/recipe.md lists all fields.
+    docs/reference/recipe.md lists all fields.
     """
 
     gpu: str

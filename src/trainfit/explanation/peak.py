@@ -25,7 +25,7 @@ from trainfit.spec.result import (
 
 CURVE_POINTS = 64
 LAYER_NUMBER = re.compile(r"(?<=\.)(?:R\d+\.)?(?:L|lead|tail)?\d+(?=\.|$)")
-"""In a slot: a layer's number, or its name within a group of equal layers (``virtual.places.Groups``)."""
+"""Layer number in a module path, or the name of a group of identical layers (``virtual.trace.scope``)."""
 OPERATION = re.compile(r"^(aten|prims|trainfit)\.")
 WORKSPACE = "library workspace"
 BELONGS_TO_PARAMETERS = ("weights", "optimizer")

@@ -49,14 +49,16 @@ def storage(recipe: Recipe) -> Storage:
 
 
 def _moments(recipe: Recipe, weight: float) -> tuple[float, ...]:
-    """Of state as large as the weights; Adafactor's rows and columns are next to nothing."""
+    """Return bytes a parameter of each state tensor that is as large as the weights."""
     optimizer = recipe.optimizer
     if optimizer.name == "adafactor":
         return (4.0,) if optimizer.momentum else ()
     if optimizer.name == "sgd":
         return (weight,) if optimizer.momentum else ()
     low = {"adamw8bit": 1.0, "adamw4bit": 0.5, "adamw": weight}
-    return (weight,) if optimizer.name == "muon" else (low[optimizer.name],) * 2
+    if optimizer.name in low:
+        return (low[optimizer.name],) * 2
+    return (weight,) if optimizer.name == "muon" else ()
 
 
 def meaning(recipe: Recipe) -> str:
@@ -80,6 +82,8 @@ def _weights(recipe: Recipe, held: Storage) -> str:
 
 
 def _moment_words(recipe: Recipe, held: Storage) -> str:
+    if recipe.optimizer.name not in NAMES:  # An optimizer that was added from outside.
+        return recipe.optimizer.name
     name = NAMES[recipe.optimizer.name]
     if recipe.optimizer.name == "muon":
         elsewhere = f"AdamW moments {held.weight:g} + {held.weight:g} B elsewhere"

@@ -257,7 +257,7 @@ def _scatter(
     places = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
     groups: dict[str, tuple[Kind, list[str]]] = {
         "front: nothing else is both smaller and faster": ("step", list(best)),
-        "beaten in both": ("scatter", [variant for variant in places if variant not in best]),
+        "dominated": ("scatter", [variant for variant in places if variant not in best]),
     }
     series = [
         Series(

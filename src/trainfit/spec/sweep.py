@@ -269,7 +269,7 @@ class Frontier(NamedTuple):
     is_predicted: bool = False
 
 
-MEASURED_MEANING = "the front: nothing here is both smaller and faster"
+MEASURED_MEANING = "Pareto frontier: nothing here is both smaller and faster"
 PREDICTED_MEANING = (
     "the predicted frontier: of what fits, nothing needs less memory on the device and is faster"
 )

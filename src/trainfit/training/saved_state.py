@@ -40,7 +40,8 @@ KEYS = {
     "sgd": (*MOMENTUM, frozenset({"step"})),
     "muon": (*MOMENTUM, ADAMW),
 }
-"""``optimizer.name`` -> allowed sets of state keys of one parameter that had a gradient."""
+"""``optimizer.name`` -> allowed sets of state keys of one parameter that had a gradient. An optimizer added
+from outside has no row: its tensors are checked, its keys are not."""
 
 
 class OptimizerPlain(Value):
@@ -90,7 +91,7 @@ def check_parameter_state(
 ) -> None:
     """Refuse state that the optimizer cannot have for this parameter."""
     keys = frozenset(key for key, value in state.items() if value is not None)
-    if keys and keys not in KEYS[optimizer]:
+    if keys and optimizer in KEYS and keys not in KEYS[optimizer]:
         raise unlike(f"{name}/{', '.join(sorted(keys))}", f"not what {optimizer} keeps", file)
     for key, value in state.items():
         if value is not None:
