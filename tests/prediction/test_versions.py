@@ -20,7 +20,7 @@ from trainfit.report.words import holds_for
 from trainfit.spec.recipe import Adapter, Optimizer
 from virtual_runs import recipe_of, with_layers
 
-PREDICTED = Path(__file__).parents[2] / "results" / "h200-predicted.jsonl"
+PREDICTED = Path(__file__).parents[2] / "results" / "first-predicted" / "h200.jsonl"
 
 
 def release(library: str) -> str:
