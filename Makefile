@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 PIP_ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 2 --dist worksteal --durations=50
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
