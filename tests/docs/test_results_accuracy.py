@@ -178,6 +178,14 @@ def test_the_readmes_blind_recipes_are_those_of_the_records() -> None:
           (len(found), exact(found), abs(worst(found)) * 100))  # fmt: skip
 
 
+def test_the_readmes_device_error_of_the_sweeps_is_that_of_the_records() -> None:
+    found = [
+        one.device_error for title in blind.SWEEPS for one in blind.by_title()[title] if one.device_error
+    ]
+    values = (headline(ANEW)["device worst"], abs(worst(found)) * 100)
+    check("README.md", r"off by # % \(# % in the sweeps\)\. All", values)
+
+
 def test_figures_that_only_the_log_holds_are_in_the_log() -> None:
     log = " ".join((ROOT / "docs/log.md").read_text().split())
     assert figures(PAGE, r"was off by #, # and # %") == ("-2.1", "-3.8", "-8.5")
