@@ -1,8 +1,7 @@
-"""Run Inductor's program on the virtual GPU.
+"""Run Inductor's program, a Python module, on the virtual GPU.
 
-The program is a Python module that allocates buffers, launches Triton kernels, calls PyTorch's operations and
-deletes buffers. It runs unchanged with substituted imports: a buffer is a fake tensor, a Triton kernel an
-entry in the ledger, and other operations run on fake tensors under the tracer.
+Its imports are substituted: a buffer is a fake tensor, a Triton kernel an entry in the ledger, and other
+operations run on fake tensors under the tracer.
 """
 
 import builtins
@@ -53,7 +52,7 @@ class Program:
         }
         exec(compile(source.text, "<inductor program>", "exec"), names)
         names.update(source.constants)
-        ops = _Overlaid(torch.ops, higher_order=_RandomOps)
+        ops = _Overlaid(torch.ops, higher_order=RANDOM_OPS)
         names |= {
             "torch": _Overlaid(torch, cuda=_Stub(), device=_device, ops=ops),
             "device": _device,
@@ -118,16 +117,13 @@ class _Kernels:
         """Do nothing."""
 
 
-class _RandomOps:
-    """Operations that save and restore the random state, which is on the host."""
-
-    @staticmethod
-    def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        return torch.empty(0, dtype=torch.uint8, device="cpu"), op(*args, **kwargs)
-
-    @staticmethod
-    def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+RANDOM_OPS = SimpleNamespace(
+    run_and_save_rng_state=lambda op, *args, **kwargs: (
+        torch.empty(0, dtype=torch.uint8, device="cpu"), op(*args, **kwargs)
+    ),
+    run_with_rng_state=lambda state, op, *args, **kwargs: op(*args, **kwargs),
+)  # fmt: skip
+"""Operations that save and restore the random state, which is on the host."""
 
 
 class _Overlaid:

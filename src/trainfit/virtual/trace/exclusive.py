@@ -1,7 +1,6 @@
-"""One trace at a time in a process; PyTorch's functions replaced for the tracing thread alone.
+"""One trace at a time in a process: ``exclusive`` is a re-entrant lock.
 
-Tracing replaces process-wide kernels and functions. ``exclusive`` serialises traces by a re-entrant lock, and
-``replaced`` affects the tracing thread alone, so that another thread can train meanwhile.
+``replaced`` changes PyTorch's functions for the tracing thread alone, so that another thread can train.
 """
 
 import functools
@@ -56,8 +55,8 @@ is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFuncti
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute while entered, within ``exclusive``.
 
-    Functions, methods and properties are replaced for the tracing thread alone, other values (classes,
-    tables) for every thread.
+    Functions, methods and properties change for the tracing thread alone, classes and tables for every
+    thread.
     """
     with exclusive():
         inherited = name not in vars(owner)

@@ -1,7 +1,7 @@
 """Attribute each operation to a module, a group of layers and a phase.
 
-In the forward the scope is that of the innermost running module. In the backward it follows from the sequence
-number of autograd's current node: the numbers at which modules began and ended in the forward are recorded.
+In the forward the scope is the innermost running module's. In the backward it follows from the sequence
+number of autograd's current node, as modules' first and last numbers are recorded in the forward.
 """
 
 import bisect

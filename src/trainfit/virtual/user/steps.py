@@ -45,11 +45,7 @@ class SegmentStart(NamedTuple):
 
 
 class StepFollower:
-    """Tracks the phases. Enter it around the callable.
-
-    Args:
-        max_steps: raise ``TraceComplete`` at the beginning of the forward after so many steps.
-    """
+    """Tracks the phases, and raises ``TraceComplete`` at the first forward after ``max_steps`` steps."""
 
     def __init__(self, tracer: UserTracer, scopes: UserScopeTracker, max_steps: int):
         self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
