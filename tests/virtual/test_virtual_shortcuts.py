@@ -1,13 +1,22 @@
-"""Shortcuts of the virtual GPU: meta kernels without FakeTensorMode, and a frozen garbage collector."""
+"""Shortcuts of the virtual GPU (meta kernels, a frozen garbage collector) and its process-wide patches."""
 
 import gc
+import logging
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import flop_counter
+from transformers import masking_utils
 
+from trainfit.models.hf_attention import no_packed_sequences
+from trainfit.techniques.precision import fp8
+from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
 from trainfit.virtual.trace.process_state import frozen_gc
 
@@ -96,3 +105,26 @@ def test_objects_that_the_caller_froze_stay_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, fp8._quiet])
+def test_a_second_thread_waits_for_a_process_wide_patch(patch: Callable[[], Any]) -> None:
+    """Nested in time, the second thread would restore the first one's patch."""
+
+    def state() -> tuple[Any, ...]:
+        functions = masking_utils.find_packed_sequence_indices, flop_counter.sdpa_flop_count
+        return *functions, logging.root.manager.disable
+
+    def enter() -> None:
+        with patch():
+            entered.set()
+
+    before, entered = state(), threading.Event()
+    with patch():
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.1)
+        assert state() != before
+    other.join(60)
+    assert entered.is_set()
+    assert state() == before

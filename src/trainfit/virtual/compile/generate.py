@@ -43,7 +43,6 @@ class Source:
     text: str
     kernels: tuple[Kernel, ...]
     constants: dict[str, torch.Tensor]
-    is_backward: bool
     graph: fx.Graph | None = None
     """The lowered graph, with Inductor's rewrites."""
 
@@ -98,7 +97,7 @@ def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], A
 
     def source_only(graph: Any) -> Any:
         text = graph.codegen()[0].value
-        source = Source(text, tuple(kernels), dict(graph.constants), graph.is_backward, graph.module.graph)
+        source = Source(text, tuple(kernels), dict(graph.constants), graph.module.graph)
         return SimpleNamespace(call=runnable(source), runner=None)
 
     with ExitStack() as stack:

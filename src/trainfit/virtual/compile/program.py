@@ -54,14 +54,12 @@ class Program:
         names.update(source.constants)
         ops = _Overlaid(torch.ops, higher_order=RANDOM_OPS)
         names |= {
-            "torch": _Overlaid(torch, cuda=_Stub(), device=_device, ops=ops),
-            "device": _device,
+            "torch": _Overlaid(torch, cuda=_Stub(), device=lambda *_, **__: CPU, ops=ops),
+            "device": lambda *_, **__: CPU,
             "empty_strided_cuda": _empty_strided,
             "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
             "reinterpret_tensor": _reinterpret,
-            "assert_size_stride": _nothing,
-            "assert_alignment": _nothing,
-            "get_raw_stream": _nothing,
+            **dict.fromkeys(("assert_size_stride", "assert_alignment", "get_raw_stream"), _nothing),
             AT: self._begin_kernel,
         }
         return names["call"]
@@ -155,10 +153,6 @@ class _Stub:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _device(*args: Any, **kwargs: Any) -> torch.device:
-    return CPU
 
 
 def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

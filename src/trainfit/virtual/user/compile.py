@@ -177,11 +177,8 @@ def _as_dynamo_sees(tracer: UserTracer) -> Iterator[None]:
     capture, specialize, run_node = convert_frame._compile, TensorVariable.specialize, utils.run_node
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        outer, tracer.is_inside = tracer.is_inside, True
-        try:
+        with tracer.inside():
             return capture(*args, **kwargs)
-        finally:
-            tracer.is_inside = outer
 
     def specialized(value: torch.Tensor) -> dict[str, Any]:
         known = specialize(value)

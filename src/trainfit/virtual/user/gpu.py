@@ -19,6 +19,7 @@ from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
 from trainfit.virtual.trace.host_tensors import PlacementState, is_host
 from trainfit.virtual.trace.process_state import restored_random, restored_settings, restored_switches
+from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
@@ -26,7 +27,7 @@ from trainfit.virtual.user.libraries import libraries
 from trainfit.virtual.user.memory_stats import MemoryStats
 from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import one_rank
-from trainfit.virtual.user.steps import StepFollower, UserScopeTracker
+from trainfit.virtual.user.steps import StepFollower
 from trainfit.virtual.user.tensors import UserTensorMode, real_of
 from trainfit.virtual.user.tracer import UserTracer
 
@@ -48,7 +49,7 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
 @contextmanager
 def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
     traits = GpuTraits.of(gpu)
-    scopes, placement = UserScopeTracker(), PlacementState()
+    scopes, placement = ScopeTracker(), PlacementState()
     # Imports PyTorch's compiler, which must see the real torch.cuda.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     learn_torch_cuda()

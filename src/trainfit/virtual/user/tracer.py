@@ -3,6 +3,8 @@
 ``UserTensorMode`` translates calls above autograd; this mode sees calls inside PyTorch's Python code.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +50,15 @@ class UserTracer(Tracer):
         """Deviations of the trace from a real run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.inside():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let fake tensors report the CPU."""
         outer, self.is_inside = self.is_inside, True
         try:
-            return self._dispatch(func, types, args, kwargs or {})
+            yield
         finally:
             self.is_inside = outer
 
@@ -131,12 +139,8 @@ class UserTracer(Tracer):
     def twin_on_host(self, data: Tensor) -> Tensor:
         """Return a fake tensor on the host, like a real one."""
         shape, stride, dtype = data.shape, data.stride(), data.dtype
-        outer, self.is_inside = self.is_inside, True
-        try:
-            with _disable_current_modes(), self._fake:
-                twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
-        finally:
-            self.is_inside = outer
+        with self.inside(), _disable_current_modes(), self._fake:
+            twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
         mark(twin)
         return twin
 

@@ -40,12 +40,6 @@ def embedding_backward(call: Call) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@SCRATCH.rule("embedding")
-def embedding(call: Call) -> tuple[int, ...]:
-    """A copy of strided indices (Embedding.cpp)."""
-    return copy_if_strided(call.args[1])
-
-
 @SCRATCH.rule("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put")
 def index_put(call: Call) -> tuple[int, ...]:
     """Index tensors of masks; accumulating sorts indices (``index_put_with_sort_kernel``), with copies."""

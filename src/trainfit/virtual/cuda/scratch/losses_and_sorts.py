@@ -34,16 +34,13 @@ def reduced_loss(call: Call) -> tuple[int, ...]:
     return () if call.arg(position, "reduction", 1) == 0 else (num_bytes(source),)
 
 
-@SCRATCH.rule("_softmax", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward")
-def softmax(call: Call) -> tuple[int, ...]:
-    """A copy of a strided input (SoftMax.cu host_softmax, NLLLoss)."""
-    return copy_if_strided(call.args[0])
-
-
-@SCRATCH.rule("_log_softmax_backward_data")
-def log_softmax_backward(call: Call) -> tuple[int, ...]:
-    """Copies of strided grad and output (SoftMax.cu host_softmax_backward)."""
-    return copy_if_strided(call.args[0], call.args[1])
+COPIED = {
+    "_softmax": (0,), "_log_softmax": (0,), "nll_loss_forward": (0,), "nll_loss2d_forward": (0,),
+    "_log_softmax_backward_data": (0, 1), "embedding": (1,),
+}  # fmt: skip
+"""Operations that only copy strided arguments at these positions (host_softmax, Embedding.cpp)."""
+for _name, _positions in COPIED.items():
+    SCRATCH.rule(_name)(lambda call, at=_positions: copy_if_strided(*(call.args[i] for i in at)))
 
 
 @SCRATCH.rule("_softmax_backward_data")
