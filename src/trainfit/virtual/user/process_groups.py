@@ -36,17 +36,19 @@ def one_rank() -> Iterator[None]:
         _refuse_ranks(_world_size(str(url), world_size))
         return rendezvous(url, rank, world_size, **kwargs)
 
-    def checked_group(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_ranks(size)
+    def checked_group(
+        group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        _refuse_ranks(group_size)
         # NCCL needs a GPU; one rank does not communicate.
         backend = c10d.Backend("gloo") if str(backend) == "nccl" else backend
-        return new_group(size, rank, ranks, backend, *args, **kwargs)
+        return new_group(group_size, group_rank, ranks, backend, *args, **kwargs)
 
     def checked_store(
-        self: Any, host: str, port: int, world_size: Any = None, *args: Any, **kwargs: Any
+        self: Any, host_name: str, port: int, world_size: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         _refuse_ranks(world_size or 1)
-        init_store(self, host, port, world_size, *args, **kwargs)
+        init_store(self, host_name, port, world_size, *args, **kwargs)
 
     def refused_processes(*_: Any, **__: Any) -> None:
         raise InputError(
