@@ -32,7 +32,7 @@ GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelera
 NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="Number of GPUs.")]
 Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
 Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.")]
-RECOMPUTE_HELP = "full: the whole forward again, in HFU only."
+RECOMPUTE_HELP = "full: each block runs again, in HFU only."
 Recompute = Annotated[Literal["none", "full"], typer.Option(help=RECOMPUTE_HELP)]
 Precision = Annotated[
     Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Selects the dense peak.")
@@ -96,10 +96,10 @@ def run(
                 raise typer.BadParameter(f"{option} must be above 0")
         if tokens is not None and gpu_hours is not None:
             raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
-        recipe = recipe_of_one(model, seq, precision, adapter, rank)
+        recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
         speed = Speed(step_s, mfu, row, count, peak_flops)
         with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
-            found |= step_usage(recipe, batch, attention, recompute == "full", speed, closed_form)
+            found |= step_usage(recipe, batch, attention, speed, closed_form)
         if tokens is not None:
             found |= run_usage(tokens, batch * seq, found, price)
     if gpu_hours is not None:

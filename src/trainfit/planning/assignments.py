@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.checkpointing.per_block import fits_share
-from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.ledger.segments import rounded
 from trainfit.planning.probe import Cost, Probe
 from trainfit.prediction.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
 
@@ -51,7 +51,7 @@ def gone_bytes(cost: Cost, share: float) -> int:
         held += size
         if share and fits_share(size, gone, held, share):
             gone += size
-            total += -(-size // MIN_BLOCK) * MIN_BLOCK
+            total += rounded(size)
     return total
 
 

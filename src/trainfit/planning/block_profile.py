@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op
-from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.ledger.segments import rounded
 from trainfit.prediction.roofline import op_s
 from trainfit.spec.hardware import Gpu
 
@@ -56,7 +56,7 @@ class Labels:
 
 
 def _size(ledger: Ledger, index: int) -> int:
-    return -(-ledger.storages[index].num_bytes // MIN_BLOCK) * MIN_BLOCK
+    return rounded(ledger.storages[index].num_bytes)
 
 
 def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, dict[int, int]]:

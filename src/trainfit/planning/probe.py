@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.this_cpu import CPU
 from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (
@@ -31,13 +30,11 @@ from trainfit.planning.block_profile import (
     pieces_of,
     work_by_block,
 )
+from trainfit.prediction.trace import gpu_of, run_steps
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.step import assemble
-from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
-from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.gpu import virtual_gpu
 from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG, signature
 
 WATCHED = 1e-9
@@ -103,21 +100,15 @@ class _Traced:
     def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
         self.levels, self.first = levels, first
         self.gpu = find_gpu(recipe.hardware.gpu)
-        traits = None if self.gpu.name == CPU else GpuTraits.of(self.gpu)
         self.requested = recipe.recompute
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
-        with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(self.gpu)) as virtual:
+        with gpu_of(self.recipe) as virtual:
             self.virtual = virtual
             step = assemble(
                 self.recipe, torch.device("cpu"), on_model=self._choose, compiler=virtual.compiler
             )
             virtual.model_is_complete(step.model, [])
-            for name in ("first", "steady"):
-                virtual.begin(name, "data")
-                batches = step.random_batches()
-                step(batches, on_phase=lambda phase, name=name: virtual.begin(name, phase))
-                for optimizer in step.optimizers:
-                    virtual.own_state(optimizer)
+            run_steps(step, virtual)
             self.held = self._held(step.model)
             self.ledger = virtual.finish()
 

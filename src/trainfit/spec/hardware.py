@@ -33,6 +33,15 @@ class Link(Value):
     source: Source
 
 
+class StepTimeRange(Value):
+    """Measured step times of a GPU over the expected ones."""
+
+    low: PositiveFloat
+    high: PositiveFloat
+    basis: str
+    """Steps that the range covers."""
+
+
 CUDA_COLUMNS = (
     "compute_capability", "num_sms", "threads_per_sm", "shared_memory_per_block_bytes", "l2_cache_bytes",
 )  # fmt: skip
@@ -82,6 +91,10 @@ class Gpu(Value):
     host_link: str
     """Name of the Link to its host's memory."""
     gpus_per_host: PositiveInt = 8
+    step_time_range: StepTimeRange | None = None
+    """None: no step was measured on it."""
+    attention_rates_of: str = "h200"
+    """GPU whose measured attention rates are taken, as shares of the dense peak."""
     price_per_hour: PositiveFloat | None = None
     """US dollars, on demand, one accelerator."""
     price_source: Source | None = None
