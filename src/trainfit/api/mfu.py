@@ -96,8 +96,11 @@ def recipe_of_one(
     A batch takes a multiple of it, however GPUs share it. Operations are always counted on ``COUNTED_ON``, so
     any accelerator will do, CUDA or not.
     """
+    written_out = model_config(model).get("model_type") == "trainfit"  # No family of transformers.
+    implementation = "native" if written_out else "hf"
     return recipe_from({
-        "model": {"config": model}, "batch": {"micro": 1, "seq": seq}, "precision": precision,
+        "model": {"config": model, "implementation": implementation}, "batch": {"micro": 1, "seq": seq},
+        "precision": precision,
         "adapter": adapter and {"kind": adapter, "rank": rank}, "recompute": recompute,
         "hardware": {"gpu": COUNTED_ON},
     })  # fmt: skip

@@ -178,6 +178,9 @@ class _Expansion:
 
     A free in group g of an allocation in group g - 1 becomes, in each copy, a free of the preceding copy's
     allocation. ``path`` identifies the same allocation in another group.
+
+    Temporary tensors of a block's constructor (GPT-J's position tables) have no group, so all copies' weights
+    come before those of later layers: the small pool may end initialization with a segment more.
     """
 
     def __init__(self, ledger: Ledger):

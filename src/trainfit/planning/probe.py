@@ -10,7 +10,7 @@ assigned in turn, as often as it takes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ WATCHED = 1e-9
 class Cost:
     """One block saved in one way."""
 
-    forward: Piece = field(default_factory=Piece)
-    backward: Piece = field(default_factory=Piece)
-    forward_work: Work = field(default_factory=Work)
-    backward_work: Work = field(default_factory=Work)
+    forward: Piece
+    backward: Piece
+    forward_work: Work
+    backward_work: Work
     late_bytes: int = 0
     """Bytes left by its forward that are freed when the whole forward ends (autocast's copies of weights)."""
     held_bytes: tuple[int, ...] = ()
@@ -170,10 +170,8 @@ class _Traced:
             for phase in ("forward", "backward")
         }
         start_bytes, static = alive_bytes(self.ledger, label, last["forward"])
-        for kind in self.kinds:
-            start_bytes += static.get(self.traced.index(kind), 0)
-        for index in range(len(self.traced)):
-            start_bytes -= static.get(index, 0)
+        start_bytes += sum(static[self.traced.index(kind)] for kind in self.kinds)
+        start_bytes -= sum(static[index] for index in range(len(self.traced)))
         order = range(len(self.traced))
         forward = pieces_of(self.ledger, label, last["forward"], order)
         backward = pieces_of(self.ledger, label, last["backward"], order[::-1])
@@ -182,30 +180,20 @@ class _Traced:
         costs: dict[tuple[int, str], Cost] = {}
         for index in self._measured_blocks():
             costs[self.traced[index], self.chosen[index]] = Cost(
-                forward[index],
-                backward[index],
-                work.get((index, "forward"), Work()),
-                work.get((index, "backward"), Work()),
-                late.get(index, 0),
+                forward[index], backward[index], work[index, "forward"], work[index, "backward"], late[index],
                 self.held.get(index, ()),
-            )
+            )  # fmt: skip
         # What the outer blocks' forwards leave until the end is counted with each block, not with the head.
         for index in order:
             cost = costs.get((self.traced[index], self.chosen[index]))
-            forward[AFTER].net_bytes += cost.late_bytes if cost else late.get(index, 0)
-        rest, update = work.get((None, ""), Work()), work.get((None, "optimizer"), Work())
+            forward[AFTER].net_bytes += cost.late_bytes if cost else late[index]
+        rest, update = work[None, ""], work[None, "optimizer"]
         rest.gpu_s += update.gpu_s * self.times_update
         rest.num_ops += round(update.num_ops * self.times_update)
         return Probe(
-            self.kinds,
-            costs,
-            start_bytes,
-            forward[BEFORE],
-            forward[AFTER],
-            backward[BEFORE],
-            backward[AFTER],
-            rest,
-        )
+            self.kinds, costs, start_bytes, forward[BEFORE], forward[AFTER], backward[BEFORE],
+            backward[AFTER], rest,
+        )  # fmt: skip
 
 
 def _num_trained(model: nn.Module) -> int:

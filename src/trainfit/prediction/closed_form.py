@@ -30,6 +30,9 @@ SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 PARALLEL = ("gpt_neox", "gptj", "phi", "falcon")
 """Model types whose feed-forward network reads the same input as attention."""
 
+WHOLE_FORWARD = {"none": "", "full": "; recomputation as one whole forward, an upper bound"}
+"""A block's last product and the output head are not run again."""
+
 
 class StepFlops(Value):
     """FLOPs of one optimizer step over all its tokens, and the convention they are counted by."""
@@ -66,7 +69,7 @@ def step_flops(
         model_flops=model,
         hardware_flops=model + (2 * active * tokens + scores / 3 if recomputed == "full" else 0),
         convention=f"{per_param}{count} + {attention} attention a token, N = {active:,} parameters, "
-        "embedding included",
+        f"embedding included{WHOLE_FORWARD[recomputed]}",
     )
 
 
@@ -118,7 +121,7 @@ def product_step_flops(
         model_flops=model,
         hardware_flops=model + (forward if recomputed == "full" else 0),
         convention=f"{convention} + {attention} attention a token, windows followed, "
-        f"N = {weights:,} multiplied weights{excluded}",
+        f"N = {weights:,} multiplied weights{excluded}{WHOLE_FORWARD[recomputed]}",
     )
 
 
