@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainfit.measurement.feed import Feed
-from trainfit.measurement.meter import first_line, is_out_of_memory
+from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 from trainfit.step import Batch, Step
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
@@ -75,7 +75,7 @@ class Session:
             if not is_out_of_memory(error):
                 raise
             remedy = "lower batch.micro or batch.seq, or recompute"
-            status, message = "out-of-memory", f"{first_line(error)}; {remedy}; {self._last_good()}"
+            status, message = "out-of-memory", f"{out_of_memory_reason(error)}; {remedy}; {self._last_good()}"
         summary = self._summary(status, message, time.perf_counter() - start_s)
         for observer in self.observers:
             observer.on_end(summary)
