@@ -30,7 +30,7 @@ from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
-from trainfit.sweeps.slot import ready_to_fork
+from trainfit.sweeps.worker import ready_to_fork
 
 ENDINGS = (
     BASE
