@@ -35,7 +35,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import read_recipes
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
-from trainfit.sweeps.slot import ready_to_fork
+from trainfit.sweeps.worker import ready_to_fork
 
 ADDRESSES = "addresses.json"
 

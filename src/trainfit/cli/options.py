@@ -73,8 +73,7 @@ Price = Annotated[
 ]
 PEAK_HELP = "The device's dense peak, for MFU and HFU."
 PeakFlops = Annotated[
-    float | None,
-    typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP),
+    float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP)
 ]
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 where it does not fit.")]

@@ -105,10 +105,10 @@ def run(
     if predict_only and (measure or measure_only):
         raise typer.BadParameter("--predict-only measures nothing")
     from trainfit.sweeps.journal import Journal
-    from trainfit.sweeps.read import read_sweeps
+    from trainfit.sweeps.read import read_sweep
     from trainfit.sweeps.run import Run
 
-    sweep = read_sweeps(files, settings)
+    sweep = read_sweep(*files, settings=settings)
     if predict_only:
         sweep = replace(
             sweep, file=sweep.file.model_copy(update={"predict": True, "measure": None, "train": None})

@@ -18,8 +18,7 @@ Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Which recipes are d
 GPU_HELP = "The catalog's name of this machine's GPU."
 ThisGpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
 Timeout = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", min=1, callback=finite, help="Limit of one measurement."),
+    float, typer.Option(metavar="SECONDS", min=1, callback=finite, help="Limit of one measurement.")
 ]
 
 
