@@ -148,7 +148,7 @@ def run_shell(script: str, folder: Path, timeout_s: float) -> Measurement:
 
     environment = host_environment("cpu")
     request = TrialRequest(recipe=recipe(), steps=1, warmup=0, device="cpu", environment=environment)
-    return process.run_in(folder, request, start, timeout_s)
+    return process.run_in(folder, request, start, timeout_s)[0]
 
 
 def test_time_limit_ends_grandchildren_too(tmp_path: Path):

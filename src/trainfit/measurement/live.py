@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
     """Follow every storage that an operation returns until it is freed.
 
     ``category`` names the content of new storages (one of CATEGORIES); ``assign`` renames known tensors'.
-    An operation that needs more than ``limit_bytes`` raises torch.OutOfMemoryError; its result is not counted.
+    An operation that would exceed ``limit_bytes`` raises torch.OutOfMemoryError and is not counted.
     """
 
     def __init__(self, device: torch.device):

@@ -32,7 +32,7 @@ class Nvml:
             self._nvml = None
 
     def used_bytes(self) -> int | None:
-        """Return the memory in use on the whole GPU, as nvidia-smi prints it (all processes and the driver's own)."""
+        """Return the memory in use on the whole GPU: all processes' and the driver's own."""
         info = self._query("nvmlDeviceGetMemoryInfo")
         return None if info is None else int(info.used)
 
