@@ -128,13 +128,13 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
 def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain) -> None:
     """Set every generator; a run that moves from a CPU to a GPU starts the GPU's anew."""
     version, values, gauss = plain.python
-    generator, keys, *rest = plain.numpy
+    generator, keys, at, has_gauss, cached = plain.numpy
     try:
         torch.set_rng_state(tensors["host"])
         if device.type == "cuda" and "cuda" in tensors:
             torch.cuda.set_rng_state(tensors["cuda"], device)
         random.setstate((version, tuple(values), gauss))
-        np.random.set_state((generator, np.array(keys, dtype=np.uint32), *rest))
+        np.random.set_state((generator, np.array(keys, dtype=np.uint32), at, has_gauss, cached))
     except (RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
         problem = f"not a generator's state ({type(error).__name__})"
         raise InputError(problem, "resume from an older checkpoint", field="random") from None

@@ -130,9 +130,9 @@ def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
 
 def end_token(tokenizer: "Tokenizer") -> int:
     """Return the id of the token written after each document; InputError if END_NAMES has none."""
-    found = [tokenizer.token_to_id(name) for name in END_NAMES if tokenizer.token_to_id(name) is not None]
-    if found:
-        return found[0]
+    for name in END_NAMES:
+        if (found := tokenizer.token_to_id(name)) is not None:
+            return found
     remedy = f"add one named {' or '.join(END_NAMES[:2])}"
     raise InputError("the tokenizer has no end-of-document token", remedy, field="tokenizer")
 
