@@ -142,12 +142,10 @@ def test_a_run_that_ends_before_its_first_row_keeps_nothing(
 def test_a_record_that_cannot_be_written_loses_no_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainfit.cli import bench as command
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command, "_keep", full)
+    monkeypatch.setattr("trainfit.records.append", full)
     words = [
         "bench",
         "accumulation",

@@ -63,6 +63,18 @@ def export_records(
     say(f"{written} records written to {out}", err=True)
 
 
+@GROUP.command("import")
+def import_records(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file of records; made if missing.")],
+    lines: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Records, one JSON object a line.")],
+) -> None:
+    """Add the records of a JSON Lines file that FILE does not hold yet."""
+    from trainfit.records import check_can_append, import_jsonl
+
+    check_can_append(file)
+    say(f"{import_jsonl(file, lines)} new records in {file}", err=True)
+
+
 @GROUP.command("recover")
 def recover_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A damaged SQLite or JSON Lines file.")],
@@ -77,15 +89,3 @@ def recover_records(
         say(f"lost: {printable(line)}", err=True)
     say(f"{written} records written to {out}, {len(damaged)} lost", err=True)
     return EXIT_BAD_INPUT if damaged else 0
-
-
-@GROUP.command("import")
-def import_records(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file of records; made if missing.")],
-    lines: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Records, one JSON object a line.")],
-) -> None:
-    """Add the records of a JSON Lines file that FILE does not hold yet."""
-    from trainfit.records import check_can_append, import_jsonl
-
-    check_can_append(file)
-    say(f"{import_jsonl(file, lines)} new records in {file}", err=True)
