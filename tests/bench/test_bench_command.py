@@ -15,7 +15,6 @@ from trainfit.bench.harness.bench import Bench, value
 from trainfit.bench.harness.discovery import GROUP, experiment, experiment_names
 from trainfit.bench.harness.experiment import Experiment
 from trainfit.bench.harness.signals import Signalled, Signals
-from trainfit.cli import bench as command
 from trainfit.cli.main import main
 from trainfit.records import read
 from trainfit.report.bench_plot import plot_of
