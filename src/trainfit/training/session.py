@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trainfit.training.folder import CHECKPOINTS
 from trainfit.training.gauges import Busy, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
-from trainfit.training.order import StepSequences, learning_rate
+from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.stop import Stopped, StopSignal
 
 NO_CHECKPOINT = "no checkpoint was saved before"
@@ -89,7 +90,8 @@ class Session:
     def _steps(self, stop: StopSignal) -> None:
         numbers = range(self.progress.step, self.options.steps)
         stop.raises = len(numbers) > 0
-        source = StepSequences(self.corpora.train, self.step.recipe.seed, self._sequences_per_step)
+        seed, per_step = self.step.recipe.seed, self._sequences_per_step
+        source = partial(step_sequences, self.corpora.train, seed, per_step)
         with Feed(self.step.recipe, source, self.step.device, numbers) as feed:
             batches = next(feed, None)
             while batches is not None and stop.name is None:
