@@ -4,6 +4,7 @@ Run as a program: a request a line on standard input, an answer a line on standa
 imports makes a case cost what the command itself does. The parent starts no thread, so forks are safe.
 """
 
+import importlib
 import json
 import os
 import resource
@@ -12,13 +13,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 MEMORY_BYTES = 10**9
 """Address space that a command may take in addition to that of the imported libraries."""
+
+
+IMPORTS = (
+    "numpy", "peft", "torch", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "trainfit.prediction.estimate", "trainfit.prediction.trace",
+    "trainfit.training.loop",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,23 +43,25 @@ class Ending:
 
 
 class Worker:
-    """Context manager around the process that forks."""
+    """Context manager around the process that forks.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        hidden: packages that it does not find, as if they were not installed.
+    """
+
+    def __init__(self, folder: Path, hidden: Sequence[str] = ()):
+        self.folder, self._hidden = folder, hidden
 
     def __enter__(self) -> "Worker":
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=self.folder,
-            text=True,
+            [sys.executable, __file__, *self._hidden], cwd=self.folder,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"TRAINFIT_CACHE": str(self.folder / "cache"), "COLUMNS": "200"},
         )  # fmt: skip
         self.pid = self._process.pid
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
@@ -85,21 +97,24 @@ class Worker:
         return Ending(**json.loads(self._process.stdout.readline()))
 
 
+def _hide(packages: Sequence[str]) -> None:
+    find = PathFinder.find_spec
+
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name.partition(".")[0] in packages else find(name, path, target)
+
+    PathFinder.find_spec = find_spec
+
+
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import numpy  # noqa: F401
-    import peft  # noqa: F401
-    import torch
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import trainfit.prediction.estimate
-    import trainfit.prediction.trace
-    import trainfit.training.loop  # noqa: F401
-
-    torch.set_num_threads(1)
+    _hide(sys.argv[1:])
+    for module in IMPORTS:
+        with suppress(ImportError):  # Of a hidden package.
+            importlib.import_module(module)
+    sys.modules["torch"].set_num_threads(1)
     for line in sys.stdin:
         answers.write(json.dumps(_ending(json.loads(line))) + "\n")
         answers.flush()
