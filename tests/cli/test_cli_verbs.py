@@ -107,9 +107,7 @@ def test_what_waits_on_the_host_fits_the_terminal(capsys: Captured, monkeypatch:
 def test_measured_on_this_machine_within_three_percent(capsys: Captured, tmp_path: Path) -> None:
     """Each technique, to the byte: test_virtual_cpu.py."""
     file = str(tmp_path / "records.sqlite")
-    recipe = (
-        "tiny-cpu --set batch.seq=64 --set recompute=full --set adapter.kind=lora --record".split()
-    )
+    recipe = "tiny-cpu --set batch.seq=64 --set recompute=full --set adapter.kind=lora --record".split()
     predicted = as_json(["predict", *recipe, file], capsys)
     measured = as_json(["measure", *recipe, file, "--device", "cpu", "--steps", "2"], capsys)
     assert Measurement.model_validate_json(json.dumps(measured)).status == "done"

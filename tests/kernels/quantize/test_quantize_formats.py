@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel_runs import interpreted
-from quantized_layer import KINDS, quantized_layer
+from tiny_step import KINDS, quantized_layer
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import levels
