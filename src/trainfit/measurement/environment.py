@@ -48,7 +48,7 @@ def cpu_name() -> str:
 
 
 def runs_on_cuda(device: str) -> bool:
-    """Whether a step on this device (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
+    """Return whether a step on this device (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
     import torch
 
     return device != "cpu" and torch.cuda.is_available()

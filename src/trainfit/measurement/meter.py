@@ -76,7 +76,7 @@ class Meter(ABC):
         """Fields of the Measurement that are read once, at the end."""
 
     def breakdown(self, step: Step, batches: list[Batch]) -> MemoryBreakdown | None:
-        """What is alive at the peak, from one more step, where the steps before could not tell."""
+        """Return the breakdown at the peak, from one more step where the steps before could not tell."""
         return None
 
 
@@ -283,7 +283,7 @@ def _status_kib(field: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on the GPU, in a CUDA library or on the host."""
+    """Return whether memory ran out, on the GPU, in a CUDA library or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     phrases = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")

@@ -58,7 +58,7 @@ class TrialStorageError(OSError):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trial's process ended: exit code, or signal; ``timed_out``: by the time limit."""
+    """End of a trial's process: exit code, or signal; ``timed_out``: by the time limit."""
 
     exit_code: int | None
     signal: int | None
@@ -216,7 +216,7 @@ def last_lines(folder: Path) -> str:
 
 
 def _num_system_kills() -> int:
-    """How often Linux's out-of-memory killer has struck, on this machine or in this control group."""
+    """Return the kills by Linux's out-of-memory killer, on this machine or in this control group."""
     count = 0
     for path, name in (("/proc/vmstat", "oom_kill"), ("/sys/fs/cgroup/memory.events", "oom_kill")):
         if Path(path).is_file():

@@ -15,7 +15,7 @@ def one_update(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optim
 
 
 class AllOrNothing:
-    """What a GradScaler needs of an optimizer, over several: their parameters, and one step of them all.
+    """Present several optimizers to a GradScaler as one: their parameters, and one step of them all.
 
     A GradScaler decides for each optimizer separately: an overflow among Muon's gradients would skip Muon's
     update, while AdamW updates the other weights in the same step. With this wrapper it decides once.

@@ -99,7 +99,7 @@ def _shortened(recipe: Recipe) -> Ledger:
 
 
 def trace_whole(recipe: Recipe) -> bool:
-    """Whether a technique of the recipe makes equal layers act differently, so that all must be traced."""
+    """Return whether a technique makes equal layers act differently, so that all must be traced."""
     return any(technique.trace_whole(recipe) for technique in _applied(recipe))
 
 

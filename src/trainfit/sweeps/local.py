@@ -36,7 +36,7 @@ PROGRAM = "import sys; from trainfit.sweeps.slot import main; sys.exit(main(*sys
 Stop = Callable[[], bool]
 OnStart = Callable[[PartRequest], None]
 Events = queue.SimpleQueue[tuple[PartRequest, PartResult] | PartRequest | BaseException | None]
-"""What threads say: a request began, it ended, an exception, and None: this thread is over."""
+"""Messages of threads: a request began or ended, an exception, and None: this thread is over."""
 
 
 class LocalExecutor:

@@ -57,17 +57,17 @@ class PartRequest(Value):
     gpu_peak_flops_per_s: float | None = None
     """The dense peak of the recipe's GPU; it does not count where the trial runs on a CPU."""
     own_peak_flops_per_s: float | None = None
-    """What the user says (``--peak-flops``)."""
+    """The user's own figure (``--peak-flops``)."""
     planned: Recipe | None = None
     """The recipe with its open fields planned by the prediction; measured and trained in its place."""
 
     @property
     def built(self) -> Recipe:
-        """What a step is made of."""
+        """Return the recipe that a step is built from."""
         return self.planned or self.recipe
 
     def peak_flops_per_s(self, on_cuda: bool) -> float | None:
-        """What MFU and HFU are shares of."""
+        """Peak of which MFU and HFU are shares."""
         return self.own_peak_flops_per_s or (self.gpu_peak_flops_per_s if on_cuda else None)
 
     @property
@@ -91,7 +91,7 @@ class PartRequest(Value):
 
 
 class PartResult(Value):
-    """What came of it. ``output``: the end of what the process printed, where it did not come to its end."""
+    """Result of a part. ``output``: the end of the process's output, where it did not finish."""
 
     outcome: Outcome
     estimate: Estimate | None = None
@@ -104,7 +104,7 @@ class PartResult(Value):
 
 
 class Finding(Value):
-    """What the process itself leaves: its status and, if it came to one, its result."""
+    """Status and, if there is one, result that the process itself leaves."""
 
     status: str
     message: str = ""
@@ -177,7 +177,7 @@ def _find(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str,
 
 
 def _why(request: PartRequest, ending: Ending) -> tuple[str, str]:
-    """How a process ended that left no result."""
+    """Outcome of a process that left no result."""
     if ending.timed_out:
         return "timeout", f"ended after {request.timeout_s:g} s"
     if ending.system_out_of_memory and ending.signal is not None:

@@ -93,7 +93,7 @@ class RayExecutor:
                 ray.cancel(reference, force=True)  # The worker ends, and its trial with it.
 
     def _places(self, *, predicting: bool) -> tuple[int, dict[str, Any]]:
-        """How many tasks run side by side, and what each asks of its node."""
+        """Number of concurrent tasks, and the resources that each requests of its node."""
         resources = self._ray.cluster_resources()
         if predicting:
             return max(1, int(resources.get("CPU", 1))), {"num_cpus": 1}
@@ -129,7 +129,7 @@ class RayExecutor:
 
 
 def _task(request: str) -> str:
-    """What a worker does: the part in a new interpreter (a worker has threads, so it must not be copied)."""
+    """Run a part in a new interpreter, on a worker (which has threads, so it must not be forked)."""
     return run_part(parse(PartRequest, json.loads(request)), spawned).model_dump_json()
 
 

@@ -50,7 +50,7 @@ def row_of(
 
 
 def refused_before_it_ran(outcome: Outcome) -> bool:
-    """Whether no step can be made of the recipe anywhere, so that no process was started for it."""
+    """Return whether no step can be built of the recipe anywhere, so that no process was started."""
     return outcome.status == "refused" and not outcome.seconds
 
 

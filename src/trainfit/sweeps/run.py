@@ -132,7 +132,7 @@ class Run:
         )
 
     def _kept(self, request: PartRequest) -> bool:
-        """Whether the journal has a result of the request, which then is the row's."""
+        """Return whether the journal has a result of the request, which then is the row's."""
         record = None if self._again else self._journal.found(request)
         if record is None or record.outcome is None:
             return False

@@ -25,7 +25,7 @@ IMPORTS = {
     "predict": ("trainfit.prediction.estimate", "trainfit.prediction.trace"),
     "device": ("trainfit.measurement.meter", "trainfit.training.loop"),
 }
-"""What the trials of each role would otherwise import one by one."""
+"""Modules that the trials of each role would otherwise import one by one."""
 
 
 def main(role: str, device: str) -> int:
@@ -65,7 +65,7 @@ def ready_to_fork(device: str) -> Starter:
 
 
 def _copy_can_use_cuda() -> bool:
-    """Whether a forked child can create a CUDA context, or torch has no CUDA at all."""
+    """Return whether a forked child can create a CUDA context, or torch has no CUDA at all."""
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:

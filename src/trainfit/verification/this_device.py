@@ -20,7 +20,7 @@ LIMIT_S = 120.0
 
 
 def device_name() -> str | None:
-    """What the driver calls this machine's first CUDA GPU; None: there is none.
+    """Return the driver's name of this machine's first CUDA GPU; None without one.
 
     Raises:
         RuntimeError: torch failed.

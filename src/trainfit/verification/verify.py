@@ -38,7 +38,7 @@ QUANTITIES = {
     "device": "peak_device_bytes",
 }
 TINY = ("tiny-llama-demo", "gpt2", "pythia-70m", "opt-125m", "smollm-135m")
-"""What is verified on a CPU, with two layers and few words."""
+"""Models verified on a CPU, with two layers and few words."""
 
 Say = Callable[[str], None]
 Pair = tuple[Recipe, Estimate]
@@ -62,7 +62,7 @@ class Check(Value):
 
 
 class Verification(Value):
-    """What a suite showed."""
+    """Result of a suite."""
 
     gpu: str
     device: str
@@ -74,7 +74,7 @@ class Verification(Value):
     worst: dict[str, float]
     """The largest error, signed, by quantity."""
     passed: bool
-    """Whether the allocated peak's median error is within the limit and nothing ran out of memory
+    """True if the allocated peak's median error is within the limit and nothing ran out of memory
     unpredicted.
     """
 

@@ -77,7 +77,7 @@ multiply."""
 
 @dataclass
 class Built:
-    """What a point's timed series built, for the profiled step after it."""
+    """Objects built by a point's timed series, for the profiled step after it."""
 
     step: Step | None = None
     batches: list[Batch] = field(default_factory=list)
