@@ -34,8 +34,7 @@ class AttentionShape(Value):
     """Forward and backward of one shape: each kernel's median, all of one run and of the same inputs."""
 
     dtype: Dtype
-    head: PositiveInt
-    """Its size."""
+    head: PositiveInt  # Its size
     causal: bool
     seq: PositiveInt
     heads: PositiveInt
@@ -66,8 +65,7 @@ class AttentionRate(Value):
     batch: PositiveInt
     forward: PositiveFloat
     backward: PositiveFloat
-    masked: bool = False
-    """Given an additive mask as a tensor; every score is computed then."""
+    masked: bool = False  # Given an additive mask as a tensor; every score is computed then
 
     @model_validator(mode="after")
     def _one_mask(self) -> "AttentionRate":
@@ -94,10 +92,8 @@ class AttentionRate(Value):
 class AttentionRun(Value):
     """What one record says, and where it comes from."""
 
-    gpu: str
-    """The catalog's name."""
-    measured_at: str
-    """The record's time, ISO 8601: it names the record."""
+    gpu: str  # The catalog's name
+    measured_at: str  # The record's time, ISO 8601: it names the record
     commit: str = ""
     torch: str
     experiment: str

@@ -20,8 +20,8 @@ from trainfit.catalog.config_checks import check_config
 from trainfit.catalog.this_cpu import CPU, this_cpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
+from trainfit.spec.plain_data import read_json
 from trainfit.spec.recipe import Hardware
-from trainfit.spec.recipe_file import read_json
 from trainfit.spec.value import Value, parse
 
 FOLDER = Path(__file__).parent

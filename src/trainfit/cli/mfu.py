@@ -17,6 +17,7 @@ from trainfit.cli.options import (
     print_notes,
     share,
 )
+from trainfit.spec import DEFAULT_GPU
 
 Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or a config.json.")]
 Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
@@ -57,7 +58,7 @@ def run(
     seq: Seq = None,
     step_s: StepSeconds = None,
     mfu: Given = None,
-    gpu: GpuName = "h200",
+    gpu: GpuName = DEFAULT_GPU,
     count: NumGpus = 1,
     adapter: Adapter = None,
     rank: Rank = 16,

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
@@ -27,7 +28,7 @@ def register(app: typer.Typer) -> None:
 def run(
     script: Script,
     arguments: Arguments = None,
-    gpu: str = typer.Option("h200", "--gpu", metavar="NAME", help="An NVIDIA GPU of trainfit gpus."),
+    gpu: str = typer.Option(DEFAULT_GPU, "--gpu", metavar="NAME", help="An NVIDIA GPU of trainfit gpus."),
     steps: int = typer.Option(3, "--steps", min=1, metavar="N", help="Optimizer steps that are traced."),
     json: Json = False,
     check: Check = False,

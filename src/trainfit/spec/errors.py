@@ -31,9 +31,8 @@ class InputError(ValueError):
 
     def in_file(self, file: str) -> "InputError":
         """The same error, naming its file."""
-        return InputError(
-            self.problem, self.remedy, field=self.field, value=self.value, file=self.file or file
-        )
+        file = self.file or file
+        return InputError(self.problem, self.remedy, field=self.field, value=self.value, file=file)
 
 
 def _short(value: object, limit: int = 60) -> str:

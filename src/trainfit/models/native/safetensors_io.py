@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.models.native.layout import MappedTensor, mapped_tensors, tensor_of
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe_file import read_json
+from trainfit.spec.plain_data import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
