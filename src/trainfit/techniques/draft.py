@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 
 if TYPE_CHECKING:
     import torch
