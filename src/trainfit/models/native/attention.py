@@ -28,12 +28,9 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
 def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
     """Call trainfit's FlashAttention kernels, which support plain causal attention only."""
     if bias is not None:
-        raise InputError(
-            "its kernels add no bias to the scores, which ALiBi, a sliding window or a prefix needs",
-            "use attention: sdpa, efficient or eager",
-            field="attention",
-            value="triton",
-        )
+        problem = "its kernels add no bias to the scores, which ALiBi, a sliding window or a prefix needs"
+        remedy = "use attention: sdpa, efficient or eager"
+        raise InputError(problem, remedy, field="attention", value="triton")
     return attend(q_bhsd, k_bksd, v_bksd, True)
 
 
@@ -54,12 +51,9 @@ SOFTMAX = {"fused": fused_softmax, "unfused": unfused_softmax}
 
 
 def eager_attention(
-    q_bhsd: Tensor,
-    k_bksd: Tensor,
-    v_bksd: Tensor,
-    bias: Tensor | None,
+    q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None,
     softmax: Callable[[Tensor], Tensor] = fused_softmax,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute softmax(QK^T)V with all [b, h, s, s] scores in memory, softmax in fp32."""
     s, d = q_bhsd.shape[2:]
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
