@@ -102,7 +102,7 @@ class AttentionRun(Value):
 
 
 class Found(NamedTuple):
-    """The measurement nearest to a request."""
+    """The nearest measurement."""
 
     run: AttentionRun
     shape: AttentionShape
@@ -110,11 +110,7 @@ class Found(NamedTuple):
 
 @functools.cache
 def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
-    """Return the runs of a file, checked.
-
-    Raises:
-        InputError: a GPU that the catalog does not have, a duplicate shape or rate, or an invalid value.
-    """
+    """Return the checked runs of a file; unknown GPUs, duplicates and invalid values are an InputError."""
     table, file = tomllib.loads(path.read_text(encoding="utf-8")), path.name
     runs = tuple(parse(AttentionRun, row, file=file) for row in table.get("run", []))
     seen: set[tuple[object, ...]] = set()

@@ -38,10 +38,7 @@ LARGEST_OF_KIND = (
     (re.compile(r"^(?:num|n)_"), 2**20),
     (re.compile(r""), 2**31 - 1),
 )
-"""Pattern of a key -> the largest whole number it may have, wherever it stands; the first that fits holds.
-
-Model types have many names for counts, and their configs or modules make as many of something.
-"""
+"""Pattern of a key, anywhere in a config -> its largest whole number; the first that fits holds."""
 LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$")
 """Keys of the kinds above that count what is no module: up to 2**31 - 1."""
 
@@ -57,13 +54,7 @@ ROPE_MAPPINGS = ("rope_scaling", "rope_parameters", "rope")
 
 
 def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
-    """Return the mapping itself, if a model can be built from it.
-
-    Raises:
-        InputError: not a mapping, no ``model_type``, remote code requested, a size that is no positive
-            integer or too large, query heads that do not share the key-value heads evenly, a forward that
-            returns no mapping, or a value with which no model trains.
-    """
+    """Return the mapping itself; an InputError refuses one from which no trainable model can be built."""
     try:
         return _checked(config)
     except InputError as error:

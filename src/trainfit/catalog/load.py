@@ -66,11 +66,7 @@ def _parsed(kind: type[V], file: str) -> dict[str, V]:
 
 
 def gpu(name: str) -> Gpu:
-    """Return the accelerator called ``name``, such as ``h100-sxm`` or ``H100 80GB``; ``cpu`` is this machine.
-
-    Raises:
-        InputError: no such row; the message lists near names.
-    """
+    """Return the accelerator called ``name``, such as ``H100 80GB``; ``cpu`` is this machine."""
     known = names.gpu_name(name)
     if known == names.CPU:
         return _this_cpu()
@@ -79,29 +75,18 @@ def gpu(name: str) -> Gpu:
 
 def _this_cpu() -> Gpu:
     """Return this machine's CPU. Its memory is known, its peak and bandwidth are not."""
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    kind, num_bytes = platform.machine(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    title = f"this machine's CPU ({kind}, {os.cpu_count()} cores)"
+    source = Source(url="", accessed="now", note="read from the operating system")
     return Gpu(
-        name=names.CPU,
-        title=f"this machine's CPU ({platform.machine()}, {os.cpu_count()} cores)",
-        vendor="host",
-        architecture=platform.machine(),
-        memory_bytes=memory_bytes,
-        usable_bytes=memory_bytes,
-        memory_bytes_per_s=None,
-        peak_flops_per_s={},
-        link="none",
-        host_link="none",
-        gpus_per_host=1,
-        source=Source(url="", accessed="now", note="read from the operating system"),
-    )
+        name=names.CPU, title=title, vendor="host", architecture=kind, memory_bytes=num_bytes,
+        usable_bytes=num_bytes, memory_bytes_per_s=None, peak_flops_per_s={}, link="none", host_link="none",
+        gpus_per_host=1, source=source,
+    )  # fmt: skip
 
 
 def gpu_of_device(device_name: str) -> Gpu:
-    """Return the GPU that a driver calls ``device_name``, as in ``torch.cuda.get_device_name``.
-
-    Raises:
-        InputError: no row has that name; the error lists near ones.
-    """
+    """Return the GPU that a driver calls ``device_name``, as in ``torch.cuda.get_device_name``."""
     rows = {name: row for row in gpus().values() for name in row.device_names}
     if device_name in rows:
         return rows[device_name]
@@ -184,11 +169,9 @@ def names_like(name: str, known: Iterable[str]) -> list[str]:
 
 def _unknown(field: str, name: str, known: Iterable[str], noun: str, family: Sequence[str] = ()) -> NoReturn:
     every = list(known)
-    near = list(family) or names_like(name, every)
-    if near:
+    remedy = f"known: {', '.join(every)}"
+    if near := list(family) or names_like(name, every):
         remedy = f"did you mean {', '.join(near)}?"
     elif len(every) > MAX_NAMES_LISTED:
         remedy = f"trainfit {noun}s lists the {len(every)} that are known"
-    else:
-        remedy = f"known: {', '.join(every)}"
     raise InputError(f"no {noun} of that name", remedy, field=field, value=name)

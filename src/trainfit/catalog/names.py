@@ -40,11 +40,7 @@ OWN_CATALOG = "TRAINFIT_CATALOG"
 
 @functools.cache
 def rows(file: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of one of the catalog's data files, not to be changed.
-
-    Raises:
-        InputError: a file of one's own that cannot be read, or whose row the catalog has already.
-    """
+    """Return the rows of one of the catalog's data files, and of one's own, not to be changed."""
     found: dict[str, dict[str, Any]] = {}
     for path in (folder / file for folder in _folders()):
         for name in _read(path).keys() & found.keys():

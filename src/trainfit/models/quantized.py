@@ -35,9 +35,14 @@ class QuantizedLinear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, kind: str, dtype: torch.dtype,
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        kind: str,
+        dtype: torch.dtype,
         device: torch.device | str,
-    ):  # fmt: skip
+    ):
         nn.Module.__init__(self)  # nn.Linear would allocate a full-precision weight.
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
         self.compute_dtype = dtype
@@ -138,9 +143,13 @@ def linears_on_meta() -> Iterator[None]:
     linear, conv = nn.Linear.__init__, Conv1D.__init__
 
     def make_linear(
-        self: nn.Linear, in_features: int, out_features: int, bias: bool = True, device: Any = None,
+        self: nn.Linear,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
         dtype: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         linear(self, in_features, out_features, bias, "meta", dtype)
 
     def make_conv(self: Any, nf: int, nx: int) -> None:

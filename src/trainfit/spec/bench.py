@@ -70,23 +70,18 @@ class Curve(Value):
 class BenchRow(Value):
     """One point of an experiment.
 
-    Attributes:
-        point: values that distinguish this row, such as ``{"seq": 256, "pass": "forward"}``.
-        status: done: the median's confidence interval is narrow enough; unsteady: the time cap came first;
-            impossible: faster than the data sheet allows, so there are times but no rates; throttled: the
-            driver held the clocks down, so there are only bytes; refused: this device or version lacks it;
-            not-run: the time limit came first, or the run was ended.
-        times: seconds of each kept sample.
-        numbers: results other than times, units in the names (``tflops_per_s``, ``bytes``); dtypes are text.
-        discarded: samples discarded because they were throttled.
+    ``status``: done: the median's confidence interval is narrow enough; unsteady: the time cap came first;
+    impossible: faster than the data sheet allows, so there are times but no rates; throttled: the driver held
+    the clocks down, so there are only bytes; refused: this device or version lacks it; not-run: the time
+    limit came first, or the run was ended.
     """
 
-    point: dict[str, Cell]
+    point: dict[str, Cell]  # Values that distinguish this row, such as ``{"seq": 256, "pass": "forward"}``
     status: BenchStatus
     message: str = ""
-    times: Spread | None = None
-    numbers: dict[str, Cell] = {}
-    discarded: Count = 0
+    times: Spread | None = None  # Seconds of each kept sample
+    numbers: dict[str, Cell] = {}  # Results other than times, units in the names; dtypes are text
+    discarded: Count = 0  # Samples discarded because they were throttled
     curve: Curve | None = None
 
     @model_validator(mode="after")

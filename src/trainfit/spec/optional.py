@@ -8,14 +8,10 @@ from trainfit.spec.errors import InputError
 
 
 def optional(module: str, extra: str, *, field: str = "", value: object = None) -> ModuleType:
-    """Import ``module`` of a package that only the extra installs.
-
-    Args:
-        extra: the extra's name in pyproject.toml.
-        field: the field that needs it, such as ``adapter.kind``; ``value``: its value.
+    """Import ``module`` of a package that only the extra of pyproject.toml installs.
 
     Raises:
-        InputError: it is not installed, or cannot be imported here.
+        InputError: it is not installed, or cannot be imported; names the ``field`` and value that need it.
     """
     package = module.partition(".")[0]
     try:

@@ -71,18 +71,12 @@ def set_field(data: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     return _set_whole(data, field.split("."), value, f"{field}: {value}")
 
 
-def recipe_of_model(
-    config_file: str,
-    settings: list[str] | None = None,
-    *,
-    over: dict[str, Any] | None = None,
-    notes: list[str] | None = None,
-) -> Recipe:
-    """Return the recipe of a config.json or its folder; ``over`` and ``notes`` as in ``load_recipe``."""
+def recipe_of_model(config_file: str, settings: list[str] | None = None, **options: Any) -> Recipe:
+    """Return the recipe of a config.json or its folder; ``options`` as in ``load_recipe``."""
     path = Path(config_file)
     config = str(path / "config.json" if path.is_dir() else path.absolute())
     data = with_model_config({"model": {"config": config}}, Path.cwd())
-    return _check([(config_file, data)], settings, over, notes)
+    return recipe_from(data, settings, file=config_file, **options)
 
 
 def recipe_lines(path: Path) -> Iterator[Layer]:

@@ -12,20 +12,15 @@ PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 
 
 class MemoryBreakdown(Value):
-    """Bytes alive at one moment, by what they hold. The parts sum to the total.
+    """Bytes alive at one moment, by what they hold. The parts sum to the total."""
 
-    weights: parameters and buffers; gradients: of parameters, accumulated; optimizer: its state;
-    activations: saved by the forward for the backward (the batch included); temporary: everything else alive;
-    communication: buffers of collectives; workspace: scratch that libraries keep (cuBLAS, cuDNN).
-    """
-
-    weights: Bytes = 0
+    weights: Bytes = 0  # Parameters and buffers
     gradients: Bytes = 0
-    optimizer: Bytes = 0
-    activations: Bytes = 0
-    temporary: Bytes = 0
-    communication: Bytes = 0
-    workspace: Bytes = 0
+    optimizer: Bytes = 0  # Its state
+    activations: Bytes = 0  # Saved by the forward for the backward, the batch included
+    temporary: Bytes = 0  # Everything else alive
+    communication: Bytes = 0  # Buffers of collectives
+    workspace: Bytes = 0  # Scratch that libraries keep (cuBLAS, cuDNN)
 
     @property
     def total(self) -> int:

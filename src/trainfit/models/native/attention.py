@@ -51,9 +51,12 @@ SOFTMAX = {"fused": fused_softmax, "unfused": unfused_softmax}
 
 
 def eager_attention(
-    q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None,
+    q_bhsd: Tensor,
+    k_bksd: Tensor,
+    v_bksd: Tensor,
+    bias: Tensor | None,
     softmax: Callable[[Tensor], Tensor] = fused_softmax,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute softmax(QK^T)V with all [b, h, s, s] scores in memory, softmax in fp32."""
     s, d = q_bhsd.shape[2:]
     groups = q_bhsd.shape[1] // k_bksd.shape[1]
