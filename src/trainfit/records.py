@@ -68,10 +68,7 @@ def append_all(path: str | Path, records: Iterable[Record]) -> int:
     with _open(Path(path), create=True) as database:
         database.execute("BEGIN IMMEDIATE")
         _check_whole(database, Path(path))
-        database.executemany(
-            f"INSERT INTO records ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
-            rows,
-        )
+        database.executemany(f"INSERT INTO records ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", rows)
         database.execute("COMMIT")
     return len(rows)
 

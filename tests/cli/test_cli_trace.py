@@ -44,8 +44,7 @@ def test_a_script_becomes_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("end", "words"),
-    [("sys.exit(3)", "ended with exit code 3"), ("raise KeyError('lr')", "KeyError: 'lr'")],
+    ("end", "words"), [("sys.exit(3)", "ended with exit code 3"), ("raise KeyError('lr')", "KeyError: 'lr'")]
 )
 def test_a_script_that_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, words: str

@@ -44,6 +44,7 @@ class Worker:
             text=True,
             env=os.environ | {"TRAINFIT_CACHE": str(self.folder / "cache"), "COLUMNS": "200"},
         )  # fmt: skip
+        self.pid = self._process.pid
         return self
 
     def __exit__(

@@ -1,7 +1,7 @@
 """Split a causal LM into its body and output layer, for losses that never hold all logits.
 
 Families differ in what they do to logits; those listed were compared with the model's own logits
-(tests/kernels/cross_entropy/test_chunked_loss.py), and others are refused.
+(tests/kernels/cross_entropy/test_losses.py), and others are refused.
 """
 
 from typing import Any, NamedTuple
