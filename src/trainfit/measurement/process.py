@@ -69,7 +69,7 @@ class Ending:
 
     @property
     def killed(self) -> bool:
-        """Return whether another process ended it, other than by its time limit or the system's lack of memory."""
+        """True if another process ended it, other than by its time limit or the system's lack of memory."""
         return self.signal in FROM_OUTSIDE and not self.timed_out and not self.system_out_of_memory
 
     @property
