@@ -13,10 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +40,14 @@ class Ending:
 
 
 class Worker:
-    """Context manager around the process that forks.
+    """Context manager around the process that forks."""
 
-    Args:
-        hidden: packages that it does not find, as if they were not installed.
-    """
-
-    def __init__(self, folder: Path, hidden: Sequence[str] = ()):
-        self.folder, self._hidden = folder, hidden
+    def __init__(self, folder: Path):
+        self.folder = folder
 
     def __enter__(self) -> "Worker":
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *self._hidden], cwd=self.folder,
+            [sys.executable, __file__], cwd=self.folder,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"TRAINFIT_CACHE": str(self.folder / "cache"), "COLUMNS": "200"},
         )  # fmt: skip
@@ -97,23 +90,12 @@ class Worker:
         return Ending(**json.loads(self._process.stdout.readline()))
 
 
-def _hide(packages: Sequence[str]) -> None:
-    find = PathFinder.find_spec
-
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        return None if name.partition(".")[0] in packages else find(name, path, target)
-
-    PathFinder.find_spec = find_spec
-
-
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    _hide(sys.argv[1:])
     for module in IMPORTS:
-        with suppress(ImportError):  # Of a hidden package.
-            importlib.import_module(module)
+        importlib.import_module(module)
     sys.modules["torch"].set_num_threads(1)
     for line in sys.stdin:
         answers.write(json.dumps(_ending(json.loads(line))) + "\n")

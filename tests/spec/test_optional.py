@@ -1,68 +1,69 @@
 """A plain install, without any extra: one line that names the extra, exit 65, no traceback."""
 
 import re
+import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from command_worker import Worker
 from tiny_sweep import BASE
+from trainfit.cli.main import main
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import is_installed, optional, require
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ("peft", "accelerate", "torchao", "matplotlib", "tensorboard", "ray", "datasets")
+Captured = pytest.CaptureFixture[str]
+TRAIN = ["train", "tiny-cpu", "--out", "run", "--steps", "2", "--device", "cpu", "--set", "batch.seq=16"]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with Worker(tmp_path_factory.mktemp("plain"), hidden=EXTRAS) as running:
-        yield running
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder without the packages of the extras; None in sys.modules halts an import."""
+    monkeypatch.chdir(tmp_path)
+    for name in {*EXTRAS, *(name for name in sys.modules if name.partition(".")[0] in EXTRAS)}:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize(
     ("words", "package", "extra"),
     [
-        ("predict tiny-cpu --set adapter.kind=lora", "peft", "peft"),
-        ("train tiny-cpu --set adapter.kind=prompt --out run", "peft", "peft"),
-        ("measure tiny-cpu --set adapter.kind=lora --steps 1", "peft", "peft"),
-        ("train tiny-cpu --out run --steps 1 --tensorboard", "tensorboard", "tensorboard"),
-        ("train tiny-cpu --out run --steps 1 --data hub:a/b", "datasets", "datasets"),
-        ("predict tiny-cpu --set precision=fp8 --gpu h100-sxm", "torchao", "torchao"),
-        ("report none.jsonl --html page.html", "matplotlib", "plots"),
-        ("bench accumulation --plot x.svg", "matplotlib", "plots"),
-        ("sweep gpt2.yaml --executor ray --out out", "ray", "ray"),
+        (["predict", "tiny-cpu", "--set", "adapter.kind=lora"], "peft", "peft"),
+        ([*TRAIN, "--set", "adapter.kind=prompt"], "peft", "peft"),
+        ([*TRAIN, "--tensorboard"], "tensorboard", "tensorboard"),
+        ([*TRAIN, "--data", "hub:a/b"], "datasets", "datasets"),
+        (["predict", "tiny-cpu", "--set", "precision=fp8", "--gpu", "h100-sxm"], "torchao", "torchao"),
+        (["report", "none.jsonl", "--html", "page.html"], "matplotlib", "plots"),
+        (["bench", "accumulation", "--plot", "x.svg"], "matplotlib", "plots"),
     ],
 )
 def test_a_missing_package_is_one_line_with_its_extra(
-    words: str, package: str, extra: str, plain: Worker, tmp_path: Path
+    words: list[str], package: str, extra: str, capsys: Captured
 ) -> None:
-    (tmp_path / "none.jsonl").touch()
-    (tmp_path / "gpt2.yaml").write_text("base: gpt2")
-    ended = plain.run(*words.split(), folder=tmp_path, memory_bytes=None)
-    assert ended.code == 65, ended.err
-    (error,) = [line for line in ended.err.splitlines() if "error" in line]
-    assert f"needs the package {package}, which is not installed; pip install 'trainfit[{extra}]'" in error
-    assert "Traceback" not in ended.err
+    Path("none.jsonl").write_text("")
+    assert main(words) == 65
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert f"needs the package {package}, which is not installed; pip install 'trainfit[{extra}]'" in line
+    assert "Traceback" not in err
 
 
-def test_a_plain_install_trains_without_event_files(plain: Worker, tmp_path: Path) -> None:
-    words = "train tiny-cpu --out run --steps 2 --data stories:60 --device cpu --set batch.seq=16"
-    ended = plain.run(*words.split(), folder=tmp_path, memory_bytes=None)
-    assert ended.code == 0, ended.err
-    assert "no event files: TensorBoard is not installed; pip install 'trainfit[tensorboard]'" in ended.err
-    assert (tmp_path / "run" / "log.jsonl").exists()
-    assert not (tmp_path / "run" / "tensorboard").exists()
+@pytest.mark.usefixtures("plain")
+def test_a_plain_install_trains_without_event_files(capsys: Captured) -> None:
+    assert main([*TRAIN, "--data", "stories:60"]) == 0
+    err = capsys.readouterr().err
+    assert "no event files: TensorBoard is not installed; pip install 'trainfit[tensorboard]'" in err
+    assert not Path("run/tensorboard").exists()
 
 
-def test_a_plain_install_writes_the_page_of_a_sweep_without_plots(plain: Worker, tmp_path: Path) -> None:
-    (tmp_path / "sweep.yaml").write_text(BASE + "list: [{name: one}]\n")
-    ended = plain.run("sweep", "sweep.yaml", "--out", "out", "--stop-after", "0", folder=tmp_path)
-    assert ended.code == 75, ended.err
-    assert "pip install 'trainfit[plots]'" in ended.err
-    page = (tmp_path / "out" / "report.html").read_text()
+@pytest.mark.usefixtures("plain")
+def test_a_plain_install_writes_the_page_of_a_sweep_without_plots(capsys: Captured) -> None:
+    Path("sweep.yaml").write_text(BASE + "list: [{name: one}]\n")
+    assert main(["sweep", "sweep.yaml", "--out", "out", "--stop-after", "0"]) == 75
+    assert "pip install 'trainfit[plots]'" in capsys.readouterr().err
+    page = Path("out/report.html").read_text()
     assert "<svg" not in page
     assert "matplotlib is not installed" in page
 
@@ -77,7 +78,7 @@ def test_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch:
     assert is_installed("pytest")
 
 
-def test_every_extra_in_the_source_exists() -> None:
+def test_every_extra_that_is_asked_for_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     named = set(re.findall(r"(?:optional|require)\(\s*\"[\w.]+\", \"(\w+)\"", source))
