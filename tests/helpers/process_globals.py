@@ -122,7 +122,8 @@ def _torch() -> dict[str, Any]:
         ),
         "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "module hooks": [list(hook) for hook in hooks if hasattr(hook, "__len__")],
-        "optimizer hooks": [*optimizers._global_optimizer_pre_hooks, *optimizers._global_optimizer_post_hooks],
+        "optimizer pre hooks": [*optimizers._global_optimizer_pre_hooks],
+        "optimizer post hooks": [*optimizers._global_optimizer_post_hooks],
         "foreach types": [[*one._foreach_supported_types] for one in (_foreach_utils, optimizers)],
         "swap on conversion": (
             torch.__future__.get_overwrite_module_params_on_conversion(),
