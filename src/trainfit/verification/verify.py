@@ -72,7 +72,7 @@ class Verification(Value):
     worst: dict[str, float]
     """The largest error, signed, by quantity."""
     passed: bool
-    """Whether the allocated peak's median error is within the limit and nothing ran out of memory."""
+    """True if the allocated peak's median error is within the limit and nothing ran out of memory."""
 
 
 def verify(
