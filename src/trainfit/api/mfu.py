@@ -15,6 +15,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.closed_form import StepFlops, product_step_flops, step_flops
 from trainfit.prediction.estimate import ledger_of, matmul_dtype
 from trainfit.prediction.roofline import peak_flops_per_s
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -31,7 +32,7 @@ def mfu(
     seq: int,
     step_s: float | None = None,
     mfu: float | None = None,
-    gpu: str = "h200",
+    gpu: str = DEFAULT_GPU,
     count: int = 1,
     adapter: Literal["lora"] | None = None,
     rank: int = 16,
