@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 
 from bench_rows import result_of
-from trainfit.cli.bench import show
-from trainfit.cli.fitted import broken, fitted, width_of
+from trainfit.cli.bench_text import broken, fitted, show, width_of
 from trainfit.report.bench_table import Grid, grids
 from trainfit.spec.bench import BenchRow, Cell, Spread
 

@@ -248,7 +248,7 @@ def test_a_measurement_without_memory_says_why():
 def test_small_models_read_in_small_units():
     one = recipe()
     found = compare([predicted(one, 45.87 / 1024), measured(one, 46 / 1024)])
-    assert "45.87 MiB   46.00 MiB" in printed(found)
+    assert "45.87 MiB  46.00 MiB" in printed(found)
     assert "| 45.87 MiB | 46.00 MiB |" in markdown_table(found)
 
 
