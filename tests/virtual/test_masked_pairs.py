@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainfit
 from tiny_recipe import TINY_LLAMA
 from trainfit.ledger.ledger import Ledger
-from trainfit.prediction.product_flops import product_step_flops, visible_pairs
+from trainfit.prediction.closed_form import product_step_flops, visible_pairs
 from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
 from trainfit.virtual.trace.masks.tracker import MARK, MaskTracker

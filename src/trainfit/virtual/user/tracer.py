@@ -45,7 +45,7 @@ class UserTracer(Tracer):
         super().__init__(gpu, scopes, placement)
         self._fake = fake
         self.is_inside = False
-        """Whether PyTorch's own code runs, which must see fake tensors on the CPU."""
+        """True while PyTorch's own code runs, which must see fake tensors on the CPU."""
         self.notes: set[str] = set()
         """Deviations of the trace from a real run."""
 
