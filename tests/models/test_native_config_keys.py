@@ -13,8 +13,7 @@ from trainfit.models.hf import build_hf
 from trainfit.models.native.build import build_native
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.families import FAMILIES
-from trainfit.models.native.layout import mapped_tensors, tensor_of
-from trainfit.models.native.safetensors_io import load_safetensors
+from trainfit.models.native.safetensors_io import load_safetensors, mapped_tensors, tensor_of
 from trainfit.spec.errors import InputError
 
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True}

@@ -13,7 +13,7 @@ from tiny_families import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import tiny_recipe
 from tiny_step import learned
 from tiny_training import Listener, asked, stop_at, tiny
-from trainfit.models.native.layout import mapped_tensors, tensor_of
+from trainfit.models.native.safetensors_io import mapped_tensors, tensor_of
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
