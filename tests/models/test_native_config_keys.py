@@ -1,5 +1,4 @@
-"""Keys of a config.json one by one: native computes what transformers computes of them, or refuses them in
-one line."""
+"""Keys of a config.json one by one: native computes the same as transformers, or refuses them."""
 
 import copy
 from pathlib import Path
