@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from quantized_layer import KINDS, quantized_layer
-from tiny_families import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import TINY_LLAMA, tiny_recipe
-from tiny_step import learned
+from tiny_step import BASE, FAMILIES, KINDS, aot_eager, learned, quantized_layer, trajectory
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
