@@ -31,22 +31,14 @@ def holds_kernels(package: str, module: str) -> bool:
 class StandIn:
     """Object with every attribute, every call and the arithmetic that launchers do on constants."""
 
-    def __getattr__(self, name: str) -> StandIn:
-        return self
-
-    def __getitem__(self, key: Any) -> StandIn:
-        return self
-
     def __call__(self, *args: Any, **kwargs: Any) -> StandIn:
-        return self
-
-    def __mul__(self, other: Any) -> StandIn:
         return self
 
     def __gt__(self, other: Any) -> bool:
         return False
 
-    __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __mul__
+    __getattr__ = __getitem__ = __mul__ = __rmul__ = __add__ = __radd__ = __call__
+    __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __call__
 
 
 def dry_launcher(launcher: Callable[..., Any]) -> Callable[..., Any]:
