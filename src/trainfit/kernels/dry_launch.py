@@ -1,8 +1,7 @@
 """Run a kernel's launcher without a GPU or Triton: tensors are allocated, kernels are not launched.
 
-A dry launcher is the launcher's own code, in which every import from Triton and every kernel of this package
-is replaced by a stand-in that accepts any call. Given fake tensors it allocates and frees the same tensors in
-the same order as on a GPU. The virtual GPU takes scratch memory from it.
+A dry launcher is the launcher's own code, with a stand-in that accepts any call for every import from Triton
+and every kernel of this package. Given fake tensors it allocates and frees the tensors in the order of a GPU.
 """
 
 from __future__ import annotations

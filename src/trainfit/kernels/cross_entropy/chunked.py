@@ -3,8 +3,8 @@
 Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
 The forward computes a chunk's loss and gradients together and drops its logits; the backward scales the
-gradients. Memory: one chunk's logits in the dtype of the products and in fp32 (6 bytes per logit in bf16, 4 in
-fp32, 8 with a soft cap), and the gradients, which are saved for backward.
+gradients. Memory: one chunk's logits in the dtype of the products and in fp32 (6 bytes per logit in bf16, 4
+in fp32, 8 with a soft cap), and the gradients, which are saved for backward.
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient 0.31 % with one chunk, 0.42 % with 8,
@@ -19,8 +19,8 @@ from torch import Tensor
 from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL, Gradients, loss_with_gradients
 
 MIN_ROWS = 1024
-"""Minimum tokens per chunk. Reading and writing the weight's gradient takes as long as a product at c = 400 (4 e v
-bytes at 3.5 TB/s, 2 c e v FLOPs at 700 TFLOP/s)."""
+"""Minimum tokens per chunk. Reading and writing the weight's gradient (4 e v bytes at 3.5 TB/s) takes as long
+as a product (2 c e v FLOPs at 700 TFLOP/s) at c = 400."""
 MAX_CHUNKS = 32
 """Limits how often the weight's gradient is rounded."""
 ALIGNMENT = 8

@@ -6,8 +6,8 @@ Per chunk: logits = hidden W^T; one kernel writes c losses and replaces the logi
 products give the gradients of hidden states and, accumulated, of the weight. The backward only scales them.
 
 Memory: the gradients, which are saved for backward; one chunk's logits in the dtype of the products (2 c v
-bytes in bf16, at most LOGITS_BYTES unless one token has more) and 12 n bytes. Autocast adds the weight in that
-dtype and one product of its shape (2 e v bytes each).
+bytes in bf16, at most LOGITS_BYTES unless one token has more) and 12 n bytes. Autocast adds the weight in
+that dtype and one product of its shape (2 e v bytes each).
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32
