@@ -31,7 +31,7 @@ from trainfit.measurement.trial import TrialRequest
 from trainfit.prediction.estimate import ledger_of
 from trainfit.records import read_jsonl
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import read_recipes
+from trainfit.spec.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
 from trainfit.sweeps.worker import ready_to_fork
@@ -133,7 +133,7 @@ def measure_all(recipes: Path, runs: Path) -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that importing libraries leaves CUDA untouched
     start, host = ready_to_fork("cuda"), host_environment("cuda")
     with runs.open("w") as file:
-        for recipe in read_recipes(recipes):
+        for recipe in (recipe_from(data) for _, data in recipe_lines(recipes)):
             request = TrialRequest(recipe=recipe, steps=0, warmup=2, device="cuda", environment=host)
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)

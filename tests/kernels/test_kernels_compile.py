@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from machine_code import loops
+from kernel_runs import loops
 
 TESTS = Path(__file__).parents[1]
 SOURCE = TESTS.parent / "src/trainfit"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantized_layer import quantized_layer
+from tiny_step import quantized_layer
 from trainfit.kernels.cross_entropy import fused, gradients_in_forward
 from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
 from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy

@@ -1,5 +1,4 @@
-"""Models with our block kernels are the models without them: same numbers, less memory; other forms are
-refused."""
+"""Models with our block kernels: same numbers as without, less memory; other forms are refused."""
 
 from typing import Any
 
@@ -53,8 +52,7 @@ def same(recipe: Recipe, rel: float = 1e-5, compiler: Any = None) -> None:
 
 
 SGD = Optimizer(name="sgd", lr=0.1)
-"""Its update is in proportion to the gradient: AdamW's would make much of gradients that are rounding
-alone."""
+"""Its update is in proportion to the gradient; AdamW's would enlarge gradients that are rounding alone."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,20 +60,19 @@ def test_families_of_llamas_form_compute_the_same(family: str):
     same(of_family(family, optimizer=SGD))
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
 @pytest.mark.parametrize(
-    "fields",
-    [{"precision": "bf16"}, {"precision": "amp-bf16"}, {"attention": "eager"}, {"recompute": "full"},
-     {"recompute": "selective"}, {"adapter": Adapter(kind="lora", rank=4)},
-     {"adapter": Adapter(kind="prefix")}],
+    ("code", "fields"),
+    [("hf", {"precision": "bf16"}), ("native", {"precision": "amp-bf16"}), ("hf", {"attention": "eager"}),
+     ("native", {"recompute": "full"}), ("hf", {"recompute": "selective"}),
+     ("hf", {"adapter": Adapter(kind="lora", rank=4)}), ("hf", {"adapter": Adapter(kind="prefix")}),
+     ("native", {"adapter": Adapter(kind="prefix")})],
     ids=str,
 )  # fmt: skip
 def test_with_other_techniques(code: Any, fields: dict[str, Any]):
     same(tiny_recipe(code, **{"optimizer": SGD, **fields}), 1e-3 if "bf16" in str(fields) else 1e-5)
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
-@pytest.mark.parametrize("unit", ["block", "model"])
+@pytest.mark.parametrize(("code", "unit"), [("hf", "model"), ("native", "block")])
 def test_they_compile(code: Any, unit: Any):
     """The blocks without a break."""
     torch._dynamo.reset()
@@ -97,11 +94,9 @@ def test_qk_norms_and_unfused_spellings_of_native():
     same(plain.model_copy(update={"model": ModelSpec(config=config, implementation="native")}))
 
 
-@pytest.mark.parametrize("compiled", [False, "block"])
-@pytest.mark.parametrize("code", ["hf", "native"])
+@pytest.mark.parametrize(("code", "compiled"), [("hf", "block"), ("native", False)])
 def test_every_norm_gate_and_rotation_runs_ours(code: Any, compiled: Any):
-    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call
-    the same operations."""
+    """2 norms a block and the last one; no standard kernel is left, in compiled blocks neither."""
     config = {**TINY_LLAMA, "num_hidden_layers": 5}
     options = {"block_kernels": "triton", "compile": compiled}
     ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), **options))

@@ -18,10 +18,11 @@ from trainfit.cli.options import (
     print_notes,
     share,
 )
+from trainfit.spec import DEFAULT_GPU
 
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
-RECOMPUTE_HELP = "full: the whole forward again, in HFU only."
+RECOMPUTE_HELP = "full: each block runs again, in HFU only."
 CLOSED_HELP = (
     "The closed form printed with the count. products: multiplied weights, windows followed; 6n: all "
     "parameters, embedding included, no windows, as in published figures."
@@ -36,7 +37,7 @@ def run(
     seq: Annotated[int | None, Option(min=1, metavar="S", help="Tokens a sequence.")] = None,
     step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
     mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
-    gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = "h200",
+    gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = DEFAULT_GPU,
     num_gpus: Annotated[int, Option("--count", min=1, metavar="N", help="Number of GPUs.")] = 1,
     adapter: Annotated[Literal["lora"] | None, Option(help="Frozen weights: no weight gradients.")] = None,
     rank: Annotated[int, Option(min=1, metavar="R", help="The adapter's rank.")] = 16,
@@ -77,10 +78,10 @@ def run(
                 raise typer.BadParameter(f"{option} must be above 0")
         if tokens is not None and gpu_hours is not None:
             raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
-        recipe = recipe_of_one(model, seq, precision, adapter, rank)
+        recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
         speed = Speed(step_s, mfu, row, num_gpus, peak_flops)
         with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
-            found |= step_usage(recipe, batch, attention, recompute == "full", speed, closed_form)
+            found |= step_usage(recipe, batch, attention, speed, closed_form)
         if tokens is not None:
             found |= run_usage(tokens, batch * seq, found, price)
     if gpu_hours is not None:

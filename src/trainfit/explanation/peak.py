@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
-from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.ledger.segments import rounded
 from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
@@ -33,7 +33,7 @@ BELONGS_TO_PARAMETERS = ("weights", "optimizer")
 
 
 def explain(recipe: Recipe) -> Explanation:
-    """What holds memory at the peak of the recipe's step, and how memory goes through that step.
+    """Explain the memory at the peak of the recipe's step, and its course through that step.
 
     Raises:
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
@@ -115,13 +115,8 @@ def _short(op: str) -> str:
     return OPERATION.sub("", op).removesuffix(".default")
 
 
-def rounded(num_bytes: int) -> int:
-    """As the allocator counts: up to a multiple of 512."""
-    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
-
-
 class _Walk:
-    """What is alive, by category, through one step; what is alive before it included."""
+    """Live bytes by category through one step, those from before it included."""
 
     def __init__(self, ledger: Ledger, events: Sequence[LiveEvent], step: str):
         self.points: list[tuple[str, dict[str, int]]] = []

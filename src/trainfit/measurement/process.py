@@ -60,7 +60,7 @@ class TrialStorageError(OSError):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trial's process ended: exit code, or signal; ``timed_out``: by the time limit."""
+    """End of a trial's process: exit code, or signal; ``timed_out``: by the time limit."""
 
     exit_code: int | None
     signal: int | None
@@ -69,7 +69,7 @@ class Ending:
 
     @property
     def killed(self) -> bool:
-        """Whether another process ended it, other than by its time limit or the system's lack of memory."""
+        """True if another process ended it, other than by its time limit or the system's lack of memory."""
         return self.signal in FROM_OUTSIDE and not self.timed_out and not self.system_out_of_memory
 
     @property

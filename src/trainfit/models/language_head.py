@@ -20,10 +20,8 @@ PLAIN = frozenset(
 )
 """Model types of transformers whose logits are the output layer's result."""
 SCALED = {
-    "cohere": ("logit_scale", 1),
-    "cohere2": ("logit_scale", 1),
-    "granite": ("logits_scaling", -1),
-    "granitemoe": ("logits_scaling", -1),
+    **dict.fromkeys(("cohere", "cohere2"), ("logit_scale", 1)),
+    **dict.fromkeys(("granite", "granitemoe"), ("logits_scaling", -1)),
 }
 """Model types that multiply (1) logits by a value of the config, or divide (-1) by it."""
 SOFT_CAPPED = frozenset({"gemma2", "gemma3_text"})
@@ -59,12 +57,8 @@ class NativeBody(nn.Module):
 def language_head(model: nn.Module, loss: str) -> LanguageHead:
     """Return the body and output layer of a model of ``build_model``, also wrapped by PEFT.
 
-    Args:
-        loss: The recipe's loss, for messages.
-
     Raises:
-        InputError: An unknown family, an output layer that is not a linear layer, or a loss with a router
-            term.
+        InputError: Unknown family, output layer that is not linear, or router term in the model's loss.
     """
     if hasattr(model, "get_base_model"):  # PEFT puts adapters inside the model's modules.
         model = model.get_base_model()  # pyright: ignore[reportCallIssue]
@@ -78,20 +72,13 @@ def language_head(model: nn.Module, loss: str) -> LanguageHead:
 
 
 def refuse_router_loss(model: nn.Module, field: str, value: Any) -> None:
-    """Check that the model's loss is cross-entropy alone.
-
-    Raises:
-        InputError: It also balances experts, and ``field: value`` of the recipe replaces it.
-    """
+    """Refuse a model whose loss also balances experts, where ``field: value`` of the recipe replaces it."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
-        raise InputError(
-            "this model's own loss also balances its experts (output_router_logits)",
-            "use loss: standard without loss_terms, or set output_router_logits: false in the config",
-            field=field,
-            value=value,
-        )
+        problem = "this model's own loss also balances its experts (output_router_logits)"
+        remedy = "use loss: standard without loss_terms, or set output_router_logits: false in the config"
+        raise InputError(problem, remedy, field=field, value=value)
 
 
 def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
@@ -104,20 +91,13 @@ def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
         return getattr(config, name) ** power, None
     if family in SOFT_CAPPED:
         return 1.0, config.final_logit_softcapping
-    raise InputError(
-        f"it is unknown how {family} computes logits from hidden states",
-        "use loss: standard",
-        field="loss",
-        value=loss,
-    )
+    problem = f"it is unknown how {family} computes logits from hidden states"
+    raise InputError(problem, "use loss: standard", field="loss", value=loss)
 
 
 def _linear(layer: Any, loss: str) -> nn.Linear:
     if isinstance(layer, nn.Linear):
         return layer
-    raise InputError(
-        f"the model's output layer is a {type(layer).__name__}, not a plain linear layer",
-        "use loss: standard, or leave the output layer out of adapter.targets",
-        field="loss",
-        value=loss,
-    )
+    problem = f"the model's output layer is a {type(layer).__name__}, not a plain linear layer"
+    remedy = "use loss: standard, or leave the output layer out of adapter.targets"
+    raise InputError(problem, remedy, field="loss", value=loss)

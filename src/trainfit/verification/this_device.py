@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from trainfit.catalog.load import gpu, gpu_of_device
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 

@@ -21,8 +21,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.value import Value
-from trainfit.verification.draws import draw
-from trainfit.verification.feasible import allowed
+from trainfit.verification.draws import allowed, draw
 
 LIMIT = 0.02
 """Largest median error of the allocated peak that passes."""
@@ -73,7 +72,7 @@ class Verification(Value):
     worst: dict[str, float]
     """The largest error, signed, by quantity."""
     passed: bool
-    """Whether the allocated peak's median error is within the limit and nothing ran out of memory."""
+    """True if the allocated peak's median error is within the limit and nothing ran out of memory."""
 
 
 def verify(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernel_runs import interpreted
-from quantized_layer import KINDS
+from tiny_step import KINDS
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import levels

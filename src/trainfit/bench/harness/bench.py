@@ -1,4 +1,4 @@
-"""What every experiment receives, and how its rows are made.
+"""Input of every experiment, and the construction of its rows.
 
 A row is made in one place, so whatever happens to a point (out of memory, refused, failed, no time left,
 throttled, faster than possible) becomes a row with that status, and the experiment continues with its next
@@ -205,9 +205,9 @@ class Bench:
         return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
 
     def tidy(self) -> None:
-        """Free what a point left, so that the next one has the whole memory."""
-        gc.collect()
+        """Free what a point left on a GPU, so that the next one has its whole memory."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

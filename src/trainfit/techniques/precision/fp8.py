@@ -26,6 +26,7 @@ from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Technique
 from trainfit.techniques.draft import Draft
+from trainfit.virtual.trace.exclusive import exclusive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,7 +109,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def gains(module: nn.Module) -> bool:
-    """Whether a layer is converted: a plain linear layer of a suitable size."""
+    """Return whether a layer is converted: a plain linear layer of a suitable size."""
     from torch import nn
 
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
@@ -120,13 +121,14 @@ def gains(module: nn.Module) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torchao's import warnings about kernels that are not used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    """Silence torchao's import warnings about kernels that are not used here, for every thread."""
+    with exclusive():
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _refused(problem: str, remedy: str) -> InputError:
