@@ -148,7 +148,7 @@ def _plain(value: Any) -> str:
 
 
 def memory(name: str, also: str = "") -> str:
-    """Return the memory, speed and perplexity of a sweep's rows; ``also``: a second sweep, whose rows follow."""
+    """Return memory, speed and perplexity of a sweep's rows; ``also``: a second sweep, whose rows follow."""
     rows = [*sweep(name).values(), *(sweep(also).values() if also else ())]
     control, theirs = sweep(name)["control"], published() if name == "trained" else {}
     shown = _changes_of(rows, control)

@@ -90,7 +90,7 @@ def test_quality() -> None:
     ladder = tables.sweep("llama-3.2-1b")
     claim("plain bf16 weights end # % above fp32", perplexity(ladder["bf16"], ladder["control"]))
     rounded = perplexity(ladder["bf16_rounded"], ladder["control"])
-    claim("With stochastic rounding they end # % above it", rounded)
+    claim("with stochastic rounding they end # % above it", rounded)
 
 
 def test_optimizer_in_the_backward() -> None:
