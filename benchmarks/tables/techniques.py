@@ -138,7 +138,14 @@ def measured() -> str:
         cells = _cells(one.with_it, one, one.perplexity)
         recipe = f"`{own}`" + (f" over `{needed}`" if needed else "")
         rows.append([TITLES[one.technique], recipe, *cells])
-    heads = ["technique", "in a recipe", "allocated, GiB (%)", "device, GiB (%)", "step, ms (%)", "perplexity"]
+    heads = [
+        "technique",
+        "in a recipe",
+        "allocated, GiB (%)",
+        "device, GiB (%)",
+        "step, ms (%)",
+        "perplexity",
+    ]
     return markdown_grid(heads, rows, num_text=2)
 
 
@@ -149,22 +156,6 @@ def _cells(held: Measurement, effect: Effect | None, perplexity: float | None) -
         change = f" ({effect.change(field) * 100:+z.1f})" if effect is not None else ""
         cells.append(f"{getattr(held, field) / unit:.{digits}f}{change}")
     return [*cells, NOTHING if perplexity is None else f"{perplexity:,.2f}"]
-
-
-ADAFACTOR = ("control", "bf16_only", "bf16_fused_kernel", "best_resident")
-"""Rows of the peak-memory experiment that differ in precision and optimizer."""
-
-
-@cache
-def adafactor_perplexities() -> dict[str, float]:
-    """Return the perplexity after training of the rows of ``ADAFACTOR``."""
-    runs = [one for one in records("peak-memory/records.jsonl") if one.train is not None]
-    return {
-        row: one.train["eval_perplexity"]
-        for row in ADAFACTOR
-        for one in runs
-        if one.train and f"variant:{row}" in one.tags
-    }
 
 
 def together() -> str:
@@ -201,19 +192,18 @@ def _label(one: Effect) -> str:
 
 
 def combinations() -> str:
-    """How a recipe turns on each technique, and with which others it is refused."""
+    """Return how a recipe turns on each technique, and with which earlier ones it is refused."""
     never, partly = refusals()
-    rows = [
-        [f"[{title}](#{_anchor(title)})", in_a_recipe(name), _names(never[name]), _names(partly[name])]
-        for name, title in TITLES.items()
-    ]
+    rows = []
+    for number, (name, title) in enumerate(TITLES.items()):
+        earlier = list(TITLES)[:number]
+        refused = [
+            ", ".join(TITLES[other] for other in earlier if other in found[name]) for found in (never, partly)
+        ]
+        rows.append([f"[{title}](#{_anchor(title)})", in_a_recipe(name), *refused])
     return markdown_grid(
         ["technique", "in a recipe", "refused with", "refused with some variants of"], rows, num_text=4
     )
-
-
-def _names(techniques: set[str]) -> str:
-    return ", ".join(TITLES[name] for name in TITLES if name in techniques)
 
 
 def _anchor(title: str) -> str:
