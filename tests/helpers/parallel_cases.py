@@ -18,7 +18,7 @@ STEPS = 3
 
 
 class Tied(nn.Module):
-    """An embedding tied to the head, a frozen layer, odd sizes, a buffer, and a layer used on odd ranks only."""
+    """An embedding tied to the head, a frozen layer, odd sizes and a buffer."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
@@ -171,7 +171,7 @@ def train_with(stepper: torch.optim.Optimizer, module: nn.Module, steps: list[Te
 
 
 def sharded_optimizer(name: str) -> tuple[float, float, int]:
-    """Return the largest difference of parameters and of states from the unsharded optimizer's, and the states held here."""
+    """Return the largest differences of parameters and states from unsharded ones, and the states held here."""
     cls, options = OPTIMIZERS[name]
     ours, reference = Tied(), Tied()
     first, second = groups_of(ours)
@@ -197,7 +197,7 @@ def sharded_optimizer(name: str) -> tuple[float, float, int]:
 
 
 def resharded(world_size: int) -> float:
-    """Save at this world size, load at a smaller one, train on; return the difference from one that went on."""
+    """Save at this world size, load at a smaller one; return the difference from training that went on."""
     members = dist.new_group(list(range(world_size)))
     module = Tied()
     stepper = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-2)
@@ -237,7 +237,7 @@ def fully_sharded(by_module: bool, checkpointed: bool = False) -> tuple[float, i
 
 
 def saved_by(compute_dtype: torch.dtype | None) -> tuple[int, int, set[torch.dtype]]:
-    """Return the bytes that a linear layer keeps for its backward whole and sharded, and the dtypes it computes in."""
+    """Return the bytes that a linear layer saves for its backward, whole and sharded, and its dtypes."""
     kept: list[int] = []
     dtypes: set[torch.dtype] = set()
 
@@ -257,7 +257,8 @@ def saved_by(compute_dtype: torch.dtype | None) -> tuple[int, int, set[torch.dty
     wrapper = FullySharded(nn.Linear(64, 64, bias=False), compute_dtype=compute_dtype)
     sharded = bytes_of(wrapper)
     (shard,) = wrapper.parameters()
-    assert shard.grad is not None and shard.grad.dtype == torch.float32
+    assert shard.grad is not None
+    assert shard.grad.dtype == torch.float32
     return plain, sharded, dtypes
 
 

@@ -27,7 +27,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return what the function returns on each rank; an exception of a rank is raised with its traceback."""
+        """Return what the function returns on each rank; an exception fails with its traceback."""
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers = [pipe.recv() for pipe in self._pipes]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportMissingModuleSource]
 from torch.autograd.graph import saved_tensors_hooks
 
 from trainfit.parallel.collectives import Group, broadcast
@@ -103,13 +104,17 @@ class Unit:
             # An attribute of the instance hides the parameter of the same name.
             owner.__dict__[name] = full[shard]
         shards = {tensor.untyped_storage()._cdata: shard for shard, tensor in full.items()}
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = _top_saved_tensors_default_hooks(True)  # Only the innermost hooks run.
 
         def pack(tensor: Tensor) -> Any:
             shard = shards.get(tensor.untyped_storage()._cdata)
             if shard is not None:
                 return _Saved(
-                    shard, self.layouts[shard], tuple(tensor.size()), tensor.stride(), tensor.storage_offset()
+                    shard,
+                    self.layouts[shard],
+                    tuple(tensor.size()),
+                    tensor.stride(),
+                    int(tensor.storage_offset()),
                 )
             return tensor.detach() if outer is None else outer[0](tensor)
 
@@ -185,7 +190,7 @@ class FullySharded(nn.Module):
 
 
 def _unit_of_module(root: nn.Module, types: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:
-    """Module -> the unit that gathers the parameters it holds itself: the outermost of ``types``, else the root."""
+    """Return the unit that gathers each module's own parameters: the outermost of ``types``, else the root."""
     units: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from trainfit.parallel.collectives import Group, broadcast
@@ -32,7 +32,7 @@ class ShardedOptimizer(Optimizer):
     ):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.owner: dict[nn.Parameter, int] = {}
+        self.owner: dict[Tensor, int] = {}
         """Parameter -> the rank of the group that updates it."""
         self._bytes_of_rank = [0] * self.world_size
         self._sharded: Optimizer | None = None
@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         state = {number: one for number, one in state_dict["state"].items() if number in mine}
         self.sharded.load_state_dict({"state": state, "param_groups": groups})
 
-    def _numbers(self) -> dict[nn.Parameter, int]:
+    def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in a state dict: the order of the groups."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         return {parameter: number for number, parameter in enumerate(parameters)}
