@@ -15,7 +15,6 @@ from trainfit.bench.harness.bench import Bench, value
 from trainfit.bench.harness.discovery import GROUP, experiment, experiment_names
 from trainfit.bench.harness.experiment import Experiment
 from trainfit.bench.harness.signals import Signalled, Signals
-from trainfit.cli import bench as command
 from trainfit.cli.main import main
 from trainfit.records import read
 from trainfit.report.bench_plot import plot_of
@@ -128,7 +127,7 @@ def test_a_record_that_cannot_be_written_loses_no_table(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command, "_keep", full)
+    monkeypatch.setattr("trainfit.records.append", full)
     assert main([*ON_CPU, "--only", "sum=fp16", "--record", str(tmp_path / "r")]) == 74
     printed = capsys.readouterr()
     assert "9.953" in printed.out

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from kernel_runs import between, interpreted, run
-from trainfit.kernels.stochastic_rounding.reference import round_stochastically
+from trainfit.kernels.stochastic_rounding.op import round_stochastically
 from trainfit.optim import adafactor
 
 SHAPES = [(1, 7, 5), (1, 514, 130), (3, 33, 257)]

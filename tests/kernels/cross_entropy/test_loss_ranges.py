@@ -26,11 +26,11 @@ def run_chunked(y: Tensor, targets: Tensor, softcap: float, terms: Terms) -> tup
     results = []
     for row in range(len(y)):  # The chunk's loss is a sum: one row at a time.
         part = slice(row, row + 1)
-        rows = chunked._Rows(
+        labels = chunked.Labels(
             targets[part, None].clamp(min=0), ignored[part, None], (~ignored[part, None]).to(y.dtype)
         )
-        settings = chunked._Settings(1.0, softcap or None, 1, 1.0)
-        results.append(chunked._chunk(y[part].clone(), rows, settings, y.dtype, wants_gradient=True))
+        head = Head(y, None, 1.0, softcap or None)
+        results.append(chunked.chunk_loss(y[part].clone(), labels, head, y.dtype, wants_gradient=True))
     losses, gradients = zip(*results, strict=True)
     return torch.stack(losses), torch.cat(gradients)
 

@@ -125,12 +125,12 @@ def test_what_tma_cannot_carry_takes_the_plain_kernels() -> None:
     with FakeTensorMode():
         x = torch.empty(2, 4, 77, 128, dtype=BF16)
         q, k, v, gradient = ones_expanded([x, x, x, x])
-        assert choice.forward_launch(q, k, v, 0.1, machine).how == choice.FORWARD[128]
-        assert choice.backward_launch(x, q, k, v, x, 0.1, machine).how == choice.BACKWARD[128]
-        assert choice.backward_launch(gradient, q, k, v, x, 0.1, machine).function is triton_backward
+        assert choice.forward_launch(q, k, v, True, 0.1, machine).how == choice.FORWARD[128]
+        assert choice.backward_launch(x, q, k, v, x, x, True, 0.1, machine).how == choice.BACKWARD[128]
+        assert choice.backward_launch(gradient, q, k, v, x, x, True, 0.1, machine).function is triton_backward
         _, k, v, _ = shared_keys([x, x, x, x])
-        assert choice.forward_launch(q, k, x, 0.1, machine).function is triton_forward
-        assert choice.forward_launch(q, x, v, 0.1, machine).function is triton_forward
+        assert choice.forward_launch(q, k, x, True, 0.1, machine).function is triton_forward
+        assert choice.forward_launch(q, x, v, True, 0.1, machine).function is triton_forward
 
 
 @pytest.mark.gpu

@@ -236,20 +236,23 @@ CHOICES = [
 )
 def test_choice(d: int, dtype: Any, layout: str, machine: Machine, expected: tuple[Any, ...]) -> None:
     x = heads(d, dtype, layout)
-    forward, backward = forward_launch(x, x, x, 0.1, machine), backward_launch(x, x, x, x, x, 0.1, machine)
+    forward, backward = (
+        forward_launch(x, x, x, True, 0.1, machine),
+        backward_launch(x, x, x, x, x, x, True, 0.1, machine),
+    )
     assert (forward.function, forward.how, backward.function, backward.how) == expected
 
 
 def test_determinism_changes_the_backward_alone() -> None:
     x = heads(128, BF16)
     with deterministic_kernels():
-        assert forward_launch(x, x, x, 0.1, HOPPER).how == FORWARD[128]
-        assert backward_launch(x, x, x, x, x, 0.1, HOPPER).function is triton_backward
+        assert forward_launch(x, x, x, True, 0.1, HOPPER).how == FORWARD[128]
+        assert backward_launch(x, x, x, x, x, x, True, 0.1, HOPPER).function is triton_backward
 
 
 def test_a_scale_that_turns_scores_around_takes_the_plain_kernels() -> None:
     x = heads(128, BF16)
-    assert forward_launch(x, x, x, -0.1, HOPPER).function is triton_forward
+    assert forward_launch(x, x, x, True, -0.1, HOPPER).function is triton_forward
 
 
 def test_a_module_that_is_not_there_is_no_error() -> None:

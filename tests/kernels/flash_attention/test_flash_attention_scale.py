@@ -33,6 +33,6 @@ def test_sums_are_scaled_and_put_in_order(n: int, d: int) -> None:
     halves = [part for half in halves for part in half.split(64)]
     like = torch.empty(b, n, h, d, dtype=torch.float16).transpose(1, 2)
     mixed = torch.cat([as_threads_hold_it(half) for half in halves]).view_as(sums)
-    found = hopper._scaled(mixed, like, 0.5)
+    found = hopper.scaled(mixed, like, 0.5)
     assert found.stride() == like.stride()
     assert torch.equal(found, (sums[:, :, :n, :d] * 0.5).half())

@@ -55,7 +55,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def launch(kernel: Kernel, x: torch.Tensor, y: torch.Tensor, scale: float = 0.5, block: int = 64) -> None:
-    launches.launch(kernel, (7,), (launches.Tile(x, (1, 1, 16, 64), False),), (y, scale, 3), {"BLOCK": block})
+    launches.launch(kernel, (7,), ((x, (1, 1, 16, 64)),), (y, scale, 3), {"BLOCK": block}, in_gluon=False)
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -113,12 +113,9 @@ def test_known_launches_keep_no_tensor(kernel: Kernel):
 @pytest.fixture
 def _nothing_chosen() -> Iterator[None]:
     """Clear cached choices before and after the test."""
-    caches = (choice._forward, choice._backward)
-    for each in caches:
-        each.cache_clear()
+    choice._chosen.cache_clear()
     yield
-    for each in caches:
-        each.cache_clear()
+    choice._chosen.cache_clear()
 
 
 @pytest.mark.usefixtures("_nothing_chosen")
@@ -128,7 +125,7 @@ def test_an_equal_call_chooses_nothing_again(monkeypatch: pytest.MonkeyPatch):
     machine = choice.Machine((9, 0))
     for rows in (136, 136, 144):
         x = empty(1, 2, rows, 128)
-        forward = choice.forward_launch(x, x, x, 0.1, machine)
-        backward = choice.backward_launch(x, x, x, x, x, 0.1, machine)
+        forward = choice.forward_launch(x, x, x, True, 0.1, machine)
+        backward = choice.backward_launch(x, x, x, x, x, x, True, 0.1, machine)
         assert (forward.how, backward.how) == (choice.FORWARD[128], choice.BACKWARD[128])
     assert len(checked) == 4

@@ -12,7 +12,7 @@ from tiny_recipe import tiny_recipe
 from trainfit.kernels.quantize.codebook import MomentLevels
 from trainfit.kernels.stochastic_rounding import op as rounding
 from trainfit.optim import adamw as kernel
-from trainfit.optim.sgd import StochasticSGD
+from trainfit.optim.stochastic import StochasticSGD
 from trainfit.spec.recipe import Optimizer
 from trainfit.step import assemble
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("share", [0.0, 1 / 64, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize(
-    "run_sum", [rounding.reference.add_rounded, pytest.param(rounding.triton_add_rounded, marks=interpreted)]
+    "run_sum", [rounding.reference_add_rounded, pytest.param(rounding.triton_add_rounded, marks=interpreted)]
 )
 def test_a_value_is_rounded_up_as_often_as_it_is_near(share: float, run_sum: Any):
     """A value ``share`` of the way between two neighbours becomes the upper with that probability,

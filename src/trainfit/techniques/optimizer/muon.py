@@ -70,7 +70,7 @@ def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.op
     }
     if not options.stochastic_rounding:
         return torch.optim.Muon(parameters, **settings)
-    from trainfit.optim.muon import StochasticMuon
+    from trainfit.optim.stochastic import StochasticMuon
 
     return StochasticMuon(parameters, seed=seed, **settings)
 
