@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainfit.models.build import build_model
 from trainfit.models.layers import max_positions
@@ -33,6 +34,7 @@ def assemble(
     *,
     on_model: Callable[[nn.Module], None] | None = None,
     compiler: Compiler | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
@@ -42,6 +44,7 @@ def assemble(
     Args:
         on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
+        mesh: the ranks of a recipe for several GPUs, by replica and shard (``parallel.mesh``).
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
@@ -51,7 +54,7 @@ def assemble(
     _seed(recipe.seed)
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
-    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
+    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted, mesh=mesh)
     for technique in registry.in_order():
         if technique.applies(recipe):
             technique.apply(recipe, draft)

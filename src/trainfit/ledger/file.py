@@ -8,9 +8,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from trainfit.ledger.ledger import Event, Ledger, Op, Segment, Storage
+from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 8
+FORMAT = 9
 """Version of the file format; other versions are not read."""
 TEXT_FIELDS = frozenset(at for at, field in enumerate(Op._fields) if Op.__annotations__[field] is str)
 """Indices of an operation's fields that are numbered names."""
@@ -27,6 +27,7 @@ def save(ledger: Ledger, path: Path) -> None:
     data["ops"] = [[number(v) if isinstance(v, str) else v for v in op] for op in ledger.ops]
     data["storages"] = [[number(v) if isinstance(v, str) else v for v in s] for s in ledger.storages]
     data["events"] = [list(event) for event in ledger.events]
+    data["collectives"] = [list(one) for one in ledger.collectives]
     data["segments"] = [list(segment) for segment in ledger.segments]
     data["names"], data["format"] = list(names), FORMAT
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +56,10 @@ def load(path: Path) -> Ledger:
         data["segments"] = [Segment(*row) for row in data["segments"]]
         data["ops"] = [_op(row, names) for row in data["ops"]]
         data["storages"] = [
-            Storage(n, names[c], g, op, names[path]) for n, c, g, op, path in data["storages"]
+            Storage(n, names[c], g, op, names[path], stream) for n, c, g, op, path, stream in data["storages"]
         ]
         data["events"] = [Event(*row) for row in data["events"]]
+        data["collectives"] = [Collective(*row) for row in data["collectives"]]
         data["ops_without_flops"] = tuple(data["ops_without_flops"])
         data["assumptions"], data["repeats"] = tuple(data["assumptions"]), tuple(data["repeats"])
         data["pinned"] = tuple((num_bytes, group) for num_bytes, group in data["pinned"])

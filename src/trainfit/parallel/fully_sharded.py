@@ -190,7 +190,7 @@ class FullySharded(nn.Module):
 
 
 def _unit_of_module(root: nn.Module, types: tuple[type[nn.Module], ...]) -> dict[nn.Module, nn.Module]:
-    """Return the unit that gathers each module's own parameters: the outermost of ``types``, else the root."""
+    """Return the unit that gathers each module's own parameters: the outermost of ``types`` or the root."""
     units: dict[nn.Module, nn.Module] = {}
 
     def visit(module: nn.Module, unit: nn.Module | None) -> None:

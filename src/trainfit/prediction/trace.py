@@ -3,9 +3,11 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.this_cpu import CPU
@@ -20,6 +22,8 @@ from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique
+from trainfit.techniques.parallel.fsdp import mesh_of
+from trainfit.virtual.cluster.rank import fake_group, one_rank
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -112,7 +116,11 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
         registry.check_device(recipe, "cpu")
-    with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
+    with ExitStack() as stack:
+        mesh = stack.enter_context(fake_group(*mesh_of(recipe))) if recipe.hardware.count > 1 else None
+        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
+        if mesh is not None:
+            stack.enter_context(one_rank(virtual.tracer))
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
         quantized = 0
@@ -136,7 +144,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
             )
 
-        step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler)
+        step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=mesh)
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):
@@ -162,7 +170,16 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
 def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
     virtual.begin(name, "data")
     batches = step.random_batches()
-    step(batches, on_phase=lambda phase: virtual.begin(name, phase))
+
+    def on_phase(phase: str) -> None:
+        if phase == "optimizer":
+            for parameter in step.model.parameters():
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    # Reduce-scatter makes it, not autograd.
+                    virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
+        virtual.begin(name, phase)
+
+    step(batches, on_phase=on_phase)
     for optimizer in step.optimizers:
         virtual.own_state(optimizer)
     for memory in step.hosted.moments.buffers() if step.hosted is not None else ():

@@ -12,6 +12,7 @@ from trainfit.catalog.this_cpu import CPU
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from trainfit.offload.blocks import HostBlocks
     from trainfit.spec.recipe import Recipe
@@ -64,6 +65,8 @@ class Draft:
     """Values measured in the last update, by name ([] fp32, on the device)."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
+    mesh: DeviceMesh | None = None
+    """The ranks, by replica and shard; None: one rank."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
         """Whether the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""

@@ -18,7 +18,7 @@ from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Technique, value_at
 
-NOT_COVERED = ("parallel.replicate", "parallel.shard", "parallel.tensor")
+NOT_COVERED = ("parallel.tensor",)
 """Fields that no technique implements yet: only their defaults are accepted."""
 
 DESCRIBED = (
