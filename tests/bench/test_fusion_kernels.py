@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from bench_rows import CPU, tiny_bench
-from kernel_runs import interpreted
-from machine_code import loops
+from kernel_runs import interpreted, loops
 from trainfit.bench.experiments import fusion
 from trainfit.bench.kernels import normed_swiglu, nvcc, repeated_reads
 from trainfit.bench.kernels.repeated_reads import BLOCK, Reads

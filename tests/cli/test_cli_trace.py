@@ -1,4 +1,4 @@
-"""``trainfit trace``, and options of other tools that the command line refuses."""
+"""``trainfit trace``: an estimate of a script."""
 
 import json
 from pathlib import Path
@@ -51,19 +51,5 @@ def test_a_script_that_fails(
 ) -> None:
     assert main(["trace", "--steps", "9", script(tmp_path, end)]) == 65
     assert words in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "nothing.py"]) == 65
     assert "nothing.py" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "here"),
-    [("--batch-size", "--set batch.micro=VALUE"), ("--gradient-checkpointing", "recompute: full")],
-)
-def test_an_option_of_another_tool_is_answered_with_the_field(
-    capsys: pytest.CaptureFixture[str], option: str, here: str
-) -> None:
-    assert main(["predict", "tiny-cpu", option, "3"]) == 2
-    assert here in capsys.readouterr().err

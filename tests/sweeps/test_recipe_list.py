@@ -129,7 +129,7 @@ def test_of_a_shared_device_no_times_and_no_device_memory_are_kept(monkeypatch: 
         known = {"recipe_id": request.recipe.id, "environment": request.environment}
         return Measurement(status="done", peak_device_bytes=7, **known), None
 
-    monkeypatch.setattr(parts, "run_and_tell", trial)
+    monkeypatch.setattr(parts, "run_in", trial)
     request = PartRequest(
         part="measure",
         variant="one",

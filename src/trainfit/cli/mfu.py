@@ -18,6 +18,7 @@ from trainfit.cli.options import (
     print_notes,
     share,
 )
+from trainfit.spec import DEFAULT_GPU
 
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
@@ -36,7 +37,7 @@ def run(
     seq: Annotated[int | None, Option(min=1, metavar="S", help="Tokens a sequence.")] = None,
     step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
     mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
-    gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = "h200",
+    gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = DEFAULT_GPU,
     num_gpus: Annotated[int, Option("--count", min=1, metavar="N", help="Number of GPUs.")] = 1,
     adapter: Annotated[Literal["lora"] | None, Option(help="Frozen weights: no weight gradients.")] = None,
     rank: Annotated[int, Option(min=1, metavar="R", help="The adapter's rank.")] = 16,

@@ -9,6 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
@@ -22,7 +23,7 @@ def run(
     arguments: Annotated[
         list[str] | None, Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
     ] = None,
-    gpu: Annotated[str, Option(metavar="NAME", help="An NVIDIA GPU of trainfit gpus.")] = "h200",
+    gpu: Annotated[str, Option(metavar="NAME", help="An NVIDIA GPU of trainfit gpus.")] = DEFAULT_GPU,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     json: Json = False,
     check: Check = False,

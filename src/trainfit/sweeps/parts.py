@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.process import LOG, TRIAL, TrialStorageError, last_lines, run_and_tell, run_to_end
+from trainfit.measurement.process import LOG, TRIAL, TrialStorageError, last_lines, run_in, run_to_end
 from trainfit.measurement.run import with_utilisation
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
@@ -134,7 +134,7 @@ def _measure(request: PartRequest, folder: Path, start: Starter) -> PartResult:
         warmup=request.measure.warmup, device=request.device,
         memory_limit_bytes=request.memory_limit_bytes, environment=host_environment(request.device),
     )  # fmt: skip
-    measured, ending = run_and_tell(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
+    measured, ending = run_in(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
     peak = request.peak_flops_per_s(measured.environment.cuda is not None)
     measured = with_utilisation(measured, request.model_flops, request.hardware_flops, peak)
     if request.shared:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.measurement.environment import runs_on_cuda
-from trainfit.measurement.trial import ERROR, REQUEST, RESULT, ended_by_storage
-from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.measurement.trial import REQUEST, RESULT, ended_by_storage, refused
+from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_text
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
@@ -35,9 +35,7 @@ def _run(folder: Path) -> int:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             found = ended(request, "out-of-memory", error.problem)
         else:
-            fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
-            write_text(folder / ERROR, json.dumps(fields | {"value": error.value}, default=repr))
-            return EXIT_BAD_INPUT
+            return refused(folder, error)
     draft = folder / f"{RESULT}.tmp"
     write_text(draft, found.model_dump_json())
     os.replace(draft, folder / RESULT)

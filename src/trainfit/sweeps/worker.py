@@ -17,8 +17,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import wait
 
-from trainfit.measurement.lifeline import die_with_parent
-from trainfit.measurement.process import forked, spawned
+from trainfit.measurement.process import die_with_parent, forked, spawned
 from trainfit.measurement.trial import import_for_steps
 from trainfit.spec.printable import say
 from trainfit.spec.value import parse
@@ -132,7 +131,7 @@ class Worker:
 
 def main(role: str, device: str) -> int:
     """Serve requests until standard input ends."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The sweep handles it and ends this process.
     # What libraries print must not stand among the answers.

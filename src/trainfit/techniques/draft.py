@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class Draft:
     """The ranks, by replica and shard; None: one rank."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
-        """Whether the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
+        """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
         from torch._subclasses.fake_tensor import FakeTensor
 
         if self.device.type != "cpu":

@@ -6,8 +6,9 @@ Shapes: b micro-batch, s sequence.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from trainfit.measurement.feed import Feed
-from trainfit.measurement.meter import is_out_of_memory
+from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 from trainfit.step import Batch, Step
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
@@ -24,8 +25,10 @@ from trainfit.training.folder import CHECKPOINTS
 from trainfit.training.gauges import Busy, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
-from trainfit.training.order import StepSequences, learning_rate
+from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.stop import Stopped, StopSignal
+
+NO_CHECKPOINT = "no checkpoint was saved before"
 
 
 class DivergedError(Exception):
@@ -54,7 +57,6 @@ class Session:
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._busy = Busy(self.step.device)
-        self._interrupted = False
 
     def train(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or a lack of memory.
@@ -68,8 +70,6 @@ class Session:
         status, message = "done", ""
         try:
             self._steps(stop)
-            if self._interrupted:
-                status, message = "stopped", self._stop_message(stop.name)
         except Stopped as stopped:
             status, message = "stopped", self._stop_message(stopped.name)
         except DivergedError as error:
@@ -77,28 +77,32 @@ class Session:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no memory left"
-            status = "out-of-memory"
-            message = f"{reason}; lower batch.micro or batch.seq, or recompute; {self._last_good()}"
+            remedy = "lower batch.micro or batch.seq, or recompute"
+            status, message = "out-of-memory", f"{out_of_memory_reason(error)}; {remedy}; {self._last_good()}"
         summary = self._summary(status, message, time.perf_counter() - start_s)
-        for observer in self.observers:
-            observer.on_end(summary)
+        self._report("on_end", summary)
         return summary
+
+    def _report(self, event: str, *values: object) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(*values)
 
     def _steps(self, stop: StopSignal) -> None:
         numbers = range(self.progress.step, self.options.steps)
         stop.raises = len(numbers) > 0
-        source = StepSequences(self.corpora.train, self.step.recipe.seed, self._sequences_per_step)
+        seed, per_step = self.step.recipe.seed, self._sequences_per_step
+        source = partial(step_sequences, self.corpora.train, seed, per_step)
         with Feed(self.step.recipe, source, self.step.device, numbers) as feed:
             batches = next(feed, None)
             while batches is not None and stop.name is None:
                 batches = self._one_step(batches, feed, stop)
                 self._evaluate_and_save(stop)
-        if not self.evaluations and stop.name is None:
+        if not self.evaluations:
             self._evaluate(stop)  # A resumed run with no steps left still reports its perplexity.
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == self.progress.step
-        unevaluated = self.options.eval_fraction > 0 and not evaluated
-        self._interrupted = stop.name is not None and (self.progress.step < self.options.steps or unevaluated)
+        complete = self.progress.step == self.options.steps and (evaluated or not self.options.eval_fraction)
+        if stop.name is not None and not complete:
+            raise Stopped(stop.name)
 
     @property
     def _sequences_per_step(self) -> int:
@@ -115,17 +119,20 @@ class Session:
 
     def _evaluate_and_save(self, stop: StopSignal) -> None:
         """Evaluate and save after a step, if due."""
-        last = self.progress.step == self.options.steps
-        if (last or self._due(self.options.eval_every)) and stop.name is None:
+        done, options = self.progress.step, self.options
+        last = done == options.steps
+        if last or (options.eval_every and done % options.eval_every == 0):
             self._evaluate(stop)
-        at_end = (last and self.options.save_last) or stop.name is not None
-        if at_end or self._due(self.options.save_every):
+        at_end = (last and options.save_last) or stop.name is not None
+        if at_end or (options.save_every and done % options.save_every == 0):
             self._save()
 
     def _one_step(self, batches: list[Batch], feed: Feed, stop: StopSignal) -> list[Batch] | None:
         """Train on ``batches`` and return the next step's, read while the device works."""
         done, index = self.progress.step, len(self.losses)
-        rate = self._set_learning_rate(done)
+        rate = learning_rate(self.step.recipe.optimizer.lr, done, self.options)
+        for group in (group for optimizer in self.step.optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
         start_s = time.perf_counter()
         with self._peak.around(index, batches) as counted:
             loss_tensor = self.step(batches)
@@ -140,20 +147,11 @@ class Session:
         stop.raises = False  # From here on there is a step to save.
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss)
-        metrics = self._metrics(loss, rate, step_s)
-        for observer in self.observers:
-            observer.on_step(metrics)
+        self._report("on_step", self._metrics(loss, rate, step_s))
         return following
 
-    def _set_learning_rate(self, done: int) -> float:
-        rate = learning_rate(self.step.recipe.optimizer.lr, done, self.options)
-        for optimizer in self.step.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        return rate
-
     def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
-        norm = self.step.readings["gradient_norm"].item() if "gradient_norm" in self.step.readings else None
+        norm = float(self.step.readings.get("gradient_norm", math.nan))
         return StepMetrics(
             step=self.progress.step,
             loss=loss,
@@ -163,7 +161,7 @@ class Session:
             peak_memory_bytes=self._peak.read(),
             busy=self._busy.share(),
             # A step that the loss scaler skips has gradients that are not finite.
-            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+            gradient_norm=norm if math.isfinite(norm) else None,
         )
 
     def _rates(self, step_s: float) -> dict[str, Any]:
@@ -176,55 +174,39 @@ class Session:
         }
         if self.flops is not None and self.flops.peak_flops_per_s is not None:
             possible = self.flops.peak_flops_per_s * step_s
-            rates["mfu"], rates["hfu"] = (
-                self.flops.model_flops / possible,
-                self.flops.hardware_flops / possible,
-            )
+            rates |= {"mfu": self.flops.model_flops / possible, "hfu": self.flops.hardware_flops / possible}
         return rates
-
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.progress.step % every == 0
 
     def _evaluate(self, stop: StopSignal) -> None:
         """Evaluate and report the result, unless a signal ends the evaluation."""
-        if not len(self.corpora.eval):
+        if not len(self.corpora.eval) or stop.name is not None:
             return
-        found = evaluate(
-            self.step,
-            self.corpora.eval,
-            at_step=self.progress.step,
-            max_sequences=self.options.eval_sequences,
-            stopped=lambda: stop.name is not None,
-        )
-        if found is None and stop.name is not None:
-            return
+        found = evaluate(self.step, self.corpora.eval, self.progress.step, self.options.eval_sequences, stop)
         if found is None:
+            if stop.name is not None:
+                return
             raise self._not_finite("evaluation loss")
         self.evaluations.append(found)
-        for observer in self.observers:
-            observer.on_eval(found)
+        self._report("on_eval", found)
 
     def _save(self) -> None:
         # A step with a finite loss can leave weights that are not: they must not replace a good checkpoint.
         broken = state.first_not_finite(self.step)
         if broken is not None:
             raise self._not_finite(broken)
-        options = self.options
-        folder = options.folder / CHECKPOINTS
-        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=options.keep)
-        for observer in self.observers:
-            observer.on_checkpoint(self.progress.step, self.checkpoint)
+        folder, keep = self.options.folder / CHECKPOINTS, self.options.keep
+        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=keep)
+        self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
     def _not_finite(self, name: str) -> DivergedError:
         return DivergedError(f"{name} is not finite after step {self.progress.step}: lower optimizer.lr")
 
     def _last_good(self) -> str:
-        if self.checkpoint is None:
-            return "no checkpoint was saved before"
-        return f"the last good checkpoint is {self.checkpoint}"
+        return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else NO_CHECKPOINT
 
     def _summary(self, status: Any, message: str, wall_s: float) -> TrainSummary:
         unknown = dict.fromkeys(("step_s", "tokens_per_s", "mfu", "hfu"))
+        evaluations = tuple(self.evaluations)
         return TrainSummary(
             status=status,
             message=message,
@@ -232,8 +214,8 @@ class Session:
             first_step=self.run.first_step,
             final_loss=self.progress.loss,
             losses=tuple(self.losses),
-            evaluations=tuple(self.evaluations),
-            eval_perplexity=self.evaluations[-1].perplexity if self.evaluations else None,
+            evaluations=evaluations,
+            eval_perplexity=evaluations[-1].perplexity if evaluations else None,
             **(self._rates(statistics.median(self.seconds)) if self.seconds else unknown),
             peak_memory_bytes=self._peak.read(),
             peak_memory_is=self._peak.kind,
@@ -244,24 +226,15 @@ class Session:
 
 
 def evaluate(
-    step: Step,
-    corpus: Corpus,
-    *,
-    at_step: int,
-    max_sequences: int,
-    stopped: Callable[[], bool] = lambda: False,
+    step: Step, corpus: Corpus, at_step: int, max_sequences: int, stop: StopSignal
 ) -> EvalMetrics | None:
     """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
 
     Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
     predicted. No random numbers are drawn, so evaluating does not change the training.
 
-    Args:
-        at_step: number of training steps done.
-        stopped: called before each micro-batch; True ends the evaluation.
-
     Returns:
-        The metrics; None if ``stopped`` ended it or the loss is not finite.
+        The metrics after ``at_step`` steps; None if a signal ended it or the loss is not finite.
     """
     count = min(max_sequences, len(corpus))
     micro = step.recipe.batch.micro
@@ -271,7 +244,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for first in range(0, count, micro):
-                if stopped():
+                if stop.name is not None:
                     return None
                 rows = corpus.sequences(np.arange(first, min(first + micro, count)))
                 ids_bs = torch.from_numpy(rows).to(step.device)
@@ -279,8 +252,7 @@ def evaluate(
                 total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
     finally:
         step.model.train()
-    loss = total / count
-    if not math.isfinite(loss) or loss > math.log(1e300):
+    loss, seconds = total / count, time.perf_counter() - start_s
+    if not loss < math.log(1e300):  # NaN too.
         return None
-    seconds = time.perf_counter() - start_s
     return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=seconds)

@@ -1,4 +1,4 @@
-"""What every experiment receives, and how its rows are made.
+"""Input of every experiment, and the construction of its rows.
 
 A row is made in one place, so whatever happens to a point (out of memory, refused, failed, no time left,
 throttled, faster than possible) becomes a row with that status, and the experiment continues with its next

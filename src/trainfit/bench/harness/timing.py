@@ -38,7 +38,7 @@ PATIENCE = 8
 
 @dataclass(frozen=True)
 class Rule:
-    """How many samples to take.
+    """Rule for the number of samples.
 
     Attributes:
         warmup: runs before the first sample.

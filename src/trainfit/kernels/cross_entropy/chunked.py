@@ -11,7 +11,7 @@ dtypes, which are saved for backward.
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient 0.31 % with one chunk, 0.42 % with 8,
-0.65 % with 32, the maximum (tests/kernels/cross_entropy/test_chunked_loss.py). Under autocast both are fp32.
+0.65 % with 32, the maximum (tests/kernels/cross_entropy/test_losses.py). Under autocast both are fp32.
 """
 
 from typing import NamedTuple

@@ -13,7 +13,7 @@ bytes each).
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32
-% with 4 (tests/kernels/cross_entropy/test_fused_loss.py).
+% with 4 (tests/kernels/cross_entropy/test_losses.py).
 
 Unlike chunked.py, a logit takes 2 bytes instead of 6, label smoothing and z-loss (Chowdhery et al., PaLM,
 arXiv:2204.02311, section 5) are supported, and a bias is not.

@@ -33,7 +33,7 @@ class Machine:
 
     capability: tuple[int, int]
     has_gluon: bool = True
-    """Whether Triton has Gluon and tensor descriptors."""
+    """Return whether Triton has Gluon and tensor descriptors."""
 
 
 @dataclass(frozen=True)

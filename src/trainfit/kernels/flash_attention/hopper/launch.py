@@ -25,7 +25,7 @@ class Groups:
 
     @property
     def persistent(self) -> bool:
-        """Whether each multiprocessor runs one program with many tiles, instead of one program per tile."""
+        """True if each multiprocessor runs one program with many tiles, instead of one program per tile."""
         return self.groups == 2
 
 
