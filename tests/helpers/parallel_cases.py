@@ -171,7 +171,7 @@ def train_with(stepper: torch.optim.Optimizer, module: nn.Module, steps: list[Te
 
 
 def sharded_optimizer(name: str) -> tuple[float, float, int]:
-    """Return the largest differences of parameters and states from unsharded ones, and the states held here."""
+    """Return the largest differences of parameters and states from unsharded ones, and the states held."""
     cls, options = OPTIMIZERS[name]
     ours, reference = Tied(), Tied()
     first, second = groups_of(ours)

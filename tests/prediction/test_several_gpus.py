@@ -105,8 +105,10 @@ def test_more_gpus_need_less_memory_each_and_cost_more_an_hour() -> None:
     assert eight.phases.after_init < two.phases.after_init
     assert (two.num_gpus, eight.num_gpus) == (2, 8)
     assert two.params == eight.params == predicted(1).params
-    assert two.step_s is not None and two.tokens_per_s == pytest.approx(2 * 32 / two.step_s)
-    assert two.cost is not None and two.cost.per_hour == 2 * two.cost.price_per_gpu_hour
+    assert two.step_s is not None
+    assert two.tokens_per_s == pytest.approx(2 * 32 / two.step_s)
+    assert two.cost is not None
+    assert two.cost.per_hour == 2 * two.cost.price_per_gpu_hour
     assert not predicted(1).traffic
 
 

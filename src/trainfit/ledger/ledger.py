@@ -92,6 +92,8 @@ class Collective(NamedTuple):
     name: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
     segment: int
+    group: int
+    """Group of layers, as of an operation."""
     op: int
     """Index of the operation before it."""
     num_bytes: int
@@ -160,7 +162,7 @@ class Ledger:
         has_no_model_flops = bool(op.causal_flops) and not op.model_flops and not op.is_update
         return has_no_model_flops and self.segments[op.segment].phase == "backward"
 
-    def times(self, op: Op) -> int:
+    def times(self, op: Op | Collective) -> int:
         """Return how often an operation runs in the whole model."""
         return self._times(op.group)
 

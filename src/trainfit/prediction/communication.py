@@ -28,8 +28,8 @@ def traffic(ledger: Ledger) -> tuple[Traffic, ...]:
             kind=name,
             num_ranks=num_ranks,
             between_hosts=between_hosts,
-            calls=len(some),
-            bytes_sent=sum(sent_bytes(one) for one in some),
+            calls=sum(ledger.times(one) for one in some),
+            bytes_sent=sum(ledger.times(one) * sent_bytes(one) for one in some),
         )
         for (name, num_ranks, between_hosts), some in found.items()
     )
@@ -47,7 +47,7 @@ def collectives_s(ledger: Ledger, gpu: Gpu) -> dict[int, tuple[float, float]]:
         used = link(gpu.link if one.span <= GPUS_PER_HOST and gpu.link != "none" else HOST_LINK)
         seconds = sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
         total, first = found.get(one.segment, (0.0, seconds))
-        found[one.segment] = total + seconds, first
+        found[one.segment] = total + ledger.times(one) * seconds, first
     return found
 
 

@@ -76,5 +76,5 @@ TECHNIQUE = Technique(
     check=check,
     apply=apply,
     describe=_describe,
-    trace_whole=lambda recipe: True,
+    trace_whole=lambda recipe: True,  # Where a block is gathered depends on its neighbours.
 )

@@ -100,7 +100,13 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
         num_bytes = max(t.nbytes for arg in args for t in _tensors(arg))
         live.ledger.collectives.append(
             Collective(
-                name, live.segment, len(live.ledger.ops) - 1, num_bytes, len(ranks), ranks[-1] - ranks[0] + 1
+                name,
+                live.segment,
+                live.current_group,
+                len(live.ledger.ops) - 1,
+                num_bytes,
+                num_ranks=len(ranks),
+                span=ranks[-1] - ranks[0] + 1,
             )
         )
 
