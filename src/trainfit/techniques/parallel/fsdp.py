@@ -63,8 +63,10 @@ def mesh_of(recipe: Recipe) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 def _describe(recipe: Recipe) -> str:
     mesh = recipe.mesh
-    replicas = f" x {mesh.replicate} replicas" if mesh.replicate > 1 else ""
-    return f"FSDP2 over {mesh.shard}{replicas}"
+    shards = f"FSDP2 over {mesh.shard}"
+    if mesh.replicate == 1:
+        return shards
+    return f"{mesh.replicate} replicas of {shards}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
 
 
 TECHNIQUE = Technique(
