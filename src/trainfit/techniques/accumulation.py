@@ -4,8 +4,6 @@ All micro-batches have equally many labels, so the gradients add up to those of 
 They are added in their own dtype: in bf16 with 8 bits of precision.
 """
 
-from __future__ import annotations
-
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft

@@ -5,8 +5,6 @@ On the virtual GPU nothing is called: the replay of the ledger empties the cache
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from trainfit.spec.recipe import Recipe

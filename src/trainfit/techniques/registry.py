@@ -16,6 +16,7 @@ import trainfit.techniques
 from trainfit.spec.errors import InputError
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques import _triton_gpus
 from trainfit.techniques.base import Technique, value_at
 
 NOT_COVERED = ("parallel.replicate", "parallel.shard", "parallel.tensor")
@@ -57,15 +58,14 @@ def techniques() -> dict[str, Technique]:
 def covered() -> dict[str, tuple[Any, ...]]:
     """Return the values that work now, by field: the default and what techniques cover."""
     default = Recipe.model_construct()
-    values: dict[str, list[Any]] = {name: [value_at(default, name)] for name in NOT_COVERED}
+    values: dict[str, tuple[Any, ...]] = dict.fromkeys(NOT_COVERED, ())
     for technique in in_order():
         for name, more in technique.covers.items():
-            values.setdefault(name, []).extend(more)
+            values[name] = (*values.get(name, ()), *more)
     for name, known in values.items():
         plain = value_at(default, name)
-        if plain not in known:
-            known.insert(0, plain)
-    return {name: tuple(known) for name, known in values.items()}
+        values[name] = known if plain in known else (plain, *known)
+    return values
 
 
 def check(recipe: Recipe) -> None:
@@ -80,6 +80,7 @@ def check(recipe: Recipe) -> None:
             there = ", ".join(_shown(known) for known in values)
             raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
     for technique in _applied_by_name(recipe):
+        _triton_gpus.refuse_old_gpu(technique, recipe)
         technique.check(recipe)
 
 
@@ -90,6 +91,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
         InputError: naming what the device lacks.
     """
     for technique in _applied_by_name(recipe):
+        _triton_gpus.check_device(technique, recipe, device_type)
         technique.check_device(recipe, device_type)
 
 
@@ -100,18 +102,18 @@ def _applied_by_name(recipe: Recipe) -> list[Technique]:
 
 def describe(recipe: Recipe) -> str:
     """Return what distinguishes the recipe, in few words: ``bf16, recompute full, lora 16``."""
-    parts: list[tuple[int, str]] = [(0, recipe.precision)]
-    if recipe.model.implementation != "hf":
-        parts.append((1, recipe.model.implementation))
+    native = "" if recipe.model.implementation == "hf" else recipe.model.implementation
+    parts = [("precision", recipe.precision), ("model.implementation", native)]
     for technique in in_order():
         if technique.requested(recipe) or technique.applies(recipe):
-            parts.append((_described_at(technique.fields[0]), technique.describe(recipe)))
-    return ", ".join(text for _, text in sorted(parts, key=lambda part: part[0]) if text)
+            parts.append((technique.fields[0], technique.describe(recipe)))
+    return ", ".join(text for _, text in sorted(parts, key=lambda part: _position(part[0])) if text)
 
 
-def _described_at(field: str) -> int:
-    places = (at for at, name in enumerate(DESCRIBED) if f"{field}.".startswith(f"{name}."))
-    return next(places, len(DESCRIBED))
+def _position(field: str) -> int:
+    """Return the position of a field in a description."""
+    found = (at for at, name in enumerate(DESCRIBED) if f"{field}.".startswith(f"{name}."))
+    return next(found, len(DESCRIBED))
 
 
 def _shown(value: Any) -> str:

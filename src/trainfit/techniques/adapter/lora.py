@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter._target_pattern import check_pattern
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def check(recipe: Recipe) -> None:
-    """Refuse missing PEFT."""
-    needs_peft(recipe)
 
 
 def needs_peft(recipe: Recipe) -> None:
@@ -34,12 +30,18 @@ def needs_peft(recipe: Recipe) -> None:
     require("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
 
 
-def apply(recipe: Recipe, draft: Draft) -> None:
-    """Wrap the model with PEFT's LoRA.
+@contextmanager
+def refused_by_peft(recipe: Recipe, field: str, remedy: str) -> Iterator[None]:
+    """Report an error that PEFT raises inside as a refusal of the field."""
+    try:
+        yield
+    except ValueError as error:
+        problem = f"PEFT refuses it: {str(error).splitlines()[0][:200]}"
+        raise refusal(recipe, field, problem, remedy) from error
 
-    Raises:
-        InputError: a target that the model does not have.
-    """
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Wrap the model with PEFT's LoRA; refuse a target that the model does not have."""
     from trainfit.models.adapted import wrap
 
     adapter = recipe.adapter
@@ -59,15 +61,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type="CAUSAL_LM" if is_hf else None,
     )
-    try:
+    remedy = "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]"
+    with refused_by_peft(recipe, "adapter.targets", remedy):
         draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
-    except ValueError as error:
-        raise InputError(
-            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
-            "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]",
-            field="adapter.targets",
-            value=adapter.targets,
-        ) from error
 
 
 def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]:
@@ -108,7 +104,7 @@ TECHNIQUE = Technique(
     title="LoRA",
     fields=("adapter",),
     covers={"adapter.kind": ("lora",)},
-    check=check,
+    check=needs_peft,
     apply=apply,
     describe=lambda recipe: f"lora {recipe.adapter.rank if recipe.adapter else 0}",
     variants=({"adapter": {"kind": "lora", "dtype": "base"}},),

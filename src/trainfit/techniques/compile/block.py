@@ -5,19 +5,13 @@ With LoRA there are two graphs where the first block's input needs no gradient. 
 block, so an optimizer in the backward frees them as it runs.
 """
 
-from __future__ import annotations
-
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Compile every decoder block.
-
-    Raises:
-        InputError: the model has no list of repeated blocks.
-    """
+    """Compile every decoder block; refuse a model without repeated blocks."""
     from trainfit.models.layers import require_blocks
 
     for block in require_blocks(draft.model, "compile", recipe.compile, "use compile: model or false"):
@@ -28,7 +22,6 @@ TECHNIQUE = Technique(
     name="compile_block",
     order=150,
     title="Compile by block",
-    fields=("compile",),
     covers={"compile": ("block",)},
     apply=apply,
     describe=lambda recipe: "compile block",

@@ -4,8 +4,6 @@ All gradients come at once, when the graph's backward returns, so an optimizer i
 them early.
 """
 
-from __future__ import annotations
-
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
@@ -20,7 +18,6 @@ TECHNIQUE = Technique(
     name="compile_model",
     order=160,
     title="Compile the model",
-    fields=("compile",),
     covers={"compile": ("model",)},
     apply=apply,
     describe=lambda recipe: "compile model",

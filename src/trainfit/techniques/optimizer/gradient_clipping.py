@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
@@ -24,12 +23,9 @@ LEAST_NORM = 1e-6
 def check(recipe: Recipe) -> None:
     """Refuse an optimizer in the backward: the norm needs every gradient."""
     if recipe.optimizer.in_backward:
-        raise InputError(
-            "an optimizer in the backward frees each gradient before the norm of all is known",
-            "leave clip_norm out, or set optimizer.in_backward: false",
-            field="optimizer.clip_norm",
-            value=recipe.optimizer.clip_norm,
-        )
+        problem = "an optimizer in the backward frees each gradient before the norm of all is known"
+        remedy = "leave clip_norm out, or set optimizer.in_backward: false"
+        raise refusal(recipe, "optimizer.clip_norm", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

@@ -5,8 +5,6 @@ https://docs.pytorch.org/docs/stable/notes/amp_examples.html. amp-fp16 adds a Gr
 gradients overflow is skipped. Autocast keeps 16-bit copies of the weights until backward has used them.
 """
 
-from __future__ import annotations
-
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
@@ -26,7 +24,6 @@ TECHNIQUE = Technique(
     name="precision",
     order=190,
     title="Precision",
-    fields=("precision",),
     covers={"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16")},
     apply=apply,
     when=lambda recipe: recipe.precision.startswith("amp-"),

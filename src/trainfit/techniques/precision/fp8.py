@@ -21,10 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
@@ -48,24 +47,19 @@ def check(recipe: Recipe) -> None:
     device = gpu(recipe.hardware.gpu)
     capability = device.compute_capability
     if device.vendor != "host" and (capability is None or capability < CAPABILITY):
-        raise _refused(
-            f"{device.title} has no fp8 tensor cores that torch multiplies with",
-            "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on",
-        )
+        problem = f"{device.title} has no fp8 tensor cores that torch multiplies with"
+        remedy = "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on"
+        raise refusal(recipe, "precision", problem, remedy)
     if recipe.adapter is not None:
-        raise _refused(
-            "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients",
-            "use precision: bf16, with quantize: fp8 to store the base in 8 bits",
-        )
+        problem = "the base is frozen beside an adapter, and fp8 layers would compute its weights' gradients"
+        remedy = "use precision: bf16, with quantize: fp8 to store the base in 8 bits"
+        raise refusal(recipe, "precision", problem, remedy)
     if recipe.offload.weights:
-        raise _refused("blocks whose weights wait on the host are not converted", "use precision: bf16")
+        problem = "blocks whose weights wait on the host are not converted"
+        raise refusal(recipe, "precision", problem, "use precision: bf16")
     if recipe.batch.micro * recipe.batch.seq % MULTIPLE:
-        raise InputError(
-            f"fp8 products need a multiple of {MULTIPLE} tokens",
-            f"make batch.micro x batch.seq one (now {recipe.batch.micro} x {recipe.batch.seq})",
-            field="batch.micro",
-            value=recipe.batch.micro,
-        )
+        remedy = f"make batch.micro x batch.seq one (now {recipe.batch.micro} x {recipe.batch.seq})"
+        raise refusal(recipe, "batch.micro", f"fp8 products need a multiple of {MULTIPLE} tokens", remedy)
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
@@ -74,12 +68,10 @@ def check_device(recipe: Recipe, device_type: str) -> None:
         return
     import torch
 
-    capability = torch.cuda.get_device_capability()
-    if capability < CAPABILITY:
-        raise _refused(
-            f"this GPU has compute capability {capability[0]}.{capability[1]}, and fp8 products need 8.9",
-            "use precision: bf16 or amp-fp16",
-        )
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < CAPABILITY:
+        problem = f"this GPU has compute capability {major}.{minor}, and fp8 products need 8.9"
+        raise refusal(recipe, "precision", problem, "use precision: bf16 or amp-fp16")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -96,14 +88,15 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     config = float8.Float8LinearConfig(emulate=draft.runs_on_cpu(recipe))
     lists = layer_lists(draft.model)
     if not any(gains(module) for _, blocks in lists for module in blocks.modules()):
-        raise _refused(
+        problem = (
             "no layer of the decoder blocks is converted: that needs a plain nn.Linear with sizes that are "
-            f"multiples of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs",
-            "use precision: bf16, or model.implementation: native where transformers' layers differ",
+            f"multiples of {MULTIPLE}, and over {SMALL[0]} inputs or over {SMALL[1]} outputs"
         )
+        remedy = "use precision: bf16, or model.implementation: native where transformers' layers differ"
+        raise refusal(recipe, "precision", problem, remedy)
     for _, blocks in lists:
         float8.convert_to_float8_training(
-            blocks, module_filter_fn=lambda module, name: gains(module), config=config
+            blocks, module_filter_fn=lambda module, _: gains(module), config=config
         )
 
 
@@ -129,10 +122,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _refused(problem: str, remedy: str) -> InputError:
-    return InputError(problem, remedy, field="precision", value="fp8")
-
-
 def _draw(chance: random.Random, _: Data) -> Data:
     return {"precision": "fp8", "compile": chance.choice((False, "block", "block"))}
 
@@ -141,7 +130,6 @@ TECHNIQUE = Technique(
     name="fp8",
     order=60,
     title="fp8",
-    fields=("precision",),
     covers={"precision": ("fp8",)},
     check=check,
     check_device=check_device,

@@ -6,29 +6,21 @@ pytorch/pytorch#126320). A prediction runs the same partitioner. Its objective i
 budget can mean more memory.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
 def check(recipe: Recipe) -> None:
     """Refuse eager code: only the compiler can spend the budget."""
-    assert isinstance(recipe.recompute, Budget)
     if not recipe.compile:
-        raise InputError(
-            "only compiled code has a budget to keep to",
-            "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}",
-            field="recompute.budget",
-            value=recipe.recompute.budget,
-        )
+        remedy = "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}"
+        raise refusal(recipe, "recompute.budget", "only compiled code has a budget to keep to", remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -76,7 +68,6 @@ TECHNIQUE = Technique(
     name="recompute_budget",
     order=100,
     title="Compiler budget",
-    fields=("recompute",),
     covers={"recompute": ("budget",)},
     check=check,
     apply=apply,

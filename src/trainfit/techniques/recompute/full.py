@@ -6,45 +6,31 @@ is the model's own checkpointing: transformers 5.17 wraps the block's call, 5.23
 which costs LoRA a backward through the first block. On ``native`` each block's forward is wrapped here.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
 def _applies(recipe: Recipe) -> bool:
-    # Blocks that move to the host are recomputed by what moves them (block_runs.py).
+    # Blocks that move to the host are recomputed by what moves them (checkpointing/whole_block.py).
     return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every decoder block.
-
-    Raises:
-        InputError: the model's own code has no checkpointing.
-    """
+    """Checkpoint every decoder block; refuse a model whose own code has no checkpointing."""
     from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import require_blocks
 
-    if recipe.model.implementation == "hf":
-        _enable_own(draft.model)
-    else:
+    if recipe.model.implementation == "native":
         for block in require_blocks(draft.model, "recompute", "full", "use recompute: none"):
             set_recompute(block, "full")
-
-
-def _enable_own(model: Any) -> None:
+        return
+    model: Any = draft.model
     if not model.supports_gradient_checkpointing:
-        raise InputError(
-            "this model's code has no checkpointing",
-            "use recompute: none, or model.implementation: native where it knows the family",
-            field="recompute",
-            value="full",
-        )
+        remedy = "use recompute: none, or model.implementation: native where it knows the family"
+        raise refusal(recipe, "recompute", "this model's code has no checkpointing", remedy)
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -55,7 +41,6 @@ TECHNIQUE = Technique(
     name="recompute_full",
     order=70,
     title="Full recomputation",
-    fields=("recompute",),
     covers={"recompute": ("full",)},
     apply=apply,
     when=_applies,
