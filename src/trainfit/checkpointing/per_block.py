@@ -26,7 +26,7 @@ BLOCK_STATE = "_trainfit_saving"
 
 
 def fits_share(num_bytes: int, offloaded_bytes: int, saved_bytes: int, share: float) -> bool:
-    """Return whether a storage can be offloaded within the share of the bytes saved so far."""
+    """Whether a storage can be offloaded within the share of the bytes saved so far."""
     return offloaded_bytes + num_bytes <= share * saved_bytes
 
 
@@ -65,7 +65,7 @@ class SavedTensors:
     def hold(self, expression: Expression, t: Tensor) -> None:
         """Register a saved tensor and start offloading its storage if the share allows it."""
         storage = address(t)
-        if storage == self._input or t.untyped_storage().nbytes() < self._small:
+        if not self.share or storage == self._input or t.untyped_storage().nbytes() < self._small:
             return
         if storage not in self._offloaded:
             self._offloaded[storage] = self._offload(t)
@@ -151,10 +151,10 @@ class PerBlockSaving:
             forward = partial(checkpoint, forward, use_reentrant=False)
         block = self._blocks[index]
         if level == "elementwise" or share:
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            shared = [*given, *block.parameters(), *block.buffers()]
+            passed = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            shared = [*passed, *block.parameters(), *block.buffers()]
             recompute = level == "elementwise"
-            with SavedTensorMode(x, shared, recompute=recompute, on_hold=saved.hold if share else _ignore):
+            with SavedTensorMode(x, shared, recompute=recompute, on_hold=saved.hold):
                 out = forward(block, x, *args, **kwargs)
         else:
             out = forward(block, x, *args, **kwargs)
@@ -197,10 +197,6 @@ class PerBlockSaving:
         if offloaded.host is not None:
             self._free.setdefault((offloaded.host.shape, offloaded.host.dtype), []).append(offloaded.host)
             offloaded.host = None
-
-
-def _ignore(expression: Expression, t: Tensor) -> None:
-    """Offload nothing."""
 
 
 @cache

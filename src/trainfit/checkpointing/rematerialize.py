@@ -74,10 +74,8 @@ class SavedTensorMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call = None
-        if can_run_again(func):
-            # Before the operation runs, which may write its inputs.
-            call = Call(func, *mapped((args, kwargs), Tensor, self._find))
+        # Before the operation runs, which may write its inputs.
+        call = Call(func, *mapped((args, kwargs), Tensor, self._find)) if can_run_again(func) else None
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._mark_stale(func, args, kwargs)
@@ -178,22 +176,20 @@ class SavedTensorMode(TorchDispatchMode):
 
 @lru_cache(maxsize=4096)
 def can_run_again(func: Any) -> bool:
-    """Return whether an operation is cheap, deterministic and functional."""
-    if not isinstance(func, torch._ops.OpOverload) or not does_no_matrix_work(func):
-        return False
-    if func._schema.is_mutable or base_name(func) in FACTORIES or func._schema.name.startswith(ELSEWHERE):
-        return False
-    return torch.Tag.nondeterministic_seeded not in func.tags
+    """Whether an operation is cheap, deterministic and functional."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and does_no_matrix_work(func)
+        and not func._schema.is_mutable
+        and base_name(func) not in FACTORIES
+        and not func._schema.name.startswith(ELSEWHERE)
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
 
 
 def is_plain(t: Tensor) -> bool:
-    """Return whether a tensor has its own storage; wrapper subclasses (quantised weights) have none."""
-    return _is_plain(type(t))
-
-
-@lru_cache
-def _is_plain(kind: type) -> bool:
-    return not hasattr(kind, "__tensor_flatten__")
+    """Whether a tensor has its own storage; wrapper subclasses (quantised weights) have none."""
+    return not hasattr(type(t), "__tensor_flatten__")
 
 
 def address(t: Tensor) -> int:

@@ -1,7 +1,6 @@
 """Gradient accumulation: k micro-batches, each loss divided by k, then one update.
 
 All micro-batches have equally many labels, so the gradients add up to those of one batch k times as large.
-They are added in their own dtype: in bf16 with 8 bits of precision.
 """
 
 from trainfit.spec.recipe import Recipe

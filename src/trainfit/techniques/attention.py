@@ -2,13 +2,8 @@
 
 ``sdpa``: PyTorch's choice. ``flash``, ``cudnn``, ``efficient``, ``math``: that backend of
 ``torch.nn.functional.scaled_dot_product_attention``. ``eager``: matrix products and softmax. ``triton``:
-trainfit's kernel (kernels/flash_attention), which keeps head sizes that are no power of two unpadded on
-Hopper. ``best``: the fastest by the catalog's measurements on this GPU, chosen by
-``planning/attention.py``.
-
-Not supported by ``triton``: masks (a sliding window shorter than the sequence, ALiBi), attention dropout,
-capped scores, sinks, heads over 256 or of two sizes, transformers models whose attention is not in the
-registry. ``efficient`` has no grouped-query form.
+kernels/flash_attention. ``best``: the fastest by the catalog's measurements on this GPU, which
+``planning/attention.py`` chooses.
 """
 
 from trainfit.spec.recipe import Recipe

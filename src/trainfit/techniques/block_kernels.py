@@ -1,9 +1,7 @@
 """Block kernels: RMSNorm, SwiGLU and rotary embedding by one Triton kernel each, forward and backward.
 
-Computed in fp32 and rounded once. Saved for backward: of a norm its input and one number a row, of
-silu(gate) * up the two factors, of a rotation nothing of its size. For ``native`` models with these
-operations and transformers' models of Llama's form (by their code, not their names). Compiled, each kernel
-remains a kernel of its own that is not fused with its neighbours.
+Saved for backward: of a norm its input and one number a row, of silu(gate) * up the two factors, of a
+rotation nothing of its size. Models are recognised by their code, not their names.
 """
 
 import random

@@ -1,8 +1,6 @@
 """Loader: DataLoader workers, prefetching and pinned memory (measurement/feed.py).
 
-Which sequences a step gets depends on the step's number alone, so they are equal for any number of workers
-and after a resume. The next step's data are copied to the device after this step's last kernel, so the
-loader changes no byte of the peak.
+The next step's data are copied to the device after this step's last kernel, so the peak stays the same.
 """
 
 import random

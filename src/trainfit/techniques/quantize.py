@@ -1,10 +1,7 @@
 """Quantised frozen base: the decoder blocks' linear weights in 4 or 8 bits, with a trainable adapter.
 
-``nf4``: 4.127 bits a weight in bitsandbytes' format (QLoRA, arXiv:2305.14314). ``int8`` and ``fp8`` (e4m3,
-storage only): one fp32 scale an output row. Each product dequantises its weight, forward and backward, so
-one layer's 16-bit weight exists at a time. Layers are quantised while the model is built, block by block
-(models/quantized.py). Embeddings, head, norms and biases stay whole. On ``native`` the codes are those of
-the weights that the seed gives unquantised.
+Layers are quantised while the model is built, block by block (models/quantized.py). On ``native`` the codes
+are those of the weights that the seed gives unquantised.
 """
 
 import random

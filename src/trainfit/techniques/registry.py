@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -41,12 +42,10 @@ def in_order() -> tuple[Technique, ...]:
     found = [module.TECHNIQUE for module in modules if hasattr(module, "TECHNIQUE")]
     found += [outside for outside in outside_techniques() if isinstance(outside, Technique)]
     for key in ("name", "order"):
-        values = [getattr(technique, key) for technique in found]
-        for value in values:
-            if values.count(value) > 1:
-                raise InputError(
-                    f"two techniques have the {key} {value!r}", f"give one another {key}", field="TECHNIQUE"
-                )
+        for value, count in Counter(getattr(technique, key) for technique in found).items():
+            if count > 1:
+                problem, remedy = f"two techniques have the {key} {value!r}", f"give one another {key}"
+                raise InputError(problem, remedy, field="TECHNIQUE")
     return tuple(sorted(found, key=lambda technique: technique.order))
 
 
@@ -77,7 +76,7 @@ def check(recipe: Recipe) -> None:
     for name, values in covered().items():
         value = value_at(recipe, name)
         if value not in values:
-            there = ", ".join(_shown(known) for known in values)
+            there = ", ".join(known if isinstance(known, str) else json.dumps(known) for known in values)
             raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
     for technique in _applied_by_name(recipe):
         _triton_gpus.refuse_old_gpu(technique, recipe)
@@ -114,7 +113,3 @@ def _position(field: str) -> int:
     """Return the position of a field in a description."""
     found = (at for at, name in enumerate(DESCRIBED) if f"{field}.".startswith(f"{name}."))
     return next(found, len(DESCRIBED))
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

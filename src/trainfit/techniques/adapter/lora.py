@@ -1,9 +1,7 @@
 """LoRA through PEFT: a frozen base with a trainable low-rank product B A next to each targeted linear layer.
 
-Source: Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``dtype: fp32`` is PEFT's
-default (``autocast_adapter_dtype``): fp32 adapters over a bf16 base, whose inputs are cast up for them and
-saved; ``base`` gives them the base's dtype. ``all-linear`` is PEFT's rule on ``hf`` (every linear layer but
-the output head), the blocks' linear layers on ``native``. Needs the extra ``peft``.
+Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``all-linear`` is PEFT's rule on
+``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``.
 """
 
 from __future__ import annotations

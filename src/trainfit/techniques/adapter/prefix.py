@@ -1,9 +1,8 @@
 """Prefix tuning: trainable keys and values that every layer's attention reads, equal for all sequences.
 
-Source: Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT
-passes them as a cache of past tokens; on ``native`` they are parameters of each block's attention.
-Positions of the sequence begin after the prefix. Attention takes a mask of s x (tokens + s), which flash
-attention does not support. Needs the extra ``peft``.
+Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT passes them
+as a cache of past tokens; on ``native`` they are parameters of each block's attention. Positions of the
+sequence begin after the prefix.
 """
 
 import inspect

@@ -1,10 +1,8 @@
 """Prompt tuning and p-tuning: trainable virtual tokens in front of every sequence; the base is frozen.
 
 ``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` three
-linear layers that produce them (Liu et al., arXiv:2103.10385). Both are PEFT's encoders, run by PEFT's
-model on ``hf``. Each layer and the logits see ``adapter.tokens`` + s positions; the last virtual token
-predicts the first real one. Their FLOPs count as the model's; they do not count as tokens per second. Needs
-the extra ``peft``.
+linear layers that produce them (Liu et al., arXiv:2103.10385), both by PEFT's encoders. The last virtual
+token predicts the first real one. Their FLOPs count as the model's, but not as tokens per second.
 """
 
 from __future__ import annotations

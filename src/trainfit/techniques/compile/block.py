@@ -1,8 +1,7 @@
 """Compile by block: each repeated decoder block is compiled in place; the rest runs eagerly.
 
-Equal blocks share one graph, so compiling takes about as long as one block does (torchtitan does the same).
-With LoRA there are two graphs where the first block's input needs no gradient. Gradients come block by
-block, so an optimizer in the backward frees them as it runs.
+Equal blocks share one graph, as in torchtitan. With LoRA there are two graphs where the first block's input
+needs no gradient.
 """
 
 from trainfit.spec.recipe import Recipe

@@ -1,8 +1,4 @@
-"""Compile the whole model: one graph from token ids to loss, where nothing in the model breaks it.
-
-All gradients come at once, when the graph's backward returns, so an optimizer in the backward frees none of
-them early.
-"""
+"""Compile the whole model: one graph from token ids to loss, where nothing in the model breaks it."""
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique

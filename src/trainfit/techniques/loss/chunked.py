@@ -1,9 +1,7 @@
 """Chunked loss: the next-token loss from hidden states, one chunk of tokens at a time.
 
-Method and chunk size: kernels/cross_entropy/chunked.py. For vocabulary v and hidden size e, n tokens of
-bf16 hold 10 n v bytes with ``standard`` where the loss begins its backward; here 6 c v for a chunk of c
-tokens, 2 e v for the output weight's gradient and 2 n e for that of the hidden states. With ``compile:
-model`` everything below the output layer is compiled.
+Method and chunk size: kernels/cross_entropy/chunked.py. With ``compile: model`` everything below the output
+layer is compiled.
 """
 
 from trainfit.spec.recipe import Recipe

@@ -1,10 +1,7 @@
 """Fused loss: the next-token loss from hidden states in large chunks, one kernel between the matrix products.
 
-For each chunk of c tokens, products make the logits, one kernel overwrites them with their gradient, and
-two products make the gradients of hidden states and output weight (kernels/cross_entropy/fused.py). Nothing
-is computed twice. It holds 2 c v bytes of logits for vocabulary v, at most 512 MiB. Soft-capped and scaled
-logits, label smoothing and z-loss are supported. With ``compile: model`` everything below the output layer
-is compiled.
+Method: kernels/cross_entropy/fused.py. Nothing is computed twice. With ``compile: model`` everything below
+the output layer is compiled.
 """
 
 import random

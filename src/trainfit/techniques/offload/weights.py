@@ -1,8 +1,7 @@
 """Weight offload: the decoder blocks' weights wait in pinned host memory; two or three blocks are on the GPU.
 
-The next block's weights are copied while one computes (as in ZeRO-Infinity, arXiv:2104.07857). Blocks are
-recomputed, so each is fetched twice a step. A trained block is also copied back once, after its optimizer
-ran, with its moments. Embeddings, the last norm, the head and small optimizer states stay on the GPU.
+As in ZeRO-Infinity, arXiv:2104.07857. Blocks are recomputed, so each is fetched twice a step. A trained block
+is also copied back once, after its optimizer ran, with its moments.
 """
 
 from __future__ import annotations

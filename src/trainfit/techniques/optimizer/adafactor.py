@@ -1,11 +1,8 @@
 """Adafactor: the second moment as one row and one column per matrix (Shazeer and Stern, arXiv:1804.04235).
 
-Without momentum: ``torch.optim.Adafactor``. With momentum (the paper's beta1, a whole fp32 first moment):
-``transformers.optimization.Adafactor`` with ``relative_step=False`` and ``scale_parameter=True``, so that
-its learning rate means what torch's means. Both scale the learning rate by the weight's root mean square
-and clip the update at 1; their epsilons and weight decay differ. ``implementation: fused`` is trainfit's
-(optim/adafactor.py): torch's function in fp32, without scratch of a weight's size and without waiting for
-the host. The default is ``forloop``, as in torch.
+With momentum (the paper's beta1, a whole fp32 first moment) it is transformers', with ``relative_step=False``
+and ``scale_parameter=True``, so that its learning rate means what torch's means. ``fused`` is trainfit's
+(optim/adafactor.py), without scratch of a weight's size and without waiting for the host.
 """
 
 from functools import partial

@@ -1,8 +1,6 @@
 """AdamW: ``torch.optim.AdamW`` (Loshchilov and Hutter, arXiv:1711.05101), two moments of each weight's dtype.
 
-``fused`` is one kernel for many weights and allocates nothing; ``foreach`` holds intermediates of all
-weights' size while it runs, ``forloop`` of one weight's. With stochastic rounding it is trainfit's
-(optim/adamw.py): weights and moments in bf16.
+With stochastic rounding it is trainfit's (optim/adamw.py): weights and moments in bf16.
 """
 
 import random

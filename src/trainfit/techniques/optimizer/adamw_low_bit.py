@@ -1,9 +1,7 @@
 """AdamW with 8-bit or 4-bit moments: 2.03 or 1.06 bytes a weight for both.
 
-Each block of 256 (8 bits) or 128 (4 bits) elements shares a scale; each moment is the nearest of 256 or 16
-levels times it (Dettmers et al., arXiv:2110.02861; Li et al., arXiv:2309.01507). Tensors of fewer than
-4,096 elements keep fp32 moments. States equal those of torchao's AdamW8bit and AdamW4bit; the update is one
-kernel (optim/adamw.py) that allocates nothing.
+Dettmers et al., arXiv:2110.02861; Li et al., arXiv:2309.01507. States equal those of torchao's AdamW8bit and
+AdamW4bit (optim/adamw.py).
 """
 
 from trainfit.spec.recipe import Recipe

@@ -33,7 +33,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     largest = recipe.optimizer.clip_norm
     assert largest is not None
     blocks, others = draft.trainable_by_block()
-    parts = [part for group in (*blocks, others) for part in _by_dtype(group)]
+    # CUDA's foreach kernels require one dtype.
+    parts = [
+        [parameter for parameter in group if parameter.dtype == dtype]
+        for group in (*blocks, others)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in group)
+    ]
 
     def clip() -> None:
         draft.readings["gradient_norm"] = clip_gradients(parts, largest)
@@ -63,12 +68,6 @@ def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Ten
             # Unconditional: testing the scale would wait for the device.
             torch._foreach_mul_(part, scales[part[0].dtype])
     return total
-
-
-def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into lists of one dtype each, as CUDA's foreach kernels require."""
-    dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
-    return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
 
 
 TECHNIQUE = Technique(

@@ -2,8 +2,7 @@
 
 Source: https://kellerjordan.github.io/posts/muon/. ``torch.optim.Muon`` for the two-dimensional weights of
 the decoder blocks, AdamW for everything else: embeddings, head, norms, biases, stacked experts. Updates are
-scaled to the size of AdamW's (Liu et al., arXiv:2502.16982; ``match_rms_adamw``), so one learning rate and
-weight decay serve both. The five Newton-Schulz steps count as hardware FLOPs, not as model FLOPs.
+scaled to the size of AdamW's (Liu et al., arXiv:2502.16982; ``match_rms_adamw``).
 """
 
 from __future__ import annotations

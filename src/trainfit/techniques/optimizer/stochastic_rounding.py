@@ -1,9 +1,7 @@
 """Stochastic rounding: bf16 weights are rounded up or down at random, so small updates survive on average.
 
-bf16 has 8 bits of precision: an update below 2^-9 of its weight is lost when rounded to nearest (Zamirai et
-al., arXiv:2010.06192). The optimizer's kernel rounds; bf16 moments of AdamW and SGD are rounded so too,
-Muon's and low-bit moments to nearest. The random bits depend on the recipe's seed, the weight and the step,
-so a resumed run repeats itself.
+Zamirai et al., arXiv:2010.06192. The optimizer's kernel rounds; bf16 moments of AdamW and SGD are rounded so
+too, Muon's and low-bit moments to nearest.
 """
 
 import random

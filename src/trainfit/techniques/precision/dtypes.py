@@ -1,8 +1,7 @@
 """Precision: dtype of the weights (fp32, bf16), or autocast over fp32 weights (amp-bf16, amp-fp16).
 
 Autocast is active around the forward only, as in
-https://docs.pytorch.org/docs/stable/notes/amp_examples.html. amp-fp16 adds a GradScaler; a step whose
-gradients overflow is skipped. Autocast keeps 16-bit copies of the weights until backward has used them.
+https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
 from trainfit.spec.recipe import Recipe

@@ -2,15 +2,8 @@
 
 Each operand of forward and backward is rounded by one scale a tensor, from its largest magnitude: input and
 weight to e4m3, gradient to e5m2 (Micikevicius et al., arXiv:2209.05433; torchao's ``tensorwise`` recipe).
-Needs the extra ``torchao``.
-
-Saved for backward are the bf16 input and weight; compiled, the partitioner chooses. Without compiling, each
-rounding holds fp32 temporaries of 9 bytes an element. Layers stay bf16 whose sizes are no multiples of 16,
-and those with up to 4096 inputs and up to 1024 outputs, which gain nothing by torchao's measurements on an
-H100. So do embeddings, head, experts and linear layers with a forward of their own.
-
-MFU and HFU refer to the fp8 peak where most FLOPs are in fp8. On a CPU products are emulated: operands
-rounded to fp8, multiplied in fp32.
+Saved for backward are the bf16 input and weight; compiled, the partitioner chooses. MFU and HFU refer to the
+fp8 peak where most FLOPs are in fp8. On a CPU operands are rounded to fp8 and multiplied in fp32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Compiler budget: torch.compile chooses what to recompute within a share of the activations it would keep.
 
-1 keeps what compiled code keeps anyway, 0 only the inputs of the compiled region; between them the
-partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
-pytorch/pytorch#126320). A prediction runs the same partitioner. Its objective is not the peak, so less
-budget can mean more memory.
+The partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
+pytorch/pytorch#126320). A prediction runs the same partitioner.
 """
 
 import random

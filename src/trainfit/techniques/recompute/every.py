@@ -1,7 +1,6 @@
 """Recomputation of every k-th decoder block: blocks 0, k, 2k, ... keep only their input.
 
-The other blocks keep everything. Recomputing the last block would free nothing at the peak; that is the
-case where the number of blocks is one more than a multiple of k.
+Recomputing the last block would free nothing at the peak.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Full recomputation: keep each block's input and run its forward again in backward.
 
-Source: Chen et al., arXiv:1604.06174. Always non-reentrant, with random generators restored. On ``hf`` it
-is the model's own checkpointing: transformers 5.17 wraps the block's call, 5.23 its forward (so under
-``compile: block`` the checkpoint is inside the graph). Both make the embedding's output require a gradient,
-which costs LoRA a backward through the first block. On ``native`` each block's forward is wrapped here.
+Chen et al., arXiv:1604.06174. Always non-reentrant, with random generators restored. On ``hf`` it is the
+model's own checkpointing: transformers 5.17 wraps the block's call, 5.23 its forward (so under ``compile:
+block`` the checkpoint is inside the graph). Both make the embedding's output require a gradient.
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
 """Selective recomputation: keep a block's matrix products and attention, recompute everything else.
 
-Uses autograd's own bookkeeping; kept results are not computed twice. ``mm`` is every matrix product over an
-inner dimension of 512 or more whose result backward needs, ``attention`` every fused attention.
-``{selective: {save: [...]}}`` lists others, also PyTorch's operations by name.
+``mm`` is every matrix product over an inner dimension of 512 or more whose result backward needs,
+``attention`` every fused attention.
 """
 
 from trainfit.spec.recipe import Recipe
