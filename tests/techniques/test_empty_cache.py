@@ -12,7 +12,7 @@ from trainfit.ledger.replay import replay
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
-from trainfit.techniques import empty_cache, registry
+from trainfit.techniques import empty_cache
 from trainfit.techniques.draft import Draft
 from virtual_runs import recipe_of
 
@@ -44,7 +44,7 @@ def test_the_next_step_takes_new_segments(every: int | None, reserved: int):
 
 
 class Noting(CachingAllocator):
-    """Notes after how many steps (two allocations each, but one in the first) the cache is given back."""
+    """Notes after how many steps (two allocations each, but one in the first) the cache is emptied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,16 +94,15 @@ def test_a_prediction_follows_the_recipe_and_the_environment(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("device", "calls"), [("cuda", 3), ("cpu", 0)])
-def test_a_cuda_device_is_asked_each_nth_time(device: str, calls: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_cuda_device_empties_its_cache_each_nth_time(
+    device: str, calls: int, monkeypatch: pytest.MonkeyPatch
+):
     called: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(1))
-    recipe = tiny_recipe(empty_cache_every=3)
-    registry.check(recipe)
     draft = Draft(nn.Linear(1, 1), torch.device(device), lambda module: None)
-    empty_cache.apply(recipe, draft)
-    for _ in range(10):
-        for hook in draft.after_step:
-            hook()
+    empty_cache.apply(tiny_recipe(empty_cache_every=3), draft)
+    for hook in draft.after_step * 10:
+        hook()
     assert len(called) == calls
 
 

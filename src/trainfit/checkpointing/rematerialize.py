@@ -1,11 +1,10 @@
 """Recompute a block's saved tensors one by one where no matrix product is needed.
 
-During a block's forward a dispatch mode records how each tensor was computed. If a tensor that autograd saves
-follows by elementwise work (norms, activation functions, casts, rotations) from other saved tensors, its
-expression is saved instead and evaluated in the backward. Matrix products, attention, random draws and
-unknown operations are never recomputed. Related: Korthikanti et al., https://arxiv.org/abs/2205.05198,
-section 4; Jain et al., https://arxiv.org/abs/1910.02653. Results are bitwise equal: the same operations run
-below autocast and autograd.
+A dispatch mode records how each tensor of a block's forward was computed. If a tensor that autograd saves
+follows by elementwise work from other saved tensors, its expression is saved instead and evaluated in the
+backward. Matrix products, attention, random draws and unknown operations are never recomputed. Related:
+Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4; Jain et al., https://arxiv.org/abs/1910.02653.
+Results are bitwise equal: the same operations run below autocast and autograd.
 """
 
 from __future__ import annotations

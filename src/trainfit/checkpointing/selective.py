@@ -64,11 +64,7 @@ def _can_be_saved(func: Any) -> bool:
 
 
 def check_names(save: Iterable[str]) -> None:
-    """Check that each name is a group or an operation whose results can be saved.
-
-    Raises:
-        InputError: an unknown operation, or one that returns its input's memory.
-    """
+    """Refuse names that are neither a group nor an operation whose results can be saved."""
     for name in save:
         packet = getattr(torch.ops.aten, name, None)
         problem = (
@@ -87,9 +83,7 @@ def set_recompute(
     save: tuple[str, ...] = DEFAULT_SAVED,
     compiled: bool = False,
 ) -> None:
-    """Checkpoint one decoder block in place, by changing its class.
-
-    Non-reentrant; random state and autocast are restored for the recomputation.
+    """Checkpoint one decoder block in place, by changing its class; random state and autocast are restored.
 
     Args:
         save: with ``selective``, results to save: ``mm``, ``attention``, or ATen operations by name.
@@ -102,7 +96,6 @@ def set_recompute(
 @cache
 def _recomputed(block: type[nn.Module], contexts: Callable[[], Any] | None) -> type[nn.Module]:
     """Return the block's class, its forward checkpointed; equal blocks share one class and compiled graph."""
-
     settings: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

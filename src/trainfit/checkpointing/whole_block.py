@@ -34,11 +34,10 @@ Call = Callable[[Tensor], Any]
 
 @dataclass
 class _SavedInput:
-    """A block's input on the device, on the host, or being copied."""
+    """A block's input on the device, on the host, or being copied; ``previous``: the preceding block's."""
 
     device: Tensor | None
     previous: _SavedInput | None
-    """The input of the preceding block in the same forward, whose backward is next."""
     host: Tensor | None = None
     event: Any = None
 
@@ -140,7 +139,8 @@ class BlockRecompute:
         saved = self._last = _SavedInput(x, self._last if index else None)
         # The last block's backward follows at once.
         if self._offload and index < len(self.blocks) - 1 and x.is_contiguous():
-            saved.host = self._host_memory(x)
+            free = self._free.get((x.shape, x.dtype))
+            saved.host = free.pop() if free else self._copy_streams.host_empty(x.shape, x.dtype)
             saved.event = self._copy_streams.to_host.copy(saved.host, x, self._copy_streams.now())
         return saved
 
@@ -167,15 +167,10 @@ class BlockRecompute:
 
     def _fetch(self, saved: _SavedInput) -> None:
         if saved.device is None and saved.host is not None:
-            # Kernels may still read the memory reused for it: hence `now`.
             saved.device = torch.empty_like(saved.host, device=self.device)
-            saved.event = self._copy_streams.to_device.copy(
-                saved.device, saved.host, self._copy_streams.now(), saved.event
-            )
-
-    def _host_memory(self, x: Tensor) -> Tensor:
-        free = self._free.get((x.shape, x.dtype))
-        return free.pop() if free else self._copy_streams.host_empty(x.shape, x.dtype)
+            # Kernels may still read the memory reused for it: hence `now`.
+            now = self._copy_streams.now()
+            saved.event = self._copy_streams.to_device.copy(saved.device, saved.host, now)
 
 
 class _Run(torch.autograd.Function):
@@ -247,8 +242,8 @@ def _recomputed(block: type[nn.Module]) -> type[nn.Module]:
             return block.forward(self, x, *args, **kwargs)
         _refuse_other_gradients(args, kwargs)
         # In the backward the module itself is called, so that module hooks run.
-        first, again = partial(block.forward, self), self
-        return runs.run(index, _with(first, args, kwargs), _with(again, args, kwargs), x)
+        first, again = _with(partial(block.forward, self), args, kwargs), _with(self, args, kwargs)
+        return runs.run(index, first, again, x)
 
     return type(f"Run{block.__name__}", (block,), {"forward": forward, ORIGINAL: block})
 

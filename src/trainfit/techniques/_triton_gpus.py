@@ -9,11 +9,7 @@ from trainfit.techniques.base import Technique, refusal, value_at
 
 
 def refuse_old_gpu(technique: Technique, recipe: Recipe) -> None:
-    """Refuse an NVIDIA GPU older than Triton supports.
-
-    Raises:
-        InputError: such a GPU, or one that the catalog does not have.
-    """
+    """Refuse an NVIDIA GPU older than Triton supports."""
     for field, instead in _fields(technique, recipe):
         gpu = find_gpu(recipe.hardware.gpu)
         if gpu.compute_capability is not None and gpu.compute_capability < LEAST_FOR_TRITON:
@@ -25,11 +21,7 @@ def refuse_old_gpu(technique: Technique, recipe: Recipe) -> None:
 
 
 def check_device(technique: Technique, recipe: Recipe, device_type: str) -> None:
-    """Refuse a real GPU without Triton.
-
-    Raises:
-        InputError: naming the field whose value needs it.
-    """
+    """Refuse a real GPU without Triton."""
     for field, instead in _fields(technique, recipe):
         from trainfit.kernels.custom_op import require_triton
 

@@ -61,7 +61,7 @@ class Technique:
     describe: Callable[[Recipe], str] = lambda recipe: ""
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()
-    """Fields that turn it on, together with ``needs``."""
+    """Fields that turn it on, together with ``needs``; by default the first value of ``covers``."""
     variants: tuple[Data, ...] = ()
     """Further fields that turn it on, which no record of results measures."""
     needs: Data = field(default_factory=dict)
@@ -78,6 +78,8 @@ class Technique:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self.fields or tuple(self.covers))
+        first = tuple(_nested(field, values[0]) for field, values in self.covers.items())[:1]
+        object.__setattr__(self, "examples", self.examples or first)
 
     def requested(self, recipe: Recipe) -> bool:
         """Whether the recipe has a value that this technique covers, in each of its fields."""
@@ -86,6 +88,13 @@ class Technique:
     def applies(self, recipe: Recipe) -> bool:
         """Whether the technique changes this recipe's step."""
         return self.requested(recipe) if self.when is None else self.when(recipe)
+
+
+def _nested(dotted: str, value: Any) -> Data:
+    """Return ``{"a": {"b": value}}`` for ``a.b``."""
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value
 
 
 def refusal(recipe: Recipe, dotted: str, problem: str, remedy: str) -> InputError:

@@ -36,6 +36,5 @@ TECHNIQUE = Technique(
     triton={"block_kernels": ("triton",)},
     apply=apply,
     describe=lambda recipe: "block kernels",
-    examples=({"block_kernels": "triton"},),
     draw=Draw(alone=_draw),
 )

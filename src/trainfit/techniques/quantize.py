@@ -37,7 +37,6 @@ TECHNIQUE = Technique(
         {"quantize": "fp8"},
         {"quantize": "nf4", "adapter": {"kind": "lora", "dtype": "base"}},
     ),
-    examples=({"quantize": "nf4"},),
     needs={"adapter": {"kind": "lora"}},
     draw=Draw(alone=_draw),
 )

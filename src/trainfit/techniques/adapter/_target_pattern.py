@@ -30,11 +30,7 @@ for name in names:
 
 
 def check_pattern(pattern: str, names: Sequence[str]) -> None:
-    """Refuse a pattern that is no regular expression, or whose matching against ``names`` takes too long.
-
-    Raises:
-        InputError: naming ``adapter.targets``.
-    """
+    """Refuse a pattern that is no regular expression, or whose matching against ``names`` takes too long."""
     if len(pattern) > MAX_PATTERN_CHARS:
         raise _refused(pattern, f"is over {MAX_PATTERN_CHARS:,} characters", "write a list of names")
     if pattern.count("(") > MAX_GROUPS:

@@ -106,7 +106,6 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=lambda recipe: f"lora {recipe.adapter.rank if recipe.adapter else 0}",
     variants=({"adapter": {"kind": "lora", "dtype": "base"}},),
-    examples=({"adapter": {"kind": "lora"}},),
     draw=Draw(weights={"adapter.kind": {"lora": 1}}, share=0.15, options=_options),
     trace_whole=_names_layers,
 )

@@ -79,7 +79,6 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=describe_tokens,
     variants=({"adapter": {"kind": "prefix", "dtype": "base"}},),
-    examples=({"adapter": {"kind": "prefix"}},),
     draw=Draw(alone=lambda chance, _: {"adapter": {"kind": "prefix", "tokens": chance.choice(DRAWN_TOKENS)}}),
     # On hf the prefix is one tensor for all layers.
     trace_whole=lambda recipe: recipe.model.implementation == "hf",

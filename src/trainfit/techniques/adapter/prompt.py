@@ -34,11 +34,8 @@ def has_no_matrices(recipe: Recipe) -> None:
     kind = recipe.adapter.kind
     for field in ("rank", "alpha", "targets", "dropout"):
         if getattr(recipe.adapter, field) != getattr(Adapter(kind=kind), field):
-            problem, remedy = (
-                f"{kind} has virtual tokens and no {field}",
-                "leave it out, or use adapter.kind: lora",
-            )
-            raise refusal(recipe, f"adapter.{field}", problem, remedy)
+            remedy = "leave it out, or use adapter.kind: lora"
+            raise refusal(recipe, f"adapter.{field}", f"{kind} has virtual tokens and no {field}", remedy)
 
 
 def check_positions(recipe: Recipe, model: nn.Module) -> None:
@@ -127,6 +124,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=describe_tokens,
     variants=({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
-    examples=({"adapter": {"kind": "prompt"}},),
     draw=Draw(alone=_draw),
 )

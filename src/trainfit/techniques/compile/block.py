@@ -24,6 +24,5 @@ TECHNIQUE = Technique(
     covers={"compile": ("block",)},
     apply=apply,
     describe=lambda recipe: "compile block",
-    examples=({"compile": "block"},),
     draw=Draw(weights={"compile": {"block": 1}}),
 )

@@ -17,7 +17,6 @@ TECHNIQUE = Technique(
     covers={"compile": ("model",)},
     apply=apply,
     describe=lambda recipe: "compile model",
-    examples=({"compile": "model"},),
     draw=Draw(weights={"compile": {"model": 1}}),
     # One graph is scheduled as one, with buffers reused across layers.
     trace_whole=lambda recipe: True,

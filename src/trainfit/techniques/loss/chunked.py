@@ -29,6 +29,5 @@ TECHNIQUE = Technique(
     check=refuse_own_forward,
     apply=apply,
     describe=lambda recipe: "chunked loss",
-    examples=({"loss": "chunked"},),
     draw=Draw(alone=lambda chance, _: {"loss": "chunked"}),
 )

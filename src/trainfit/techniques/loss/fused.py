@@ -15,11 +15,7 @@ from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the model's own loss, with the recipe's terms; evaluation is without them.
-
-    Raises:
-        InputError: a model whose output layer is not known, or whose head has a bias.
-    """
+    """Replace the model's own loss, with the recipe's terms; evaluation is without them."""
     from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy, refuse_bias
     from trainfit.kernels.cross_entropy.terms import Terms
     from trainfit.models.language_head import language_head
@@ -49,6 +45,5 @@ TECHNIQUE = Technique(
     check=refuse_own_forward,
     apply=apply,
     describe=lambda recipe: "fused loss",
-    examples=({"loss": "fused"},),
     draw=Draw(alone=_draw),
 )

@@ -33,11 +33,7 @@ def check(recipe: Recipe) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the model's own loss; ``loss: fused`` adds the terms itself.
-
-    Raises:
-        InputError: the model's own loss contains more than the next-token loss.
-    """
+    """Replace the model's own loss, unless it has terms of its own; ``loss: fused`` adds them itself."""
     if recipe.loss != "standard":
         return
     import torch.nn.functional as F

@@ -44,7 +44,6 @@ TECHNIQUE = Technique(
     check=check,
     apply=apply,
     describe=lambda recipe: "activations on the host",
-    examples=({"offload": {"activations": True}},),
     needs={"recompute": "full"},
     draw=Draw(alone=lambda chance, _: {"recompute": "full", "offload": {"activations": True}}),
     trace_whole=lambda recipe: bool(recipe.compile),

@@ -79,7 +79,6 @@ TECHNIQUE = Technique(
         {"offload": {"weights": True}, "recompute": "full"},
         {"offload": {"weights": True}, "recompute": "full", "adapter": {"kind": "lora"}},
     ),
-    examples=({"offload": {"weights": True}},),
     needs={"recompute": "full", "optimizer": {"in_backward": True}},
     draw=Draw(alone=_draw),
     build=_build,

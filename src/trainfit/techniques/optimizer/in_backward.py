@@ -93,7 +93,6 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=_describe,
     variants=({"optimizer": {"in_backward": "block"}},),
-    examples=({"optimizer": {"in_backward": True}},),
     draw=Draw(
         alone=lambda chance, _: {"optimizer": {"in_backward": "block"}, "batch": {"accumulate": 1}},
         weights={"optimizer.in_backward": {True: 1}},

@@ -75,6 +75,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=describe_optimizer,
     variants=({"optimizer": {"name": "muon", "momentum": 0.0}},),
-    examples=({"optimizer": {"name": "muon"}},),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": "muon"}}),
 )

@@ -78,6 +78,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=describe_optimizer,
     variants=({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
-    examples=({"optimizer": {"name": "sgd"}},),
     draw=Draw(weights={"optimizer.name": {"sgd": 2}}, options=_options),
 )

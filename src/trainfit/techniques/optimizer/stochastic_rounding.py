@@ -54,6 +54,5 @@ TECHNIQUE = Technique(
     covers={"optimizer.stochastic_rounding": (True,)},
     check=check,
     describe=lambda recipe: "stochastic rounding",
-    examples=({"optimizer": {"stochastic_rounding": True}},),
     draw=Draw(alone=_draw),
 )

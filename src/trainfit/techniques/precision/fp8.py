@@ -68,11 +68,7 @@ def check_device(recipe: Recipe, device_type: str) -> None:
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the blocks' linear layers by torchao's, which keep the same weight tensors.
-
-    Raises:
-        InputError: no layer gains.
-    """
+    """Replace the blocks' linear layers by torchao's, on the same weights; refuse where none gains."""
     from trainfit.models.layers import layer_lists
 
     with _quiet():
@@ -88,20 +84,17 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         remedy = "use precision: bf16, or model.implementation: native where transformers' layers differ"
         raise refusal(recipe, "precision", problem, remedy)
     for _, blocks in lists:
-        float8.convert_to_float8_training(
-            blocks, module_filter_fn=lambda module, _: gains(module), config=config
-        )
+        float8.convert_to_float8_training(blocks, module_filter_fn=gains, config=config)
 
 
-def gains(module: nn.Module) -> bool:
+def gains(module: nn.Module, name: str = "") -> bool:
     """Whether a layer is converted: a plain linear layer of a suitable size."""
     from torch import nn
 
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-        return False
-    return module.in_features > SMALL[0] or module.out_features > SMALL[1]
+    fits = module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
+    return fits and (module.in_features > SMALL[0] or module.out_features > SMALL[1])
 
 
 @contextmanager
@@ -127,7 +120,6 @@ TECHNIQUE = Technique(
     check=check,
     check_device=check_device,
     apply=apply,
-    examples=({"precision": "fp8"},),
     needs={"compile": "block"},
     draw=Draw(alone=_draw),
 )

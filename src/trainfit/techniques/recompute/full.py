@@ -44,6 +44,5 @@ TECHNIQUE = Technique(
     apply=apply,
     when=_applies,
     describe=lambda recipe: "recompute full",
-    examples=({"recompute": "full"},),
     draw=Draw(weights={"recompute": {"none": 2, "full": 1}}),
 )

@@ -41,11 +41,7 @@ def _runs(recipe: Recipe) -> tuple[LayerRun, ...]:
 
 
 def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Label every block with its part of the plan, before a traced model is shortened.
-
-    Raises:
-        InputError: the plan is for another number of blocks.
-    """
+    """Label every block with its part of the plan, before a traced model is shortened."""
     from trainfit.models.layers import decoder_blocks
     from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 

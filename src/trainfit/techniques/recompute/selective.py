@@ -36,6 +36,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=_describe,
     variants=({"recompute": SAVED[0]},),
-    examples=({"recompute": "selective"},),
     draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(("selective", "selective", *SAVED))}),
 )
