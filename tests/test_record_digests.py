@@ -11,7 +11,7 @@ from tiny_sweep import BASE, sweep_of
 from trainfit import records
 from trainfit.cli.main import main
 from trainfit.spec.errors import InputError
-from trainfit.spec.record_line import digest_of, from_line, has_digest, to_line
+from trainfit.spec.record_line import DIGEST, digest_of, from_line, to_line
 from trainfit.sweeps.journal import RECORDS, Journal
 
 ROOT = Path(__file__).parents[1]
@@ -25,8 +25,8 @@ def test_a_line_has_the_digest_of_its_content_whatever_its_order() -> None:
     assert from_line(to_line(one), "x") == one
     turned = json.dumps(dict(reversed(data.items())), indent=1).replace("\n", " ")
     assert from_line(turned, "x") == one
-    assert has_digest(to_line(one))
-    assert not has_digest(one.model_dump_json())
+    assert DIGEST in json.loads(to_line(one))
+    assert DIGEST not in json.loads(one.model_dump_json())
     assert from_line(one.model_dump_json(), "x") == one, "written before there were digests"
 
 
@@ -140,5 +140,5 @@ def test_the_repositorys_records_have_digests_and_are_whole() -> None:
     ]
     for file in files:
         found = file.read_text().splitlines()
-        assert all(has_digest(line) for line in found), file
+        assert all(DIGEST in json.loads(line) for line in found), file
         assert len(records.read_jsonl(file)) == len(found)

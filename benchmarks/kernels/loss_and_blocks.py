@@ -67,7 +67,8 @@ def rows_of(case: Case, bench: Bench) -> Iterator[Row]:
                 yield base | {"part": "failed", "message": f"{part}: {row.status}: {row.message}"[:300]}
             else:
                 yield base | {"part": part} | _numbers(row, extra_bytes(call, bench.device))
-        torch.compiler.reset()
+        if way == "compiled":
+            torch.compiler.reset()
 
 
 def _timed(case: Case, part: str, call: Callable[[], Any], bench: Bench) -> BenchRow:

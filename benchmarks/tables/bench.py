@@ -260,7 +260,7 @@ def products() -> str:
 
 def sustained() -> str:
     """Rates of Llama 3.1 8B's linear layers without a pause."""
-    some = having(rows("gpu"), {"product": "all"})
+    some = [row for row in having(rows("gpu"), {"product": "all"}) if row.status != "refused"]
     lines = [
         (
             str(row.point["sustained"]), f"{row.point['inputs']:,} x {row.point['outputs']:,}",

@@ -7,8 +7,6 @@ The functions are described in docs/reference/api.md.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.name_lookup import provide as _provide
-
 if TYPE_CHECKING:
     from trainfit.api.calls import measure, predict, trace, train
     from trainfit.api.mfu import mfu
@@ -32,7 +30,6 @@ __all__ = [
     "train",
 ]
 
-_provide(lambda: importlib.import_module("trainfit.catalog.names"))
 _MODULES = {
     "Estimate": "spec.result",
     "InputError": "spec.errors",

@@ -68,10 +68,7 @@ def append_all(path: str | Path, records: Iterable[Record]) -> int:
     with _open(Path(path), create=True) as database:
         database.execute("BEGIN IMMEDIATE")
         _check_whole(database, Path(path))
-        database.executemany(
-            f"INSERT INTO records ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
-            rows,
-        )
+        database.executemany(f"INSERT INTO records ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)", rows)
         database.execute("COMMIT")
     return len(rows)
 
@@ -225,7 +222,7 @@ def load(path: str | Path) -> list[Record]:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Whether the file begins as every SQLite file does."""
+    """Return whether the file begins as every SQLite file does."""
     with files.open_regular(path) as file:
         return file.read(16) == b"SQLite format 3\x00"
 
@@ -354,7 +351,7 @@ def _check(database: sqlite3.Connection, path: Path, create: bool) -> None:
 
 
 def _is_ours(database: sqlite3.Connection, path: Path) -> bool:
-    """Whether it is a record file of this version; False: an empty file."""
+    """Return True for a record file of this version, False for an empty file."""
     application, version = (
         database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
     )

@@ -1,5 +1,6 @@
-"""``trainfit bench``: what it prints and keeps, also where it is ended before its time."""
+"""``trainfit bench``: listing, printing and keeping results, also where a run ends early."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -7,18 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from trainfit.bench.experiments import accumulation
 from trainfit.bench.harness import runner as bench_run
-from trainfit.bench.harness.bench import Bench, failures, value
+from trainfit.bench.harness.bench import Bench, value
+from trainfit.bench.harness.discovery import GROUP, experiment, experiment_names
 from trainfit.bench.harness.experiment import Experiment
 from trainfit.bench.harness.signals import Signalled, Signals
 from trainfit.cli.main import main
 from trainfit.records import read
+from trainfit.report.bench_plot import plot_of
 from trainfit.spec.bench import BenchResult, BenchRow
 from trainfit.spec.errors import InputError
 
+Output = pytest.CaptureFixture[str]
+ON_CPU = ["bench", "accumulation", "--device", "cpu"]
 SIGNALS_ITSELF = """
 import os, signal, sys
 from trainfit.bench.experiments import accumulation
@@ -29,9 +33,7 @@ sys.exit(main())
 """
 
 
-def test_the_command_prints_json_and_keeps_a_record(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_json_and_keeps_a_record(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "records.sqlite"
     assert main(["bench", "autocast", "--device", "cpu", "--json", "--record", str(file)]) == 0
     printed = BenchResult.model_validate_json(capsys.readouterr().out)
@@ -46,28 +48,25 @@ def test_the_command_prints_json_and_keeps_a_record(
 def test_what_was_measured_before_a_signal_is_printed_and_kept(tmp_path: Path) -> None:
     """The first way to add sends the signal to its own process."""
     file = tmp_path / "records.sqlite"
-    words = ["bench", "accumulation", "--device", "cpu", "--form", "full", "--record", str(file)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SIGNALS_ITSELF, *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    out, err = process.communicate(timeout=120)
-    assert all(line.strip().startswith("done  sum") for line in err.splitlines()[:4])
-    assert process.returncode == 75, err
-    assert "Traceback" not in err
-    assert "SIGTERM: stopped" in err
+    words = [*ON_CPU, "--form", "full", "--record", str(file)]
+    process = [sys.executable, "-c", SIGNALS_ITSELF, *words]
+    done = subprocess.run(process, capture_output=True, text=True, timeout=120)
+    assert all(line.strip().startswith("done  sum") for line in done.stderr.splitlines()[:4])
+    assert done.returncode == 75, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "SIGTERM: stopped" in done.stderr
     (record,) = read(file, "bench")
     assert record.bench is not None
     rows = record.bench.rows
     assert [row.status for row in rows[:4]] == ["done"] * 4
     assert [row.point["method"] for row in rows[4:]] == list(accumulation.METHODS)
     assert (rows[-1].status, rows[-1].message) == ("not-run", "SIGTERM ended the run")
-    assert "10.0021" in out
-    assert "not-run" in out
+    assert "10.0021" in done.stdout
+    assert "not-run" in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_run_once_and_what_it_did_before_comes_back(number: signal.Signals) -> None:
+def test_a_signal_ends_a_run_once_and_keeps_its_rows(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     kept: list[BenchResult] = []
 
@@ -83,82 +82,53 @@ def test_a_signal_ends_a_run_once_and_what_it_did_before_comes_back(number: sign
     assert {(row.status, row.message) for row in others} == {("not-run", f"{number.name} ended the run")}
     assert len(result.rows) == len(bench_run.run("autocast", device="cpu", limit_s=0).rows)
     assert signal.getsignal(number) == before
-
-
-def test_a_second_signal_does_not_cut_what_the_first_began() -> None:
     signals = Signals()
     with pytest.raises(Signalled, match="SIGTERM"):
         signals.came(signal.SIGTERM, None)
-    signals.came(signal.SIGINT, None)
+    signals.came(signal.SIGINT, None)  # A second signal does not interrupt what the first began.
 
 
-class Broken:
-    """An experiment of three points whose second ends it."""
-
-    def run(self, bench: Bench) -> Iterator[BenchRow]:
-        for n in (1, 2, 3):
-            if (late := bench.late()) is not None:
-                yield from failures([{"n": n}], *late)
-                continue
-            if n == 2:
-                raise ZeroDivisionError("our mistake")
-            yield value({"n": n}, number=n)
-
-
+@pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Experiment("title", "question", Broken().run, limit_s=1)
-    monkeypatch.setattr(bench_run, "experiment", lambda name: one)
+    """Replace every experiment by one of three points whose second ends it."""
+
+    def run(bench: Bench) -> Iterator[BenchRow]:
+        for n in (1, 2, 3):
+            if n == 2 and not bench.late():
+                raise ZeroDivisionError("our mistake")
+            yield from bench.attempt([{"n": n}], lambda n=n: n, lambda n: [value({"n": n}, number=n)])
+
+    monkeypatch.setattr(bench_run, "experiment", lambda name: Experiment("title", "question", run, limit_s=1))
 
 
-def test_an_error_of_an_experiment_loses_no_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken(monkeypatch)
+@pytest.mark.usefixtures("broken")
+def test_an_error_of_an_experiment_loses_no_row(tmp_path: Path, capsys: Output) -> None:
     file = tmp_path / "records.sqlite"
-    assert main(["bench", "accumulation", "--device", "cpu", "--json", "--record", str(file)]) == 70
+    assert main([*ON_CPU, "--json", "--record", str(file)]) == 70
     (record,) = read(file, "bench")
     printed = capsys.readouterr()
     assert record.bench == BenchResult.model_validate_json(printed.out)
-    assert [(row.point["n"], row.status) for row in record.bench.rows] == [
-        (1, "done"),
-        (2, "not-run"),
-        (3, "not-run"),
-    ]
+    statuses = [(row.point["n"], row.status) for row in record.bench.rows]
+    assert statuses == [(1, "done"), (2, "not-run"), (3, "not-run")]
     assert record.bench.rows[2].message == "the run ended: ZeroDivisionError: our mistake"
     assert "ZeroDivisionError" in printed.err
 
 
-def test_a_run_that_ends_before_its_first_row_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken(monkeypatch)
+@pytest.mark.usefixtures("broken")
+def test_a_run_that_ends_before_its_first_row_keeps_nothing(tmp_path: Path) -> None:
     file = tmp_path / "records.sqlite"
-    words = ["bench", "accumulation", "--device", "cpu", "--only", "n=2", "--record", str(file)]
-    monkeypatch.setattr(bench_run, "_only", lambda *_: {"n": frozenset({"2"})})
-    assert main(words) == 70
+    assert main([*ON_CPU, "--only", "n=2", "--record", str(file)]) == 70
     assert not file.exists()
 
 
 def test_a_record_that_cannot_be_written_loses_no_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    from trainfit.cli import bench as command
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command, "_keep", full)
-    words = [
-        "bench",
-        "accumulation",
-        "--device",
-        "cpu",
-        "--only",
-        "sum=fp16",
-        "--record",
-        str(tmp_path / "r"),
-    ]
-    assert main(words) == 74
+    monkeypatch.setattr("trainfit.records.append", full)
+    assert main([*ON_CPU, "--only", "sum=fp16", "--record", str(tmp_path / "r")]) == 74
     printed = capsys.readouterr()
     assert "9.953" in printed.out
     assert "No space left" in printed.err
@@ -166,11 +136,11 @@ def test_a_record_that_cannot_be_written_loses_no_table(
 
 @pytest.mark.parametrize("option", ["--plot", "--record"])
 def test_a_path_that_cannot_be_written_is_refused_before_the_run(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, tmp_path: Path, capsys: Output
 ) -> None:
     paths = {str(tmp_path / "missing" / "x.svg"): "no such folder", str(tmp_path): "is a folder"}
     for path, why in paths.items():
-        assert main(["bench", "accumulation", "--device", "cpu", option, path]) == 65
+        assert main([*ON_CPU, option, path]) == 65
         printed = capsys.readouterr()
         assert printed.out == ""
         assert len(printed.err.splitlines()) == 1
@@ -178,9 +148,74 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(
         assert option[2:] in printed.err
 
 
-def test_a_device_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.cuda.set_device`` takes none without."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [bench_run._device(name).index for name in ("cuda", "cuda:1", "cpu")] == [0, 1, None]
-    with pytest.raises(InputError, match="2 CUDA devices"):
-        bench_run._device("cuda:2")
+# -- experiments of other packages --
+
+EXPERIMENT = """
+from trainfit.bench.harness.bench import Part
+from trainfit.bench.harness.experiment import Column, Experiment, Plot
+
+
+def run(bench):
+    for size in (1, 2):
+        rates = lambda seconds: {"things": 7 * size}
+        yield from bench.time([Part({"size": size}, rates=rates)], lambda: lambda lap: sum(range(1000)))
+
+
+EXPERIMENT = Experiment(
+    title="A subject from outside", question="What does another package time?", run=run, limit_s=5,
+    columns=(Column("things", "number of things", note="seven for each size"),),
+    plots=(Plot(x=("size",), y="things", title="Things"),),
+)
+"""
+OUTSIDE = "from-outside"
+
+
+@pytest.fixture
+def entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install a package with one experiment into a folder on the path; return its file of entry points."""
+    (tmp_path / "outside_package.py").write_text(EXPERIMENT)
+    info = tmp_path / "outside_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{OUTSIDE} = outside_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return info / "entry_points.txt"
+
+
+@pytest.mark.usefixtures("entry_points")
+def test_an_experiment_from_outside_is_listed_run_and_drawn(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert OUTSIDE in experiment_names()  # What parametrized tests iterate over.
+    assert main(["bench", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert f"{OUTSIDE}  A subject from outside" in listed
+    assert "What does another package time?" in listed
+    assert main(["bench", "--help"]) == 0
+    assert OUTSIDE in capsys.readouterr().out
+    assert main(["bench", OUTSIDE, "--device", "cpu"]) == 0
+    assert "number of things: seven for each size" in " ".join(capsys.readouterr().out.split())
+    result = bench_run.run(OUTSIDE, device="cpu", form="tiny")
+    assert [row.numbers["things"] for row in result.rows] == [7, 14]
+    assert "Things" in str(plot_of(result, experiment(OUTSIDE).plots))
+
+
+def test_without_a_name_the_experiments_are_listed(capsys: Output) -> None:
+    assert main(["bench"]) == 0
+    listed = capsys.readouterr().out
+    for name in experiment_names():
+        assert f"{name} " in listed
+        assert experiment(name).title in listed
+    assert main(["bench", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["experiments"] == experiment_names()
+    assert printed["titles"]["attention"] == experiment("attention").title
+
+
+def test_a_name_that_two_packages_claim_is_refused(entry_points: Path) -> None:
+    entry_points.write_text(f"[{GROUP}]\naccumulation = outside_package\n")
+    with pytest.raises(InputError, match="claims this name"):
+        experiment("accumulation")
+    with pytest.raises(InputError, match="no such experiment"):
+        experiment(OUTSIDE)

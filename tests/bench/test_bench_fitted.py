@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainfit.cli.bench import show
-from trainfit.cli.fitted import broken, fitted, width_of
+from trainfit.cli.bench_text import broken, fitted, show, width_of
 from trainfit.report.bench_table import Grid, grids
 from trainfit.spec.bench import BenchResult, BenchRow, Cell, Environment, Spread
 

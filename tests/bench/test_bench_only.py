@@ -34,9 +34,10 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("name", experiment_names())
-def test_with_no_time_nothing_is_built_and_every_point_says_so(name: str, built: list[str]) -> None:
-    rows = run(name, device="cpu", form="tiny", limit_s=0).rows
-    assert {row.status for row in rows} == {"not-run"}
+def test_with_no_time_nothing_is_built_and_every_point_is_not_run(name: str, built: list[str]) -> None:
+    for form in ("tiny", "full"):
+        rows = run(name, device="cpu", form=form, limit_s=0).rows
+        assert {row.status for row in rows if "property" not in row.point} == {"not-run"}
     assert built == []
 
 
@@ -44,19 +45,14 @@ SELECTED: list[tuple[str, dict[str, list[str]], list[str]]] = [
     ("kernels", {"precision": ["amp-bf16"], "context": ["64"], "pass": ["forward"]}, ["assemble", "take"]),
     ("transformer", {"warm-up": ["5", "0"], "precision": ["bf16"]}, ["assemble", "take"]),
     ("memory", {"source": ["predicted"], "precision": ["fp32"]}, ["predict_memory"]),
-    ("memory", {"source": ["measured"], "pass": ["whole step"], "precision": ["fp32"]}, ["assemble"]),
+    ("memory", {"source": ["measured"], "pass": ["forward only"], "precision": ["fp32"]}, ["assemble"]),
     ("attention", {"body": ["ours"], "seq": ["128"], "pass": ["backward"]}, ["take"]),
     ("flash", {"heads": ["1"], "seq": ["100"], "body": ["pytorch"], "pass": ["both"]}, ["take"]),
-    ("fusion", {"body": ["copy"]}, ["take"]),
     ("fusion", {"body": ["eager"]}, ["take"] * 2),  # Its share of a copy needs the copy's time.
     ("streams", {"case": ["softmaxes of few rows"], "streams": ["one"]}, ["take"]),
     ("streams", {"size": ["64"]}, ["take"] * 3),
-    ("dataloader", {"data": ["on the device"]}, ["take"]),
-    (
-        "dataloader",
-        {"workers": ["0"], "data": ["loaded"]},
-        ["take"] * 2,
-    ),  # Waits need the time of the step alone.
+    # Waits need the time of the step alone.
+    ("dataloader", {"workers": ["0"], "data": ["loaded"]}, ["take"] * 2),
     ("autocast", {"operation": ["sum"], "autocast": ["bf16"]}, ["operation_dtypes"]),
     ("autocast", {"component": ["loss"], "autocast": ["bf16"]}, ["component_dtypes"]),
     ("accumulation", {"sum": ["fp16"]}, ["thousand_hundredths"]),
@@ -80,23 +76,11 @@ def test_only_what_is_selected_is_built(
         assert row.status in ("done", "unsteady"), row.message
         assert all(cell_name(row.point[key]) in values for key, values in only.items())
     assert sorted(built) == sorted(expected)
+    numbers = {name for row in result.rows for name in row.numbers}
+    assert {"fusion": "of_a_copy", "dataloader": "waiting_share"}.get(name) in {*numbers, None}
 
 
-def test_only_the_selected_points_are_run() -> None:
-    result = run("gpu", device="cpu", form="tiny", only={"cache": ["warm"], "copied_mib": ["4", "0.25"]})
-    assert [(row.point["cache"], row.point["copied_mib"]) for row in result.rows] == [
-        ("warm", 0.25),
-        ("warm", 4.0),
-    ]
-    assert all(row.times for row in result.rows)
-    with pytest.raises(InputError, match="cache"):
-        run("gpu", device="cpu", form="tiny", only={"cash": ["warm"]})
-    with pytest.raises(InputError, match="cold, warm"):
-        run("gpu", device="cpu", form="tiny", only={"cache": ["hot"]})
-
-
-def test_what_a_number_is_made_with_runs_though_its_row_is_not_selected() -> None:
-    rows = run("fusion", device="cpu", form="tiny", only={"body": ["eager"]}).rows
-    assert all("of_a_copy" in row.numbers for row in rows)
-    (row,) = run("dataloader", device="cpu", form="tiny", only={"workers": ["0"], "data": ["loaded"]}).rows
-    assert "waiting_share" in row.numbers
+def test_unknown_keys_and_values_are_refused_with_the_known_ones() -> None:
+    for wrong, known in (({"cash": ["warm"]}, "cache"), ({"cache": ["hot"]}, "cold, warm")):
+        with pytest.raises(InputError, match=known):
+            run("gpu", device="cpu", form="tiny", only=wrong)

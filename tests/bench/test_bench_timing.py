@@ -1,15 +1,14 @@
-"""The timing harness: when it stops, what it throws away, and what it never gives a number for."""
+"""The timing harness: when sampling stops, which samples it discards, and what never gets a number."""
 
 import math
 from collections.abc import Callable
 from itertools import count
+from typing import Any, cast
 
 import pytest
-import torch
 
-from trainfit.bench.harness.bench import Bench, Part, failure_of
-from trainfit.bench.harness.roofline import Work, is_impossible, least_seconds
-from trainfit.bench.harness.stopwatch import BUSY_S, CpuStopwatch, Stopwatch
+from bench_rows import CAP, Held
+from trainfit.bench.harness.stopwatch import BUSY_S, CpuStopwatch, CudaStopwatch, Stopwatch
 from trainfit.bench.harness.timing import (
     LONGEST_REST_S,
     PATIENCE,
@@ -20,9 +19,8 @@ from trainfit.bench.harness.timing import (
     steadied,
     take,
 )
-from trainfit.catalog.load import gpu
-from trainfit.spec.bench import BenchRow, Environment, Spread
-from trainfit.spec.errors import InputError
+from trainfit.measurement.environment import host_environment
+from trainfit.spec.bench import Environment, Spread
 
 
 class ScriptedStopwatch(Stopwatch):
@@ -30,11 +28,15 @@ class ScriptedStopwatch(Stopwatch):
 
     flush_bytes = 0
 
-    def __init__(self, seconds: Callable[[int], float], held: Callable[[int], bool] = lambda sample: False):
-        self.seconds, self.held = seconds, held
+    def __init__(
+        self,
+        seconds: Callable[[int], float] = lambda sample: 1.0,
+        held: Callable[[int], bool] = lambda sample: False,
+        issue_s: Callable[[int], float] = lambda spin: 0.0,
+    ):
+        self.seconds, self.held, self.issue_s = seconds, held, issue_s
         self.now, self.samples, self.events, self.rests = 0.0, 0, [], []
         self.host, self.spins = 0.0, []
-        self.issue_s: Callable[[int], float] = lambda spin: 0.0
 
     def ran(self) -> None:
         self.host += self.issue_s(max(0, len(self.spins) - 1))
@@ -55,14 +57,14 @@ class ScriptedStopwatch(Stopwatch):
 
     def throttled(self) -> tuple[str, ...]:
         self.samples += 1
-        return ("software power cap",) if self.held(self.samples - 1) else ()
+        return CAP if self.held(self.samples - 1) else ()
 
     def busy(self, seconds: float) -> None:
         self.spins.append(seconds)
         self.events.append("busy")
 
     def reached(self, mark: float) -> bool:
-        """What spins for less than the host took is over too early."""
+        """A spin shorter than the host's time to issue the work ends too early."""
         return self.spins[-1] < self.issue_s(len(self.spins) - 1)
 
     def host_now(self) -> float:
@@ -75,96 +77,75 @@ class ScriptedStopwatch(Stopwatch):
         self.rests.append(seconds)
 
 
-def ticking(step_s: float) -> Callable[[], float]:
-    """A wall clock that is ``step_s`` later each time it is read."""
-    ticks = count()
-    return lambda: next(ticks) * step_s
-
-
 def timed(watch: ScriptedStopwatch, rule: Rule, *, tick_s: float = 0.0) -> Timing:
-    return take(lambda lap: watch.ran(), watch, rule, clock=ticking(tick_s))
+    """Time the script by a wall clock that is ``tick_s`` later each time it is read."""
+    ticks = count()
+    return take(lambda lap: watch.ran(), watch, rule, clock=lambda: next(ticks) * tick_s)
 
 
-def test_equal_samples_end_it_at_the_fewest() -> None:
-    timing = timed(ScriptedStopwatch(lambda sample: 0.5), Rule(warmup=0, min_samples=10))
-    assert (timing.status, len(timing.runs)) == ("done", 10)
-    assert timing.laps["total"] == [0.5] * 10
+def alternating(sample: int) -> float:
+    return 1.0 + sample % 2
 
 
-def test_noise_takes_more_samples_until_the_median_is_known() -> None:
+def test_sampling_ends_when_the_median_is_known() -> None:
+    timing = timed(ScriptedStopwatch(), Rule(warmup=0, min_samples=10))
+    assert (timing.status, timing.laps["total"]) == ("done", [1.0] * 10)
     noisy = ScriptedStopwatch(lambda sample: 1.0 + 0.03 * (sample * 7 % 11) / 11)
     timing = timed(noisy, Rule(warmup=0, min_samples=10, spread=0.02))
     assert timing.status == "done"
     assert 10 < len(timing.runs) < 200
-    assert spread_of_median(timing.laps["total"]) <= 0.02
-    assert spread_of_median(timing.laps["total"][:-1]) > 0.02  # It stopped at once.
+    assert spread_of_median(timing.laps["total"]) <= 0.02 < spread_of_median(timing.laps["total"][:-1])
 
 
-def test_what_never_settles_is_unsteady_and_says_how_well_the_median_is_known() -> None:
-    timing = timed(ScriptedStopwatch(lambda sample: 1.0 + sample % 2), Rule(warmup=0, max_samples=30))
+def test_sampling_ends_unsteady_at_the_most_samples_or_at_the_time_cap() -> None:
+    timing = timed(ScriptedStopwatch(alternating), Rule(warmup=0, max_samples=30))
     assert (timing.status, len(timing.runs)) == ("unsteady", 30)
     assert "30 samples" in timing.message
-
-
-def test_the_time_cap_ends_it() -> None:
-    timing = timed(ScriptedStopwatch(lambda sample: 1.0 + sample % 2), Rule(warmup=0, cap_s=5.0), tick_s=1.0)
-    assert timing.status == "unsteady"
-    assert len(timing.runs) == 6
-
-
-def test_the_median_of_fewer_than_six_samples_is_not_known() -> None:
-    assert math.isinf(spread_of_median([1.0] * 5))
-    assert spread_of_median([1.0] * 6) == 0.0
+    timing = timed(ScriptedStopwatch(alternating), Rule(warmup=0, cap_s=5.0), tick_s=1.0)
+    assert (timing.status, len(timing.runs)) == ("unsteady", 6)
 
 
 def test_the_confidence_interval_has_the_published_ranks() -> None:
+    assert math.isinf(spread_of_median([1.0] * 5))
+    assert spread_of_median([1.0] * 6) == 0.0
     # Le Boudec, Performance Evaluation, table A.1: of 100 samples the 95 % interval is from the 40th to the
     # 61st.
     samples = [float(rank) for rank in range(1, 101)]
     assert spread_of_median(samples) * Spread.of(samples).median == pytest.approx(61 - 40)
 
 
-def test_the_cache_is_flushed_before_every_sample_and_only_if_asked() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    timed(watch, Rule(warmup=2, min_samples=6, flush=True))
-    assert watch.events == ["run", "wait"] * 2 + ["flush", "run", "wait"] * 6
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    timed(watch, Rule(warmup=0, min_samples=6, flush=False))
-    assert "flush" not in watch.events
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Rule(warmup=2, min_samples=6), ["run", "wait"] * 2 + ["flush", "run", "wait"] * 6),
+        (Rule(warmup=0, min_samples=6, flush=False), ["run", "wait"] * 6),
+        (Rule(warmup=0, min_samples=6, hide=True), ["flush", "busy", "run", "wait"] * 6),
+    ],
+)
+def test_the_cache_is_flushed_and_the_device_kept_busy_as_the_rule_says(
+    rule: Rule, expected: list[str]
+) -> None:
+    watch = ScriptedStopwatch()
+    timed(watch, rule)
+    assert watch.events == expected
 
 
-def test_the_device_is_kept_busy_after_the_flush_and_only_if_asked() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    timed(watch, Rule(warmup=0, min_samples=6, hide=True))
-    assert watch.events == ["flush", "busy", "run", "wait"] * 6
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    timed(watch, Rule(warmup=0, min_samples=6))
-    assert "busy" not in watch.events
+def test_the_device_spins_longer_than_the_host_needed_in_the_warm_up() -> None:
+    for issue_s, spin_s in ((4e-3, 6e-3), (0.0, BUSY_S)):
+        watch = ScriptedStopwatch(issue_s=lambda spin, issue_s=issue_s: issue_s)
+        timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
+        assert watch.spins == [spin_s] * 6
+        assert timing.host["total"] == pytest.approx([issue_s] * 6)
 
 
-def test_the_device_spins_longer_than_the_host_asked_in_the_warm_up() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    watch.issue_s = lambda spin: 4e-3
-    timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
-    assert watch.spins == [6e-3] * 6
-    assert timing.host["total"] == pytest.approx([4e-3] * 6)
-    quick = ScriptedStopwatch(lambda sample: 1.0)
-    timed(quick, Rule(warmup=1, min_samples=6, hide=True))
-    assert quick.spins == [BUSY_S] * 6
-
-
-def test_a_sample_that_the_device_came_to_too_early_is_taken_again_after_a_longer_spin() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    watch.issue_s = lambda spin: 9e-3 if spin == 2 else 1e-3
+def test_a_sample_that_the_device_reached_too_early_is_repeated_after_a_longer_spin() -> None:
+    watch = ScriptedStopwatch(issue_s=lambda spin: 9e-3 if spin == 2 else 1e-3)
     timing = timed(watch, Rule(warmup=1, min_samples=6, hide=True))
     assert (timing.status, timing.runs) == ("done", [1, 2, 4, 5, 6, 7])
     assert watch.spins == pytest.approx([1.5e-3] * 3 + [13.5e-3] * 4)
     assert max(timing.host["total"]) < 2e-3
     assert timing.discarded == 0
-
-
-def test_work_that_waits_for_the_device_has_no_hidden_time() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
+    watch = ScriptedStopwatch()  # Work that waits for the device: no spin is long enough.
     watch.issue_s = lambda spin: 2.0 * watch.spins[-1] if watch.spins else 1e-3
     watch.reached = lambda mark: True
     timing = timed(watch, Rule(warmup=0, min_samples=6, hide=True))
@@ -172,78 +153,69 @@ def test_work_that_waits_for_the_device_has_no_hidden_time() -> None:
     assert "before the host had issued" in timing.message
 
 
-def test_a_rule_may_ask_for_a_rest_before_every_sample() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: sample == 2)
-    timed(watch, Rule(warmup=2, min_samples=6, rest_s=0.015))
-    assert watch.rests == [0.015] * 3 + [0.03] * 4  # Longer once the clocks were held down in spite of it.
-
-
-class Rested(ScriptedStopwatch):
-    """A device that is held down unless it rested for ``enough_s`` before."""
-
-    def __init__(self, enough_s: float):
-        super().__init__(lambda sample: 1.0)
-        self.enough_s = enough_s
-
-    def throttled(self) -> tuple[str, ...]:
-        cool = bool(self.rests) and self.rests.pop() >= self.enough_s
-        return () if cool else ("software power cap",)
-
-
-def test_work_that_needs_a_rest_before_each_sample_gets_one() -> None:
-    timing = timed(Rested(0.3), Rule(warmup=0, min_samples=15, max_samples=15))
-    assert (timing.status, len(timing.runs)) == ("done", 15)
-    assert timing.discarded == 6  # Without a rest, then after 10, 20, 40, 80 and 160 ms.
-    assert timing.after(6, 10).discarded == 0
-    assert timing.reasons == ("software power cap",)
-
-
 def test_the_first_run_may_compile_for_longer_than_the_cap() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
-    seconds = iter([0.0, 0.0, 100.0, *range(101, 200)])
-    timing = take(
-        lambda lap: watch.ran(), watch, Rule(warmup=0, min_samples=6, cap_s=10.0), clock=lambda: next(seconds)
-    )
+    watch, seconds = ScriptedStopwatch(), iter([0.0, 0.0, 100.0, *range(101, 200)])
+    rule = Rule(warmup=0, min_samples=6, cap_s=10.0)
+    timing = take(lambda lap: watch.ran(), watch, rule, clock=lambda: next(seconds))
     assert (timing.status, len(timing.runs)) == ("done", 6)
 
 
-def test_the_cpus_flush_writes_more_than_its_last_cache() -> None:
+def test_the_cpus_flush_writes_more_than_its_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = CpuStopwatch()
-    watch._cold.fill_(1)
-    watch.flush()
     assert watch._cold.numel() == watch.flush_bytes >= 2**20
-    assert int(watch._cold.sum()) == 0
+    watch._cold[-9:].fill_(1)
+    watch.flush()
+    assert not watch._cold[-9:].any()
 
 
-def test_throttled_samples_are_thrown_away_and_the_device_rests_longer_each_time() -> None:
+def test_throttled_samples_are_discarded_and_the_device_rests_longer_each_time() -> None:
     watch = ScriptedStopwatch(
-        lambda sample: 9.0 if sample in (2, 3) else 1.0, held=lambda sample: sample in (2, 3)
+        lambda sample: 9.0 if sample in (2, 3) else 1.0, lambda sample: sample in (2, 3)
     )
     timing = timed(watch, Rule(warmup=0, min_samples=10))
-    assert timing.status == "done"
-    assert timing.laps["total"] == [1.0] * 10
-    assert (timing.discarded, watch.rests) == (2, [0.01] + [0.02] * 8)
+    assert (timing.status, timing.laps["total"], timing.discarded) == ("done", [1.0] * 10, 2)
+    assert watch.rests == [0.01] + [0.02] * 8
     assert timing.runs == [0, 1, 4, 5, 6, 7, 8, 9, 10, 11]
+    watch = ScriptedStopwatch(held=lambda sample: sample == 2)
+    timed(watch, Rule(warmup=2, min_samples=6, rest_s=0.015))
+    assert watch.rests == [0.015] * 3 + [0.03] * 4
 
 
-def test_a_throttled_run_has_no_number() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: sample % 4 != 0)
+class Rested(ScriptedStopwatch):
+    """A device that is held down unless it rested for 0.3 s before."""
+
+    def throttled(self) -> tuple[str, ...]:
+        return () if self.rests and self.rests.pop() >= 0.3 else CAP
+
+
+def test_work_that_needs_a_rest_before_each_sample_gets_one() -> None:
+    timing = timed(Rested(), Rule(warmup=0, min_samples=15, max_samples=15))
+    assert (timing.status, len(timing.runs), timing.reasons) == ("done", 15, CAP)
+    assert timing.discarded == 6  # Without a rest, then after 10, 20, 40, 80 and 160 ms.
+    assert timing.after(6, 10).discarded == 0
+
+
+def test_a_throttled_run_has_no_number_and_ends_before_the_cap() -> None:
+    watch = ScriptedStopwatch(held=lambda sample: sample % 4 != 0)
     timing = timed(watch, Rule(warmup=0, min_samples=10, cap_s=20.0), tick_s=1.0)
-    assert timing.status == "throttled"
-    assert timing.laps == {}
-    assert "software power cap" in timing.message
-    assert timing.spread() is None
+    assert (timing.status, timing.laps, timing.spread()) == ("throttled", {}, None)
+    watch = ScriptedStopwatch(held=lambda sample: True)
+    timing = timed(watch, Rule(warmup=0, min_samples=10, cap_s=1e9))
+    # Eight without the longest rest, eight after it.
+    assert (timing.status, timing.discarded) == ("throttled", 16)
+    assert watch.rests[-PATIENCE:] == [LONGEST_REST_S] * PATIENCE
+    assert timing.message == "the clocks were held down (software power cap) in 16 of 16 samples"
 
 
 def test_laps_are_parts_and_one_that_comes_twice_is_summed() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0)
+    watch = ScriptedStopwatch()
 
     def two_micro_batches(lap: Lap) -> None:
         for name in ("forward", "backward", "forward", "backward"):
             lap(name)
             watch.ran()
 
-    timing = take(two_micro_batches, watch, Rule(warmup=0, min_samples=6), clock=ticking(0.0))
+    timing = take(two_micro_batches, watch, Rule(warmup=0, min_samples=6))
     assert timing.laps == {"total": [4.0] * 6, "forward": [2.0] * 6, "backward": [2.0] * 6}
 
 
@@ -256,103 +228,57 @@ def test_samples_after_a_number_of_warm_ups_are_of_one_series() -> None:
     assert len(timing.after(10, 10).runs) == 5
 
 
-def test_the_roofline_is_the_longer_of_arithmetic_and_memory() -> None:
-    h200 = gpu("h200")
-    matmul = Work(2 * 8192**3, "bf16")
-    assert least_seconds(matmul, h200, 0) == pytest.approx(2 * 8192**3 / 9.894e14)
-    copy = Work(cold_read_bytes=1e9, write_bytes=1e9)
-    assert least_seconds(copy, h200, 0) == pytest.approx(2e9 / 4.8e12)
-    # What is written may still be in the cache; what is read from outside of it is not.
-    assert least_seconds(copy, h200, 2 * 10**9) == pytest.approx(1e9 / 4.8e12)
+# -- clocks --
 
 
-def test_clocks_above_the_data_sheets_are_not_called_impossible() -> None:
-    assert not is_impossible(0.93, 1.0)  # 1830 MHz over 1980 MHz is 0.924.
-    assert is_impossible(0.91, 1.0)
-    assert not is_impossible(1e-9, None)
+class Nvml:
+    """Returns clocks and reasons in turn, one pair for each reading."""
+
+    def __init__(self, states: list[tuple[int, tuple[str, ...]]]):
+        self.states, self.at = states, -1
+
+    def clocks_mhz(self) -> dict[str, int]:
+        self.at += 1
+        return {"sm": self.states[self.at][0], "sm_max": 1980}
+
+    def throttled(self) -> tuple[str, ...]:
+        return self.states[self.at][1]
 
 
-def test_a_device_that_stays_throttled_is_given_up_before_the_cap() -> None:
-    watch = ScriptedStopwatch(lambda sample: 1.0, held=lambda sample: True)
-    timing = timed(watch, Rule(warmup=0, min_samples=10, cap_s=1e9))
-    # Nine without the longest rest, eight after it.
-    assert (timing.status, timing.discarded) == ("throttled", 16)
-    assert watch.rests[-PATIENCE:] == [LONGEST_REST_S] * PATIENCE
-    assert timing.message == "the clocks were held down (software power cap) in 16 of 16 samples"
+class Event:
+    """An event that the device reaches after ``times`` queries."""
+
+    def __init__(self, times: int):
+        self.left = times
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
 
 
-@pytest.fixture
-def bench() -> Bench:
-    watch = ScriptedStopwatch(lambda sample: 2.3e-4)
-    return Bench(torch.device("cpu"), "tiny", watch, gpu("h200"), Rule(warmup=0, min_samples=6), math.inf)
+def cuda_stopwatch(*states: tuple[int, tuple[str, ...]]) -> CudaStopwatch:
+    watch = object.__new__(CudaStopwatch)
+    watch._nvml, watch._clocks, watch._seen = cast(Any, Nvml(list(states))), {}, {}
+    return watch
 
 
-def one_row(bench: Bench, part: Part, build: Callable[[], Callable[[Lap], object]]) -> BenchRow:
-    (row,) = bench.time([part], build, Rule(warmup=0, min_samples=6, cap_s=1.0))
-    return row
+def test_only_the_clocks_of_kept_samples_count_and_of_a_long_one_the_lowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = cuda_stopwatch((1980, ()), (1320, CAP), (1905, ()), (1500, CAP))
+    for _ in range(4):
+        if not watch.held_until(cast(Any, Event(0))):
+            watch.kept()
+    assert watch._clocks == {"sm": 1905, "sm_max": 1980}
+    monkeypatch.setattr("trainfit.bench.harness.stopwatch.POLL_S", -1.0)
+    watch = cuda_stopwatch((1980, ()), (1800, ()), (1900, ()))
+    assert watch.held_until(cast(Any, Event(2))) == ()
+    watch.kept()
+    assert watch._clocks["sm"] == 1800
 
 
-def test_a_published_attention_time_is_impossible(bench: Bench) -> None:
-    # 0.23 ms is published for an attention forward, timed without synchronisation. Of 8 x 16,384 tokens, head
-    # 64, fp32 it is impossible.
-    work = Work(4.0 * 8 * 16384**2 * 64, "fp32")
-    assert is_impossible(2.3e-4, least_seconds(work, gpu("h200"), 0))
-    watch = bench.stopwatch
-    assert isinstance(watch, ScriptedStopwatch)
-    part = Part({"seq": 16384}, work=work, rates=lambda seconds: {"tflops_per_s": 1.0})
-    row = one_row(bench, part, lambda: lambda lap: watch.ran())
-    assert row.status == "impossible"
-    assert row.numbers == {}
-    assert row.times is not None
-    assert "8.21 ms" in row.message
-    possible = one_row(
-        bench, Part({"seq": 256}, work=Work(4.0 * 8 * 256**2 * 64, "fp32")), lambda: lambda lap: watch.ran()
-    )
-    assert possible.status == "done"
-
-
-@pytest.mark.parametrize(("flush", "status"), [(True, "impossible"), (False, "done")])
-def test_what_a_warm_cache_may_hold_bounds_no_time(bench: Bench, flush: bool, status: str) -> None:
-    watch, part = bench.stopwatch, Part({"copy": 1}, work=Work(cold_read_bytes=4.8e9))  # 1 ms at 4.8 TB/s
-    assert isinstance(watch, ScriptedStopwatch)
-    rule = Rule(warmup=0, min_samples=6, cap_s=1.0, flush=flush)
-    (row,) = bench.time([part], lambda: lambda lap: watch.ran(), rule)
-    assert row.status == status
-
-
-def failing(error: Exception) -> Callable[[], Callable[[Lap], object]]:
-    def build() -> Callable[[Lap], object]:
-        raise error
-
-    return build
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 GiB"), "out-of-memory"),
-        (InputError("no such kernel", "use another"), "refused"),
-        (RuntimeError("an illegal memory access\nmore lines"), "failed"),
-    ],
-)
-def test_a_failed_point_is_a_typed_row_without_a_number(bench: Bench, error: Exception, status: str) -> None:
-    row = one_row(bench, Part({"seq": 1}), failing(error))
-    assert (row.status, row.times, row.numbers) == (status, None, {})
-    assert failure_of(error)[1] == row.message
-    assert "\n" not in row.message
-
-
-def test_no_point_begins_after_the_limit(bench: Bench) -> None:
-    bench.ends_at = -math.inf
-    row = one_row(bench, Part({"seq": 1}), failing(AssertionError("must not be built")))
-    assert row.status == "not-run"
-
-
-@pytest.mark.parametrize("status", ["throttled", "failed", "out-of-memory", "refused", "not-run"])
-def test_a_row_cannot_be_made_with_a_number_of_a_run_that_was_none(status: str) -> None:
-    with pytest.raises(ValueError, match="has no numbers"):
-        BenchRow(point={}, status=status, message="why", times=Spread.of([1.0]))
-    with pytest.raises(ValueError, match="has no numbers"):
-        BenchRow(point={}, status=status, message="why", numbers={"tflops_per_s": 1.0})
-    with pytest.raises(ValueError, match="says why"):
-        BenchRow(point={}, status=status)
+def test_the_harness_reports_which_samples_count() -> None:
+    watch = Held(lambda reading: reading < 2)
+    timing = take(lambda lap: None, watch, Rule(warmup=0, min_samples=6, max_samples=6))
+    assert (watch.num_kept, timing.discarded) == (6, 2)
+    assert watch.environment(host_environment("cpu")).clocks_mhz == {}

@@ -1,4 +1,4 @@
-"""``trainfit trace``, and options of other tools that the command line refuses."""
+"""``trainfit trace``: an estimate of a script."""
 
 import json
 from pathlib import Path
@@ -44,27 +44,12 @@ def test_a_script_becomes_an_estimate(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("end", "words"),
-    [("sys.exit(3)", "ended with exit code 3"), ("raise KeyError('lr')", "KeyError: 'lr'")],
+    ("end", "words"), [("sys.exit(3)", "ended with exit code 3"), ("raise KeyError('lr')", "KeyError: 'lr'")]
 )
 def test_a_script_that_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str, words: str
 ) -> None:
     assert main(["trace", "--steps", "9", script(tmp_path, end)]) == 65
     assert words in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "nothing.py"]) == 65
     assert "nothing.py" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "here"),
-    [("--batch-size", "--set batch.micro=VALUE"), ("--gradient-checkpointing", "recompute: full")],
-)
-def test_an_option_of_another_tool_is_answered_with_the_field(
-    capsys: pytest.CaptureFixture[str], option: str, here: str
-) -> None:
-    assert main(["predict", "tiny-cpu", option, "3"]) == 2
-    assert here in capsys.readouterr().err

@@ -125,7 +125,9 @@ def fp8_gains() -> Figures:
     gains = []
     for one, rate in some_rows("gpu", "tflops_per_s", sustained="fp8", product="all"):
         gains.append(rate / value("gpu", "tflops_per_s", **{**one.point, "sustained": "bf16"}))
-    return extremes(gains)
+    low, high = extremes(gains)
+    assert f"{low:.1f}" == f"{high:.1f}"
+    return (low,)
 
 
 def of_copy(*bodies: str) -> Figures:
@@ -290,7 +292,7 @@ CLAIMS: list[tuple[str, str, Callable[[], Figures]]] = [
     ),
     (BENCH, r"sustained rate: # to # TFLOP/s in bf16", partial(sustained, "bf16")),
     (BENCH, r"in bf16 and # to # in fp8", partial(sustained, "fp8")),
-    (BENCH, r"fp8 products are # to # times as fast", fp8_gains),
+    (BENCH, r"fp8 products are # times as fast", fp8_gains),
     (BENCH, r"Eager PyTorch reaches # % of a copy's", lambda: of_copy("eager")),
     (
         BENCH,
@@ -427,7 +429,6 @@ def test_the_records_page_names_the_commits_that_do_not_exist() -> None:
             ["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True
         ).returncode
     }
-    absent = re.search(r"exist in this repository\. (.*?) do not,", text)
+    absent = re.search(r"exist in this repository\. (.*?) do not:", text)
     assert absent is not None
     assert set(re.findall(r"[0-9a-f]{7}", absent[1])) == missing
-    assert {json.loads(line)["commit"] for line in kernels.FILE.read_text().splitlines()} <= missing

@@ -10,7 +10,7 @@ from benchmarks import technique_suite
 from benchmarks.tables import examples, joined, techniques
 from benchmarks.technique_suite import COMBINED, REFERENCE, alone, control, suite
 from page_claims import ROOT, figures
-from trainfit.spec.recipe_file import merge, read_recipes, recipe_from
+from trainfit.spec.recipe_file import merge, recipe_from, recipe_lines
 from trainfit.spec.units import GIB
 from trainfit.techniques import registry
 
@@ -180,7 +180,8 @@ def test_every_recipe_of_the_suite_is_valid_and_has_a_control() -> None:
 
 def test_the_suite_is_written_and_read_again(tmp_path: Path) -> None:
     assert technique_suite.main([str(tmp_path / "suite.jsonl")]) == 0
-    assert [recipe.id for recipe in read_recipes(tmp_path / "suite.jsonl")] == [one.id for one in suite()]
+    written = [recipe_from(data) for _, data in recipe_lines(tmp_path / "suite.jsonl")]
+    assert [recipe.id for recipe in written] == [one.id for one in suite()]
 
 
 def test_accumulation_is_compared_with_one_micro_batch_of_all_tokens() -> None:

@@ -4,6 +4,7 @@ Run as a program: a request a line on standard input, an answer a line on standa
 imports makes a case cost what the command itself does. The parent starts no thread, so forks are safe.
 """
 
+import importlib
 import json
 import os
 import resource
@@ -14,11 +15,17 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 MEMORY_BYTES = 10**9
 """Address space that a command may take in addition to that of the imported libraries."""
+
+
+IMPORTS = (
+    "numpy", "peft", "torch", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "trainfit.prediction.estimate", "trainfit.prediction.trace",
+    "trainfit.training.loop",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,15 +47,14 @@ class Worker:
 
     def __enter__(self) -> "Worker":
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=self.folder,
-            text=True,
+            [sys.executable, __file__], cwd=self.folder,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | {"TRAINFIT_CACHE": str(self.folder / "cache"), "COLUMNS": "200"},
         )  # fmt: skip
+        self.pid = self._process.pid
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
@@ -88,17 +94,9 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import numpy  # noqa: F401
-    import peft  # noqa: F401
-    import torch
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import trainfit.prediction.estimate
-    import trainfit.prediction.trace
-    import trainfit.training.loop  # noqa: F401
-
-    torch.set_num_threads(1)
+    for module in IMPORTS:
+        importlib.import_module(module)
+    sys.modules["torch"].set_num_threads(1)
     for line in sys.stdin:
         answers.write(json.dumps(_ending(json.loads(line))) + "\n")
         answers.flush()

@@ -26,16 +26,15 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import replay
 from trainfit.measurement import trial
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.lifeline import die_with_parent
-from trainfit.measurement.process import run_in
+from trainfit.measurement.process import die_with_parent, run_in
 from trainfit.measurement.trial import TrialRequest
 from trainfit.prediction.estimate import ledger_of
 from trainfit.records import read_jsonl
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import read_recipes
+from trainfit.spec.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
-from trainfit.sweeps.slot import ready_to_fork
+from trainfit.sweeps.worker import ready_to_fork
 
 ADDRESSES = "addresses.json"
 
@@ -134,11 +133,11 @@ def measure_all(recipes: Path, runs: Path) -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that importing libraries leaves CUDA untouched
     start, host = ready_to_fork("cuda"), host_environment("cuda")
     with runs.open("w") as file:
-        for recipe in read_recipes(recipes):
+        for recipe in (recipe_from(data) for _, data in recipe_lines(recipes)):
             request = TrialRequest(recipe=recipe, steps=0, warmup=2, device="cuda", environment=host)
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                measured = run_in(folder, request, partial(start, module="driver_addresses"), 120)
+                measured, _ = run_in(folder, request, partial(start, module="driver_addresses"), 120)
                 notes = folder / ADDRESSES
                 known = (
                     json.loads(notes.read_text()) if notes.is_file() else {"segments": [], "held_bytes": 0}
@@ -165,6 +164,6 @@ def main(folder: Path) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) == 2:
-        die_with_parent()
+        die_with_parent(os.getppid())
         sys.exit(main(Path(sys.argv[1])))
     sys.exit(measure_all(*map(Path, sys.argv[1:])))

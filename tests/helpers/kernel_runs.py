@@ -1,7 +1,7 @@
-"""What tests of kernels share: when Triton's interpreter runs, weights and gradients, and what rounding at
-random may do."""
+"""Shared by tests of kernels: Triton's interpreter, gradients, stochastic rounding, the loops of SASS."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -43,3 +43,18 @@ def between(rounded: Tensor, wide: Tensor, before: Tensor) -> None:
     if moved.sum() > 1000:
         # The farther neighbour has probability 1/4 on average.
         assert 0.15 < (rounded != wide.to(BF16))[moved].float().mean() < 0.35
+
+
+def loops(sass: str) -> list[str]:
+    """The instructions of each loop, from where a branch jumps back to until that branch."""
+    instructions = [
+        (int(at, 16), text.strip())
+        for at, text in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.MULTILINE)
+    ]
+    found = []
+    for at, text in instructions:
+        branch = re.search(r"\bBRA (?:`\(.*\)|0x([0-9a-f]+))", text)
+        if branch and branch[1] and int(branch[1], 16) < at:
+            start = int(branch[1], 16)
+            found.append("\n".join(f"{one} " for where, one in instructions if start <= where <= at))
+    return found

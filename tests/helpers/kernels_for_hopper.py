@@ -4,8 +4,8 @@ GPU.
 Run by test_kernels_compile.py in a process without Triton's interpreter. Each launcher is called as a
 training step calls it, on tensors without memory (so that sizes over 2^31 cost nothing), in two steps;
 Triton's launch is replaced by its compilation. Prints one JSON object: for each call the kernels that it
-compiled, numbers about their PTX, and how many more the second step compiled. With the argument ``small``:
-FlashAttention's kernels for a GPU with 99 KB of shared memory.
+compiled, numbers about their PTX, and how many more the second step compiled. Names that start with "small"
+are of FlashAttention's kernels for a GPU with 99 KB of shared memory.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain as chain_of
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +257,20 @@ def calls() -> Iterator[tuple[str, Call]]:
 
 def small_calls() -> Iterator[tuple[str, Call]]:
     """What takes most shared memory on a GPU of compute capability 8.9."""
+    triton.runtime.driver.set_active(Driver(89))  # pyright: ignore[reportArgumentType]
     flash_attention_launch._shared_bytes = lambda device: 99 * 1024  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     for name, dtype in (("bf16", BF16), ("fp32", FP32)):
-        yield f"attention {name}, heads of 256", attention(dtype, 256, 1024)
+        yield f"small: attention {name}, heads of 256", attention(dtype, 256, 1024)
+
+
+def counts(ptx: str) -> dict[str, int]:
+    """Return 16-byte loads and stores, fused multiply-adds and accesses to spilled values of one kernel."""
+    wide = {"loads": ptx.count("ld.global.v4.b32"), "stores": ptx.count("st.global.v4.b32")}
+    return {**wide, "fused": ptx.count("fma.rn.f32"), "spills": ptx.count(".local")}
 
 
 def main() -> None:
-    small = sys.argv[1:] == ["small"]
-    triton.runtime.driver.set_active(Driver(89 if small else 90))  # pyright: ignore[reportArgumentType]
+    triton.runtime.driver.set_active(Driver(90))  # pyright: ignore[reportArgumentType]
     flash_attention_schedule.multiprocessors = lambda device: 132
     run, made = JITFunction.run, {}
     grids: list[tuple[int, ...]] = []
@@ -275,7 +282,7 @@ def main() -> None:
 
     JITFunction.run = compile_only
     report = {}
-    for name, call in small_calls() if small else calls():
+    for name, call in chain_of(calls(), small_calls()):
         before = set(made)
         grids.clear()
         call(1)
@@ -287,7 +294,7 @@ def main() -> None:
             "kernels": sorted(kernel.name for kernel in kernels),
             "compiled_later": len(set(made) - before - first),
             "largest_grid": [max(sizes) for sizes in zip(*grids, strict=True)],
-            "spills": sum(".local" in kernel.asm["ptx"] for kernel in kernels),
+            "ptx": {kernel.name: counts(kernel.asm["ptx"]) for kernel in kernels},
             "sass": machine_code(kernels[0]) if name.startswith("reads") else "",
             "shared_bytes": max((kernel.metadata.shared for kernel in kernels), default=0),
         }

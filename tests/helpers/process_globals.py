@@ -16,55 +16,40 @@ import numpy as np
 import torch
 from torch.utils import _foreach_utils
 
-MODULES = (
-    "torch", "torch.nn", "torch.nn.functional", "torch.nn.modules.module", "torch.nn.parameter",
-    "torch.nn.init", "torch.autograd",
-    "torch.autograd.graph", "torch.amp.autocast_mode", "torch.random", "torch.serialization", "torch._C",
-    "torch.utils.data.dataloader",
-    "torch.utils.checkpoint", "torch.utils.deterministic", "torch.utils._triton", "torch.utils._device",
-    "torch.utils.flop_counter",
-    "torch.utils._foreach_utils", "torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.nvtx",
-    "torch.accelerator",
-    "torch.distributed", "torch.distributed.distributed_c10d", "torch.multiprocessing",
-    "torch.optim.optimizer", "torch._subclasses.fake_tensor",
-    "torch._dynamo.eval_frame", "torch._dynamo.convert_frame", "torch._dynamo.utils",
-    "torch._dynamo.device_interface",
-    "torch._inductor.scheduler", "torch._inductor.fx_passes.pad_mm",
-    "torch._inductor.fx_passes.fuse_attention",
-    "torch._inductor.fx_passes.joint_graph", "torch._inductor.runtime.triton_heuristics",
-    "torch._inductor.graph",
-    "transformers.modeling_utils", "transformers.masking_utils", "transformers.utils.import_utils",
-    "transformers.utils.generic",
-    "transformers.pytorch_utils", "transformers.initialization", "accelerate.state",
-    "accelerate.accelerator", "torch.multiprocessing.spawn",
-    "peft.mapping", "copy", "random", "os", "time", "builtins",
-)  # fmt: skip
-CLASSES = (
-    "torch.Tensor", "torch.nn.Parameter", "torch.nn.Module", "torch.Generator", "torch.optim.Optimizer",
-    "torch.utils.data.DataLoader",
-    "torch._subclasses.fake_tensor.FakeTensor", "torch._subclasses.fake_tensor.FakeTensorMode",
-    "torch.amp.autocast_mode.autocast",
-    "torch._inductor.scheduler.Scheduler", "torch._inductor.graph.GraphLowering",
-    "torch._dynamo.variables.tensor.TensorVariable",
-    "transformers.modeling_utils.PreTrainedModel", "torch.nn.parallel.DistributedDataParallel",
-    "accelerate.state.PartialState",
-)  # fmt: skip
+MODULES = """
+    torch torch.nn torch.nn.functional torch.nn.modules.module torch.nn.parameter torch.nn.init
+    torch.autograd torch.autograd.graph torch.amp.autocast_mode torch.random torch.serialization torch._C
+    torch.utils.data.dataloader torch.utils.checkpoint torch.utils.deterministic torch.utils._triton
+    torch.utils._device torch.utils.flop_counter torch.utils._foreach_utils torch.cuda torch.cuda.memory
+    torch.cuda.random torch.cuda.nvtx torch.accelerator torch.distributed
+    torch.distributed.distributed_c10d torch.multiprocessing torch.optim.optimizer
+    torch._subclasses.fake_tensor torch._dynamo.eval_frame torch._dynamo.convert_frame torch._dynamo.utils
+    torch._dynamo.device_interface torch._inductor.scheduler torch._inductor.fx_passes.pad_mm
+    torch._inductor.fx_passes.fuse_attention torch._inductor.fx_passes.joint_graph
+    torch._inductor.runtime.triton_heuristics torch._inductor.graph transformers.modeling_utils
+    transformers.masking_utils transformers.utils.import_utils transformers.utils.generic
+    transformers.pytorch_utils transformers.initialization accelerate.state accelerate.accelerator
+    torch.multiprocessing.spawn peft.mapping copy random os time builtins
+""".split()
+CLASSES = """
+    torch.Tensor torch.nn.Parameter torch.nn.Module torch.Generator torch.optim.Optimizer
+    torch.utils.data.DataLoader torch._subclasses.fake_tensor.FakeTensor
+    torch._subclasses.fake_tensor.FakeTensorMode torch.amp.autocast_mode.autocast
+    torch._inductor.scheduler.Scheduler torch._inductor.graph.GraphLowering
+    torch._dynamo.variables.tensor.TensorVariable transformers.modeling_utils.PreTrainedModel
+    torch.nn.parallel.DistributedDataParallel accelerate.state.PartialState
+""".split()
+CUDNN = ("enabled", "benchmark", "deterministic")
+SDP = ("flash", "mem_efficient", "math", "cudnn")
 CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 REGISTRIES = (
-    "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
-    "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+    "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
+    "transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS",
 )
 COUNTED = frozenset({"__warningregistry__", "__builtins__", "__cached__", "reduce_op"})
 """Not compared; the last one warns of its deprecation when it is looked at."""
 OVERRIDDEN = (
-    "linear",
-    "dropout",
-    "softmax.int",
-    "log_softmax.int",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "mse_loss",
-    "einsum",
+    "linear dropout softmax.int log_softmax.int rms_norm scaled_dot_product_attention mse_loss einsum".split()
 )
 
 
@@ -90,9 +75,9 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[An
 
 
 def _torch() -> dict[str, Any]:
-    device_types = ("cpu", "cuda")
     stack = range(torch._C._len_torch_function_stack())
     modules: Any = torch.nn.modules.module
+    optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it.
     hooks = [
         getattr(modules, name) for name in vars(modules) if name.startswith("_global_") and "hooks" in name
     ]
@@ -107,17 +92,14 @@ def _torch() -> dict[str, Any]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "anomaly mode": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "multithreaded backward": torch.autograd.is_multithreading_enabled()
-        if hasattr(torch.autograd, "is_multithreading_enabled")
-        else torch._C._is_multithreading_enabled(),
-        "autocast": [(torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind)) for kind in device_types],
+        "multithreaded backward": torch._C._is_multithreading_enabled(),
+        "autocast": [torch.is_autocast_enabled(one) for one in ("cpu", "cuda")],
+        "autocast dtypes": [torch.get_autocast_dtype(one) for one in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,
-            # pyright: ignore[reportAttributeAccessIssue]
         ),
         "matmul precision": torch.get_float32_matmul_precision(),
         "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
@@ -128,25 +110,21 @@ def _torch() -> dict[str, Any]:
                 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
                 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             ),
-            "cudnn": (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark,
-                torch.backends.cudnn.deterministic),
-            "sdp": (
-                torch.backends.cuda.flash_sdp_enabled(),
-                torch.backends.cuda.mem_efficient_sdp_enabled(),
-                torch.backends.cuda.math_sdp_enabled(),
-                torch.backends.cuda.cudnn_sdp_enabled(),
-            ),
+            "cudnn": [getattr(torch.backends.cudnn, one) for one in CUDNN],
+            "sdp": [getattr(torch.backends.cuda, f"{one}_sdp_enabled")() for one in SDP],
             "sdp order": torch._C._get_sdp_priority_order(),
             "mkldnn": torch.backends.mkldnn.enabled,
         },
         "function modes": [id(torch._C._get_function_stack_at(index)) for index in stack],
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "dispatch keys": (str(torch._C._dispatch_tls_local_include_set()),
-            str(torch._C._dispatch_tls_local_exclude_set())),
-        "saved tensor hooks": _saved_tensor_hooks(),
+        "dispatch keys": str(
+            (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
+        ),
+        "saved tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "module hooks": [list(hook) for hook in hooks if hasattr(hook, "__len__")],
-        "optimizer hooks": _optimizer_hooks(),
-        "foreach types": [list(_foreach_utils._foreach_supported_types), _optimizer_types()],
+        "optimizer pre hooks": [*optimizers._global_optimizer_pre_hooks],
+        "optimizer post hooks": [*optimizers._global_optimizer_post_hooks],
+        "foreach types": [[*one._foreach_supported_types] for one in (_foreach_utils, optimizers)],
         "swap on conversion": (
             torch.__future__.get_overwrite_module_params_on_conversion(),
             torch.__future__.get_swap_module_params_on_conversion(),
@@ -160,26 +138,9 @@ def _numpy_random() -> tuple[Any, ...]:
     return kind, keys.tobytes(), *rest  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _optimizer_hooks() -> list[list[Any]]:
-    module: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it.
-    return [list(module._global_optimizer_pre_hooks), list(module._global_optimizer_post_hooks)]
-
-
-def _saved_tensor_hooks() -> Any:
-    module: Any = torch._C
-    return module._autograd._top_saved_tensors_default_hooks(True)
-
-
-def _optimizer_types() -> list[type]:
-    return list(importlib.import_module("torch.optim.optimizer")._foreach_supported_types)
-
-
 def _compiler() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in CONFIGS:
-        if name in sys.modules:
-            found[name] = sys.modules[name].get_config_copy()  # pyright: ignore[reportAttributeAccessIssue]
-    return found
+    imported: dict[str, Any] = {name: sys.modules[name] for name in CONFIGS if name in sys.modules}
+    return {name: config.get_config_copy() for name, config in imported.items()}
 
 
 def _process() -> dict[str, Any]:
@@ -187,13 +148,7 @@ def _process() -> dict[str, Any]:
         name: log for name, log in logging.root.manager.loggerDict.items() if isinstance(log, logging.Logger)
     }
     imported: dict[str, Any] = {
-        f"logger {name}|": (
-            log.level,
-            log.disabled,
-            log.propagate,
-            list(map(id, log.handlers)),
-            list(map(id, log.filters)),
-        )
+        f"logger {name}|": (log.level, log.disabled, log.propagate, [*map(id, (*log.handlers, *log.filters))])
         for name, log in loggers.items()
     }
     return {
@@ -238,11 +193,8 @@ def _attributes() -> dict[str, Any]:
             if key not in COUNTED and not isinstance(value, ModuleType) and _matters(value):
                 found[f"{name}|{key}"] = id(value)
     for registry in REGISTRIES:
-        module, _, attribute = registry.partition(":")
-        if module in sys.modules:
-            found[f"{registry}|"] = {
-                key: id(value) for key, value in getattr(sys.modules[module], attribute).items()
-            }
+        if (held := _find(registry)) is not None:
+            found[f"{registry}|"] = {key: id(value) for key, value in held.items()}
     return found
 
 

@@ -6,29 +6,58 @@ import pytest
 import torch
 from torch import Tensor
 
+from tiny_step import quantized_layer
+from trainfit.kernels.cross_entropy import fused, gradients_in_forward
 from trainfit.kernels.cross_entropy.chunked import Head, linear_cross_entropy
 from trainfit.kernels.cross_entropy.fused import fused_linear_cross_entropy
 from trainfit.kernels.flash_attention import op as flash_attention
-from trainfit.kernels.rms_norm.op import rms_norm
-from trainfit.kernels.rope.op import rope
+from trainfit.kernels.quantize import nf4, rowwise
+from trainfit.kernels.rms_norm import op as rms_norm
+from trainfit.kernels.rope import op as rope
 from trainfit.kernels.stochastic_rounding import op as stochastic_rounding
-from trainfit.kernels.swiglu.op import swiglu
+from trainfit.kernels.swiglu import op as swiglu
 from trainfit.optim import adafactor, adamw
 
 
-def opcheck(name: str, *arguments: object) -> None:
-    torch.library.opcheck(getattr(torch.ops.trainfit, name), arguments)
-
-
-def test_optimizers_operations_say_what_they_write():
-    adamw.register(), adafactor.register(), stochastic_rounding.register()
+def test_operators_keep_the_rules_of_pytorch():
+    """Fake results have the real shapes, dtypes and strides, and only declared arguments are written."""
+    for room in (
+        adamw,
+        adafactor,
+        stochastic_rounding,
+        fused,
+        gradients_in_forward,
+        rms_norm,
+        swiglu,
+        rope,
+        nf4,
+        rowwise,
+    ):
+        room.register()
     p, g, m, v = (torch.rand(1, 6, 8, dtype=torch.bfloat16) for _ in range(4))
-    opcheck("adamw_", p, g, m, v, [1e-3, 0.0, 0.1, 0.01, 1e-8, 0.1, 0.1], False, 1)
-    opcheck("add_rounded_", p, g, 0.9, 0.1, 3)
     row, col, mean = torch.rand(1, 6), torch.rand(1, 8), torch.rand(1)
-    opcheck("adafactor_squares", p, g)
-    opcheck("adafactor_update_squares", g, row, col, mean)
-    opcheck("adafactor_apply_", p, g, row, col, mean, torch.tensor(0.1), 1.0, False, 1)
+    y, targets = torch.randn(4, 9), torch.tensor([1, -100, 3, 8])
+    x, w, scale = torch.randn(3, 8), torch.randn(8), torch.rand(3)
+    q, k, angles = torch.randn(2, 3, 4, 8), torch.randn(2, 1, 4, 8), torch.rand(4, 4)
+    four_bits, like = quantized_layer("nf4", 33, 7), torch.empty(2, dtype=torch.bfloat16)
+    for name, *arguments in (
+        ("adamw_", p, g, m, v, [1e-3, 0.0, 0.1, 0.01, 1e-8, 0.1, 0.1], False, 1),
+        ("add_rounded_", p, g, 0.9, 0.1, 3),
+        ("adafactor_squares", p, g),
+        ("adafactor_update_squares", g, row, col, mean),
+        ("adafactor_apply_", p, g, row, col, mean, torch.tensor(0.1), 1.0, False, 1),
+        ("cross_entropy_", y, targets, torch.tensor(0.25), 1.0, 0.0, 0.1, 0.0, -100, True),
+        ("multiply_unless_one_", torch.rand(3, 2).t(), torch.tensor(0.5)),
+        ("own_rms_norm", x, w, 1e-6),
+        ("own_rms_norm_backward", x, x, w, scale),
+        ("swiglu", x, x),
+        ("swiglu_backward", x, x, x),
+        ("rotate_pairs", q, k, angles, angles, True),
+        ("quantize_blocks", torch.randn(7, 33), four_bits.levels),
+        ("dequantize_nf4", like, *four_bits.buffers(), 7, 33),
+        ("dequantize_rows", like, *quantized_layer("int8", 33, 7).buffers()),
+    ):
+        torch.library.opcheck(getattr(torch.ops.trainfit, name), tuple(arguments))
 
 
 def test_a_backward_that_needs_the_old_weight_says_so():
@@ -49,10 +78,10 @@ WITH_A_BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: flash_attention.flash_attention(x[None], x[None], x[None], True),
     "its class": lambda x: flash_attention.FlashAttention.apply(x[None], x[None], x[None], True),
     "its reference": lambda x: flash_attention.TiledAttention.apply(x[None], x[None], x[None], True),
-    "norm": lambda x: rms_norm(x, torch.ones(16), 1e-6),
-    "gate": swiglu,
-    "gate of two": lambda x: swiglu(x, x),
-    "rotation": lambda x: rope(x[None, None], x[None, None], torch.ones(4, 8), torch.ones(4, 8))[0],
+    "norm": lambda x: rms_norm.rms_norm(x, torch.ones(16), 1e-6),
+    "gate": swiglu.swiglu,
+    "gate of two": lambda x: swiglu.swiglu(x, x),
+    "rotation": lambda x: rope.rope(x[None, None], x[None, None], torch.ones(4, 8), torch.ones(4, 8))[0],
     "loss in chunks": lambda x: linear_cross_entropy(x, Head(torch.eye(16)), LABELS),
     "fused loss": lambda x: fused_linear_cross_entropy(x, Head(torch.eye(16)), LABELS),
 }

@@ -55,7 +55,7 @@ def test_follows_what_autograd_saves():
     assert held.activations >= 2 * 131_072
 
 
-def test_resize_in_place_is_followed():
+def test_resize_is_followed_and_assign_moves_between_categories():
     live = LiveBytes(CPU)
     with live:
         x = torch.empty(0)
@@ -63,27 +63,17 @@ def test_resize_in_place_is_followed():
         assert live.live_bytes == 1024
         x.resize_(2560)
         assert live.live_bytes == 10240
-
-
-def test_assign_moves_between_categories_without_changing_the_sum():
-    live = LiveBytes(CPU)
-    with live:
-        x = torch.zeros(128)
         live.assign([x], "optimizer")
         y = torch.zeros(128)
         peak, held = live.take_peak()
-    assert (peak, held.optimizer, held.temporary) == (1024, 512, 512)
+    assert (peak, held.optimizer, held.temporary) == (10752, 10240, 512)
     del x, y
 
 
-@pytest.mark.parametrize("depth", [2, 6])
-def test_peak_equals_the_cpu_allocators_own_tally(depth: int):
-    """torch.profiler reports every allocation of the CPU allocator.
-
-    An MLP's training step agrees within 1 %.
-    """
+def test_peak_equals_the_cpu_allocators_own_tally():
+    """torch.profiler reports every allocation of the CPU allocator: an MLP's step agrees within 1 %."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[layer for _ in range(depth) for layer in (nn.Linear(256, 256), nn.GELU())])
+    model = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(256, 256), nn.GELU())])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=True)
     x = torch.randn(512, 256)
 

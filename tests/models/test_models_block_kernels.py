@@ -62,20 +62,19 @@ def test_families_of_llamas_form_compute_the_same(family: str):
     same(of_family(family, optimizer=SGD))
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
 @pytest.mark.parametrize(
-    "fields",
-    [{"precision": "bf16"}, {"precision": "amp-bf16"}, {"attention": "eager"}, {"recompute": "full"},
-     {"recompute": "selective"}, {"adapter": Adapter(kind="lora", rank=4)},
-     {"adapter": Adapter(kind="prefix")}],
+    ("code", "fields"),
+    [("hf", {"precision": "bf16"}), ("native", {"precision": "amp-bf16"}), ("hf", {"attention": "eager"}),
+     ("native", {"recompute": "full"}), ("hf", {"recompute": "selective"}),
+     ("hf", {"adapter": Adapter(kind="lora", rank=4)}), ("hf", {"adapter": Adapter(kind="prefix")}),
+     ("native", {"adapter": Adapter(kind="prefix")})],
     ids=str,
 )  # fmt: skip
 def test_with_other_techniques(code: Any, fields: dict[str, Any]):
     same(tiny_recipe(code, **{"optimizer": SGD, **fields}), 1e-3 if "bf16" in str(fields) else 1e-5)
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
-@pytest.mark.parametrize("unit", ["block", "model"])
+@pytest.mark.parametrize(("code", "unit"), [("hf", "model"), ("native", "block")])
 def test_they_compile(code: Any, unit: Any):
     """The blocks without a break."""
     torch._dynamo.reset()
@@ -97,8 +96,7 @@ def test_qk_norms_and_unfused_spellings_of_native():
     same(plain.model_copy(update={"model": ModelSpec(config=config, implementation="native")}))
 
 
-@pytest.mark.parametrize("compiled", [False, "block"])
-@pytest.mark.parametrize("code", ["hf", "native"])
+@pytest.mark.parametrize(("code", "compiled"), [("hf", "block"), ("native", False)])
 def test_every_norm_gate_and_rotation_runs_ours(code: Any, compiled: Any):
     """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call
     the same operations."""

@@ -17,33 +17,20 @@ from trainfit.spec.recipe import ModelSpec
 
 VOCABULARY, LAYERS = 97, 3
 COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64,
+}  # fmt: skip
 GROUPED = {
-    **COMMON,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    **COMMON, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 TINY = {
     "gpt2": {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64},
     "gpt_neox": {**COMMON, "rotary_pct": 0.25},
     "opt": {**COMMON, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},
     "bloom": {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY},
-    "falcon": {
-        "hidden_size": 32,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "vocab_size": VOCABULARY,
-    },
+    "falcon": COMMON,
     "llama": GROUPED,
     "mistral": {**GROUPED, "sliding_window": 8},
     "mixtral": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -56,21 +43,11 @@ TINY = {
     "gemma3_text": {**GROUPED, "sliding_window": 8},
     "phi3": GROUPED,
     "deepseek_v3": {
-        **GROUPED,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
+        **GROUPED, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
     },
-}
+}  # fmt: skip
 
 
 def tiny(family: str, **changes: object) -> ModelSpec:
@@ -78,8 +55,8 @@ def tiny(family: str, **changes: object) -> ModelSpec:
 
 
 @pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_family_builds_and_trains(family: str, attention: str) -> None:
+def test_family_builds_trains_and_shows_its_blocks(family: str) -> None:
+    attention = "eager" if family in ("gpt2", "llama", "gemma2") else "sdpa"
     torch.manual_seed(0)
     model = build_model(tiny(family), dtype=torch.bfloat16, device="cpu", attention=attention)
     ids = torch.randint(3, VOCABULARY, (2, 16))
@@ -92,19 +69,14 @@ def test_family_builds_and_trains(family: str, attention: str) -> None:
     out.loss.backward()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.training
+    [(name, blocks)] = layer_lists(model)
+    assert len(blocks) == LAYERS
+    assert model.get_submodule(name) is blocks
 
 
 def test_a_named_backend_is_refused_where_transformers_has_no_sdpa_path() -> None:
     with pytest.raises(InputError, match="use attention: sdpa or eager"):
         build_model(tiny("bloom"), dtype=torch.float32, device="meta", attention="flash")
-
-
-@pytest.mark.parametrize("family", TINY)
-def test_layer_lists_finds_the_blocks(family: str) -> None:
-    model = build_model(tiny(family), dtype=torch.float32, device="meta")
-    [(name, blocks)] = layer_lists(model)
-    assert len(blocks) == LAYERS
-    assert model.get_submodule(name) is blocks
 
 
 def test_layer_lists_sees_through_peft() -> None:
@@ -117,28 +89,17 @@ def test_layer_lists_sees_through_peft() -> None:
     assert len(blocks) == LAYERS
 
 
-def test_meta_and_fake_hold_no_memory() -> None:
-    big = tiny("llama", hidden_size=16384, intermediate_size=53248, num_hidden_layers=126, vocab_size=128256)
+def test_meta_and_fake_hold_no_memory_and_a_fake_step_gives_every_gradient() -> None:
+    big = tiny("llama", hidden_size=16384, intermediate_size=53248, num_hidden_layers=4, vocab_size=128256)
     on_meta = build_model(big, dtype=torch.bfloat16, device="meta")
     assert {p.device.type for p in on_meta.parameters()} == {"meta"}
     with FakeTensorMode():
         fake = build_model(big, dtype=torch.bfloat16, device="cpu")
+        ids = torch.randint(0, VOCABULARY, (2, 16))
+        fake(input_ids=ids, labels=ids).loss.backward()
     assert {(type(p), p.device.type) for p in fake.parameters()} == {(FakeTensor, "cpu")}
     assert sum(p.numel() for p in fake.parameters()) == sum(p.numel() for p in on_meta.parameters())
-
-
-def test_fake_step_gives_a_gradient_for_every_parameter() -> None:
-    with FakeTensorMode():
-        model = build_model(tiny("llama"), dtype=torch.bfloat16, device="cpu")
-        ids = torch.randint(0, VOCABULARY, (2, 16))
-        model(input_ids=ids, labels=ids).loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_published_size() -> None:
-    """GPT-2 small: 124,439,808 parameters, as its model card says 124M (tied embeddings counted once)."""
-    model = build_model(ModelSpec(config={"model_type": "gpt2"}), dtype=torch.float32, device="meta")
-    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    assert all(p.grad is not None for p in fake.parameters())
 
 
 @pytest.mark.parametrize(

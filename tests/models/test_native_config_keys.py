@@ -33,10 +33,9 @@ EQUAL: list[dict[str, Any]] = [
     {},
     {"head_dim": 16},
     {"num_key_value_heads": 1},
-    {"attention_bias": True},
+    {"attention_bias": True, "tie_word_embeddings": True},
     {"mlp_bias": True},
-    {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    *({"hidden_act": name} for name in ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")),
+    *({"hidden_act": name} for name in ("gelu", "gelu_new", "relu", "swish")),
     {"rms_norm_eps": 0.1},
     {"pretraining_tp": 2},
     # RoPE
@@ -69,18 +68,14 @@ EQUAL: list[dict[str, Any]] = [
     {"pad_token_id": 5, "tie_word_embeddings": True},
     {"pad_token_id": -1},
     # keys that these families do not have
-    *({key: 0.5} for key in ("rotary_pct", "layer_norm_eps", "hidden_dropout", "resid_pdrop", "embd_pdrop")),
-    *(
-        {key: 2.0}
-        for key in (
-            "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
-            "embedding_multiplier",
-            "final_logit_softcapping", "attn_logit_softcapping", "query_pre_attn_scalar", "clip_qkv",
-        )
-    ),
-    *({key: True} for key in ("use_qk_norm", "qkv_bias", "use_bias", "alibi", "parallel_attn",
-    "scale_embedding")), {"no_rope_layers": [0, 1, 0]},
-    {"attention_chunk_size": 8},
+    dict.fromkeys(("rotary_pct", "layer_norm_eps", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.5)
+    | dict.fromkeys(
+        ("logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
+         "embedding_multiplier", "final_logit_softcapping", "attn_logit_softcapping",
+         "query_pre_attn_scalar", "clip_qkv"), 2.0)
+    | dict.fromkeys(
+        ("use_qk_norm", "qkv_bias", "use_bias", "alibi", "parallel_attn", "scale_embedding"), True)
+    | {"no_rope_layers": [0, 1, 0], "attention_chunk_size": 8},
 ]  # fmt: skip
 """What native and transformers compute alike, in every family."""
 
@@ -150,12 +145,12 @@ def assert_equal(family: str, change: dict[str, Any], folder: Path) -> None:
         torch.testing.assert_close(tensor_of(ours, entries[key]), gradient, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("change", "words"), REFUSED, ids=str)
-def test_the_rest_is_refused_in_one_line(family: str, change: dict[str, Any], words: str):
-    with pytest.raises(InputError, match=words) as caught:
-        build_native(config_of(family, change), dtype=torch.float32, device="meta")
-    assert "\n" not in str(caught.value)
+def test_the_rest_is_refused_in_one_line(change: dict[str, Any], words: str):
+    for family in FAMILIES:
+        with pytest.raises(InputError, match=words) as caught:
+            build_native(config_of(family, change), dtype=torch.float32, device="meta")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_padding_row_begins_as_zeros_and_stays():

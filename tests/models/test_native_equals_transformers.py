@@ -8,29 +8,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from native_and_hf import LLAMA3, TINY, YARN, batch, theirs_with_random_norms_and_biases
+from native_and_hf import LLAMA3, TINY, batch, theirs_with_random_norms_and_biases
 from trainfit.models.native.build import build_native
-from trainfit.models.native.layout import mapped_tensors, tensor_of
 from trainfit.models.native.safetensors_io import load_safetensors, save_safetensors
 from trainfit.spec.errors import InputError
 
 CONFIGS = {
     "llama": {"model_type": "llama", **TINY, "rope_theta": 500.0},
-    "llama-mha-tied": {"model_type": "llama", **TINY, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "llama-tied-wide": {"model_type": "llama", **TINY, "tie_word_embeddings": True, "head_dim": 16},
     "llama-biases-gelu": {
         "model_type": "llama", **TINY, "attention_bias": True, "mlp_bias": True,
         "hidden_act": "gelu_pytorch_tanh"
     },
-    "llama-relu-glu": {"model_type": "llama", **TINY, "hidden_act": "relu"},
-    "llama-wide-heads": {"model_type": "llama", **TINY, "head_dim": 16},
     "llama-rope-llama3": {"model_type": "llama", **TINY, "rope_scaling": LLAMA3, "rope_theta": 100.0},
-    "llama-rope-linear": {"model_type": "llama", **TINY, "rope_scaling": {"type": "linear", "factor": 2.0}},
-    "llama-rope-yarn": {"model_type": "llama", **TINY, "rope_scaling": YARN, "rope_theta": 100.0},
-    "mistral": {"model_type": "mistral", **TINY, "sliding_window": None},
     "mistral-window": {"model_type": "mistral", **TINY, "sliding_window": 8},
     "qwen2": {"model_type": "qwen2", **TINY},
-    "qwen2-tied": {"model_type": "qwen2", **TINY, "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", **TINY},
     "qwen3-biases": {"model_type": "qwen3", **TINY, "attention_bias": True},
 }  # fmt: skip
 
@@ -40,33 +32,23 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_logits_loss_and_gradients_equal(name: str, attention: str, tmp_path: Path) -> None:
-    theirs = theirs_with_random_norms_and_biases(CONFIGS[name], attention)
+def test_logits_and_loss_of_eager_attention_equal(name: str, tmp_path: Path) -> None:
+    """test_native_config_keys.py compares SDPA's, with gradients."""
+    theirs = theirs_with_random_norms_and_biases(CONFIGS[name], "eager")
     theirs.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    ours = build_native(config, dtype=torch.float32, device="cpu", attention=attention)
+    ours = build_native(config, dtype=torch.float32, device="cpu", attention="eager")
     load_safetensors(ours, tmp_path)
-
     ids, labels = batch()
     expected, got = theirs(input_ids=ids, labels=labels), ours(ids, labels)
     assert expected.logits.std() > 1
     close(got.logits, expected.logits)
     close(got.loss, expected.loss)
 
-    expected.loss.backward()
-    got.loss.backward()
-    gradients = {key: value.grad for key, value in theirs.named_parameters()}
-    ours_by_name = {entry.name: entry for entry in mapped_tensors(ours.config)}
-    assert set(gradients) == set(ours_by_name)
-    for parameter in ours.parameters():
-        parameter.data = parameter.grad
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(tensor_of(ours, ours_by_name[key]), gradient, rtol=1e-3, atol=1e-5)
 
-
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+@pytest.mark.parametrize(
+    ("name", "max_shard_bytes"), [*((name, 2**30) for name in CONFIGS), ("llama-tied-wide", 20_000)]
+)
 def test_transformers_reads_what_we_write(name: str, max_shard_bytes: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = CONFIGS[name]

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from quantized_layer import KINDS, quantized_layer
-from tiny_families import BASE, FAMILIES, aot_eager, trajectory
 from tiny_recipe import TINY_LLAMA, tiny_recipe
-from tiny_step import learned
+from tiny_step import BASE, FAMILIES, KINDS, aot_eager, learned, quantized_layer, trajectory
 from trainfit.models.build import build_model
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.models.quantized import QuantizedLinear
@@ -28,8 +26,7 @@ LORA = Adapter(kind="lora", rank=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_layer_equals_linear_with_the_weight_of_its_codes(kind: str, bias: bool, dtype: torch.dtype):
     made = quantized_layer(kind, 96, 40, bias, dtype)
     x = torch.randn(2, 5, 96, dtype=dtype, requires_grad=True)
@@ -134,9 +131,11 @@ def test_experts_and_state_spaces_are_refused(config: dict[str, Any], named: str
         build_model(ModelSpec(config=config), dtype=torch.float32, device="cpu", quantize="nf4")
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "amp-bf16"])
+@pytest.mark.parametrize(
+    ("code", "kind", "precision"),
+    [("hf", "nf4", "fp32"), ("hf", "int8", "bf16"), ("hf", "fp8", "amp-bf16"), ("native", "nf4", "amp-bf16"),
+     ("native", "int8", "fp32"), ("native", "fp8", "bf16")],
+)  # fmt: skip
 def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision: Any):
     """Recomputation changes nothing; adapters are fp32 unless they are to have the base's dtype."""
     options = {"quantize": kind, "precision": precision, "optimizer": Optimizer(lr=1e-2), "adapter": LORA}
@@ -149,7 +148,7 @@ def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision
     assert {p.dtype for p in step.model.parameters() if p.requires_grad} == {expected}
 
 
-@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+@pytest.mark.parametrize("kind", ["nf4"])
 def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None, kind: Any):
     """Ten equal blocks, two graphs (the first block's input needs no gradient); no kept tensor has a weight's
     size."""
@@ -169,40 +168,33 @@ def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None, kind: 
 # -- predicted
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
-def test_predicted_bytes_of_an_8b_base(code: Any):
+def test_predicted_bytes_of_an_8b_base():
     """nf4: 4.127 bits a weight (QLoRA, section 3); int8: 8 and 32 a row. What is not quantised: 16 bits."""
-    name, rank = "llama-3.1-8b", 16
     quantized = 32 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
     num_rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
     whole = 2 * 128_256 * 4096 + 65 * 4096
-    for kind, num_bytes in (("nf4", quantized * 4.127 / 8), ("int8", quantized + 4 * num_rows)):
-        adapter = Adapter(kind="lora", rank=rank, dtype="base")
-        recipe = recipe_of(name, code, adapter=adapter, quantize=kind, precision="bf16")
+    for kind, code, num_bytes in (
+        ("nf4", "native", quantized * 4.127 / 8),
+        ("int8", "hf", quantized + 4 * num_rows),
+    ):
+        adapter, batch = Adapter(kind="lora", dtype="base"), Batch(seq=128)
+        recipe = recipe_of(
+            "llama-3.1-8b", code, adapter=adapter, quantize=kind, precision="bf16", batch=batch
+        )
         ledger = trace(recipe)
         assert ledger.params == quantized + whole + ledger.trainable_params
-        after_init = sums(ledger)["phases"]["after_init"]
         expected = num_bytes + 2 * (whole + ledger.trainable_params)
-        assert after_init == pytest.approx(expected, rel=2e-3)
+        assert sums(ledger)["phases"]["after_init"] == pytest.approx(expected, rel=2e-3)
         assert not ledger.ops_without_flops
 
 
 def test_a_step_with_few_layers_tells_the_whole_models():
     """The middle layers stand for the others, codes included; and what init leaves behind is no more than a
     block."""
-    config = with_layers("llama-3.2-1b", 7)
+    config = with_layers("llama-3.2-1b", 5)
     recipe = recipe_of(config, "native", adapter=LORA, quantize="nf4", precision="bf16", recompute="full")
     short, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))
     assert short["params"] == whole["params"]
     assert short["peak_allocated_bytes"] == whole["peak_allocated_bytes"]
     assert short["num_bytes"] == whole["num_bytes"]
     assert whole["peak_reserved_bytes"] - whole["peak_allocated_bytes"] < 200 * 2**20
-
-
-def test_quantising_spares_what_the_formats_say():
-    """A 70B model's nf4 base fits one 80 GB card, with its adapters and a micro-batch of 2048 tokens."""
-    recipe = recipe_of(
-        "llama-3.1-70b", "native", adapter=Adapter(kind="lora"), quantize="nf4", precision="bf16",
-        recompute="full", batch=Batch(micro=1, seq=2048),
-    )  # fmt: skip
-    assert sums(trace(recipe))["peak_reserved_bytes"] < 60 * 2**30

@@ -13,20 +13,15 @@ NUMBERS = [0.01, 0.001, 0.1, 0.001, 1e-8, 0.19, 0.045]
 SIZES = [(7,), (5003,), (40, 96)]
 
 
-@pytest.mark.parametrize(("bits", "signed"), [(8, True), (8, False), (4, True), (4, False)])
-def test_levels_are_torchaos(bits: int, signed: bool):
-    torchao = pytest.importorskip(f"torchao.optim.subclass_{bits}bit")
-    theirs = torchao.get_qmap_signed() if signed else torchao.get_qmap_unsigned()
-    assert len(theirs) == 2**bits
-    assert levels(bits, signed=signed) == pytest.approx(theirs, rel=2e-7)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_low_bit_adamw_is_torchaos(bits: int, dtype: torch.dtype):
-    """The same codes, and weights equal to fp32's last bits: a large matrix, one that is too small, a long
-    vector."""
+    """The same levels and codes, and weights equal to the last bits of fp32; small weights have no codes."""
     optim = pytest.importorskip("torchao.optim")
+    quantised = pytest.importorskip(f"torchao.optim.subclass_{bits}bit")
+    for signed, maps in ((True, quantised.get_qmap_signed()), (False, quantised.get_qmap_unsigned())):
+        assert len(maps) == 2**bits
+        assert levels(bits, signed=signed) == pytest.approx(maps, rel=2e-7)
     shapes = ((64, 96), (63,), (4096,))
     ours, theirs = weights(*shapes, dtype=dtype), weights(*shapes, dtype=dtype)
     mine = kernel.FusedAdamW(ours, 0.01, 0.1, levels=MomentLevels(bits, CPU), stochastic=False, seed=0)
@@ -71,10 +66,7 @@ def test_kernels_in_the_interpreter(size: tuple[int, ...]):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [*SIZES, (10800, 2048)], ids=str)
 def test_kernels_on_a_gpu(size: tuple[int, ...]):
-    """Of bf16 gradients 0.1 to 0.7 % fall on the middle of two levels, all in the first step, where a last
-    bit decides for either. A GPU, which fuses products into sums, takes the other for a few of them: an H200
-    for at most 0.2 % of all.
-    """
+    """A GPU fuses products into sums, and a last bit decides between levels; on an H200 for at most 0.2 %."""
     compare_kernels(size, "cuda", most_away=3e-3)
 
 
@@ -106,10 +98,7 @@ def compare_kernels(size: tuple[int, ...], device: str, most_away: float) -> Non
 
 
 def compare_coded(p: torch.Tensor, g: torch.Tensor, bits: int, most_away: float) -> None:
-    """Three steps, each from the reference's state: so a wrong code does not change later steps.
-
-    Weights in fp32: Triton's interpreter cuts bf16's bits off instead of rounding to nearest.
-    """
+    """Three steps, each from the reference's state; the interpreter truncates bf16, so fp32 weights."""
     table = MomentLevels(bits, p.device).table
     state = [p.float(), *zeros(p.shape, bits, p.device), *zeros(p.shape, bits, p.device)]
     for step in range(3):
@@ -128,7 +117,7 @@ def compare_coded(p: torch.Tensor, g: torch.Tensor, bits: int, most_away: float)
 
 
 def neighbours(found: torch.Tensor, expected: torch.Tensor, bits: int, most_away: float) -> None:
-    """The same codes, but for a share of at most ``most_away`` that are the next level up or down."""
+    """Codes are equal, except for a share of at most ``most_away`` that are the next level up or down."""
     a, b = (t.int() if bits == 8 else torch.stack([t >> 4, t & 15]).int() for t in (found, expected))
     apart = (a - b).abs()
     assert apart.max() <= 1

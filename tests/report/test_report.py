@@ -255,7 +255,7 @@ def test_small_models_read_in_small_units():
     found = compare([predicted(one, 45.87 / 1024), measured(one, 46 / 1024)])
     out = io.StringIO()
     Console(file=out, width=80).print(text_table(found))
-    assert "45.87 MiB   46.00 MiB" in out.getvalue()
+    assert "45.87 MiB  46.00 MiB" in out.getvalue()
     assert "| 45.87 MiB | 46.00 MiB |" in markdown_table(found)
 
 

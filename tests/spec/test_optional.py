@@ -1,87 +1,69 @@
 """A plain install, without any extra: one line that names the extra, exit 65, no traceback."""
 
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tiny_sweep import BASE
+from trainfit.cli.main import main
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import is_installed, optional, require
 
 ROOT = Path(__file__).parents[2]
-PLAIN = """
-import sys
-from importlib.machinery import PathFinder
-
-EXTRAS = {"peft", "accelerate", "torchao", "matplotlib", "tensorboard", "ray", "datasets"}
-plain = PathFinder.find_spec.__func__
-
-def find_spec(cls, name, path=None, target=None):
-    return None if name.partition(".")[0] in EXTRAS else plain(cls, name, path, target)
-
-PathFinder.find_spec = classmethod(find_spec)
-from trainfit.cli.entry import main
-sys.exit(main())
-"""
+EXTRAS = ("peft", "accelerate", "torchao", "matplotlib", "tensorboard", "ray", "datasets")
+Captured = pytest.CaptureFixture[str]
+TRAIN = ["train", "tiny-cpu", "--out", "run", "--steps", "2", "--device", "cpu", "--set", "batch.seq=16"]
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PLAIN, *words], cwd=cwd, capture_output=True, text=True, timeout=250,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in an empty folder without the packages of the extras; None in sys.modules halts an import."""
+    monkeypatch.chdir(tmp_path)
+    for name in {*EXTRAS, *(name for name in sys.modules if name.partition(".")[0] in EXTRAS)}:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize(
     ("words", "package", "extra"),
     [
         (["predict", "tiny-cpu", "--set", "adapter.kind=lora"], "peft", "peft"),
-        (["train", "tiny-cpu", "--set", "adapter.kind=prompt", "--out", "run"], "peft", "peft"),
-        (["measure", "tiny-cpu", "--set", "adapter.kind=lora", "--steps", "1"], "peft", "peft"),
-        (
-            ["train", "tiny-cpu", "--out", "run", "--steps", "1", "--tensorboard"],
-            "tensorboard",
-            "tensorboard",
-        ),
-        (["train", "tiny-cpu", "--out", "run", "--steps", "1", "--data", "hub:a/b"], "datasets", "datasets"),
+        ([*TRAIN, "--set", "adapter.kind=prompt"], "peft", "peft"),
+        ([*TRAIN, "--tensorboard"], "tensorboard", "tensorboard"),
+        ([*TRAIN, "--data", "hub:a/b"], "datasets", "datasets"),
         (["predict", "tiny-cpu", "--set", "precision=fp8", "--gpu", "h100-sxm"], "torchao", "torchao"),
         (["report", "none.jsonl", "--html", "page.html"], "matplotlib", "plots"),
         (["bench", "accumulation", "--plot", "x.svg"], "matplotlib", "plots"),
     ],
 )
 def test_a_missing_package_is_one_line_with_its_extra(
-    words: list[str], package: str, extra: str, tmp_path: Path
+    words: list[str], package: str, extra: str, capsys: Captured
 ) -> None:
-    (tmp_path / "none.jsonl").write_text("")
-    ended = run(*words, cwd=tmp_path)
-    assert ended.returncode == 65, ended.stderr
-    errors = [line for line in ended.stderr.splitlines() if "error" in line]
-    assert len(errors) == 1, ended.stderr
-    assert (
-        f"needs the package {package}, which is not installed; pip install 'trainfit[{extra}]'" in errors[0]
-    )
-    assert "Traceback" not in ended.stderr
+    Path("none.jsonl").write_text("")
+    assert main(words) == 65
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if "error" in line]
+    assert f"needs the package {package}, which is not installed; pip install 'trainfit[{extra}]'" in line
+    assert "Traceback" not in err
 
 
-def test_a_plain_install_trains_without_event_files(tmp_path: Path) -> None:
-    words = ["train", "tiny-cpu", "--out", "run", "--steps", "2", "--data", "stories:60", "--device", "cpu"]
-    ended = run(*words, "--set", "batch.seq=16", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "no event files: TensorBoard is not installed; pip install 'trainfit[tensorboard]'" in ended.stderr
-    assert not (tmp_path / "run" / "tensorboard").exists()
+@pytest.mark.usefixtures("plain")
+def test_a_plain_install_trains_without_event_files(capsys: Captured) -> None:
+    assert main([*TRAIN, "--data", "stories:60"]) == 0
+    err = capsys.readouterr().err
+    assert "no event files: TensorBoard is not installed; pip install 'trainfit[tensorboard]'" in err
+    assert not Path("run/tensorboard").exists()
 
 
-def test_a_plain_install_sweeps_and_writes_a_page_without_plots(tmp_path: Path) -> None:
-    from tiny_sweep import BASE
-
-    (tmp_path / "sweep.yaml").write_text(BASE + "list: [{name: one}]\n")
-    ended = run("sweep", "sweep.yaml", "--out", "out", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "pip install 'trainfit[plots]'" in ended.stderr
-    page = (tmp_path / "out" / "report.html").read_text()
+@pytest.mark.usefixtures("plain")
+def test_a_plain_install_writes_the_page_of_a_sweep_without_plots(capsys: Captured) -> None:
+    Path("sweep.yaml").write_text(BASE + "list: [{name: one}]\n")
+    assert main(["sweep", "sweep.yaml", "--out", "out", "--stop-after", "0"]) == 75
+    assert "pip install 'trainfit[plots]'" in capsys.readouterr().err
+    page = Path("out/report.html").read_text()
     assert "<svg" not in page
     assert "matplotlib is not installed" in page
 

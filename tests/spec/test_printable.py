@@ -27,6 +27,9 @@ HOSTILE = "a\x1b[31mred\x1b]0;title\x07\x9b2J\x7f\x08\r\u202eevil\u2066\u200b\u2
 SHOWN = r"a\x1b[31mred\x1b]0;title\x07\x9b2J\x7f\x08\x0d\u202eevil\u2066\u200b\u2028\ufeff[red]x[/red]"
 
 
+PRINTING = ("print", "typer.echo", "Console", "traceback.print_exception", "sys.stderr.write")
+
+
 def raw(text: str) -> set[str]:
     """Characters that a terminal acts on."""
     kept = "\n\t" + JOINERS
@@ -43,7 +46,6 @@ def test_every_control_character_is_escaped_and_every_other_kept() -> None:
     assert printable("a\nb") == r"a\x0ab"
     plain = "Modèle 模型 नमस्ते می\u200cخواهم 🤦🏽\u200d♂️ █▎·"
     assert printable(plain) == plain
-    assert shown.isprintable() or raw(shown) == set()
 
 
 def test_nothing_that_is_printed_by_a_console_is_raw() -> None:
@@ -63,7 +65,6 @@ def test_nothing_that_is_printed_by_a_console_is_raw() -> None:
     assert raw(without_styles) == set()
     assert "[31mred" in text, "shown, not acted on"
     assert "[red]x" in text.replace("\n", "")
-    assert out.capture
 
 
 def test_a_live_progress_bar_shows_a_hostile_name_escaped(tmp_path: Path) -> None:
@@ -155,12 +156,6 @@ def test_nothing_prints_past_the_boundary() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 name = ast.unparse(node.func)
-                if name in (
-                    "print",
-                    "typer.echo",
-                    "Console",
-                    "traceback.print_exception",
-                    "sys.stderr.write",
-                ):
+                if name in PRINTING:
                     found.add(str(path.relative_to(SOURCE)))
     assert found <= allowed

@@ -18,53 +18,33 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 # name: (text, what the line says)
 REFUSED = {
     "unknown key": (MODEL + "bach: {micro: 2}", "bach = {'micro': 2}: unknown key; did you mean 'batch'?"),
-    "unknown nested key": (
-        MODEL + "batch: {mirco: 2}",
-        "batch.mirco = 2: unknown key; did you mean 'micro'?",
-    ),
-    "NaN": (MODEL + "optimizer: {lr: .nan}", "optimizer.lr = nan: not a finite number"),
-    "infinity": (MODEL + "optimizer: {lr: -.inf}", "optimizer.lr = -inf: not a finite number"),
-    "NaN in a config": ("model: {config: {a: .nan}}", "model.config.a = nan: not a finite number"),
-    "unit": (
-        MODEL + "recompute: {budget_gib: 4 GiB}",
-        "recompute.budget_gib = '4 GiB': should be a number; write the number of GiB alone, without a unit",
-    ),
+    "NaN": (MODEL + "optimizer: {lr: .nan}", "lr = nan: not a finite number"),
+    "NaN in a config": ("model: {config: {a: .nan}}", "model.config.a = nan: not a finite"),
+    "unit": (MODEL + "recompute: {budget_gib: 4 GiB}", "should be a number; write the number of GiB alone"),
     "unit on a count": (
         MODEL + "batch: {seq: 4k}",
-        "batch.seq = '4k': should be a whole number; write the number alone",
+        "seq = '4k': should be a whole number; write the number al",
     ),
     "money": (MODEL + "hardware: {price_per_hour: $2}", "hardware.price_per_hour = '$2': should be a number"),
     "negative": (MODEL + "batch: {micro: -1}", "batch.micro = -1: should be greater than or equal to 1"),
-    "zero": (MODEL + "batch: {seq: 0}", "batch.seq = 0: should be greater than or equal to 1"),
     "quoted true": (
         MODEL + "optimizer: {in_backward: 'true'}",
         "optimizer.in_backward = 'true': should be one of false, true, block; write true without quotes",
     ),
-    "no layers": (
-        MODEL + "recompute: {layers: []}",
-        "recompute.layers = []: has no entries; write at least one",
-    ),
-    "negative budget": (
-        MODEL + "recompute: {budget_gib: -4}",
-        "recompute.budget_gib = -4: should be greater than 0",
-    ),
+    "no layers": (MODEL + "recompute: {layers: []}", "layers = []: has no entries; write at least one"),
     "too large": (MODEL + "batch: {seq: 999999999999}", "batch.seq = 999999999999: should be less than"),
-    "too many tokens": (
-        MODEL + "batch: {micro: 1000000, seq: 1000000}",
-        "a micro-batch of 1000000 x 1000000 tokens",
-    ),
+    "too many tokens": (MODEL + "batch: {micro: 1000000, seq: 1000000}", "of 1000000 x 1000000 tokens"),
     "quoted number": (
         MODEL + "optimizer: {lr: '1e-4'}",
-        "optimizer.lr = '1e-4': should be a number; write the number without quotes",
+        "should be a number; write the number without quotes",
     ),
-    "float for int": (MODEL + "batch: {micro: 2.0}", "batch.micro = 2.0: should be a whole number; write 2"),
+    "float for int": (MODEL + "batch: {micro: 2.0}", "micro = 2.0: should be a whole number; write 2"),
     "fraction for int": (MODEL + "batch: {micro: 2.5}", "batch.micro = 2.5: should be a whole number"),
     "bool for int": (MODEL + "batch: {micro: true}", "batch.micro = true: should be a whole number"),
-    "yes": (
-        MODEL + "optimizer: {in_backward: yes}",
-        "optimizer.in_backward = 'yes': should be one of false, true, block",
+    "null part": (
+        MODEL + "batch: null",
+        "should be a mapping with micro, seq, accumulate, not null; leave the",
     ),
-    "null part": (MODEL + "batch: null", "batch: should be a mapping with micro, seq, accumulate, not null"),
     "unknown choice": (
         MODEL + "precision: bf-16",
         "precision = 'bf-16': should be one of fp32, bf16, amp-bf16",
@@ -74,44 +54,32 @@ REFUSED = {
         MODEL + "recompute: {budget: 2}",
         "recompute.budget = 2: should be less than or equal to 1",
     ),
-    "union unknown": (
-        MODEL + "recompute: {foo: 2}",
-        "recompute.foo = 2: unknown key; known keys here: every, budget, budget_gib, layers",
-    ),
+    "union unknown": (MODEL + "recompute: {foo: 2}", "known keys here: every, budget, budget_gib, layers"),
     "union two": (
         MODEL + "recompute: {every: 2, budget: 1}",
-        "does not go together with 'every'; keep one of them",
+        "does not go together with 'every'; keep one of",
     ),
-    "union neither": (
-        MODEL + "recompute: 3",
-        "recompute = 3: should be one of none, full, selective, or a mapping with",
-    ),
+    "union neither": (MODEL + "recompute: 3", "should be one of none, full, selective, or a mapping with"),
     "text for mapping": (
         "model: gpt2",
-        "model = 'gpt2': should be a mapping with config, implementation, name",
+        "'gpt2': should be a mapping with config, implementation, name; write its",
     ),
     "missing": ("seed: 1", "model: missing; add 'model'"),
     "missing nested": (MODEL + "adapter: {}", "adapter.kind: missing; add 'kind'"),
     "item of a list": (
         MODEL + "adapter: {kind: lora, targets: [a, 1]}",
-        "adapter.targets.1 = 1: should be text; quote it",
+        "targets.1 = 1: should be text; quote it",
     ),
-    "counts": (
-        MODEL + "hardware: {count: 2}",
-        "hardware.count = 2: parallel (replicate x shard x tensor) is 1",
-    ),
+    "counts": (MODEL + "hardware: {count: 2}", "count = 2: parallel (replicate x shard x tensor) is 1"),
     "quantised, nothing trains": (MODEL + "quantize: nf4", "quantize = 'nf4': a quantised base is frozen"),
     "duplicate key": (MODEL + "seed: 1\nseed: 2", "duplicate key 'seed' at line 3; keep one of them"),
-    "duplicate nested key": (MODEL + "batch: {micro: 1, micro: 1}", "duplicate key 'micro' at line 2"),
     "alias bomb": (BOMB, "aliases expand without end; write at most 100,000 values"),
     "alias of itself": ("model: &a {config: *a}", "aliases expand without end"),
     "undefined alias": ("model: *nowhere", "found undefined alias 'nowhere' at line 1"),
     "merge key": ("<<: {seed: 3}\n" + MODEL, "merge key '<<' at line 1; write the keys out, or use extends"),
     "two documents": (MODEL + "---\nseed: 1", "a second document starts at line 2; keep one document a file"),
-    "empty": ("", "the file is empty"),
     "only a comment": ("# nothing\n", "the file is empty"),
     "a list": ("- 1", "not a mapping"),
-    "a sentence": ("hello", "not a mapping"),
     "deep": ("model: {config: " + "[" * 100 + "]" * 100 + "}", "nested too deeply; nest at most 64 levels"),
     "very deep": ("model: {config: " + "[" * 5000 + "]" * 5000 + "}", "nested too deeply"),
     "code": (MODEL + "seed: !!python/object:os.system x", "could not determine a constructor"),
@@ -119,10 +87,7 @@ REFUSED = {
     "impossible date": ("model: {config: 2020-99-99}", "quote it"),
     "number as key": ("1: 2\n" + MODEL, "(top) = 1: key is not text"),
     "endless number": (MODEL + "seed: " + "9" * 5000, "a number is too long"),
-    "seed over 63 bits": (
-        MODEL + "seed: 9223372036854775808",
-        "seed = 9223372036854775808: should be less than",
-    ),
+    "seed over 63 bits": (MODEL + "seed: 9223372036854775808", "9223372036854775808: should be less than"),
     "tab": ("model:\n\tconfig: x", "at line 2"),
     "control character": ("model: \x01", "unacceptable character"),
     "lone surrogate": ('model: {config: "\\ud800"}', "not Unicode text"),
@@ -134,7 +99,6 @@ REFUSED = {
     "extends a number": ("extends: 3", "extends = 3: not a path"),
     "extends nothing": ("extends: ''", "extends = '': not a path"),
     "extends a folder": ("extends: .", "extends = '.': no such file"),
-    "extends a missing file": ("extends: nope.yaml", "extends = 'nope.yaml': no such file"),
 }
 
 
@@ -152,26 +116,18 @@ def test_refused_with_one_line(name: str, tmp_path: Path) -> None:
     assert caught.value.remedy
 
 
-def test_over_one_megabyte(tmp_path: Path) -> None:
-    path = tmp_path / "large.yaml"
+def test_files_that_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    with pytest.raises(FileNotFoundError):
+        load_recipe(path)
     path.write_text(MODEL + "#" + "x" * MAX_FILE_BYTES)
     with pytest.raises(InputError, match="over 1 MB"):
         load_recipe(path)
     path.write_text(MODEL + "#" + "x" * (MAX_FILE_BYTES - len(MODEL) - 1))
-    assert path.stat().st_size == MAX_FILE_BYTES
     assert load_recipe(path).model.config == "gpt2"
-
-
-def test_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "latin.yaml"
     path.write_bytes(b"model: {config: caf\xe9}")
     with pytest.raises(InputError, match="not UTF-8"):
         load_recipe(path)
-
-
-def test_a_missing_recipe_is_an_io_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_recipe(tmp_path / "nope.yaml")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +168,7 @@ hardware: {gpu: h200, count: 1}
 """
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_mutated_recipes_never_crash(seed: int, tmp_path: Path) -> None:
     """Random edits either still parse or are refused with one line; nothing else may leave load_recipe."""
     dice = random.Random(seed)
@@ -236,20 +192,18 @@ def test_mutated_recipes_never_crash(seed: int, tmp_path: Path) -> None:
 
 
 def test_mutated_values_never_crash(tmp_path: Path) -> None:
-    """Every field given every kind of wrong value through --set."""
+    """Kinds of fields given every kind of wrong value through --set."""
     path = tmp_path / "recipe.yaml"
     path.write_text(WHOLE.replace("extends: base.yaml\n", ""))
-    fields = ["model", "model.config", "model.config.layers", "batch", "batch.micro", "precision",
-    "recompute", "compile",
-              "recompute.every", "recompute.budget", "optimizer.lr", "adapter", "adapter.targets",
-              "adapter.targets.0.x",
-              "hardware.gpu", "hardware.count", "parallel", "seed", "nothing",
-              "model.config.layers.deeper"]  # fmt: skip
-    values = ["", "null", "true", "3", "-1", "2.5", "1e999", ".nan", "text", "'1'", "[]", "[1, a]", "{}",
-    "{a: 1}", "{every: 2}",
-              "4 GiB", "*a", "&a [*a]", "---", "!!binary x", "2020-99-99", "[", "9" * 400, '"\\0/"',
-              "%"]  # fmt: skip
-    for field in fields:
+    fields = (
+        "model model.config model.config.layers batch.micro precision recompute compile recompute.budget "
+        "optimizer.lr adapter adapter.targets adapter.targets.0.x hardware.gpu nothing model.config.a.b"
+    )
+    values = [
+        "", "null", "true", "3", "2.5", "1e999", ".nan", "text", "'1'", "[]", "[1, a]", "{}", "{a: 1}",
+        "{every: 2}", "4 GiB", "*a", "&a [*a]", "---", "!!binary x", "[", "9" * 400, '"\\0/"', "%",
+    ]  # fmt: skip
+    for field in fields.split():
         for value in values:
             try:
                 load_recipe(path, [f"{field}={value}"])
@@ -258,7 +212,7 @@ def test_mutated_values_never_crash(tmp_path: Path) -> None:
                 assert error.remedy
 
 
-def test_reading_near_the_limits_takes_seconds_not_minutes(tmp_path: Path) -> None:
+def test_a_wide_list_within_the_limits_is_read(tmp_path: Path) -> None:
     path = tmp_path / "wide.yaml"
     path.write_text("model: {config: {a: [" + ", ".join(["1"] * 15_000) + "]}}")
     assert len(read_yaml(path)["model"]["config"]["a"]) == 15_000

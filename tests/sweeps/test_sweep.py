@@ -1,10 +1,9 @@
-"""Sweeps: every way a trial can end is a row, the others are untouched, what is done is kept, and the page
-tells it all.
-"""
+"""Sweeps: every way a trial can end is a row, the others are untouched, and what is done is kept."""
 
 import importlib
 import io
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
-from trainfit.sweeps.slot import ready_to_fork
+from trainfit.sweeps.worker import ready_to_fork
 
 ENDINGS = (
     BASE
@@ -61,18 +60,18 @@ INSTEAD = {
 """What runs instead of the measurement of these variants."""
 
 
-class Copies:
-    """Runs each part in a copy of this process, one after another; notes what it was asked."""
+class Forks:
+    """Executor that runs each part in a fork of this process, one after another, and notes it."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.ran: list[tuple[str, str]] = []
 
     def run(self, requests: Sequence[PartRequest], *, stop: Any, on_start: Any) -> Iterator[Any]:
         for request in requests:
             if stop():
                 return
             on_start(request)
-            self.asked.append((request.part, request.variant))
+            self.ran.append((request.part, request.variant))
             script = INSTEAD.get(request.variant) if request.part == "measure" else None
             if script is None:
                 yield request, run_part(request, process.forked)
@@ -96,35 +95,38 @@ def swept(sweep: Any, folder: Path, executor: Any, **how: Any) -> Run:
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Row], Copies]:
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Row], Forks]:
     for module in ("trainfit.training.loop", "trainfit.prediction.trace"):  # Once, not in each copy.
         importlib.import_module(module)
     ready_to_fork("cpu")
     folder = tmp_path_factory.mktemp("endings")
-    sweep, copies = sweep_of(folder, ENDINGS), Copies()
-    run = swept(sweep, folder / "out", copies)
-    return sweep, folder / "out", {row.variant: row for row in run.rows()}, copies
+    sweep, forks = sweep_of(folder, ENDINGS), Forks()
+    run = swept(sweep, folder / "out", forks)
+    return sweep, folder / "out", {row.variant: row for row in run.rows()}, forks
 
 
-def test_every_ending_is_a_typed_row(ended: Any):
-    _, _, rows, _ = ended
-    assert {name: row.status for name, row in rows.items()} == {
-        "fine": "done",
-        "also fine": "done",
-        "impossible": "refused",
-        "too long": "refused",
-        "too large": "out-of-memory",
-        "too slow": "timeout",
-        "exits": "crashed",
-        "faults": "crashed",
-        "killed": "killed",
-    }
-    assert "set optimizer.in_backward: false" in rows["impossible"].message
-    assert "64 learned positions" in rows["too long"].message
-    assert "the reason" in rows["exits"].message
-    assert "signal 11" in rows["faults"].message
-    assert "signal 9" in rows["killed"].message
-    assert "after 1 s" in rows["too slow"].message
+ENDS = {
+    "fine": ("done", ""),
+    "also fine": ("done", ""),
+    "impossible": ("refused", "set optimizer.in_backward: false"),
+    "too long": ("refused", "64 learned positions"),
+    "too large": ("out-of-memory", ""),
+    "too slow": ("timeout", "after 1 s"),
+    "exits": ("crashed", "the reason"),
+    "faults": ("crashed", "signal 11"),
+    "killed": ("killed", "signal 9"),
+}
+
+
+def test_every_ending_is_a_typed_row_and_costs_only_itself(ended: Any):
+    _, folder, rows, forks = ended
+    assert {name: row.status for name, row in rows.items()} == {name: end[0] for name, end in ENDS.items()}
+    for name, (_, message) in ENDS.items():
+        assert message in rows[name].message
+    assert [name for part, name in forks.ran if part == "train"] == ["fine", "also fine"]
+    assert ("predict", "impossible") not in forks.ran  # refused before a process is started
+    assert rows["killed"].predicted_bytes == rows["fine"].predicted_bytes
+    assert "the reason" in next((folder / LOGS).glob("exits-*-measure.txt")).read_text()
 
 
 def test_what_is_done_is_predicted_measured_and_trained(ended: Any):
@@ -144,14 +146,6 @@ def test_what_is_done_is_predicted_measured_and_trained(ended: Any):
     assert not (ended[1] / "run").exists()
 
 
-def test_a_trial_that_ended_badly_costs_only_itself(ended: Any):
-    _, folder, rows, copies = ended
-    assert [name for part, name in copies.asked if part == "train"] == ["fine", "also fine"]
-    assert ("predict", "impossible") not in copies.asked  # refused before a process is started
-    assert rows["killed"].predicted_bytes == rows["fine"].predicted_bytes
-    assert "the reason" in next((folder / LOGS).glob("exits-*-measure.txt")).read_text()
-
-
 def test_records_are_whole_and_tagged(ended: Any):
     _, folder, rows, _ = ended
     records = [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
@@ -164,30 +158,30 @@ def test_records_are_whole_and_tagged(ended: Any):
 
 def test_run_again_does_only_what_has_no_result(ended: Any):
     sweep, folder, rows, _ = ended
-    again = Copies()
+    again = Forks()
     run = swept(sweep, folder, again)
-    assert again.asked == []
+    assert again.ran == []
     assert run.num_kept == 19
     assert {row.variant: row.status for row in run.rows()} == {n: row.status for n, row in rows.items()}
-    retried = Copies()
+    retried = Forks()
     swept(sweep, folder, retried, retry=True)
-    assert retried.asked == [("measure", name) for name in INSTEAD]
+    assert retried.ran == [("measure", name) for name in INSTEAD]
 
 
-def test_other_settings_are_another_question(tmp_path: Path, ended: Any):
+def test_other_settings_are_another_request(tmp_path: Path, ended: Any):
     _, folder, _, _ = ended
     sweep = sweep_of(tmp_path, ENDINGS.replace("steps: 2, warmup", "steps: 3, warmup"))
-    asked: list[str] = []
+    wanted: list[tuple[str, str]] = []
 
     class Nothing:
         def run(self, requests: Sequence[PartRequest], **_: Any) -> Iterator[Any]:
-            asked.extend(f"{request.part} {request.variant}" for request in requests)
+            wanted.extend((request.part, request.variant) for request in requests)
             return iter(())
 
     swept(sweep, folder, Nothing())
-    assert "measure fine" in asked
-    assert "train fine" not in asked  # what was predicted and trained still counts
-    assert not any(word.startswith("predict") for word in asked)
+    assert ("measure", "fine") in wanted
+    assert ("train", "fine") not in wanted  # what was predicted and trained still counts
+    assert not any(part == "predict" for part, _ in wanted)
 
 
 def test_a_half_written_line_is_cut_off_and_done_again(tmp_path: Path, ended: Any):
@@ -211,47 +205,37 @@ def test_one_sweep_at_a_time_writes_to_a_folder(tmp_path: Path):
 
 
 def test_the_page_holds_every_row_and_nothing_from_outside(ended: Any):
-    _, _, rows, _ = ended
-    text = page("endings", list(rows.values()), notes=["a <b> c"])
-    for row in rows.values():
+    rows = list(ended[2].values())
+    text = page("endings", rows, notes=["a <b> c"])
+    for row in rows:
         assert f'<td class="">{row.variant}</td>' in text
     assert "a &lt;b&gt; c" in text.lower()
-    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
-        "https://creativecommons.org", ""
-    ).replace("http://creativecommons.org", "")
+    assert set(re.findall(r"https?://([^/]*)", text)) <= {"www.w3.org", "purl.org", "creativecommons.org"}
     svgs = [part.partition("</svg>")[0] + "</svg>" for part in text.split("<svg")[1:]]
     assert len(svgs) == 4  # memory, speed, perplexity, the front
     for one in svgs:
         ElementTree.fromstring("<svg" + one.replace("xlink:href", "href"))
         assert "var(--ink" in one  # takes the page's colours, light or dark
-    table = markdown_table(list(rows.values()))
+    table = markdown_table(rows)
     assert table.count("\n") == 2 + len(rows)
-    assert f"{rows['fine'].measured_bytes / MIB:,.3f}" in table
-    assert unit(list(rows.values())) == ("MiB", MIB)
+    assert f"{ended[2]['fine'].measured_bytes / MIB:,.3f}" in table
+    assert unit(rows) == ("MiB", MIB)
 
 
 def row(name: str, size: int | None, speed: float, seq: int = 10) -> Row:
-    train = {
-        "status": "done",
-        "peak_memory_bytes": size,
-        "speed": {"samples_per_s": speed, "late_samples_per_s": None},
-    }
+    samples = {"samples_per_s": speed, "late_samples_per_s": None}
+    train = {"status": "done", "peak_memory_bytes": size, "speed": samples}
     recipe = {"batch": {"micro": 1, "accumulate": 1, "seq": seq}}
     return Row(variant=name, recipe=recipe, recipe_id="0", status="done", train=train)
 
 
-def test_the_front_is_what_nothing_else_beats_in_both():
+def test_the_front_is_what_nothing_else_beats_in_both_and_only_of_runs_that_ended():
     rows = [row("a", 10, 1.0), row("b", 20, 3.0), row("c", 20, 2.0), row("d", 30, 3.0), row("e", 40, 9.0)]
     assert front([*rows, row("no memory known", None, 99.0)]) == ("a", "b", "e")
     assert front([row("short", 10, 4.0, seq=10), row("long", 20, 3.0, seq=100)]) == ("short", "long")
     assert front([]) == ()
-
-
-def test_a_measurement_that_did_not_end_has_no_numbers():
     failed = row("a", 10, 1.0).model_copy(update={"train": {"status": "diverged", "peak_memory_bytes": 5}})
-    assert failed.measured_bytes is None
-    assert failed.samples_per_s is None
-    assert front([failed]) == ()
+    assert (failed.measured_bytes, failed.samples_per_s, front([failed])) == (None, None, ())
 
 
 def test_utilisation_is_of_the_users_peak_or_of_the_gpu_that_ran(ended: Any):
@@ -268,10 +252,7 @@ def test_utilisation_is_of_the_users_peak_or_of_the_gpu_that_ran(ended: Any):
 
 
 class Planner:
-    """Predicts a plan for every budget but the smallest, which no plan reaches.
-
-    Notes what is asked to be built.
-    """
+    """Executor that predicts a plan for every budget but the smallest, which no plan reaches."""
 
     def __init__(self) -> None:
         self.built: list[tuple[str, str, Any]] = []
@@ -282,16 +263,13 @@ class Planner:
             least = request.variant == "least"
             planned = request.recipe.model_copy(update={"recompute": "full"})
             status = "refused" if least else "done"
-            yield request, parts.ended(request, status, "out of reach" if least else "", 1.0,
-            planned=None if least else planned)  # fmt: skip
+            message, plan = ("out of reach", None) if least else ("", planned)
+            yield request, parts.ended(request, status, message, 1.0, planned=plan)
 
 
 def test_what_is_planned_for_a_budget_is_what_is_measured(tmp_path: Path) -> None:
-    text = (
-        BASE + "list: [{name: ours, recompute: {budget_gib: 1}}, "
-        "{name: least, recompute: {budget_gib: 0.001}}]\nmeasure: {}"
-    )
-    sweep, planner = sweep_of(tmp_path, text), Planner()
+    names = "{name: ours, recompute: {budget_gib: 1}}, {name: least, recompute: {budget_gib: 0.001}}"
+    sweep, planner = sweep_of(tmp_path, f"{BASE}list: [{names}]\nmeasure: {{}}"), Planner()
     with Journal(tmp_path / "out", "budgets") as journal:
         run = Run(sweep, journal)
         run.go(planner, lambda: False)
@@ -315,14 +293,11 @@ def predicted_row(
     size = round(device_gib * GIB)
     card = 79 * GIB
     estimate = Estimate(
-        recipe_id="0", phases=Phases(after_init=1, first=PEAKS, steady=PEAKS),
-        breakdown=MemoryBreakdown(weights=size - GIB),
-        peak_phase="steady.backward", peak_allocated_bytes=size - GIB, peak_reserved_bytes=size,
-        peak_device_bytes=size,
-        device_bytes=card, fits=size <= card if fits is None else fits, params=1, trainable_params=1,
-        model_flops=1.0,
-        hardware_flops=1.0, flops_convention="", step_s=None, time=None, tokens_per_s=tokens_per_s, mfu=None,
-        hfu=None, cost=None,
+        recipe_id="0", phases=Phases(after_init=1, first=PEAKS, steady=PEAKS), peak_phase="steady.backward",
+        breakdown=MemoryBreakdown(weights=size - GIB), peak_allocated_bytes=size - GIB,
+        peak_reserved_bytes=size, peak_device_bytes=size, device_bytes=card, params=1, trainable_params=1,
+        fits=size <= card if fits is None else fits, model_flops=1.0, hardware_flops=1.0, flops_convention="",
+        step_s=None, time=None, tokens_per_s=tokens_per_s, mfu=None, hfu=None, cost=None,
     )  # fmt: skip
     recipe = recipe_from({"model": {"config": "gpt2"}}).content()
     return Row(variant=name, recipe=recipe, recipe_id="0", status="done", estimate=estimate)
@@ -338,7 +313,7 @@ PREDICTED = (
 )
 
 
-def test_a_prediction_has_a_verdict_headroom_and_device_bytes_beside_it():
+def test_a_prediction_has_a_verdict_headroom_and_device_bytes():
     assert [row.verdict for row in PREDICTED] == ["fits", "fits", "fits", "does not fit", "tight"]
     found = PREDICTED[3].numbers()
     assert (found["predicted_device_bytes"], found["device_bytes"]) == (round(79.5 * GIB), 79 * GIB)
@@ -365,29 +340,27 @@ def test_only_what_fits_is_on_the_predicted_frontier_and_it_is_marked():
     assert text.count("<svg") == 2  # memory, the predicted frontier
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 140])
-def test_the_table_fits_the_terminal_and_keeps_the_verdict(width: int):
+def printed(rows: Sequence[Row], width: int) -> list[str]:
     out = Console(width=width, file=io.StringIO(), highlight=False)
-    out.print(text_table(PREDICTED, width))
+    out.print(text_table(rows, width))
     assert isinstance(out.file, io.StringIO)
-    lines = out.file.getvalue().splitlines()
+    return out.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_table_fits_the_terminal_and_keeps_the_verdict(width: int):
+    lines = printed(PREDICTED, width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    assert "verdict" in text
-    assert "does not fit" in text
-    assert "* fast" in text
     assert "…" not in text
-    assert "headroom" in text
-    assert ("device" in text.splitlines()[0]) == (width >= 80)
-    assert "* the predicted frontier" in text
+    for words in ("verdict", "does not fit", "* fast", "headroom", "* the predicted frontier"):
+        assert words in text
+    assert ("device" in lines[0]) == (width >= 80)
 
 
 def test_a_measured_sweep_shows_device_bytes_in_80_columns():
     measured = row("adafactor-in-backward", 10, 1.0)
     rows = [measured.model_copy(update={"estimate": PREDICTED[0].estimate}), row("control", 20, 2.0)]
-    out = Console(width=80, file=io.StringIO())
-    out.print(text_table(rows, 80))
-    assert isinstance(out.file, io.StringIO)
-    head, _, _, line = out.file.getvalue().splitlines()[:4]
+    head, _, _, line = printed(rows, 80)[:4]
     assert "device" in head
     assert " 40,960.00 " in line  # MiB, as measured peaks are under one GiB

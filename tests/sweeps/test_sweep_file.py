@@ -14,7 +14,7 @@ BASE = "base: {model: {config: gpt2}, batch: {micro: 4, seq: 64}, optimizer: {lr
 def read(tmp_path: Path, text: str, settings: list[str] | None = None) -> Any:
     path = tmp_path / "tiny.yaml"
     path.write_text(text)
-    return read_sweep(path, settings)
+    return read_sweep(path, settings=settings)
 
 
 def names(sweep: Any) -> list[str]:
@@ -63,18 +63,15 @@ def test_paths_in_the_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytes
     assert sweep.file.train.data == str(tmp_path / "text.txt")
 
 
-def test_a_part_that_is_asked_for_runs(tmp_path: Path):
+def test_a_part_that_the_file_names_runs(tmp_path: Path):
     assert read(tmp_path, BASE).file.parts() == ("predict",)
     assert read(tmp_path, BASE + "train: {}").file.parts() == ("predict", "train")
-    assert read(tmp_path, BASE + "measure: {steps: 0}\ntrain: {}").file.parts() == (
-        "predict",
-        "measure",
-        "train",
-    )
+    both = read(tmp_path, BASE + "measure: {steps: 0}\ntrain: {}")
+    assert both.file.parts() == ("predict", "measure", "train")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("measure: {}", "base: no recipe to vary; write base, or recipes"),
         (BASE + "measure:", "measure: nothing is written; write measure: {} for the defaults"),
@@ -98,9 +95,9 @@ def test_a_part_that_is_asked_for_runs(tmp_path: Path):
         ("- base", "not a mapping"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line_with_the_file(tmp_path: Path, text: str, said: str):
-    with pytest.raises(InputError) as told:
+def test_a_mistake_is_one_line_with_the_file(tmp_path: Path, text: str, message: str):
+    with pytest.raises(InputError) as refused:
         read(tmp_path, text)
-    assert said in str(told.value)
-    assert "tiny.yaml" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert message in str(refused.value)
+    assert "tiny.yaml" in str(refused.value)
+    assert "\n" not in str(refused.value)

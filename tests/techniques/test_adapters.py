@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from native_and_hf import TINY
-from tiny_families import BASE, FAMILIES
 from tiny_recipe import tiny_recipe
-from tiny_step import learned
+from tiny_step import BASE, FAMILIES, learned
 from tiny_training import Listener, asked, stop_at, tiny
 from trainfit.models.native.layout import mapped_tensors, tensor_of
 from trainfit.prediction.trace import trace

@@ -10,8 +10,7 @@ from torch._functorch import config as functorch_config
 from torch.utils import flop_counter
 
 from compiled_blocks import CUBLAS_WORKSPACE, TOKENS, E, SwiGlu, kept, kept_by_torch, step_of
-from tiny_families import aot_eager
-from tiny_step import gradients, same_bits
+from tiny_step import aot_eager, gradients, same_bits
 from trainfit.ledger.ledger import ALLOCATE, Ledger
 from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure

@@ -8,9 +8,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import scaled_dot_product_attention
 
-from tiny_families import CPU, FAMILIES, aot_eager, trajectory
 from tiny_recipe import tiny_recipe
-from tiny_step import gradients
+from tiny_step import CPU, FAMILIES, aot_eager, gradients, trajectory
 from trainfit.models.layers import layer_lists
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe
 from trainfit.step import Step, assemble

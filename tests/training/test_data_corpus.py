@@ -1,11 +1,13 @@
 """Tokenizer, packed sequences and their order."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 
 from trainfit.spec.errors import InputError
 from trainfit.training import documents, durable
-from trainfit.training.corpus import open_corpora
+from trainfit.training.corpus import Corpora, open_corpora
 from trainfit.training.options import SyntheticData, TextData, TrainOptions
 from trainfit.training.order import learning_rate, permuted, sequence_numbers
 from trainfit.training.synthetic import synthetic_text
@@ -15,9 +17,12 @@ TEXTS = [synthetic_text(0, index).text for index in range(200)]
 
 
 def options(tmp_path, **more) -> TrainOptions:
-    return TrainOptions(
-        **({"out": str(tmp_path), "data": SyntheticData(num_documents=200), "eval_fraction": 0.1} | more)
-    )
+    default = {"out": str(tmp_path), "data": SyntheticData(num_documents=200), "eval_fraction": 0.1}
+    return TrainOptions(**default | more)
+
+
+def opened(tmp_path, given: TrainOptions, vocabulary: int = 400, seq: int = 32) -> Corpora:
+    return open_corpora(tmp_path / "data", given, vocabulary=vocabulary, seq=seq)
 
 
 def test_the_tokenizer_keeps_every_text_and_its_bound():
@@ -26,11 +31,8 @@ def test_the_tokenizer_keeps_every_text_and_its_bound():
     for text in [*TEXTS[:5], "žluťoučký kůň 🐎\n\ttabs"]:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert train_tokenizer(TEXTS, 400).to_str() == tokenizer.to_str(), "training is deterministic"
-    # 100,000 is an upper bound: stories do not have so many pairs that repeat.
+    # 100,000 is an upper bound: these texts do not have so many pairs that repeat.
     assert train_tokenizer(TEXTS, 100_000).get_vocab_size() < 5_000
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused():
     with pytest.raises(InputError, match="257"):
         train_tokenizer(TEXTS, 256)
 
@@ -44,7 +46,7 @@ def test_not_a_tokenizer(tmp_path):
 
 
 def test_packing_is_the_documents_with_ends_between(tmp_path):
-    corpora = open_corpora(tmp_path / "data", options(tmp_path), vocabulary=500, seq=64)
+    corpora = opened(tmp_path, options(tmp_path), vocabulary=500, seq=64)
     tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.json").tokenizer
     end = end_token(tokenizer)
     for corpus, held_out in ((corpora.train, False), (corpora.eval, True)):
@@ -63,7 +65,7 @@ def test_ids_above_the_model_vocabulary_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     train_tokenizer(TEXTS, 600).save(str(path))
     with pytest.raises(InputError, match="vocabulary has 500"):
-        open_corpora(tmp_path / "data", options(tmp_path, tokenizer=str(path)), vocabulary=500, seq=64)
+        opened(tmp_path, options(tmp_path, tokenizer=str(path)), vocabulary=500)
     assert not (tmp_path / "data").exists()
 
 
@@ -79,54 +81,42 @@ def test_too_little_data(tmp_path, content, more, says):
     path = tmp_path / "a.txt"
     path.write_text(content)
     with pytest.raises(InputError, match=says):
-        open_corpora(
-            tmp_path / "data",
-            options(tmp_path, data=TextData(path=str(path)), **more),
-            vocabulary=300,
-            seq=64,
-        )
+        opened(tmp_path, options(tmp_path, data=TextData(path=str(path)), **more), vocabulary=300, seq=64)
     assert not (tmp_path / "data").exists()
 
 
 def test_data_is_made_once_checked_and_not_swapped(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("\n\n".join(TEXTS))
-    asked = options(tmp_path, data=TextData(path=str(path)))
-    first = open_corpora(tmp_path / "data", asked, vocabulary=400, seq=32)
-    again = open_corpora(tmp_path / "data", asked, vocabulary=400, seq=32)
+    given = options(tmp_path, data=TextData(path=str(path)))
+    first, again = opened(tmp_path, given), opened(tmp_path, given)
     assert np.array_equal(first.train.tokens, again.train.tokens)
     path.write_text("\n\n".join(TEXTS[1:]))
     with pytest.raises(InputError, match="other data"):
-        open_corpora(tmp_path / "data", asked, vocabulary=400, seq=32)
-    flip(tmp_path / "data" / "train.bin", 1000)
+        opened(tmp_path, given)
+    tokens = tmp_path / "data" / "train.bin"
+    content = bytearray(tokens.read_bytes())
+    content[1000] ^= 1
+    tokens.write_bytes(content)
     with pytest.raises(InputError, match=r"train\.bin"):
-        open_corpora(tmp_path / "data", asked, vocabulary=400, seq=32)
+        opened(tmp_path, given)
     with pytest.raises(FileExistsError), durable.new_folder(tmp_path / "data"):
         pass
 
 
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 17, 256, 1000, 4097])
-def test_an_epoch_visits_every_sequence_once(count):
-    order = permuted(np.arange(count), count, seed=0, epoch=0)
-    assert sorted(order.tolist()) == list(range(count))
+def test_an_epoch_visits_every_sequence_once():
+    for count in (1, 2, 3, 4, 5, 17, 256, 1000, 4097):
+        order = permuted(np.arange(count), count, seed=0, epoch=0)
+        assert sorted(order.tolist()) == list(range(count))
 
 
 def test_epochs_and_seeds_differ_and_look_shuffled():
     count = 10_000
-    orders = [
-        permuted(np.arange(count), count, seed, epoch)
-        for seed, epoch in ((0, 0), (0, 1), (1, 0), (2**63 - 1, 0))
-    ]
-    for one in range(len(orders)):
-        for other in range(one):
-            # Two random permutations agree at about one place (Poisson, mean 1): 12 has p < 1e-9.
-            assert (orders[one] == orders[other]).sum() < 12
+    keys = ((0, 0), (0, 1), (1, 0), (2**63 - 1, 0))
+    orders = [permuted(np.arange(count), count, seed, epoch) for seed, epoch in keys]
+    for one, other in combinations(orders, 2):
+        # Two random permutations agree at about one index (Poisson, mean 1): 12 has p < 1e-9.
+        assert (one == other).sum() < 12
     # Spearman's correlation of a random permutation with its index has standard deviation 1/sqrt(n-1) = 0.01.
     assert abs(np.corrcoef(np.arange(count), orders[0])[0, 1]) < 0.05
     # Neighbours are not kept together either: a random permutation has about 2 successions.
@@ -146,11 +136,9 @@ def test_order_is_a_function_of_the_step_alone_across_epochs():
 
 def test_learning_rate(tmp_path):
     def rate(step, schedule="constant", warmup_steps=0):
-        asked = options(tmp_path, steps=101, warmup_steps=warmup_steps, schedule=schedule)
-        return learning_rate(1.0, step, asked)
+        given = options(tmp_path, steps=101, warmup_steps=warmup_steps, schedule=schedule)
+        return learning_rate(1.0, step, given)
 
     assert [rate(0), rate(100)] == [1.0, 1.0]
     assert [rate(step, warmup_steps=4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rate(0, "cosine") == pytest.approx(1.0)
-    assert rate(50, "cosine") == pytest.approx(0.55)
-    assert rate(100, "cosine") == pytest.approx(0.1)
+    assert [rate(step, "cosine") for step in (0, 50, 100)] == pytest.approx([1.0, 0.55, 0.1])

@@ -1,7 +1,12 @@
-"""Documents: stories, text files and folders, separators, the split by hash."""
+"""Documents: synthetic texts, text files and folders, separators, the split by hash."""
 
+import hashlib
 import importlib.util
 import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,36 +14,43 @@ from trainfit.spec.errors import InputError
 from trainfit.training import documents
 from trainfit.training.documents import MAX_DOCUMENT_CHARS, for_evaluation
 from trainfit.training.options import HubData, SyntheticData, TextData, data_from
-from trainfit.training.synthetic import PEOPLE, synthetic_text
+from trainfit.training.synthetic import synthetic_text
 
 
-def test_a_story_is_the_same_everywhere_and_always():
-    # The choices come from SHAKE-256 alone; this text must never change, or old runs could not be repeated.
-    first = synthetic_text(0, 0)
-    assert first == synthetic_text(0, 0)
-    assert first.text != synthetic_text(0, 1).text
-    assert first.text != synthetic_text(1, 0).text
-    names = {name for name, _, _ in PEOPLE}
-    assert names & set(first.text.replace(".", " ").replace(",", " ").split())
+def test_a_synthetic_text_never_changes():
+    # The choices come from SHAKE-256 alone; with another text old runs could not be repeated.
+    text = synthetic_text(0, 0).text
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "3928a943fc3bcdad"
+    assert len({text, synthetic_text(0, 1).text, synthetic_text(1, 0).text}) == 3
 
 
-def test_stories_have_the_entropy_they_say():
-    # 4,000 stories of at least 2**30 equally likely ones: by the birthday bound none repeats (p < 1 %).
-    stories = [synthetic_text(0, index) for index in range(4000)]
-    assert min(each.bits for each in stories) > 30
-    assert len({each.text for each in stories}) == len(stories)
-    # One choice of two, equally likely, picks the kind of story: 4 standard deviations around a half.
-    errands = sum("wanted to cook" in each.text for each in stories)
+def test_synthetic_texts_have_the_entropy_they_state():
+    # 4,000 texts of at least 2**30 equally likely ones: by the birthday bound none repeats (p < 1 %).
+    texts = [synthetic_text(0, index) for index in range(4000)]
+    assert min(each.bits for each in texts) > 30
+    assert len({each.text for each in texts}) == len(texts)
+    # One choice of two, equally likely, picks the kind of text: 4 standard deviations around a half.
+    errands = sum("wanted to cook" in each.text for each in texts)
     assert abs(errands - 2000) < 4 * math.sqrt(4000) / 2
+    # The split: binomial (4000, 0.1), 4 standard deviations are 76; a larger share keeps a smaller one's.
+    kept = [each.text for each in texts if for_evaluation(each.text, 0.1)]
+    assert abs(len(kept) - 400) < 76
+    assert all(for_evaluation(text, 0.2) for text in kept)
+    assert not any(for_evaluation(each.text, 0.0) for each in texts)
 
 
-def test_facts_of_a_story_agree():
+def test_facts_of_a_synthetic_text_agree():
     for index in range(200):
         text = synthetic_text(3, index).text
         if "wanted to cook" in text:
             sold = text.split("for the ")[1].split('"')[0].rstrip(",")
             assert f"sold the {sold}" in text
             assert f"a new {sold}" in text
+
+
+def read(path: Path, content: str, **options: Any) -> list[str]:
+    path.write_text(content)
+    return list(documents.documents(TextData(path=str(path), **options)))
 
 
 def test_files_of_a_folder_in_order_without_hidden_ones(tmp_path):
@@ -54,36 +66,25 @@ def test_files_of_a_folder_in_order_without_hidden_ones(tmp_path):
 @pytest.mark.parametrize("read_chars", [7, 64, 1 << 20])
 def test_separators_cut_whatever_the_buffer(tmp_path, monkeypatch, read_chars):
     monkeypatch.setattr(documents, "READ_CHARS", read_chars)
-    path = tmp_path / "a.txt"
-    path.write_text("one\n--end--\ntwo\n\nstill two--end----end--\nthree")
-    found = list(documents.documents(TextData(path=str(path), separator="--end--")))
-    assert found == ["one", "two\n\nstill two", "three"]
-
-
-def test_end_of_text_is_a_separator_where_a_file_has_it(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("one\n\nstill one<|endoftext|>two")
-    assert list(documents.documents(TextData(path=str(path)))) == ["one\n\nstill one", "two"]
+    path, text = tmp_path / "a.txt", "one\n--end--\ntwo\n\nstill two--end----end--\nthree"
+    assert read(path, text, separator="--end--") == ["one", "two\n\nstill two", "three"]
+    if read_chars > 64:  # The end token separates if the first characters read have it.
+        assert read(path, "one\n\nstill one<|endoftext|>two") == ["one\n\nstill one", "two"]
 
 
 @pytest.mark.parametrize("read_chars", [1000, 1 << 20])
 def test_a_file_without_separators_is_cut_at_blank_lines(tmp_path, monkeypatch, read_chars):
     monkeypatch.setattr(documents, "READ_CHARS", read_chars)
     paragraph = "word " * 100
-    path = tmp_path / "a.txt"
-    path.write_text("\n\n".join([paragraph.strip()] * 40))
-    found = list(documents.documents(TextData(path=str(path))))
+    found = read(tmp_path / "a.txt", "\n\n".join([paragraph.strip()] * 40))
     assert len(found) > 5
     assert all(len(text) >= documents.DOCUMENT_CHARS for text in found[:-1])
     assert " ".join(" ".join(found).split()) == " ".join((paragraph * 40).split())
 
 
 def test_text_without_any_boundary_is_not_held_whole(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("x" * (3 * MAX_DOCUMENT_CHARS + 5))
-    assert [len(text) for text in documents.documents(TextData(path=str(path)))] == [
-        MAX_DOCUMENT_CHARS
-    ] * 3 + [5]
+    found = read(tmp_path / "a.txt", "x" * (3 * MAX_DOCUMENT_CHARS + 5))
+    assert [len(text) for text in found] == [*[MAX_DOCUMENT_CHARS] * 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +104,6 @@ def test_bad_files_are_refused_by_name(tmp_path, name, content, says):
     assert refused.value.file == str(path)
 
 
-def test_the_split_is_by_text_alone():
-    texts = [synthetic_text(0, index).text for index in range(4000)]
-    kept = [text for text in texts if for_evaluation(text, 0.1)]
-    # Binomial(4000, 0.1): 4 standard deviations are 76.
-    assert abs(len(kept) - 400) < 76
-    assert kept == [text for text in kept if for_evaluation(text, 0.2)], (
-        "a larger share keeps what a smaller one kept"
-    )
-    assert not any(for_evaluation(text, 0.0) for text in texts)
-
-
 def test_data_from_a_command_line(tmp_path):
     assert data_from("stories") == SyntheticData()
     assert data_from("stories:70") == SyntheticData(num_documents=70)
@@ -131,14 +121,10 @@ def test_without_the_datasets_library_one_line_says_what_to_install():
 
 
 def test_hub_rows_and_errors_with_a_library_of_that_form(monkeypatch):
-    import sys
-    import types
-
     fake = types.ModuleType("datasets")
     fake.__spec__ = importlib.util.spec_from_loader("datasets", None)
-    fake.load_dataset = lambda name, config, split, streaming: iter(
-        [{"text": "one "}, {"text": " "}, {"text": "two"}]
-    )
+    rows = [{"text": "one "}, {"text": " "}, {"text": "two"}]
+    fake.load_dataset = lambda name, config, split, streaming: iter(rows)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert list(documents.documents(HubData(name="a/b"))) == ["one", "two"]
     assert list(documents.documents(HubData(name="a/b", max_documents=1))) == ["one"]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from tiny_training import Listener, asked, tiny
 from trainfit.spec.errors import InputError
 from trainfit.training import corpus, durable
-from trainfit.training.corpus import open_corpora
+from trainfit.training.corpus import Corpora, open_corpora
 from trainfit.training.loop import train
 from trainfit.training.options import SyntheticData, TextData, TrainOptions
 from trainfit.training.synthetic import synthetic_text
@@ -22,14 +22,16 @@ TEXTS = [synthetic_text(0, index).text for index in range(200)]
 VOCABULARY, SEQ = 500, 32
 
 
-def options(tmp_path: Path, tokenizer: Tokenizer, data: str | None = None) -> TrainOptions:
-    path = tmp_path / "tokenizer.json"
+def options(tmp_path: Path, tokenizer: Tokenizer, data: str = "", share: float = 0.1) -> TrainOptions:
+    path, text = tmp_path / "tokenizer.json", tmp_path / "a.txt"
     tokenizer.save(str(path))
-    text = tmp_path / "a.txt"
-    if data is not None:
-        text.write_text(data)
-    spec = SyntheticData(num_documents=200) if data is None else TextData(path=str(text), separator="\n")
-    return TrainOptions(out=str(tmp_path), data=spec, eval_fraction=0.1, tokenizer=str(path))
+    text.write_text(data)
+    spec = TextData(path=str(text), separator="\n") if data else SyntheticData(num_documents=200)
+    return TrainOptions(out=str(tmp_path), data=spec, eval_fraction=share, tokenizer=str(path))
+
+
+def opened(tmp_path: Path, given: TrainOptions, vocabulary: int = VOCABULARY, seq: int = SEQ) -> Corpora:
+    return open_corpora(tmp_path / "data", given, vocabulary=vocabulary, seq=seq)
 
 
 def plain() -> Tokenizer:
@@ -51,7 +53,6 @@ def dropout(tokenizer: Tokenizer) -> None:
 CHANGES: dict[str, tuple[Callable[[Tokenizer], object], str | None]] = {
     "truncation": (lambda tokenizer: tokenizer.enable_truncation(2), "truncation (max_length 2)"),
     "padding": (lambda tokenizer: tokenizer.enable_padding(pad_id=0, length=512), "padding"),
-    "batch padding": (lambda tokenizer: tokenizer.enable_padding(pad_id=0), "padding"),
     "dropout": (dropout, "dropout (0.25)"),
     "template": (template, None),
 }
@@ -64,36 +65,27 @@ def test_the_tokens_are_those_of_the_whole_documents(name: str, tmp_path: Path):
     end = tokenizer.token_to_id("<|endoftext|>")
     expected = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in TEXTS]
     change(tokenizer)
-    asked = options(tmp_path, tokenizer)
-    corpora = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    given = options(tmp_path, tokenizer)
+    corpora = opened(tmp_path, given)
     found = np.sort(np.concatenate([corpora.train.tokens, corpora.eval.tokens]))
     assert found.tolist() == sorted(token for ids in expected for token in ids)
     assert [words in note for note in corpora.notes] == ([] if words is None else [True])
     index = json.loads((tmp_path / "data" / "index.json").read_text())
     assert tuple(index["notes"]) == corpora.notes
     saved = load_tokenizer(tmp_path / "data" / "tokenizer.json")
-    assert saved.switched_off == (), "what made the tokens is what is kept"
-    again = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
-    assert again.notes == corpora.notes
+    assert saved.switched_off == (), "the tokenizer that made the tokens is kept"
+    assert opened(tmp_path, given).notes == corpora.notes
 
 
-def test_both_at_once_are_one_line(tmp_path: Path):
+def test_a_run_notes_what_is_switched_off_in_one_line(tmp_path: Path):
     tokenizer = plain()
     tokenizer.enable_truncation(16)
     tokenizer.enable_padding(length=16)
-    corpora = open_corpora(tmp_path / "data", options(tmp_path, tokenizer), vocabulary=VOCABULARY, seq=SEQ)
-    (note,) = corpora.notes
-    assert "truncation (max_length 16) and padding" in note
-
-
-def test_a_run_says_it_and_keeps_it(tmp_path: Path):
-    tokenizer = plain()
-    tokenizer.enable_truncation(16)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     given = asked(tmp_path / "run", 1, tokenizer=str(tmp_path / "tokenizer.json"), tensorboard=False)
     listener = Listener()
     summary = train(tiny("model.config.vocab_size=400"), given, observers=[listener])
-    expected = "switched off in tokenizer.json: truncation (max_length 16)"
+    expected = "switched off in tokenizer.json: truncation (max_length 16) and padding"
     assert [expected in note for note in listener.run.notes] == [True]
     assert summary.content()["run"]["notes"] == list(listener.run.notes)
 
@@ -102,25 +94,25 @@ def test_tokens_that_an_older_version_cut_are_not_trained_on(tmp_path: Path, mon
     """A folder whose tokens were made while truncation was on, as trainfit did."""
     tokenizer = plain()
     tokenizer.enable_truncation(40)
-    asked = options(tmp_path, tokenizer)
+    given = options(tmp_path, tokenizer)
     monkeypatch.setattr(corpus, "load_tokenizer", lambda path: (Tokenizer.from_file(str(path)), ()))
-    cut = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    cut = opened(tmp_path, given)
     assert cut.index["train"]["tokens"] + cut.index["eval"]["tokens"] == 41 * len(TEXTS)
     monkeypatch.undo()
     with pytest.raises(InputError, match="max_length 40") as caught:
-        open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+        opened(tmp_path, given)
     assert "another folder" in str(caught.value)
 
 
 def test_a_folder_of_before_the_notes_goes_on(tmp_path: Path):
-    asked = options(tmp_path, plain())
-    open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ)
+    given = options(tmp_path, plain())
+    opened(tmp_path, given)
     index = tmp_path / "data" / "index.json"
     kept = {key: value for key, value in json.loads(index.read_text()).items() if key != "notes"}
     durable.write_json(index, kept)
     (tmp_path / "data" / "manifest.json").unlink()
     durable._seal(tmp_path / "data")
-    assert open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=SEQ).notes == ()
+    assert opened(tmp_path, given).notes == ()
 
 
 # Text that the tokenizer loses.
@@ -159,10 +151,9 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_characters_that_a_round_trip_loses_are_noted(name: str, tmp_path: Path):
     make, most, count = LOSSES[name]
-    corpora = open_corpora(tmp_path / "data", options(tmp_path, make(), LINES), vocabulary=8, seq=8)
-    lost = (
-        f"the tokenizer leaves out {count:,} of the text's {NUM_CHARACTERS:,} characters, most often {most}"
-    )
+    corpora = opened(tmp_path, options(tmp_path, make(), LINES), vocabulary=8, seq=8)
+    characters = f"{count:,} of the text's {NUM_CHARACTERS:,} characters"
+    lost = f"the tokenizer leaves out {characters}, most often {most}"
     total = sum(corpora.index[side]["tokens"] for side in ("train", "eval"))
     unknown = [f"600 of {total:,} tokens are the tokenizer's unknown token"]
     assert list(corpora.notes) == [*(unknown if name == "unknown token" else []), lost]
@@ -181,9 +172,7 @@ def no_decoder(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def words(tokenizer: Tokenizer) -> Tokenizer:
-    found = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(["</s>", "one", "two", "?"])}, "?")
-    )
+    found = Tokenizer(models.WordLevel({"</s>": 0, "one": 1, "two": 2, "?": 3}, "?"))
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return found
 
@@ -203,34 +192,25 @@ def test_only_characters_that_are_gone_count_as_lost(
 ):
     tokenizer = plain()
     tokenizer = change(tokenizer) or tokenizer
-    asked = options(tmp_path, tokenizer, text).model_copy(update={"eval_fraction": 0.0})
-    corpora = open_corpora(tmp_path / "data", asked, vocabulary=VOCABULARY, seq=2)
+    corpora = opened(tmp_path, options(tmp_path, tokenizer, text, share=0.0), seq=2)
     assert corpora.notes == (() if lost is None else (f"the tokenizer leaves out {lost}",))
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        models.WordLevel({"</s>": 0, "abc": 1}),
-        models.Unigram([("</s>", -1.0), ("a", -1.0), ("abc", -1.0)], None, False),
-    ],
-    ids=["WordLevel", "Unigram"],
-)
-def test_text_that_cannot_be_encoded_is_refused_in_one_line(model: models.Model, tmp_path: Path):
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    with pytest.raises(InputError, match="cannot encode") as caught:
-        open_corpora(tmp_path / "data", options(tmp_path, tokenizer, LINES), vocabulary=8, seq=8)
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "data").exists()
+def test_text_that_cannot_be_encoded_is_refused_in_one_line(tmp_path: Path):
+    unigram = models.Unigram([("</s>", -1.0), ("a", -1.0), ("abc", -1.0)], None, False)
+    for model in (models.WordLevel({"</s>": 0, "abc": 1}), unigram):
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        with pytest.raises(InputError, match="cannot encode") as caught:
+            opened(tmp_path, options(tmp_path, tokenizer, LINES), vocabulary=8, seq=8)
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize(("field", "says"), [("tokenizer", "is a named pipe"), ("data", "is a named pipe")])
-def test_a_named_pipe_is_called_one(field: str, says: str, tmp_path: Path):
+def test_a_named_pipe_is_refused(tmp_path: Path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    asked = options(tmp_path, plain())
-    changed = {"tokenizer": str(pipe)} if field == "tokenizer" else {"data": TextData(path=str(pipe))}
-    with pytest.raises(InputError, match=says) as caught:
-        open_corpora(tmp_path / "data", asked.model_copy(update=changed), vocabulary=VOCABULARY, seq=SEQ)
-    assert "regular file" in str(caught.value)
+    for change in ({"tokenizer": str(pipe)}, {"data": TextData(path=str(pipe))}):
+        given = options(tmp_path, plain()).model_copy(update=change)
+        with pytest.raises(InputError, match=r"is a named pipe.*regular file"):
+            opened(tmp_path, given)

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from command_worker import Worker
+from test_records import record
 from tiny_sweep import BASE, sweep_of
-from tiny_training import asked, losses_in_log, tiny
+from tiny_training import Listener, asked, losses_in_log, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
+from trainfit.measurement.process import forked
 from trainfit.spec.files import Appender, StorageError, one_line, storage_failure, writing
 from trainfit.sweeps import parts
 from trainfit.sweeps.journal import RECORDS, Journal
@@ -33,29 +37,39 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2.5 MB of its own."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder], capture_output=True, text=True
-    )
+    command = ["mount", "-t", "tmpfs", "-o", "size=2500k", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, os.statvfs(disk).f_bavail * 4096)
+
+
+def fails(error: Exception) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def test_a_full_disk_ends_a_run_and_resume_goes_on_to_the_bit(small_disk: Path, tmp_path: Path) -> None:
     recipe, more = tiny(), {"save_every": 4, "keep": 9}
     straight = train(recipe, asked(tmp_path / "straight", 24, **more))
     options = asked(small_disk / "run", 24, **more)
-    observers = lambda: [JsonlLog(), TensorBoard()]  # noqa: E731
     with pytest.raises(StorageError, match=FULL) as full:
-        train(recipe, options, observers=observers())
+        train(recipe, options, observers=[JsonlLog(), TensorBoard()])
     newest = checkpoint.existing(options.folder / "checkpoints")[-1]
     assert str(full.value).endswith(f": {FULL}; free some space there; --resume goes on from {newest}")
     assert ".unfinished" not in str(full.value)
     assert not list(options.folder.rglob(".unfinished*"))
     durable.check_folder(newest)
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    resumed = train(recipe, options.model_copy(update={"resume": True}), observers=observers())
+    resumed = train(recipe, options.model_copy(update={"resume": True}), observers=[JsonlLog()])
     assert resumed.first_step == int(newest.name.removeprefix("step-")) > 0
     assert resumed.losses == straight.losses[resumed.first_step :]
     assert losses_in_log(options.folder) == dict(enumerate(straight.losses, 1))
@@ -63,32 +77,23 @@ def test_a_full_disk_ends_a_run_and_resume_goes_on_to_the_bit(small_disk: Path, 
 
 @pytest.mark.parametrize("file", ["events", "log.jsonl", "train.bin"])
 def test_every_file_of_a_run_may_be_the_one_that_fills_the_disk(file: str, small_disk: Path) -> None:
-    """The disk is full but for 20 kB when the first step is done, or before the data is written."""
+    """The disk is full when the first step is done, or before the data is written.
+
+    What is left of the file's last page is filled by the lines themselves.
+    """
     out = small_disk / "run"
-
-    def fill(metrics: Any) -> None:
-        with (small_disk / "filler").open("wb") as filler:
-            os.posix_fallocate(filler.fileno(), 0, os.statvfs(small_disk).f_bavail * 4096)
-        # What is left of the file's last page is filled by the lines themselves.
-
-    observer = {"events": TensorBoard, "log.jsonl": JsonlLog}.get(file)
-    if observer is None:
-        fill(None)
-    listener = _Filler(fill)
+    observers: list[Any] = [Listener()]
+    if file == "train.bin":
+        fill(small_disk)
+    else:
+        observers.append(TensorBoard() if file == "events" else JsonlLog())
+        observers[0].on_start = lambda run: fill(small_disk)
     with pytest.raises(StorageError, match=FULL) as full:
-        train(tiny(), asked(out, 400), observers=[listener, *([observer()] if observer else [])])
-    assert file in str(full.value) or observer is None
+        train(tiny(), asked(out, 400), observers=observers)
+    assert file in str(full.value) or file == "train.bin"
     assert "nothing had been saved: the same command" in str(full.value) or "no checkpoint" in str(full.value)
-    if observer is JsonlLog:
+    if file == "log.jsonl":
         assert (out / "log.jsonl").read_bytes()[-2:] in (b"", b"}\n")
-
-
-class _Filler:
-    def __init__(self, do: Any):
-        self.do = do
-
-    def __getattr__(self, name: str) -> Any:
-        return self.do if name == "on_start" else lambda *arguments: None
 
 
 def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path, worker: Worker) -> None:
@@ -96,8 +101,7 @@ def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path, worker: Wor
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(tiny().content()))
     words = f"train {recipe} --out run --steps 6 --data stories:60 --save-every 2 --json".split()
-    limits = {"folder": tmp_path, "memory_bytes": None}
-    ended = worker.run(*words, file_bytes=150_000, **limits)
+    ended = worker.run(*words, file_bytes=150_000, folder=tmp_path, memory_bytes=None)
     assert (ended.code, ended.out) == (74, "")
     errors = [line for line in ended.err.splitlines() if line.startswith("trainfit: error")]
     assert errors == [
@@ -106,7 +110,7 @@ def test_the_train_command_ends_with_74_and_one_line(tmp_path: Path, worker: Wor
         "first step"
     ]
     assert "Traceback" not in ended.err
-    again = worker.run(*words, "--resume", **limits)
+    again = worker.run(*words, "--resume", folder=tmp_path, memory_bytes=None)
     assert again.code == 0, again.err
     assert json.loads(again.out)["steps"] == 6
 
@@ -146,7 +150,7 @@ def test_an_appended_piece_is_whole_or_not_there(tmp_path: Path, monkeypatch: py
         assert full.value.filename == str(path)
         monkeypatch.undo()
         assert path.read_bytes() == b"whole\n"
-        monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        monkeypatch.setattr(os, "fsync", fails(OSError(errno.EIO, "no")))
         with pytest.raises(OSError, match="no"):
             file.append(b"another\n", sync=True)
         assert path.read_bytes() == b"whole\n"
@@ -168,13 +172,10 @@ def test_what_is_the_storages_failure(error: Exception, code: int | None) -> Non
     outer.__cause__ = error
     found = storage_failure(outer)
     assert (found and found.errno) == code
-    assert guarded(lambda: (_ for _ in ()).throw(outer)) == (70 if code is None else 74)
+    assert guarded(fails(outer)) == (70 if code is None else 74)
 
 
 def test_another_librarys_full_disk_names_the_file(small_disk: Path) -> None:
-    import torch
-    from safetensors.torch import save_file
-
     with pytest.raises(OSError, match=r"a\.safetensors") as full, writing(small_disk / "a.safetensors"):
         save_file({"a": torch.zeros(2_000_000)}, small_disk / "a.safetensors")
     assert full.value.errno == errno.ENOSPC
@@ -182,12 +183,9 @@ def test_another_librarys_full_disk_names_the_file(small_disk: Path) -> None:
 
 
 def test_a_full_record_file_is_an_os_error_with_its_name(small_disk: Path) -> None:
-    from test_records import record
-
     path = small_disk / "r.sqlite"
     records.append(path, record(1))
-    with (small_disk / "filler").open("wb") as filler:
-        os.posix_fallocate(filler.fileno(), 0, os.statvfs(small_disk).f_bavail * 4096)
+    fill(small_disk)
     with pytest.raises(OSError, match=FULL) as full:
         records.append_all(path, [record(index) for index in range(2, 200)])
     assert (full.value.errno, full.value.filename) == (errno.ENOSPC, str(path))
@@ -195,67 +193,55 @@ def test_a_full_record_file_is_an_os_error_with_its_name(small_disk: Path) -> No
     assert [one.recipe["seed"] for one in records.read(path)] == [1]
 
 
-class Doing:
-    """An executor whose parts run in this process."""
+class Executor:
+    """Each part's result is that of ``run``, called in this process."""
 
-    def __init__(self, start: Any):
-        self.start = start
+    def __init__(self, run: Any):
+        self.part = run
 
     def run(self, requests: Any, *, stop: Any, on_start: Any) -> Iterator[tuple[PartRequest, PartResult]]:
         for request in requests:
-            yield request, run_part(request, self.start)
+            yield request, self.part(request)
 
 
 def test_a_trials_full_disk_is_not_its_recipes_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainfit.measurement.process import forked
-
     sweep = sweep_of(tmp_path, BASE + "list: [{name: one}]\ntrain: {steps: 2}\n")
 
-    def full(folder: Path, module: str) -> int:
-        if (
-            module == parts.PART_TRIAL
-            and json.loads((folder / "request.json").read_text())["part"] == "train"
-        ):
-            module = "failing_trial"
-        return forked(folder, module)
+    def full(request: PartRequest) -> PartResult:
+        module = "failing_trial" if request.part == "train" else parts.PART_TRIAL
+        return run_part(request, lambda folder, _: forked(folder, module))
 
     with (
         Journal(tmp_path / "out", "s") as journal,
         pytest.raises(StorageError, match=f"disk/model: {FULL}") as ended,
         capsys.disabled(),
     ):  # A trial's output goes to a file by its descriptors.
-        Run(sweep, journal).go(Doing(full), lambda: False)
+        Run(sweep, journal).go(Executor(full), lambda: False)
     assert "the same command goes on" in str(ended.value)
     lines = (tmp_path / "out" / RECORDS).read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["predict"]
     with Journal(tmp_path / "out", "s") as journal:
         state = Run(sweep, journal)
-        state.go(Doing(forked), lambda: False)
+        state.go(Executor(lambda request: run_part(request, forked)), lambda: False)
         assert [row.status for row in state.rows()] == ["done"]
         assert state.num_kept == 1
 
 
 def test_a_full_disk_of_the_sweep_itself_keeps_whole_lines(small_disk: Path, tmp_path: Path) -> None:
-    from trainfit.sweeps.parts import ended as ended_part
-
     variants = "".join(f"{{name: v{index}, seed: {index}}}, " for index in range(600))
     sweep = sweep_of(tmp_path, BASE + f"list: [{variants}]\n")
 
-    class Told:
-        def run(self, requests: Any, *, stop: Any, on_start: Any) -> Iterator[Any]:
-            for request in requests:
-                yield request, ended_part(request, "crashed", "x" * 5_000)
-
+    executor = Executor(lambda request: parts.ended(request, "crashed", "x" * 5_000))
     with Journal(small_disk / "out", "s") as journal, pytest.raises(OSError, match=FULL) as full:
-        Run(sweep, journal).go(Told(), lambda: False)
+        Run(sweep, journal).go(executor, lambda: False)
     assert full.value.filename == str(small_disk / "out" / RECORDS)
     content = (small_disk / "out" / RECORDS).read_bytes()
     assert content.endswith(b"}\n")
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
     with Journal(small_disk / "out", "s") as journal:
         state = Run(sweep, journal)
-        state.go(Told(), lambda: False)
+        state.go(executor, lambda: False)
         assert state.num_kept == content.count(b"\n")
         assert journal.notes == ()

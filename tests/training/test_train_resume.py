@@ -1,5 +1,7 @@
 """A resumed run has the losses of an unbroken one to the last bit, or is refused."""
 
+import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -8,41 +10,46 @@ import pytest
 from tiny_training import GPT2, LLAMA, Listener, asked, losses_in_log, stop_at, tiny
 from trainfit.spec.errors import InputError
 from trainfit.training.folder import locked
-from trainfit.training.log import JsonlLog, TensorBoard
+from trainfit.training.log import LOG, JsonlLog, TensorBoard, cut_after
 from trainfit.training.loop import train
 from trainfit.training.options import SyntheticData
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train(tiny(), asked(out, 3), observers=[JsonlLog()])
+    return out
+
+
 @pytest.fixture
-def finished(tmp_path) -> Path:
-    train(tiny(), asked(tmp_path / "run", 3))
-    return tmp_path / "run"
+def finished(three_steps, tmp_path) -> Path:
+    """A copy of a run of three steps."""
+    return shutil.copytree(three_steps, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
-        (LLAMA, ()),
         (LLAMA, ("precision=amp-bf16", "batch.accumulate=2")),
         (GPT2, ("attention=eager",)),
         (LLAMA, ("adapter={kind: lora, rank: 4, dropout: 0.1}", "precision=bf16")),
     ],
-    ids=["llama", "amp-accumulate", "gpt2-dropout", "lora-dropout"],
+    ids=["amp-accumulate", "gpt2-dropout", "lora-dropout"],
 )
-def test_ten_steps_and_ten_more_are_twenty_to_the_last_bit(tmp_path, config, settings):
+def test_five_steps_and_five_more_are_ten_to_the_last_bit(tmp_path, config, settings):
     recipe = tiny(*settings, "optimizer.clip_norm=1.0", config=config)
     more = {"schedule": "cosine", "warmup_steps": 3, "eval_every": 4}
-    straight = train(recipe, asked(tmp_path / "straight", 20, **more), observers=[JsonlLog()])
-    first = train(
-        recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10)), JsonlLog()]
-    )
-    assert (first.status, first.exit_code, first.steps) == ("stopped", 75, 10)
-    second = train(recipe, asked(tmp_path / "broken", 20, resume=True, **more), observers=[JsonlLog()])
-    assert (second.status, second.exit_code, second.first_step) == ("done", 0, 10)
+    straight = train(recipe, asked(tmp_path / "straight", 10, **more), observers=[JsonlLog()])
+    options = asked(tmp_path / "broken", 10, **more)
+    first = train(recipe, options, observers=[Listener(stop_at(5)), JsonlLog()])
+    assert (first.status, first.exit_code, first.steps) == ("stopped", 75, 5)
+    second = train(recipe, options.model_copy(update={"resume": True}), observers=[JsonlLog()])
+    assert (second.status, second.exit_code, second.first_step) == ("done", 0, 5)
     assert first.losses + second.losses == straight.losses
     assert second.eval_perplexity == straight.eval_perplexity
-    assert losses_in_log(tmp_path / "broken") == dict(enumerate(straight.losses, 1))
-    assert losses_in_log(tmp_path / "straight") == dict(enumerate(straight.losses, 1))
+    for name in ("broken", "straight"):
+        assert losses_in_log(tmp_path / name) == dict(enumerate(straight.losses, 1))
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(tmp_path, worker):
@@ -58,7 +65,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_its_log_has_no_step_twice(
     )
     assert worker.run(first=code, memory_bytes=None).code == -signal.SIGKILL
     assert len(losses_in_log(killed.folder)) == 10
-    with (killed.folder / "log.jsonl").open("a") as log:
+    with (killed.folder / LOG).open("a") as log:
         log.write('{"kind": "step", "st')  # What a kill in the middle of a write leaves.
     resumed = train(recipe, killed.model_copy(update={"resume": True}), observers=[JsonlLog()])
     assert resumed.first_step == 8
@@ -71,63 +78,48 @@ def test_tensorboard_has_the_losses(tmp_path):
 
     first = train(tiny(), asked(tmp_path, 6, save_every=2, keep=9), observers=[TensorBoard()])
     for newer in ("step-00000006", "step-00000004"):
-        for file in (tmp_path / "checkpoints" / newer).iterdir():
-            file.unlink()
-        (tmp_path / "checkpoints" / newer).rmdir()
+        shutil.rmtree(tmp_path / "checkpoints" / newer)
     train(tiny(), asked(tmp_path, 6, resume=True), observers=[TensorBoard()])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/loss")
     assert [event.step for event in events] == [1, 2, 3, 4, 5, 6], "steps taken again are shown once"
     assert [event.value for event in events] == pytest.approx(first.losses, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("settings", "more", "field"),
-    [
-        (("batch.micro=8",), {}, "batch.micro"),
-        (("optimizer.lr=1e-3",), {}, "optimizer.lr"),
-        (("seed=1",), {}, "seed"),
-        (("model.config.hidden_size=64",), {}, "model.config.hidden_size"),
-        ((), {"data": SyntheticData(num_documents=61)}, "data.num_documents"),
-        ((), {"warmup_steps": 2}, "warmup_steps"),
-    ],
-)
-def test_a_resumed_run_that_would_be_another_is_refused(finished, settings, more, field):
-    with pytest.raises(InputError) as refused:
-        train(tiny(*settings), asked(finished, 4, resume=True, **more))
-    assert refused.value.field == field
+def test_a_resumed_run_that_would_be_another_is_refused(three_steps):
+    for field, settings, more in (
+        ("batch.micro", ("batch.micro=8",), {}),
+        ("model.config.hidden_size", ("model.config.hidden_size=64",), {}),
+        ("data.num_documents", (), {"data": SyntheticData(num_documents=61)}),
+        ("warmup_steps", (), {"warmup_steps": 2}),
+    ):
+        with pytest.raises(InputError) as refused:
+            train(tiny(*settings), asked(three_steps, 4, resume=True, **more))
+        assert refused.value.field == field
 
 
 def test_run_settings_may_change_on_resume(finished):
-    before = tree(finished)
-    summary = train(
-        tiny("hardware.gpu=l4", "model.name=other"),
-        asked(finished, 3, resume=True, eval_every=1, keep=1, eval_sequences=2),
-    )
+    saved = sorted(finished.glob("checkpoints/*"))
+    changed = asked(finished, 3, resume=True, eval_every=1, keep=1, eval_sequences=2)
+    summary = train(tiny("hardware.gpu=l4", "model.name=other"), changed)
     assert (summary.status, summary.losses, summary.steps) == ("done", (), 3)
     assert summary.final_loss is not None
     assert summary.evaluations[0].sequences == 2
-    assert tree(finished)["checkpoints"] == before["checkpoints"]
+    assert sorted(finished.glob("checkpoints/*")) == saved
 
 
-def tree(out: Path) -> dict[str, list[str]]:
-    return {
-        path.name: sorted(child.name for child in path.iterdir()) for path in out.iterdir() if path.is_dir()
-    }
-
-
-def test_a_used_folder_is_refused(finished, tmp_path):
+def test_a_used_folder_is_refused(three_steps, tmp_path):
     with pytest.raises(InputError, match="already holds a run"):
-        train(tiny(), asked(finished, 5))
+        train(tiny(), asked(three_steps, 5))
     with pytest.raises(InputError, match="already has 3 steps"):
-        train(tiny(), asked(finished, 2, resume=True))
+        train(tiny(), asked(three_steps, 2, resume=True))
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("Call me Ishmael.")
     with pytest.raises(InputError, match=r"chapter1\.txt"):
         train(tiny(), asked(tmp_path / "thesis", 5))
     with pytest.raises(InputError, match="no run to resume"):
         train(tiny(), asked(tmp_path / "empty", 5, resume=True))
-    with locked(finished), pytest.raises(InputError, match="another process"):
-        train(tiny(), asked(finished, 5, resume=True))
+    with locked(three_steps), pytest.raises(InputError, match="another process"):
+        train(tiny(), asked(three_steps, 5, resume=True))
 
 
 def test_a_damaged_checkpoint_is_refused_even_where_an_older_one_is_whole(tmp_path):
@@ -141,21 +133,67 @@ def test_a_damaged_checkpoint_is_refused_even_where_an_older_one_is_whole(tmp_pa
     assert refused.value.file == str(file)
 
 
-def test_a_log_line_of_somebody_else_is_refused(finished):
-    (finished / "log.jsonl").write_text('{"kind": "step", "step": 1}\n# my notes\n')
-    with pytest.raises(InputError, match=r"log\.jsonl"):
-        train(tiny(), asked(finished, 4, resume=True), observers=[JsonlLog()])
+# The log of a resumed run
+
+
+def line(step: int, kind: str = "step") -> str:
+    return json.dumps({"kind": kind, "step": step, "loss": 1.0}) + "\n"
+
+
+MISSING_TWICE_UNORDERED = (
+    "has no line of steps 4 to 5, has step 2 more than once, is not in the order of the steps"
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "gaps"),
+    [
+        ([1, 2, 3, 4, 5, 6], ""),
+        ([1, 2, 4, 6], "has no line of steps 3, 5"),
+        ([1, 2, 3, 4, 5], "has no line of step 6"),
+        ([], "has no line of steps 1 to 6"),
+        ([1, 2, 9, 3, 4, 6, 5], "is not in the order of the steps"),
+        ([1, 3, 2, 2, 6], MISSING_TWICE_UNORDERED),
+    ],
+)
+def test_gaps_of_a_log_are_described_and_no_line_up_to_the_step_is_lost(steps, gaps, tmp_path):
+    path = tmp_path / LOG
+    path.write_text("".join(map(line, steps)) + line(4, "eval") + line(7) + '{"kind": "st')
+    assert cut_after(path, 6).gaps(6) == gaps
+    kept = [step for step in steps if step <= 6]
+    assert path.read_text() == "".join(map(line, kept)) + line(4, "eval")
+    assert [other.name for other in tmp_path.iterdir()] == [LOG]
+
+
+def test_a_gap_is_reported_at_each_resume_and_noted_once(finished):
+    reports: list[str] = []
+    path = finished / LOG
+    train(tiny(), asked(finished, 4, resume=True), observers=[JsonlLog(reports.append)])
+    assert (reports, '"gap"' in path.read_text()) == ([], False)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[2:]]))
+    for steps in (5, 6):
+        train(tiny(), asked(finished, steps, resume=True), observers=[JsonlLog(reports.append)])
+    assert reports == [f"{path} has no line of step 2; the remaining lines are kept"] * 2
+    entries = [json.loads(one) for one in path.read_text().splitlines()]
+    assert [one["step"] for one in entries if one["kind"] == "step"] == [1, 3, 4, 5, 6]
+    assert [one["step"] for one in entries if one["kind"] == "gap"] == [4]
+
+
+def test_a_line_that_is_no_log_line_is_refused_with_its_number(finished):
+    path = finished / LOG
+    for foreign in ('{"kind": "step", "st\n', "# my notes\n"):
+        path.write_text(line(1) + foreign + line(3))
+        before = path.read_bytes()
+        with pytest.raises(InputError, match=r"log\.jsonl:2: the line is not what trainfit wrote"):
+            train(tiny(), asked(finished, 4, resume=True), observers=[JsonlLog()])
+        assert path.read_bytes() == before
 
 
 @pytest.mark.gpu
 def test_ten_and_ten_are_twenty_on_a_gpu(tmp_path):
-    recipe = tiny(
-        "precision=bf16",
-        "batch.seq=512",
-        "model.config.max_position_embeddings=512",
-        "model.config.hidden_size=128",
-    )
-    more = {"data": SyntheticData(num_documents=400)}
+    size = ("batch.seq=512", "model.config.max_position_embeddings=512", "model.config.hidden_size=128")
+    recipe, more = tiny("precision=bf16", *size), {"data": SyntheticData(num_documents=400)}
     straight = train(recipe, asked(tmp_path / "straight", 20, **more))
     first = train(recipe, asked(tmp_path / "broken", 20, **more), observers=[Listener(stop_at(10))])
     second = train(recipe, asked(tmp_path / "broken", 20, resume=True, **more))

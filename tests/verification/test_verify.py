@@ -1,7 +1,11 @@
 """``trainfit verify``: recipes drawn by a seed, predicted and measured on this machine, and the verdict."""
 
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +16,7 @@ from trainfit.measurement.environment import host_environment
 from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Measurement
 from trainfit.verification import this_device, verify
 from trainfit.verification.verify import Check, conclude, suite
@@ -23,16 +28,14 @@ def check(status: str = "done", **errors: float) -> Check:
     return Check(recipe_id="r", recipe={}, status=status, predicted={}, measured={}, errors=errors)
 
 
-def test_the_verdict() -> None:
+def test_the_verdict_is_that_of_the_median_and_of_memory() -> None:
     good = [check(allocated=e, reserved=10 * e, device=e) for e in (0.001, -0.019, 0.5)]
     passed = conclude("h200", "NVIDIA H200", 0, tuple(good))
     assert passed.passed
     assert passed.medians == {"allocated": 0.019, "reserved": 0.19, "device": 0.019}
     assert passed.worst == {"allocated": 0.5, "reserved": 5.0, "device": 0.5}
-    over = [check(allocated=e) for e in (0.001, -0.021, -0.5)]
-    failed = conclude("h200", "NVIDIA H200", 0, tuple(over))
-    assert not failed.passed
-    assert failed.worst == {"allocated": -0.5}
+    over = conclude("h200", "NVIDIA H200", 0, tuple(check(allocated=e) for e in (0.001, -0.021, -0.5)))
+    assert (over.passed, over.worst) == (False, {"allocated": -0.5})
     assert not conclude("h200", "NVIDIA H200", 0, (*good, check("out-of-memory"))).passed
     assert conclude("h200", "NVIDIA H200", 0, (*good, check("timeout"))).passed
     assert not conclude("h200", "NVIDIA H200", 0, (check("crashed"),)).passed
@@ -41,10 +44,8 @@ def test_the_verdict() -> None:
 def test_every_device_name_is_one_gpus() -> None:
     names = [name for row in gpus().values() for name in row.device_names]
     assert len(names) == len(set(names)) > 20
-    assert gpu_of_device("NVIDIA H200").name == "h200"
-    assert gpu_of_device("NVIDIA H200 NVL").name == "h200-nvl"
-    assert gpu_of_device("NVIDIA A100-SXM4-80GB").name == "a100-sxm4-80gb"
-    assert gpu_of_device("Tesla T4").name == "t4"
+    for name, row in (("NVIDIA H200", "h200"), ("NVIDIA H200 NVL", "h200-nvl"), ("Tesla T4", "t4")):
+        assert gpu_of_device(name).name == row
     for name in ("NVIDIA H200 XL", "NVIDIA A100-SXM4-80GB MIG 3g.40gb", ""):
         with pytest.raises(InputError, match="--gpu"):
             gpu_of_device(name)
@@ -57,27 +58,40 @@ def test_a_card_that_the_catalog_does_not_know(monkeypatch: pytest.MonkeyPatch, 
     assert "NVIDIA RTX 4090 D" in error
     assert "rtx-4090 (NVIDIA GeForce RTX 4090)" in error
     assert this_device.gpu_here("rtx-4090")[0] == gpu("rtx-4090")
-    monkeypatch.setattr(this_device, "device_name", lambda: None)
-    assert main(["verify", "--gpu", "h100-sxm"]) == 65
-    assert "no CUDA GPU" in capsys.readouterr().err
-    monkeypatch.setattr(this_device, "device_name", lambda: "AMD Instinct MI300X")
-    assert main(["verify", "--gpu", "mi300x"]) == 65
-    assert "choose an NVIDIA GPU" in capsys.readouterr().err
+    for device, name, says in (
+        (None, "h100-sxm", "no CUDA GPU"),
+        ("AMD Instinct MI300X", "mi300x", "choose an NVIDIA GPU"),
+    ):
+        monkeypatch.setattr(this_device, "device_name", lambda device=device: device)
+        assert main(["verify", "--gpu", name]) == 65
+        assert says in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_suite_is_the_seeds_and_fits_the_card() -> None:
-    """Drawn twice the same, of different families, for a card with little memory; nothing is measured."""
-    card = gpu("rtx-4090")
-    first = [(recipe.id, estimate.peak_device_bytes) for recipe, estimate in suite(card, 2, seed=3)]
-    again = [(recipe.id, estimate.peak_device_bytes) for recipe, estimate in suite(card, 1, seed=3)]
-    assert first[:1] == again
-    assert all(size <= 0.9 * card.usable_bytes for _, size in first)
+def test_a_suite_follows_from_its_seed_and_fits_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions are invented: up to twice the card, and 3 s a step."""
+    card, scale = gpu("rtx-4090"), 2
+
+    def invented(data: dict[str, Any]) -> Any:
+        chance = random.Random(json.dumps(data))
+        size, step_s = round(chance.uniform(0, scale * card.usable_bytes)), chance.uniform(0, 3)
+        estimate = SimpleNamespace(peak_device_bytes=size, device_bytes=card.usable_bytes, step_s=step_s)
+        return recipe_from(data), estimate
+
+    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    monkeypatch.setattr(verify, "allowed", invented)
+    pairs: list[Any] = list(suite(card, len(FAMILIES) - 1, seed=3))
+    assert list(suite(card, 5, seed=3)) == pairs[:5] != list(suite(card, 5, seed=4))
+    assert all(one.peak_device_bytes <= 0.9 * card.usable_bytes and one.step_s <= 1.5 for _, one in pairs)
+    native = [recipe.model.implementation == "native" for recipe, _ in pairs]
+    families = [name for name in FAMILIES for recipe, _ in pairs if recipe.model.config in FAMILIES[name]]
+    assert sum(native) <= 1
+    assert len(set(families)) >= len(pairs) - sum(native), "each family once before one comes again"
+    scale = 10**6
+    with pytest.raises(InputError, match="only 0 of 2 recipes"):
+        list(suite(card, 2, seed=3))
 
 
 def test_every_draw_names_its_family() -> None:
-    import random
-
     chance = random.Random(1)
     drawn = [verify._draw(chance, "h200") for _ in range(300)]
     assert {family for family, _ in drawn} == set(FAMILIES)
@@ -86,51 +100,48 @@ def test_every_draw_names_its_family() -> None:
         assert (family == "native") == (data["model"]["implementation"] == "native")
 
 
-def test_errors_are_signed_and_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = list(suite(gpu("cpu"), 2, seed=0))
+def test_errors_are_signed_and_a_refusal_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = [Recipe.model_validate({"model": {"config": "gpt2"}, "seed": seed}) for seed in (0, 1)]
+    pairs = [(recipe, SimpleNamespace(peak_allocated_bytes=1250)) for recipe in recipes]
 
     def measured(recipe: Recipe, **_: object) -> Measurement:
-        if recipe.id == pairs[1][0].id:
+        if recipe.id == recipes[1].id:
             raise InputError("no such kernel here", "use another", field="attention")
-        size = round(pairs[0][1].peak_allocated_bytes / 1.25)
-        return Measurement(
-            recipe_id=recipe.id, status="done", peak_allocated_bytes=size, environment=host_environment("cpu")
-        )
+        environment = host_environment("cpu")
+        done = {"recipe_id": recipe.id, "status": "done", "peak_allocated_bytes": 1000}
+        return Measurement(**done, environment=environment)
 
     monkeypatch.setattr(verify, "measure", measured)
     monkeypatch.setattr(verify, "suite", lambda *_: iter(pairs))
     kept: list[str] = []
-    result = verify.verify(
-        gpu("cpu"), "a CPU", count=2, seed=0, keep=lambda recipe, *_: kept.append(recipe.id)
-    )
-    assert result.checks[0].errors == {"allocated": pytest.approx(0.25, abs=1e-6)}
+    keep = lambda recipe, *_: kept.append(recipe.id)  # noqa: E731
+    result = verify.verify(gpu("cpu"), "a CPU", count=2, seed=0, keep=keep)
+    assert result.checks[0].errors == {"allocated": 0.25}
     assert result.checks[1].status == "refused"
     assert "no such kernel here" in result.checks[1].message
-    assert kept == [pairs[0][0].id]
+    assert kept == [recipes[0].id]
     assert not result.passed
 
 
 @pytest.mark.slow
-def test_on_this_machines_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_cpu_is_verified_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setattr(this_device, "device_name", lambda: None)
     records = tmp_path / "verify.sqlite"
     assert main(["verify", "--count", "1", "--json", "--record", str(records)]) == 0
     captured = capsys.readouterr()
     result = json.loads(captured.out)
-    assert result["passed"]
-    assert result["gpu"] == "cpu"
     # On a CPU both sides count the same live tensors: they agree to the byte.
-    assert result["medians"] == {"allocated": 0.0}
+    assert (result["passed"], result["gpu"], result["medians"]) == (True, "cpu", {"allocated": 0.0})
     assert "CPU path" in captured.err
     assert sorted(record.kind for record in read(records)) == ["measure", "predict"]
 
 
 def test_a_failed_check_ends_with_one(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     recipe = Recipe.model_validate({"model": {"config": "gpt2"}})
-    over = Check(
-        recipe_id=recipe.id, recipe=recipe.content(), status="done", predicted={"allocated": 105},
-        measured={"allocated": 100}, errors={"allocated": 0.05},
-    )  # fmt: skip
+    sizes = {"predicted": {"allocated": 105}, "measured": {"allocated": 100}, "errors": {"allocated": 0.05}}
+    over = Check(recipe_id=recipe.id, recipe=recipe.content(), status="done", **sizes)
     monkeypatch.setattr(this_device, "device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(verify, "verify", lambda *_, **__: conclude("h200", "NVIDIA H200", 7, (over,)))
     assert main(["verify", "--seed", "7"]) == 1

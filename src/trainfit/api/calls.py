@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from trainfit.api.planned import planned
 from trainfit.api.recipes import RecipeFields, Source, errors_name, wanted
 from trainfit.api.results import Measured, Prediction, TrainingRun
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.optional import is_installed
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.value import parse
@@ -196,7 +197,7 @@ def train_built(
     return TrainingRun.of(built, run(built, options, flops=flops, observers=listening), notes)
 
 
-def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Prediction:
+def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) -> Prediction:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
     PyTorch's random state, defaults and switches are restored afterwards, also those that ``step`` sets.

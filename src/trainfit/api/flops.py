@@ -1,4 +1,4 @@
-"""What measured times are held against: a step's FLOPs from the virtual GPU, and the device's dense peak."""
+"""References for measured times: a step's FLOPs from the virtual GPU, and the device's dense peak."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,11 +15,11 @@ class Counted:
     """FLOPs of one step, counted operation by operation on the virtual GPU."""
 
     model_flops: float
-    """What the mathematics needs."""
+    """FLOPs the mathematics needs."""
     hardware_flops: float
-    """What is executed."""
+    """FLOPs executed."""
     forward_flops: float
-    """What is executed in the forward."""
+    """FLOPs executed in the forward."""
     params: int
     trainable_params: int
     base_params: int

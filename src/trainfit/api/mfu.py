@@ -20,6 +20,7 @@ from trainfit.prediction.flops_accounting import (
     utilization,
 )
 from trainfit.prediction.product_flops import product_step_flops
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
@@ -33,7 +34,7 @@ def mfu(
     seq: int,
     step_s: float | None = None,
     mfu: float | None = None,
-    gpu: str = "h200",
+    gpu: str = DEFAULT_GPU,
     count: int = 1,
     adapter: Literal["lora"] | None = None,
     rank: int = 16,

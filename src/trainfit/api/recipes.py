@@ -17,16 +17,16 @@ from pydantic import BaseModel
 from trainfit.catalog import load as catalog
 from trainfit.catalog.names import find_model
 from trainfit.spec.errors import InputError
-from trainfit.spec.plain_data import plain
+from trainfit.spec.plain_data import plain, read_json
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import SETTINGS, merge, read_json, recipe_from, recipe_of_model
+from trainfit.spec.recipe_file import SETTINGS, merge, recipe_from, recipe_of_model
 from trainfit.spec.recipe_file import load_recipe as load_file
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """A repository on the Hub: its owner and its name."""
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Recipe
-"""What a recipe is made from."""
+"""Sources of a recipe."""
 
 
 class RecipeFields(TypedDict, total=False):
@@ -219,14 +219,14 @@ def _named_recipe(
 
 
 def _is_path(text: str) -> bool:
-    """Whether it names a file, existing or not; text like a Hub name (``owner/name``) only if it exists."""
+    """Return whether it names a file, existing or not; text like ``owner/name`` only if it exists."""
     if text.endswith((".yaml", ".yml", ".json")) or Path(text).is_file():
         return True
     return "/" in text and not (HUB_NAME.fullmatch(text) and not Path(text).parent.is_dir())
 
 
 def _is_model_config(path: Path) -> bool:
-    """Whether the file, or ``config.json`` in the folder, is a model's config.json and no recipe."""
+    """Return whether the file, or ``config.json`` in the folder, is a model's config and no recipe."""
     if path.is_dir():
         return (path / "config.json").is_file()
     if path.suffix != ".json" or not path.is_file():
@@ -235,7 +235,7 @@ def _is_model_config(path: Path) -> bool:
 
 
 def _has_config_keys(data: Any) -> bool:
-    """Whether it is the mapping of a config.json and no recipe."""
+    """Return whether it is the mapping of a config.json and no recipe."""
     return isinstance(data, Mapping) and "model_type" in data and "model" not in data
 
 
@@ -281,7 +281,7 @@ def _of_call() -> Iterator[None]:
 
 
 def _gives(data: Any, field: Sequence[str]) -> bool:
-    """Whether the mapping says the field, whole or with all that holds it."""
+    """Return whether the mapping has the field, whole or with all that holds it."""
     for part in field:
         if not isinstance(data, Mapping):
             return True  # A short form such as hardware="h100".

@@ -150,7 +150,7 @@ class Usage(Printed):
     model_flops: Flops
     """Of one step, over all GPUs: what the mathematics needs."""
     hardware_flops: Flops
-    """What is executed, recomputation included."""
+    """FLOPs executed, recomputation included."""
     tokens_per_s: float
     mfu: Share
     hfu: Share

@@ -1,7 +1,7 @@
 """Measured speed of attention kernels by GPU, dtype, head size and length.
 
 ``attention: best`` chooses by the shapes, predicted times use the rates. ``python -m
-benchmarks.attention_table`` writes attention.toml from records. Imports no torch.
+benchmarks.attention_table`` writes attention.toml from records.
 """
 
 import functools
@@ -30,16 +30,18 @@ BACKWARD_PRODUCTS = {"cudnn": 5, "flash": 5, "efficient": 5, "gluon": 5, "plain"
 two passes (virtual/cuda/flops.py)."""
 
 
-class AttentionShape(Value):
-    """Forward and backward of one shape: each kernel's median, all of one run and of the same inputs."""
-
+class _Shape(Value):
     dtype: Dtype
-    head: PositiveInt
-    """Its size."""
+    head: PositiveInt  # Its size
     causal: bool
     seq: PositiveInt
     heads: PositiveInt
     batch: PositiveInt
+
+
+class AttentionShape(_Shape):
+    """Forward and backward of one shape: each kernel's median, all of one run and of the same inputs."""
+
     seconds: Annotated[dict[AttentionKernel, PositiveFloat], Field(min_length=2)]
     spread: Annotated[dict[AttentionKernel, Annotated[float, Field(ge=0)]], Field(default_factory=dict)]
     """From the 10th to the 90th percentile, over the median."""
@@ -49,34 +51,24 @@ class AttentionShape(Value):
         return (self.dtype, self.head, self.causal, self.seq)
 
     def are_equal(self, one: AttentionKernel, other: AttentionKernel) -> bool:
-        """Whether the two times differ by no more than half their combined spread."""
+        """Return whether the two times differ by no more than half their combined spread."""
         scattered = sum(self.seconds[name] * self.spread.get(name, 0.0) / 2 for name in (one, other))
         return abs(self.seconds[one] - self.seconds[other]) <= scattered
 
 
-class AttentionRate(Value):
+class AttentionRate(_Shape):
     """One kernel's forward and backward, apart; medians, seconds."""
 
     kernel: Kernel
-    dtype: Dtype
-    head: PositiveInt
-    causal: bool
-    seq: PositiveInt
-    heads: PositiveInt
-    batch: PositiveInt
     forward: PositiveFloat
     backward: PositiveFloat
-    masked: bool = False
-    """Given an additive mask as a tensor; every score is computed then."""
+    masked: bool = False  # Given an additive mask as a tensor; every score is computed then
 
     @model_validator(mode="after")
     def _one_mask(self) -> "AttentionRate":
         if self.masked and self.causal:
-            raise disagreement(
-                "a mask given as a tensor, and is_causal: SDPA takes one of them",
-                "leave out one",
-                field="masked",
-            )
+            problem = "a mask given as a tensor, and is_causal: SDPA takes one of them"
+            raise disagreement(problem, "leave out one", field="masked")
         return self
 
     @property
@@ -92,12 +84,10 @@ class AttentionRate(Value):
 
 
 class AttentionRun(Value):
-    """What one record says, and where it comes from."""
+    """Content of one record, and its origin."""
 
-    gpu: str
-    """The catalog's name."""
-    measured_at: str
-    """The record's time, ISO 8601: it names the record."""
+    gpu: str  # The catalog's name
+    measured_at: str  # The record's time, ISO 8601: it names the record
     commit: str = ""
     torch: str
     experiment: str
@@ -112,7 +102,7 @@ class AttentionRun(Value):
 
 
 class Found(NamedTuple):
-    """The measurement nearest to a request."""
+    """The nearest measurement."""
 
     run: AttentionRun
     shape: AttentionShape
@@ -120,23 +110,18 @@ class Found(NamedTuple):
 
 @functools.cache
 def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
-    """Return the runs of a file, checked.
-
-    Raises:
-        InputError: a GPU that the catalog does not have, a duplicate shape or rate, or an invalid value.
-    """
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    runs = tuple(parse(AttentionRun, row, file=path.name) for row in table.get("run", []))
+    """Return the checked runs of a file; unknown GPUs, duplicates and invalid values are an InputError."""
+    table, file = tomllib.loads(path.read_text(encoding="utf-8")), path.name
+    runs = tuple(parse(AttentionRun, row, file=file) for row in table.get("run", []))
     seen: set[tuple[object, ...]] = set()
     for run in runs:
         if run.gpu not in gpus():
-            raise InputError(
-                "no such accelerator", "use its catalog name", field="run.gpu", value=run.gpu, file=path.name
-            )
+            remedy = "use its catalog name"
+            raise InputError("no such accelerator", remedy, field="run.gpu", value=run.gpu, file=file)
         for one in (*run.shapes, *run.rates):
             key = (run.gpu, *one.key)
             if key in seen:
-                raise InputError("measured twice", "keep one", field="run", value=key, file=path.name)
+                raise InputError("measured twice", "keep one", field="run", value=key, file=file)
             seen.add(key)
     return runs
 
@@ -144,10 +129,7 @@ def attention_runs(path: Path = FILE) -> tuple[AttentionRun, ...]:
 def nearest(
     runs: Sequence[AttentionRun], *, gpu: str, dtype: Dtype, head: int, seq: int, causal: bool = True
 ) -> Found | None:
-    """Return the measured shape of this GPU, dtype and head size whose length is nearest, as a ratio.
-
-    None: nothing is measured.
-    """
+    """Return the measured shape of this GPU, dtype and head size whose length is nearest, as a ratio."""
     found = [
         Found(run, shape)
         for run in runs
@@ -168,9 +150,9 @@ def nearest_rate(
     seq: int,
     masked: bool = False,
 ) -> AttentionRate | None:
-    """Return the kernel's rate on this GPU at the nearest head size, then the nearest length, both as ratios.
+    """Return the kernel's rate on this GPU at the nearest head size, then length, both as ratios.
 
-    None: the kernel is not measured in this dtype, with or without a mask tensor as requested.
+    None: it is not measured in this dtype, with or without a mask tensor as requested.
     """
     found = [
         rate

@@ -1,13 +1,14 @@
 """Check a config.json before anything is built from it: plain data, no remote code, valid sizes and values.
 
-Whether the model type can be built is decided in ``models/``.
+Keys are recognised by their names at any depth, as model types share them. Whether the model type can be
+built is decided in ``models/``.
 """
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainfit.catalog.config_values import check_values
+from trainfit.catalog.config_values import allowed_range
 from trainfit.spec.errors import InputError
 
 REMOTE_CODE_KEYS = ("auto_map", "custom_pipelines")
@@ -31,153 +32,150 @@ overflows, or building takes minutes.
 """
 
 LARGEST_OF_KIND = (
-    (re.compile(r"^(?!max_).*(?:layers?|blocks|depth|cycles|per_stack)$"), 256),
+    (re.compile(r"^(?!max_).*(?:layers?|blocks|depth|cycles|per_stack|layer_period)$"), 256),
     (re.compile(r"_mult$|functions$|^attention_types$"), 256),
     (re.compile(r"^num_labels$|(?:^|_)(?:heads?|experts?|groups?|codebooks|hashes)$|ngram"), 2**16),
     (re.compile(r"^(?:num|n)_"), 2**20),
     (re.compile(r""), 2**31 - 1),
 )
-"""Pattern of a key -> the largest whole number it may have, wherever it stands; the first that fits holds.
-
-Model types have many names for counts, and their configs or modules make as many of something.
-"""
+"""Pattern of a key, anywhere in a config -> its largest whole number; the first that fits holds."""
 LARGE_COUNTS = re.compile(r"vocab|positions$|ctx$|tokens$")
 """Keys of the kinds above that count what is no module: up to 2**31 - 1."""
 
 SWITCHES = {"return_dict": True, "torchscript": False}
 """Keys that set what transformers' forward returns -> the value that training needs."""
-
 HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads")
 WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
 LARGEST_HEAD = 2**16
 """No attention kernel takes a wider head."""
 KEY_VALUE_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads")
 """Config keys of the key-value heads, each shared by a group of query heads."""
+ROPE_MAPPINGS = ("rope_scaling", "rope_parameters", "rope")
 
 
 def check_config(config: Any, *, file: str = "") -> dict[str, Any]:
-    """Return the mapping itself, if a model can be built from it.
+    """Return the mapping itself; an InputError refuses one from which no trainable model can be built."""
+    try:
+        return _checked(config)
+    except InputError as error:
+        raise error.in_file(file) from None
 
-    Raises:
-        InputError: not a mapping, no ``model_type``, remote code requested, a size that is no positive
-            integer or too large, query heads that do not share the key-value heads evenly, a forward that
-            returns no mapping, or a value with which no model trains.
-    """
+
+def _checked(config: Any) -> dict[str, Any]:
     if not isinstance(config, dict):
-        raise InputError(
-            "not a mapping", "write a config.json's object", field="model.config", value=config, file=file
-        )
+        raise InputError("not a mapping", "write a config.json's object", field="model.config", value=config)
     if config.get(TRUST_KEY):
-        raise remote_code_refused(config, TRUST_KEY, file=file)
+        raise remote_code_refused(config, TRUST_KEY)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise InputError(
-            "missing", "add the model type, such as 'llama'", field="model.config.model_type", file=file
-        )
+        raise _wrong("model_type", None, "missing", "add the model type, such as 'llama'")
     for largest, keys in LARGEST.items():
         for key in keys:
-            _check_size(key, config.get(key), largest, file)
-    for part, path in _parts(config, "model.config"):
-        _check_counts(part, path, file)
-        _check_factors(part, path, file)
-    _check_heads(config, file)
-    _check_switches(config, file)
-    check_values(config, file=file)
+            _check_size(key, config.get(key), largest)
+    leaves = list(_leaves(config))
+    for leaf in leaves:
+        _check_count(leaf)
+        if leaf.key in ("short_factor", "long_factor") and leaf.num_items == 1:
+            # torch would broadcast it over all frequencies.
+            remedy = "write one for each rotary frequency, half a head's rotated size"
+            raise _wrong(leaf.path.removesuffix("[0]"), [leaf.value], "a list of one factor", remedy)
+    _check_heads(config)
+    for key, needed in SWITCHES.items():
+        if key in config and config[key] is not needed:
+            problem = f"{'null, but ' * (config[key] is None)}training needs the model's outputs by name"
+            raise _wrong(key, config[key], problem, f"write {str(needed).lower()}, or leave it out")
+    for leaf in leaves:
+        _check_value(leaf)
     return config
 
 
 def remote_code_keys(config: Any) -> tuple[str, ...]:
-    """Keys of the config that name code of a repository."""
+    """Return the keys of the config that name code of a repository."""
     return tuple(key for key in REMOTE_CODE_KEYS if isinstance(config, dict) and config.get(key))
 
 
 def ignored(config: Any) -> tuple[str, ...]:
-    """A line for each key of the config that names code of a repository."""
-    return tuple(
-        f"model.config.{key} is ignored: the code that it names is never run"
-        for key in remote_code_keys(config)
-    )
+    """Return a line for each key of the config that names code of a repository."""
+    why = "is ignored: the code that it names is never run"
+    return tuple(f"model.config.{key} {why}" for key in remote_code_keys(config))
 
 
-def remote_code_refused(config: dict[str, Any], key: str, *, file: str = "") -> InputError:
-    """The refusal of a config that cannot be built without the code that its ``key`` names."""
+def remote_code_refused(config: dict[str, Any], key: str) -> InputError:
+    """Return the refusal of a config that cannot be built without the code that its ``key`` names."""
     problem = "asks for code to be downloaded and run, which is never done"
     remedy = "remove the key and use a model type that transformers has itself"
-    return InputError(problem, remedy, field=f"model.config.{key}", value=config[key], file=file)
+    return _wrong(key, config[key], problem, remedy)
 
 
-def _parts(config: dict[str, Any], path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The config and those within it, such as ``text_config``, with their paths."""
-    yield config, path
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _parts(value, f"{path}.{key}")
+class Leaf(NamedTuple):
+    """A value of the config that is no mapping and no list, or an item of a list."""
+
+    key: str
+    path: str
+    value: Any
+    in_rope: bool
+    num_items: int | None  # Length of the list that it is in; None: in no list
 
 
-def _check_counts(config: dict[str, Any], path: str, file: str) -> None:
-    """Whole numbers under whatever name, in this part of the config and in its lists."""
-    for key, value in config.items():
-        for item in _numbers(value):
-            largest = next(limit for pattern, limit in LARGEST_OF_KIND if pattern.search(key))
-            holds_ids = isinstance(value, list) and key != "attention_types"
-            if LARGE_COUNTS.search(key) or holds_ids:
-                largest = 2**31 - 1
-            if item > largest and (isinstance(item, int) or largest < 2**31 - 1):
-                remedy = f"write a number of at most {largest:,}"
-                raise InputError("far over any model's", remedy, field=f"{path}.{key}", value=item, file=file)
+def _leaves(
+    value: Any, path: str = "", key: str = "", in_rope: bool = False, num_items: int | None = None
+) -> Iterator[Leaf]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{path}.{name}".lstrip("."), name, in_rope or name in ROPE_MAPPINGS)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]", key, in_rope, len(value))
+    else:
+        yield Leaf(key, path, value, in_rope, num_items)
 
 
-def _check_factors(config: dict[str, Any], path: str, file: str) -> None:
-    """Refuse a LongRoPE list of one factor, which torch would broadcast over all frequencies."""
-    for key in ("short_factor", "long_factor"):
-        if isinstance(config.get(key), list) and len(config[key]) == 1:
-            remedy = "write one for each rotary frequency, half a head's rotated size"
-            raise InputError(
-                "a list of one factor", remedy, field=f"{path}.{key}", value=config[key], file=file
-            )
+def _check_count(leaf: Leaf) -> None:
+    """Refuse a number far over any model's, under whatever name."""
+    if isinstance(leaf.value, bool) or not isinstance(leaf.value, int | float):
+        return
+    largest = next(limit for pattern, limit in LARGEST_OF_KIND if pattern.search(leaf.key))
+    holds_ids = leaf.num_items is not None and leaf.key != "attention_types"
+    if LARGE_COUNTS.search(leaf.key) or holds_ids:
+        largest = 2**31 - 1
+    if leaf.value > largest and (isinstance(leaf.value, int) or largest < 2**31 - 1):
+        raise _wrong(leaf.path, leaf.value, "far over any model's", f"write a number of at most {largest:,}")
 
 
-def _numbers(value: Any) -> Iterator[int | float]:
-    """The value if it is a number, or those of a list and of the lists in it."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield value
+def _check_value(leaf: Leaf) -> None:
+    """Refuse a number with which no model trains."""
+    allowed = allowed_range(leaf.key, in_rope=leaf.in_rope)
+    if allowed is None or leaf.value is None or isinstance(leaf.value, bool):
+        return
+    if not isinstance(leaf.value, int | float):
+        raise _wrong(leaf.path, leaf.value, "not a number", allowed.remedy)
+    if not allowed.holds(leaf.value):
+        raise _wrong(leaf.path, leaf.value, "a model of it cannot train", allowed.remedy)
 
 
-def _check_switches(config: dict[str, Any], file: str) -> None:
-    for key, needed in SWITCHES.items():
-        if key in config and config[key] is not needed:
-            remedy = f"write {str(needed).lower()}, or leave it out"
-            is_null = config[key] is None
-            problem = f"{'null, but ' * is_null}training needs the model's outputs by name"
-            raise InputError(problem, remedy, field=f"model.config.{key}", value=config[key], file=file)
-
-
-def _check_size(key: str, value: Any, largest: int, file: str) -> None:
+def _check_size(key: str, value: Any, largest: int) -> None:
     if isinstance(value, list):  # One for each layer, as Gemma 3n has it.
         for index, item in enumerate(value):
-            _check_size(f"{key}[{index}]", item, largest, file)
-    elif value is not None and (
-        isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest
-    ):
-        remedy = f"write a whole number from 1 to {largest:,}"
-        raise InputError("not a size", remedy, field=f"model.config.{key}", value=value, file=file)
+            _check_size(f"{key}[{index}]", item, largest)
+    elif value is not None and (type(value) is not int or not 1 <= value <= largest):
+        raise _wrong(key, value, "not a size", f"write a whole number from 1 to {largest:,}")
 
 
-def _check_heads(config: dict[str, Any], file: str) -> None:
+def _check_heads(config: dict[str, Any]) -> None:
     """Query heads share key-value heads in equal groups: one number must divide the other."""
     heads = next((config[key] for key in HEAD_KEYS if isinstance(config.get(key), int)), None)
     width = next((config[key] for key in WIDTH_KEYS if isinstance(config.get(key), int)), 0)
-    if heads is not None and "head_dim" not in config and width // heads > LARGEST_HEAD:
+    if heads is None:
+        return
+    if "head_dim" not in config and width // heads > LARGEST_HEAD:
         problem = f"{heads} heads of {width} elements are over {LARGEST_HEAD:,} each"
-        raise InputError(
-            problem, "write more heads", field="model.config.num_attention_heads", value=heads, file=file
-        )
+        raise _wrong("num_attention_heads", heads, problem, "write more heads")
     for key in KEY_VALUE_HEAD_KEYS:
         shared = config.get(key)
-        if heads is not None and isinstance(shared, int) and heads % shared:
+        if isinstance(shared, int) and heads % shared:
             problem = f"does not divide the {heads} attention heads"
-            remedy = f"write a divisor of {heads}"
-            raise InputError(problem, remedy, field=f"model.config.{key}", value=shared, file=file)
+            raise _wrong(key, shared, problem, f"write a divisor of {heads}")
+
+
+def _wrong(key: str, value: Any, problem: str, remedy: str) -> InputError:
+    return InputError(problem, remedy, field=f"model.config.{key}", value=value)

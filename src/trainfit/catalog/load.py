@@ -1,14 +1,14 @@
-"""Load the catalog: GPUs, links, models and shipped recipes, by name. Imports no torch.
+"""Load the catalog: GPUs, links, models and shipped recipes, by name.
 
-Rows come from the data files of this folder (``gpus.toml``, ``links.toml``, ``models.toml``,
-``models/*.json``, ``recipes/*.yaml``) and of the folder that TRAINFIT_CATALOG names. An unknown name is an
-InputError that lists near names, never a guess.
+Rows come from the data files of this folder and of the folder that TRAINFIT_CATALOG names. An unknown name is
+an InputError that lists near names, never a guess.
 """
 
 import copy
 import difflib
 import functools
-import re
+import os
+import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,98 +17,89 @@ from pydantic import JsonValue
 
 from trainfit.catalog import names
 from trainfit.catalog.config_checks import check_config
-from trainfit.catalog.this_cpu import CPU, this_cpu
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Cluster, Gpu, Link, Source
+from trainfit.spec.plain_data import read_json
 from trainfit.spec.recipe import Hardware
-from trainfit.spec.recipe_file import read_json
-from trainfit.spec.value import Value, parse
+from trainfit.spec.units import read_count
+from trainfit.spec.value import V, Value, parse
 
 FOLDER = Path(__file__).parent
 MAX_NAMES_LISTED = 50
 """An error line that lists more names is no longer read."""
-MULTIPLIERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 class ModelRow(Value):
-    """One model of the catalog.
-
-    ``config`` is the content of its config.json. ``published`` is the parameter count as its source prints
-    it, with every digit (``1,235,814,400``) or rounded (``671B``); empty when no source states one.
-    """
+    """One model of the catalog; ``config`` is the content of its config.json."""
 
     name: str
     family: str
     config: dict[str, JsonValue]
     published: str = ""
-    hub: tuple[str, ...] = ()
-    """Its repositories on the Hub that have this shape, by which it may be named."""
+    """Parameter count as its source prints it: every digit (``1,235,814,400``) or rounded (``671B``)."""
+    hub: tuple[str, ...] = ()  # Repositories on the Hub that have this shape, by which it may be named
     source: Source
 
     @property
     def published_params(self) -> int | None:
         """The published count as a number, rounded as its source rounds it."""
-        return published_interval(self.published)[0] if self.published else None
+        return round(read_count(self.published)) if self.published else None
 
 
-def published_interval(text: str) -> tuple[int, float]:
-    """A printed count as (value, half a unit of its last digit): ``6.7B`` is (6_700_000_000, 5e7)."""
-    match = re.fullmatch(r"(\d+(?:,\d{3})*)(?:\.(\d+))?([KMBT]?)", text)
-    if match is None:
-        raise ValueError(f"published = {text!r}: not a count; write 1,235,814,400 or 6.7B")
-    whole, decimals, unit = match[1].replace(",", ""), match[2] or "", match[3]
-    if not unit:
-        return int(whole), 0.0
-    scale = MULTIPLIERS[unit]
-    return round(float(f"{whole}.{decimals or 0}") * scale), 0.5 * scale / 10 ** len(decimals)
-
-
+@functools.cache
 def gpus() -> dict[str, Gpu]:
-    """Return every accelerator of the catalog, by name."""
-    return dict(_gpus())
+    """Return every accelerator of the catalog, by name, not to be changed."""
+    return _parsed(Gpu, names.GPUS)
+
+
+@functools.cache
+def links() -> dict[str, Link]:
+    """Return every link of the catalog, by name, not to be changed."""
+    return _parsed(Link, names.LINKS)
+
+
+def _parsed(kind: type[V], file: str) -> dict[str, V]:
+    return {
+        name: parse(kind, {"name": name, **row}, file=names.place(file, name))
+        for name, row in names.rows(file).items()
+    }
 
 
 def gpu(name: str) -> Gpu:
-    """Return the accelerator called ``name``, such as ``h100-sxm`` or ``H100 80GB``; ``cpu`` is this machine.
-
-    Raises:
-        InputError: no such row; the message lists near names.
-    """
+    """Return the accelerator called ``name``, such as ``H100 80GB``; ``cpu`` is this machine."""
     known = names.gpu_name(name)
-    if known == CPU:
-        return this_cpu()
-    return _gpus().get(known) or _unknown(
-        "hardware.gpu", name, _gpus(), "accelerator", family=names.gpus_like(name)
-    )
+    if known == names.CPU:
+        return _this_cpu()
+    return gpus().get(known) or _unknown("hardware.gpu", name, gpus(), "accelerator", names.gpus_like(name))
+
+
+def _this_cpu() -> Gpu:
+    """Return this machine's CPU. Its memory is known, its peak and bandwidth are not."""
+    kind, num_bytes = platform.machine(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    title = f"this machine's CPU ({kind}, {os.cpu_count()} cores)"
+    source = Source(url="", accessed="now", note="read from the operating system")
+    return Gpu(
+        name=names.CPU, title=title, vendor="host", architecture=kind, memory_bytes=num_bytes,
+        usable_bytes=num_bytes, memory_bytes_per_s=None, peak_flops_per_s={}, link="none", host_link="none",
+        gpus_per_host=1, source=source,
+    )  # fmt: skip
 
 
 def gpu_of_device(device_name: str) -> Gpu:
-    """Return the GPU that a driver calls ``device_name``, as in ``torch.cuda.get_device_name``.
-
-    Raises:
-        InputError: no row has that name; the error lists near ones.
-    """
-    rows = {name: row for row in _gpus().values() for name in row.device_names}
+    """Return the GPU that a driver calls ``device_name``, as in ``torch.cuda.get_device_name``."""
+    rows = {name: row for row in gpus().values() for name in row.device_names}
     if device_name in rows:
         return rows[device_name]
     near = difflib.get_close_matches(device_name, rows, n=4, cutoff=0.5)
-    known = ", ".join(f"{rows[name].name} ({name})" for name in near) or ", ".join(_gpus())
-    raise InputError(
-        "no GPU of the catalog is called that by its driver",
-        f"if it is one of these, name it with --gpu: {known}",
-        field="gpu",
-        value=device_name,
-    )
-
-
-def links() -> dict[str, Link]:
-    """Return every link of the catalog, by name."""
-    return dict(_links())
+    known = ", ".join(f"{rows[name].name} ({name})" for name in near) or ", ".join(gpus())
+    remedy = f"if it is one of these, name it with --gpu: {known}"
+    problem = "no GPU of the catalog is called that by its driver"
+    raise InputError(problem, remedy, field="gpu", value=device_name)
 
 
 def link(name: str) -> Link:
     """Return the link called ``name``, such as ``nvlink4``."""
-    return _links().get(name) or _unknown("link", name, _links(), "link")
+    return links().get(name) or _unknown("link", name, links(), "link")
 
 
 def cluster(hardware: Hardware) -> Cluster:
@@ -121,29 +112,26 @@ def cluster(hardware: Hardware) -> Cluster:
 
 def models() -> dict[str, ModelRow]:
     """Return every model of the catalog, by name, with its config."""
-    return {name: model(name) for name in _model_table()}
+    return {name: model(name) for name in model_names()}
 
 
 def model_names() -> list[str]:
     """Return the names of the catalog's models, without reading their configs."""
-    return list(_model_table())
+    return list(names.rows(names.MODELS))
 
 
 def model(name: str) -> ModelRow:
     """Return the model called ``name``, such as ``llama-3.1-8b`` or ``meta-llama/Llama-3.1-8B``."""
-    table, known = _model_table(), _known_model(name)
-    row = {"name": known, **table[known], "config": _config(known)}
+    known = _known_model(name)
+    row = {"name": known, **names.rows(names.MODELS)[known], "config": _config(known)}
     return parse(ModelRow, row, file=names.place(names.MODELS, known))
 
 
 def model_config(config: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping of a config.json, as data to build from; no code is ever loaded with it.
+    """Return a copy of the mapping of a config.json, as data to build from; no code is loaded with it.
 
     Args:
         config: a name of the catalog or the Hub, a path that ends in ``.json``, or such a mapping.
-
-    Returns:
-        A copy, free to change.
 
     Raises:
         InputError: unknown name, or a mapping that requests remote code or has invalid sizes.
@@ -161,28 +149,8 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted((FOLDER / "recipes").glob("*.yaml"))}
 
 
-@functools.cache
-def _gpus() -> dict[str, Gpu]:
-    return {
-        name: parse(Gpu, {"name": name, **row}, file=names.place(names.GPUS, name))
-        for name, row in names.rows(names.GPUS).items()
-    }
-
-
-@functools.cache
-def _links() -> dict[str, Link]:
-    return {
-        name: parse(Link, {"name": name, **row}, file=names.place("links.toml", name))
-        for name, row in names.rows("links.toml").items()
-    }
-
-
-def _model_table() -> dict[str, dict[str, Any]]:
-    return names.rows(names.MODELS)
-
-
 def _known_model(name: str) -> str:
-    return names.find_model(name) or _unknown("model.config", name, _model_table(), "model")
+    return names.find_model(name) or _unknown("model.config", name, model_names(), "model")
 
 
 @functools.cache
@@ -199,15 +167,11 @@ def names_like(name: str, known: Iterable[str]) -> list[str]:
     return near[:6]
 
 
-def _unknown(
-    field: str, name: str, known: Iterable[str], noun: str, *, family: Sequence[str] = ()
-) -> NoReturn:
+def _unknown(field: str, name: str, known: Iterable[str], noun: str, family: Sequence[str] = ()) -> NoReturn:
     every = list(known)
-    near = list(family) or names_like(name, every)
-    if near:
+    remedy = f"known: {', '.join(every)}"
+    if near := list(family) or names_like(name, every):
         remedy = f"did you mean {', '.join(near)}?"
     elif len(every) > MAX_NAMES_LISTED:
         remedy = f"trainfit {noun}s lists the {len(every)} that are known"
-    else:
-        remedy = f"known: {', '.join(every)}"
     raise InputError(f"no {noun} of that name", remedy, field=field, value=name)

@@ -1,22 +1,20 @@
 """Names as people type them -> the catalog's: any case, Hub names of models, other spellings of GPUs.
 
-Enters: a name, and of the catalog's data files the names, titles, aliases and sizes alone. Leaves: the name
-of a row, or None. What fits several rows alike is not chosen between, unless a row has it among its aliases.
-Recipes hold the catalog's names only, so that a recipe's id does not depend on the spelling.
+A text that fits several rows stands for none, unless a row has it among its aliases. Recipes hold only the
+catalog's names, so that a recipe's id does not depend on the spelling.
 """
 
 import functools
 import os
 import re
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.spec.errors import InputError
 
 FOLDER = Path(__file__).parent
-GPUS, MODELS = "gpus.toml", "models.toml"
+GPUS, LINKS, MODELS = "gpus.toml", "links.toml", "models.toml"
 CPU = "cpu"
 """This machine's own processor, which is no row."""
 
@@ -29,12 +27,11 @@ SIZE = re.compile(r"\d+gb")
 
 
 class Found(NamedTuple):
-    """The row that a name stands for. ``others``: rows that it could stand for as well."""
+    """The row that a name stands for."""
 
     name: str
-    is_full: bool
-    """Whether the name is the row's own in another spelling, with nothing left out."""
-    others: tuple[str, ...] = ()
+    is_full: bool  # The name is the row's own in another spelling, with nothing left out
+    others: tuple[str, ...] = ()  # Rows that it could stand for as well
 
 
 OWN_CATALOG = "TRAINFIT_CATALOG"
@@ -43,22 +40,13 @@ OWN_CATALOG = "TRAINFIT_CATALOG"
 
 @functools.cache
 def rows(file: str) -> dict[str, dict[str, Any]]:
-    """Return the rows of one of the catalog's data files, not to be changed.
-
-    Raises:
-        InputError: a file of one's own that cannot be read, or whose row the catalog has already.
-    """
+    """Return the rows of one of the catalog's data files, and of one's own, not to be changed."""
     found: dict[str, dict[str, Any]] = {}
-    for folder in _folders():
-        for name, row in _read(folder / file).items():
-            if name in found:
-                raise InputError(
-                    "the catalog has a row of this name",
-                    "choose another name",
-                    field=name,
-                    file=str(folder / file),
-                )
-            found[name] = row
+    for path in (folder / file for folder in _folders()):
+        for name in _read(path).keys() & found.keys():
+            problem = "the catalog has a row of this name"
+            raise InputError(problem, "choose another name", field=name, file=str(path))
+        found |= _read(path)
     return found
 
 
@@ -87,9 +75,8 @@ def _folders() -> list[Path]:
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     if path.parent != FOLDER and not path.exists():
         if not path.parent.is_dir():
-            raise InputError(
-                "no such folder", f"set {OWN_CATALOG} to a folder", field=OWN_CATALOG, value=str(path.parent)
-            )
+            remedy = f"set {OWN_CATALOG} to a folder"
+            raise InputError("no such folder", remedy, field=OWN_CATALOG, value=str(path.parent))
         return {}
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -98,13 +85,13 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def gpu_name(text: str) -> str:
-    """The catalog's name of the GPU, or ``text`` itself where it stands for none or for several."""
+    """Return the catalog's name of the GPU, or ``text`` itself where it stands for none or for several."""
     found = find_gpu(text)
     return text if found is None else found.name
 
 
 def find_gpu(text: str) -> Found | None:
-    """The GPU that ``text`` stands for: ``H100``, ``NVIDIA A100-SXM4-80GB``, ``A100-80G``, ``rtx4090``."""
+    """Return the GPU that ``text`` stands for, such as ``H100``, ``NVIDIA A100-SXM4-80GB`` or ``rtx4090``."""
     if text in rows(GPUS) or text.lower() == CPU:
         return Found(text.lower(), is_full=True)
     words = gpu_words(text)
@@ -113,7 +100,8 @@ def find_gpu(text: str) -> Found | None:
     if len(named) == 1:
         return Found(named[0], is_full=True)
     aliased = [name for name in spellings if words in _gpu_aliases(name)]
-    counted = aliased or _distinguishes(words)
+    # More than a size or a form factor.
+    counted = aliased or any(_is_family(word) and not word.startswith("sxm") for word in words)
     fitting = [name for name, (known, _) in spellings.items() if counted and words <= known]
     bare = [name for name in fitting if gpu_words(name) <= words]
     for chosen in (aliased, bare, fitting):
@@ -124,7 +112,7 @@ def find_gpu(text: str) -> Found | None:
 
 
 def gpu_note(text: str) -> str | None:
-    """One line where ``text`` leaves something out that the chosen row says; None: nothing to say."""
+    """Return a line where ``text`` leaves out a detail of the chosen row, else None."""
     found = find_gpu(text)
     if found is None or found.is_full:
         return None
@@ -134,10 +122,7 @@ def gpu_note(text: str) -> str | None:
 
 
 def gpus_like(text: str) -> list[str]:
-    """Names of the rows of the family that ``text`` names, such as all A100s for ``a100-64gb``.
-
-    The longest family first.
-    """
+    """Return the rows of the longest family that ``text`` names, such as all A100s for ``a100-64gb``."""
     typed = "".join(sorted(gpu_words(text), key=lambda word: text.lower().find(word)))
     families = {
         name: max((len(word) for word in gpu_words(name) if _is_family(word) and word in typed), default=0)
@@ -148,7 +133,7 @@ def gpus_like(text: str) -> list[str]:
 
 
 def gpu_words(text: str) -> frozenset[str]:
-    """What a GPU's name says, in no order: ``NVIDIA A100-80G`` is a100 and 80gb."""
+    """Return the distinguishing words of a GPU's name: ``NVIDIA A100-80G`` has a100 and 80gb."""
     text = JOINED.sub(lambda found: f" {found[0]} ", MEMORY.sub(r" \1gb ", text.lower()))
     return frozenset(re.findall(r"[a-z0-9.]+", text)) - MAKERS
 
@@ -157,14 +142,9 @@ def _is_family(word: str) -> bool:
     return any(letter.isdigit() for letter in word) and not SIZE.fullmatch(word) and len(word) > 1
 
 
-def _distinguishes(words: Iterable[str]) -> bool:
-    """Whether they name more than a size or a form factor."""
-    return any(_is_family(word) and not word.startswith("sxm") for word in words)
-
-
 @functools.cache
 def _gpu_spellings() -> dict[str, tuple[frozenset[str], tuple[frozenset[str], ...]]]:
-    """Row -> every word that its names say of it, and the words of each of its full names."""
+    """Return for each row every word of its names, and the words of each of its full names."""
     found = {}
     for name, row in rows(GPUS).items():
         full = tuple(gpu_words(text) for text in (name, row["title"], *row.get("device_names", ())))
@@ -180,7 +160,7 @@ def _gpu_aliases(name: str) -> tuple[frozenset[str], ...]:
 
 
 def _size_words(memory_bytes: int) -> frozenset[str]:
-    """The size as a shop prints it: 80gb of 80 * 2**30 bytes, 141gb of 141 * 10**9."""
+    """Return the size as a shop prints it: 80gb of 80 * 2**30 bytes, 141gb of 141 * 10**9."""
     for unit in (2**30, 10**9):
         if memory_bytes % unit == 0:
             return frozenset({f"{memory_bytes // unit}gb"})
@@ -188,21 +168,13 @@ def _size_words(memory_bytes: int) -> frozenset[str]:
 
 
 def model_name(text: str) -> str:
-    """The catalog's name of the model, or ``text`` itself where it stands for none."""
+    """Return the catalog's name of the model, or ``text`` itself where it stands for none."""
     return find_model(text) or text
 
 
 def find_model(text: str) -> str | None:
-    """The model that ``text`` stands for.
-
-    ``GPT2``, ``llama 3.1 8b``, ``Qwen/Qwen3-8B``, ``Meta-Llama-3-8B``.
-    """
+    """Return the model that ``text`` stands for, such as ``GPT2``, ``llama 3.1 8b`` or ``Qwen/Qwen3-8B``."""
     return text if text in rows(MODELS) else _model_spellings().get(_model_key(text))
-
-
-def hub_names(name: str) -> tuple[str, ...]:
-    """The model's repositories on the Hub, each of the same shape; empty where it has none."""
-    return tuple(rows(MODELS)[name].get("hub", ()))
 
 
 def _model_key(text: str) -> str:
@@ -211,12 +183,10 @@ def _model_key(text: str) -> str:
 
 @functools.cache
 def _model_spellings() -> dict[str, str]:
-    """Folded name, Hub name, and Hub name without its owner -> the catalog's.
-
-    One that two models have is left out.
-    """
+    """Map folded names, Hub names with and without owner to the catalog's, where only one model has them."""
     found: dict[str, set[str]] = {}
-    for name in rows(MODELS):
-        for text in (name, *hub_names(name), *(hub.partition("/")[2] for hub in hub_names(name))):
+    for name, row in rows(MODELS).items():
+        hub = row.get("hub", ())
+        for text in (name, *hub, *(one.partition("/")[2] for one in hub)):
             found.setdefault(_model_key(text), set()).add(name)
     return {key: names.pop() for key, names in found.items() if len(names) == 1}

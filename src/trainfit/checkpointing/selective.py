@@ -28,7 +28,7 @@ from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.trace.tensors import tensors_of
 
 DEFAULT_SAVED = ("mm", "attention")
-"""What ``selective`` saves by default."""
+"""Operations that ``selective`` saves by default."""
 PRODUCTS = {
     "mm": 0, "bmm": 0, "_scaled_mm": 0, "_int_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0,
     "addmm": 1, "baddbmm": 1,

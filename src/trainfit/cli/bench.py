@@ -1,12 +1,11 @@
 """``trainfit bench NAME``: run an experiment on this machine's device."""
 
 import os
-from collections import Counter
 from pathlib import Path
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from trainfit.cli.options import Device, Json, RecordFile, finite, only_json, print_json
@@ -18,24 +17,14 @@ if TYPE_CHECKING:
     from trainfit.spec.bench import BenchResult, BenchRow
 
 
-MARGIN = "  "
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The experiment; without it, list them.")]
 FORM_HELP = "tiny: seconds, a trial run. Default: full on a GPU, tiny on a CPU."
-Form = Annotated[Literal["tiny", "full"] | None, typer.Option(help=FORM_HELP)]
 LIMIT_HELP = "Begin no further point after this time."
-Limit = Annotated[
-    float | None, typer.Option("--limit-s", metavar="SECONDS", min=0, callback=finite, help=LIMIT_HELP)
-]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw the result.")]
 FILES_HELP = "Also write the experiment's traces or snapshots there."
-Files = Annotated[Path | None, typer.Option(metavar="DIR", help=FILES_HELP)]
-ListAll = Annotated[bool, typer.Option("--list", help="List the experiments and their questions.")]
 ONLY_HELP = "Only points whose KEY is one of these, such as compile=model."
-Only = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE,...", help=ONLY_HELP)]
 
 
 class BenchCommand(TyperCommand):
-    """Lists the experiments below the options of ``--help``."""
+    """A command that lists the experiments below the options of ``--help``."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from trainfit.bench.harness.discovery import experiment_names
@@ -44,19 +33,22 @@ class BenchCommand(TyperCommand):
             formatter.write_text(", ".join(experiment_names()))
 
 
-def register(app: typer.Typer) -> None:
-    app.command("bench", cls=BenchCommand)(run)
+OPTIONS = {"cls": BenchCommand}
 
 
 def run(
-    name: Name = None,
+    name: Annotated[
+        str | None, Argument(metavar="NAME", help="The experiment; without it, list them.")
+    ] = None,
     device: Device = "auto",
-    form: Form = None,
-    limit: Limit = None,
-    plot: Plot = None,
-    files: Files = None,
-    only: Only = None,
-    list_all: ListAll = False,
+    form: Annotated[Literal["tiny", "full"] | None, Option(help=FORM_HELP)] = None,
+    limit: Annotated[
+        float | None, Option("--limit-s", metavar="SECONDS", min=0, callback=finite, help=LIMIT_HELP)
+    ] = None,
+    plot: Annotated[Path | None, Option(metavar="FILE.svg", help="Also draw the result.")] = None,
+    files: Annotated[Path | None, Option(metavar="DIR", help=FILES_HELP)] = None,
+    only: Annotated[list[str] | None, Option(metavar="KEY=VALUE,...", help=ONLY_HELP)] = None,
+    list_all: Annotated[bool, Option("--list", help="List the experiments and their questions.")] = False,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
@@ -64,36 +56,44 @@ def run(
 
     Stopped by SIGTERM or Ctrl-C (exit 75), it prints and records what was measured; other rows are not-run.
     """
+    from trainfit.bench.harness.discovery import experiment
     from trainfit.bench.harness.runner import run as run_experiment
     from trainfit.bench.harness.signals import Signalled
+    from trainfit.records import append, replace_text
+    from trainfit.spec.provenance import new_bench_record
 
     if name is None or list_all:
         _list(json)
         return 0
     _check(record, plot)
-    wanted = _wanted(only or [])
+    wanted, code = _wanted(only or []), 0
     results: list[BenchResult] = []
 
     def keep(result: "BenchResult") -> None:
         results.append(result)
-        _keep(record, result)
+        if record is not None:
+            append(record, new_bench_record(result))
 
-    code = 0
     try:
         with only_json(json):
             run_experiment(
                 name, device=device, form=form, limit_s=limit, on_row=_print_row, folder=files,
-                on_file=_print_file, only=wanted, keep=keep,
+                on_file=lambda path: _print_progress("wrote", str(path)), only=wanted, keep=keep,
             )  # fmt: skip
     except Signalled as signalled:
         rest = "--only runs what is not-run" if results else "nothing was measured"
         say(f"{signalled}: stopped; {rest}", err=True)
         code = EXIT_STOPPED
     finally:  # Whatever ended the run, what was measured is shown.
+        from trainfit.cli.bench_text import show
+
         for result in results:
             print_json(result) if json else show(result)
     if plot is not None and results:
-        _draw(plot, results[0])
+        from trainfit.report.bench_plot import plot_of
+
+        drawn = plot_of(results[0], experiment(name).plots)
+        replace_text(plot, drawn) if drawn else say(f"{name} has nothing to draw", err=True)
     return code
 
 
@@ -134,12 +134,14 @@ def _check(record: Path | None, plot: Path | None) -> None:
     if plot is not None:
         require("matplotlib", "plots", field="--plot", value=str(plot))
     for field, path in (("record", record), ("plot", plot)):
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             remedy = "make it, or name another"
             raise InputError("no such folder", remedy, field=field, value=str(path.parent))
-        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise InputError("may not be written", "name another place", field=field, value=str(path))
-        if path is not None and path.is_dir():
+        if path.is_dir():
             raise InputError("is a folder", "name a file", field=field, value=str(path))
     if record is not None:
         from trainfit.records import check_can_append
@@ -147,59 +149,9 @@ def _check(record: Path | None, plot: Path | None) -> None:
         check_can_append(record)
 
 
-def _keep(record: Path | None, result: "BenchResult") -> None:
-    if record is not None:
-        from trainfit.records import append
-        from trainfit.spec.provenance import new_bench_record
-
-        append(record, new_bench_record(result))
-
-
-def _draw(path: Path, result: "BenchResult") -> None:
-    from trainfit.bench.harness.discovery import experiment
-    from trainfit.records import replace_text
-    from trainfit.report.bench_plot import plot_of
-
-    drawn = plot_of(result, experiment(result.experiment).plots)
-    if drawn is None:
-        say(f"{result.experiment} has nothing to draw", err=True)
-    else:
-        replace_text(path, drawn)
-
-
 def _print_row(row: "BenchRow") -> None:
-    """Print one line a row on stderr, to show progress."""
-    point = ", ".join(f"{key} {value}" for key, value in row.point.items())
-    say(f"{row.status:>13}  {point}", err=True)
+    _print_progress(row.status, ", ".join(f"{key} {value}" for key, value in row.point.items()))
 
 
-def _print_file(path: Path) -> None:
-    say(f"{'wrote':>13}  {path}", err=True)
-
-
-def show(result: "BenchResult") -> None:
-    """Print the environment, then a table for each set of keys, then the meaning of the columns."""
-    from trainfit.bench.harness.discovery import experiment
-    from trainfit.cli.fitted import fitted
-    from trainfit.report import bench_table
-    from trainfit.report.console import console, notes
-
-    out, columns = console(), experiment(result.experiment).columns
-    where = result.environment
-    head = f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}"
-    out.print(head, style="bold")
-    if result.gpu is None:
-        out.print("No data sheet of this device is known: no time is checked against its peaks.")
-    for grid in bench_table.grids(result.rows, columns):
-        for table in fitted(grid, out.width - len(MARGIN)):
-            out.print(f"\n{table.same}" if table.same else "")
-            # Not wrapped: a table wider than the terminal stays a table.
-            say("".join(f"{MARGIN}{line}\n" for line in bench_table.aligned(table)), end="")
-    notes(out, "Rows without a result", bench_table.reasons(result.rows))
-    notes(out, "Columns", bench_table.notes(result.rows, columns))
-    counts = Counter(row.status for row in result.rows)
-    out.print()
-    out.print(
-        f"{result.elapsed_s:.1f} s; rows: "
-        + ", ".join(f"{count} {status}" for status, count in counts.items())
-    )
+def _print_progress(status: str, text: str) -> None:
+    say(f"{status:>13}  {text}", err=True)

@@ -14,12 +14,7 @@ ABSENT = "-"
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
 
 
-def register(app: typer.Typer) -> None:
-    app.command("gpus")(list_gpus)
-    app.command("models")(list_models)
-
-
-def list_gpus(name: Name = None, json: Json = False) -> None:
+def gpus(name: Name = None, json: Json = False) -> None:
     """List the catalog's accelerators, or show one."""
     from trainfit.catalog import load as catalog
     from trainfit.report.console import console, rows
@@ -57,16 +52,16 @@ def _details(gpu: "Gpu") -> None:
 
     out = console()
     heading(out, gpu.title)
-    peaks = ", ".join(f"{dtype} {_tera(value)}" for dtype, value in gpu.peak_flops_per_s.items())
+    tera = {dtype: peak / 1e12 for dtype, peak in gpu.peak_flops_per_s.items()}
+    peaks = ", ".join(
+        f"{dtype} {f'{peak:,.0f}' if peak >= 1000 else f'{peak:.4g}'}" for dtype, peak in tera.items()
+    )
     speed = "none"
     if gpu.link != "none":
         rate = f"{link(gpu.link).bytes_per_s / 1e9:,.4g} GB/s in one direction"
         speed = f"{gpu.link}, {rate}; {gpu.gpus_per_host} GPUs a host"
-    price, source = (
-        "none that could be dated; give your own: --set hardware.price_per_hour=USD",
-        gpu.price_source,
-    )
-    if source is not None:
+    price = "none that could be dated; give your own: --set hardware.price_per_hour=USD"
+    if (source := gpu.price_source) is not None:
         price = f"{source.url} ({source.accessed}): {source.note}"
     lines = [
         ["architecture", f"{gpu.vendor} {gpu.architecture}"],
@@ -80,12 +75,7 @@ def _details(gpu: "Gpu") -> None:
     rows(out, lines, "left", "wrap")
 
 
-def _tera(flops_per_s: float) -> str:
-    tera = flops_per_s / 1e12
-    return f"{tera:,.0f}" if tera >= 1000 else f"{tera:.4g}"
-
-
-def list_models(name: Name = None, json: Json = False) -> None:
+def models(name: Name = None, json: Json = False) -> None:
     """List the catalog's models, or show one."""
     from trainfit.catalog import load as catalog
     from trainfit.report.console import console, heading, rows

@@ -29,16 +29,23 @@ EXIT_USAGE, EXIT_BUG = 2, 70
 UsageError = typer.BadParameter.__bases__[0]
 """Wrong usage, as typer raises it: its own class or click's, by version."""
 
-VERBS = "predict trace explain measure verify train sweep bench report records mfu catalog".split()
-"""Modules of this package, in the order of ``--help``; each registers its commands."""
+VERBS = (
+    "predict", "trace", "explain", "measure", "verify", "train", "sweep", "bench", "report", "mfu",
+    "catalog.gpus", "catalog.models", "records",
+)  # fmt: skip
+"""Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
+
+A module's ``OPTIONS`` are arguments of typer's ``command``.
+"""
 
 ABOUT = "Will this training run fit, how fast will it go, what will it cost? Answered before a GPU is rented."
 
 
 def app() -> typer.Typer:
-    """Return the command line; every verb registers its commands."""
-    plain = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
-    verbs = typer.Typer(help=ABOUT, **plain)
+    """Return the command line with every verb."""
+    verbs = typer.Typer(
+        help=ABOUT, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
     version_option = typer.Option(False, "--version", help="Print the version.", callback=_version)
 
     @verbs.callback()
@@ -46,7 +53,13 @@ def app() -> typer.Typer:
         pass
 
     for verb in VERBS:
-        import_module(f"trainfit.cli.{verb}").register(verbs)
+        name, _, function = verb.partition(".")
+        module = import_module(f"trainfit.cli.{name}")
+        if hasattr(module, "GROUP"):
+            verbs.add_typer(module.GROUP, name=name)
+        else:
+            options = getattr(module, "OPTIONS", {})
+            verbs.command(function or name, **options)(getattr(module, function or "run"))
     return verbs
 
 

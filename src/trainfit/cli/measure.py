@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from trainfit.cli import options
 from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings, finite
@@ -10,23 +10,17 @@ from trainfit.spec.errors import EXIT_BAD_INPUT
 
 EXIT_CODES = {"done": 0, "out-of-memory": EXIT_BAD_INPUT, "timeout": 75, "crashed": 70}
 """By the trial's status, as for ``train``: 65 the recipe does not work here; 75 stopped early; 70 a bug."""
-Timeout = Annotated[
-    float | None,
-    typer.Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after this time."),
-]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("measure")(run)
 
 
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,
-    steps: Annotated[int, typer.Option(min=0, metavar="N", help="Timed steps.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Untimed steps before them.")] = 3,
+    steps: Annotated[int, Option(min=0, metavar="N", help="Timed steps.")] = 10,
+    warmup: Annotated[int, Option(min=0, metavar="N", help="Untimed steps before them.")] = 3,
     device: options.Device = "auto",
-    timeout: Timeout = None,
+    timeout: Annotated[
+        float | None, Option(metavar="SECONDS", min=0, callback=finite, help="End the trial after this time.")
+    ] = None,
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,

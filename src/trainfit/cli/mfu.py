@@ -5,6 +5,7 @@ import sys
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Option
 
 from trainfit.cli.options import (
     Json,
@@ -17,57 +18,38 @@ from trainfit.cli.options import (
     print_notes,
     share,
 )
+from trainfit.spec import DEFAULT_GPU
 
-Model = Annotated[str | None, typer.Option(metavar="NAME", help="A catalog model, or a config.json.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")]
-Seq = Annotated[int | None, typer.Option(min=1, metavar="S", help="Tokens a sequence.")]
-StepSeconds = Annotated[
-    float | None, typer.Option("--step-s", metavar="T", callback=finite, help="Seconds a step.")
-]
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
-Given = Annotated[float | None, typer.Option("--mfu", metavar="SHARE", parser=share, help=MFU_HELP)]
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
-Tokens = Annotated[float | None, typer.Option(metavar="N", parser=count, help=TOKENS_HELP)]
-GpuName = Annotated[str, typer.Option("--gpu", metavar="NAME", help="An accelerator of the catalog.")]
-NumGpus = Annotated[int, typer.Option("--count", min=1, metavar="N", help="Number of GPUs.")]
-Adapter = Annotated[Literal["lora"] | None, typer.Option(help="Frozen weights: no weight gradients.")]
-Rank = Annotated[int, typer.Option(min=1, metavar="R", help="The adapter's rank.")]
 RECOMPUTE_HELP = "full: the whole forward again, in HFU only."
-Recompute = Annotated[Literal["none", "full"], typer.Option(help=RECOMPUTE_HELP)]
-Precision = Annotated[
-    Literal["fp32", "bf16", "amp-bf16", "amp-fp16"], typer.Option(help="Selects the dense peak.")
-]
-Attention = Annotated[Literal["causal", "full"], typer.Option(help="Count masked attention scores or not.")]
 CLOSED_HELP = (
     "The closed form printed with the count. products: multiplied weights, windows followed; 6n: all "
     "parameters, embedding included, no windows, as in published figures."
 )
-ClosedForm = Annotated[Literal["products", "6n"], typer.Option(help=CLOSED_HELP)]
 HOURS_HELP = "Also print what this many GPU-hours cost, such as 1.46M."
-GpuHours = Annotated[float | None, typer.Option(metavar="HOURS", parser=count, help=HOURS_HELP)]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("mfu")(run)
+Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16"]
 
 
 def run(
-    model: Model = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    step_s: StepSeconds = None,
-    mfu: Given = None,
-    gpu: GpuName = "h200",
-    count: NumGpus = 1,
-    adapter: Adapter = None,
-    rank: Rank = 16,
-    recompute: Recompute = "none",
-    precision: Precision = "bf16",
-    attention: Attention = "causal",
-    closed_form: ClosedForm = "products",
+    model: Annotated[str | None, Option(metavar="NAME", help="A catalog model, or a config.json.")] = None,
+    batch: Annotated[int | None, Option(min=1, metavar="B", help="Sequences a step, over all GPUs.")] = None,
+    seq: Annotated[int | None, Option(min=1, metavar="S", help="Tokens a sequence.")] = None,
+    step_s: Annotated[float | None, Option(metavar="T", callback=finite, help="Seconds a step.")] = None,
+    mfu: Annotated[float | None, Option(metavar="SHARE", parser=share, help=MFU_HELP)] = None,
+    gpu: Annotated[str, Option(metavar="NAME", help="An accelerator of the catalog.")] = DEFAULT_GPU,
+    num_gpus: Annotated[int, Option("--count", min=1, metavar="N", help="Number of GPUs.")] = 1,
+    adapter: Annotated[Literal["lora"] | None, Option(help="Frozen weights: no weight gradients.")] = None,
+    rank: Annotated[int, Option(min=1, metavar="R", help="The adapter's rank.")] = 16,
+    recompute: Annotated[Literal["none", "full"], Option(help=RECOMPUTE_HELP)] = "none",
+    precision: Annotated[Precision, Option(help="Selects the dense peak.")] = "bf16",
+    attention: Annotated[
+        Literal["causal", "full"], Option(help="Count masked attention scores or not.")
+    ] = "causal",
+    closed_form: Annotated[Literal["products", "6n"], Option(help=CLOSED_HELP)] = "products",
     peak_flops: PeakFlops = None,
-    tokens: Tokens = None,
-    gpu_hours: GpuHours = None,
+    tokens: Annotated[float | None, Option(metavar="N", parser=count, help=TOKENS_HELP)] = None,
+    gpu_hours: Annotated[float | None, Option(metavar="HOURS", parser=count, help=HOURS_HELP)] = None,
     price: Price = None,
     json: Json = False,
 ) -> None:
@@ -97,7 +79,7 @@ def run(
         if tokens is not None and gpu_hours is not None:
             raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
         recipe = recipe_of_one(model, seq, precision, adapter, rank)
-        speed = Speed(step_s, mfu, row, count, peak_flops)
+        speed = Speed(step_s, mfu, row, num_gpus, peak_flops)
         with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
             found |= step_usage(recipe, batch, attention, recompute == "full", speed, closed_form)
         if tokens is not None:

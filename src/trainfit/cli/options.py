@@ -5,6 +5,7 @@ import json as json_format
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,20 +62,13 @@ Settings = Annotated[
 GpuOption = Annotated[
     str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")
 ]
+PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Price = Annotated[
-    float | None,
-    typer.Option(
-        "--price",
-        metavar="USD",
-        min=0,
-        callback=finite,
-        help="Price of one GPU-hour; default: the catalog's.",
-    ),
+    float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help=PRICE_HELP)
 ]
 PEAK_HELP = "The device's dense peak, for MFU and HFU."
 PeakFlops = Annotated[
-    float | None,
-    typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP),
+    float | None, typer.Option("--peak-flops", metavar="FLOP/S", min=1, callback=finite, help=PEAK_HELP)
 ]
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 where it does not fit.")]
@@ -117,11 +111,9 @@ def work(recipe: str, settings: list[str] | None, *, json: bool, record: Path | 
         yield
 
 
-@contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[None]:
+def only_json(wanted: bool) -> AbstractContextManager[Any]:
     """Redirect what libraries print to standard error if ``--json`` is wanted."""
-    with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
-        yield
+    return contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext()
 
 
 def print_json(value: "BaseModel | dict[str, Any] | list[Any]") -> None:

@@ -12,10 +12,6 @@ DETERMINISTIC = "Predict kernels that repeat bit by bit, which train requests by
 VERBOSE = "Also print conventions, assumptions and the basis of the bounds."
 
 
-def register(app: typer.Typer) -> None:
-    app.command("predict")(run)
-
-
 def run(
     recipe: RecipeArgument,
     settings: Settings = None,

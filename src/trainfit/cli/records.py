@@ -15,15 +15,10 @@ File = Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file that 
 Kind = Annotated[Literal["predict", "measure", "train", "bench"] | None, typer.Option(help="Only this kind.")]
 
 
-def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="List, export, import or recover records.")
-    group.command("list")(list_records)
-    group.command("export")(export_records)
-    group.command("import")(import_records)
-    group.command("recover")(recover_records)
-    app.add_typer(group, name="records")
+GROUP = typer.Typer(help="List, export, import or recover records.")
 
 
+@GROUP.command("list")
 def list_records(file: File, kind: Kind = None, json: Json = False) -> None:
     """List the records, oldest first."""
     from trainfit.records import read
@@ -56,6 +51,7 @@ def _line(record: "Record") -> list[str]:
     ]  # fmt: skip
 
 
+@GROUP.command("export")
 def export_records(
     file: File,
     out: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where to write one JSON object a line.")],
@@ -67,6 +63,19 @@ def export_records(
     say(f"{written} records written to {out}", err=True)
 
 
+@GROUP.command("import")
+def import_records(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file of records; made if missing.")],
+    lines: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Records, one JSON object a line.")],
+) -> None:
+    """Add the records of a JSON Lines file that FILE does not hold yet."""
+    from trainfit.records import check_can_append, import_jsonl
+
+    check_can_append(file)
+    say(f"{import_jsonl(file, lines)} new records in {file}", err=True)
+
+
+@GROUP.command("recover")
 def recover_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A damaged SQLite or JSON Lines file.")],
     out: Annotated[Path, typer.Argument(metavar="NEW.jsonl", help="A new file for its intact records.")],
@@ -80,14 +89,3 @@ def recover_records(
         say(f"lost: {printable(line)}", err=True)
     say(f"{written} records written to {out}, {len(damaged)} lost", err=True)
     return EXIT_BAD_INPUT if damaged else 0
-
-
-def import_records(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An SQLite file of records; made if missing.")],
-    lines: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Records, one JSON object a line.")],
-) -> None:
-    """Add the records of a JSON Lines file that FILE does not hold yet."""
-    from trainfit.records import check_can_append, import_jsonl
-
-    check_can_append(file)
-    say(f"{import_jsonl(file, lines)} new records in {file}", err=True)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from trainfit.cli.options import Json, print_json
 from trainfit.spec.optional import require
@@ -12,18 +12,15 @@ from trainfit.spec.printable import say
 if TYPE_CHECKING:
     from trainfit.report.compare import Comparison
 
-Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="SQLite files that --record made, or JSON Lines.")
-]
-Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print every column as a Markdown table.")]
 
-
-def register(app: typer.Typer) -> None:
-    app.command("report")(run)
-
-
-def run(files: Files, html: Html = None, markdown: Markdown = False, json: Json = False) -> None:
+def run(
+    files: Annotated[
+        list[Path], Argument(metavar="FILE...", help="SQLite files that --record made, or JSON Lines.")
+    ],
+    html: Annotated[Path | None, Option(metavar="FILE", help="Also write a page with plots.")] = None,
+    markdown: Annotated[bool, Option("--markdown", help="Print every column as a Markdown table.")] = False,
+    json: Json = False,
+) -> None:
     """Compare predictions with measurements; write a page with plots."""
     from trainfit.records import load
     from trainfit.report.compare import compare

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from trainfit.cli.options import Json, PeakFlops, Settings, finite, only_json, print_json
 from trainfit.spec.errors import EXIT_STOPPED
 from trainfit.spec.printable import printable, say
-from trainfit.training.stop import resumable
+from trainfit.training.stop import StopSignal, resumable
 
 if TYPE_CHECKING:
     from trainfit.spec.result import Record
@@ -27,72 +28,45 @@ MAX_LIVE_ROWS = 60
 GO_ON = "what has a result is kept: the same command goes on"
 
 FILES_HELP = "A sweep's YAML file (docs/guide/sweep.md), or recipe files and .jsonl files of recipes."
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help=FILES_HELP)]
 OUT_HELP = (
     "Folder of records, logs and report (runs/NAME), or a file NAME.jsonl for records alone. An existing one "
     "is continued."
 )
-Out = Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help=OUT_HELP)]
-ExecutorOption = Annotated[Literal["local", "ray"], typer.Option("--executor", help="This machine or Ray.")]
 RAY_HELP = "Address of a running cluster; default: start one here."
-RayAddress = Annotated[str | None, typer.Option("--ray-address", metavar="ADDRESS", help=RAY_HELP)]
-JOBS_HELP = "Measured trials side by side (one a GPU; a CPU: 1)."
-Jobs = Annotated[int | None, typer.Option("--jobs", min=1, max=1024, metavar="N", help=JOBS_HELP)]
-DEVICES = Literal["auto", "cpu", "cuda"]
-Device = Annotated[DEVICES | None, typer.Option("--device", help="Instead of the file's device.")]
+JOBS_HELP = "Measured trials in parallel (one a GPU; a CPU: 1)."
 RETRY_HELP = "Repeat trials that crashed, were killed or lost, or timed out."
-Retry = Annotated[bool, typer.Option("--retry", help=RETRY_HELP)]
 PREDICT_HELP = "Measure and train nothing; a later run without it does the rest."
-PredictOnly = Annotated[bool, typer.Option("--predict-only", help=PREDICT_HELP)]
-Measure = Annotated[bool, typer.Option("--measure", help="Measure too, also where the file does not.")]
-MeasureOnly = Annotated[bool, typer.Option("--measure-only", help="Neither predict nor train.")]
-STEPS_HELP = "Timed steps of a measurement (10)."
-Steps = Annotated[int | None, typer.Option("--steps", min=0, metavar="N", help=STEPS_HELP)]
-WARMUP_HELP = "Untimed steps before them (3)."
-Warmup = Annotated[int | None, typer.Option("--warmup", min=0, metavar="N", help=WARMUP_HELP)]
-TIMEOUT = {"min": 0.001, "metavar": "SECONDS", "callback": finite}
-Timeout = Annotated[float | None, typer.Option("--timeout", help="Limit of one trial (600).", **TIMEOUT)]
-STOP = {"min": 0, "metavar": "SECONDS", "callback": finite}
-StopAfter = Annotated[
-    float | None, typer.Option("--stop-after", help="Start no trial after this time; exit 75.", **STOP)
-]
-MEMORY = {"min": 0, "metavar": "GIB", "callback": finite}
-MemoryLimit = Annotated[
-    float | None, typer.Option("--memory-limit-gib", help="What a trial may allocate.", **MEMORY)
-]
 SHARED_HELP = "Others use the device too: keep no times and no device memory."
-Shared = Annotated[bool, typer.Option("--shared", help=SHARED_HELP)]
-Tag = Annotated[list[str] | None, typer.Option("--tag", metavar="TAG", help="Added to each record.")]
-Again = Annotated[bool, typer.Option("--again", help="Repeat everything, also what has a result.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("sweep")(run)
+SECONDS = {"metavar": "SECONDS", "callback": finite}
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 def run(
-    files: Files,
-    out: Out = None,
+    files: Annotated[list[Path], Argument(metavar="FILE...", help=FILES_HELP)],
+    out: Annotated[Path | None, Option(metavar="FOLDER", help=OUT_HELP)] = None,
     settings: Settings = None,
-    executor: ExecutorOption = "local",
-    ray_address: RayAddress = None,
-    jobs: Jobs = None,
-    device: Device = None,
-    retry: Retry = False,
-    again: Again = False,
-    predict_only: PredictOnly = False,
-    measure: Measure = False,
-    measure_only: MeasureOnly = False,
-    steps: Steps = None,
-    warmup: Warmup = None,
-    timeout: Timeout = None,
-    stop_after: StopAfter = None,
-    memory_limit_gib: MemoryLimit = None,
-    shared: Shared = False,
-    tag: Tag = None,
+    executor: Annotated[Literal["local", "ray"], Option(help="This machine or Ray.")] = "local",
+    ray_address: Annotated[str | None, Option(metavar="ADDRESS", help=RAY_HELP)] = None,
+    jobs: Annotated[int | None, Option(min=1, max=1024, metavar="N", help=JOBS_HELP)] = None,
+    device: Annotated[DeviceName | None, Option(help="Instead of the file's device.")] = None,
+    retry: Annotated[bool, Option("--retry", help=RETRY_HELP)] = False,
+    again: Annotated[bool, Option("--again", help="Repeat everything, also what has a result.")] = False,
+    predict_only: Annotated[bool, Option("--predict-only", help=PREDICT_HELP)] = False,
+    measure: Annotated[bool, Option("--measure", help="Measure too, also where the file does not.")] = False,
+    measure_only: Annotated[bool, Option("--measure-only", help="Neither predict nor train.")] = False,
+    steps: Annotated[int | None, Option(min=0, metavar="N", help="Timed steps a measurement (10).")] = None,
+    warmup: Annotated[int | None, Option(min=0, metavar="N", help="Untimed steps before them (3).")] = None,
+    timeout: Annotated[float | None, Option(min=0.001, help="Limit of one trial (600).", **SECONDS)] = None,
+    stop_after: Annotated[
+        float | None, Option(min=0, help="Start no trial after this time; exit 75.", **SECONDS)
+    ] = None,
+    memory_limit_gib: Annotated[
+        float | None, Option(min=0, metavar="GIB", callback=finite, help="What a trial may allocate.")
+    ] = None,
+    shared: Annotated[bool, Option("--shared", help=SHARED_HELP)] = False,
+    tag: Annotated[list[str] | None, Option(metavar="TAG", help="Added to each record.")] = None,
     peak_flops: PeakFlops = None,
-    markdown: Markdown = False,
+    markdown: Annotated[bool, Option("--markdown", help="Print the table as Markdown.")] = False,
     json: Json = False,
 ) -> int:
     """Predict, measure and train variants of a recipe, or a list of recipes; compare them.
@@ -105,21 +79,17 @@ def run(
     if predict_only and (measure or measure_only):
         raise typer.BadParameter("--predict-only measures nothing")
     from trainfit.sweeps.journal import Journal
-    from trainfit.sweeps.read import read_sweeps
+    from trainfit.sweeps.read import read_sweep
     from trainfit.sweeps.run import Run
 
-    sweep = read_sweeps(files, settings)
-    if predict_only:
-        sweep = replace(
-            sweep, file=sweep.file.model_copy(update={"predict": True, "measure": None, "train": None})
-        )
-    sweep = replace(
-        sweep,
-        file=sweep.file.with_options(
-            measure=measure or measure_only, only=measure_only, steps=steps, warmup=warmup, seconds=timeout,
-            memory_gib=memory_limit_gib,
-        ),
+    sweep = read_sweep(*files, settings=settings)
+    file = sweep.file.with_options(
+        measure=measure or measure_only, only=measure_only, steps=steps, warmup=warmup, seconds=timeout,
+        memory_gib=memory_limit_gib,
     )  # fmt: skip
+    if predict_only:
+        file = file.model_copy(update={"predict": True, "measure": None, "train": None})
+    sweep = replace(sweep, file=file)
     deadline_s = math.inf if stop_after is None else time.monotonic() + stop_after
     out = out or Path("runs") / sweep.name
     with resumable(lambda: GO_ON), only_json(json), Journal(out, sweep.name, tuple(tag or ())) as journal:
@@ -130,7 +100,7 @@ def run(
         )  # fmt: skip
         for note in (*sweep.notes, *journal.notes):
             view.say(f"note: {note}")
-        with executing(executor, device or sweep.file.device, jobs, ray_address, deadline_s) as trials:
+        with executing(executor, device or file.device, jobs, ray_address, deadline_s) as trials:
             _run(state, trials, view)
         page = None if journal.is_file else _report(state, out)
     if json:
@@ -147,7 +117,7 @@ def run(
 
 @contextmanager
 def executing(
-    kind: str, device: DEVICES, jobs: int | None, address: str | None, deadline_s: float
+    kind: str, device: str, jobs: int | None, address: str | None, deadline_s: float
 ) -> "Iterator[Executor]":
     """Yield the executor of the trials."""
     if kind == "ray":
@@ -162,8 +132,6 @@ def executing(
 
 
 def _run(state: "Run", trials: "Executor", view: "View") -> None:
-    from trainfit.training.stop import StopSignal
-
     with view.showing(state), StopSignal() as stop:
         state.go(trials, lambda: stop.name is not None)
     if state.num_kept:
@@ -204,18 +172,18 @@ class View:
             return
         from rich.live import Live
 
-        with Live(
-            console=self._console, get_renderable=lambda: self._table(state),
-            refresh_per_second=REFRESH_PER_S, transient=True, redirect_stdout=False,
-        ):  # fmt: skip
-            yield
-
-    def _table(self, state: "Run") -> Any:
         from trainfit.report.sweep import text_table
 
-        now = time.monotonic()
-        seconds = {name: now - since for name, since in tuple(self._since.items())}
-        return text_table(state.rows(), self._console.width, seconds=seconds)
+        def table() -> Any:
+            now = time.monotonic()
+            seconds = {name: now - since for name, since in tuple(self._since.items())}
+            return text_table(state.rows(), self._console.width, seconds=seconds)
+
+        with Live(
+            console=self._console, get_renderable=table, refresh_per_second=REFRESH_PER_S, transient=True,
+            redirect_stdout=False,
+        ):  # fmt: skip
+            yield
 
 
 def _report(state: "Run", folder: Path) -> Path:

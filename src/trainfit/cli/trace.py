@@ -6,29 +6,25 @@ import traceback
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from trainfit.cli.options import EXIT_DOES_NOT_FIT, Check, Json, only_json, print_json
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
 
 SCRIPT_HELP = "A Python file that trains a torch module on cuda, run as __main__."
-Script = Annotated[str, typer.Argument(metavar="SCRIPT", help=SCRIPT_HELP)]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
-]
 
-
-def register(app: typer.Typer) -> None:
-    context = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-    app.command("trace", context_settings=context)(run)
+OPTIONS = {"context_settings": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 
 
 def run(
-    script: Script,
-    arguments: Arguments = None,
-    gpu: str = typer.Option("h200", "--gpu", metavar="NAME", help="An NVIDIA GPU of trainfit gpus."),
-    steps: int = typer.Option(3, "--steps", min=1, metavar="N", help="Optimizer steps that are traced."),
+    script: Annotated[str, Argument(metavar="SCRIPT", help=SCRIPT_HELP)],
+    arguments: Annotated[
+        list[str] | None, Argument(metavar="[ARGUMENT]...", help="The script's own arguments.")
+    ] = None,
+    gpu: Annotated[str, Option(metavar="NAME", help="An NVIDIA GPU of trainfit gpus.")] = DEFAULT_GPU,
+    steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps that are traced.")] = 3,
     json: Json = False,
     check: Check = False,
 ) -> int:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Option
 
 from trainfit.cli.options import Json, RecordFile, finite, keep, only_json, print_json
 from trainfit.spec.printable import say
@@ -13,25 +13,16 @@ if TYPE_CHECKING:
 EXIT_NOT_PASSED = 1
 DEFAULT_COUNT, DEFAULT_COUNT_CPU = 8, 4
 COUNT_HELP = "Recipes to check (8; on a CPU 4)."
-Count = Annotated[int | None, typer.Option(min=1, max=1000, metavar="N", help=COUNT_HELP)]
-Seed = Annotated[int, typer.Option(min=0, metavar="N", help="Which recipes are drawn.")]
 GPU_HELP = "The catalog's name of this machine's GPU."
-ThisGpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
-Timeout = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", min=1, callback=finite, help="Limit of one measurement."),
-]
-
-
-def register(app: typer.Typer) -> None:
-    app.command("verify")(run)
 
 
 def run(
-    count: Count = None,
-    seed: Seed = 0,
-    gpu: ThisGpu = None,
-    timeout: Timeout = 300.0,
+    count: Annotated[int | None, Option(min=1, max=1000, metavar="N", help=COUNT_HELP)] = None,
+    seed: Annotated[int, Option(min=0, metavar="N", help="Which recipes are drawn.")] = 0,
+    gpu: Annotated[str | None, Option(metavar="NAME", help=GPU_HELP)] = None,
+    timeout: Annotated[
+        float, Option(metavar="SECONDS", min=1, callback=finite, help="Limit of one measurement.")
+    ] = 300.0,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
@@ -50,10 +41,8 @@ def run(
     with only_json(json):
         row, device = gpu_here(gpu)
         on_cpu = row.vendor == "host"
-        if on_cpu:
-            _say("no CUDA GPU in this machine: verifying the CPU path with tiny models")
-        else:
-            _say(f"{device}: {row.name} of the catalog")
+        cpu_note = "no CUDA GPU in this machine: verifying the CPU path with tiny models"
+        _say(cpu_note if on_cpu else f"{device}: {row.name} of the catalog")
         count = count or (DEFAULT_COUNT_CPU if on_cpu else DEFAULT_COUNT)
         result = verify(row, device, count=count, seed=seed, timeout_s=timeout, say=_say, keep=keep_both)
     if json:

@@ -33,7 +33,7 @@ BELONGS_TO_PARAMETERS = ("weights", "optimizer")
 
 
 def explain(recipe: Recipe) -> Explanation:
-    """What holds memory at the peak of the recipe's step, and how memory goes through that step.
+    """Explain the memory at the peak of the recipe's step, and its course through that step.
 
     Raises:
         InputError: an unknown model or GPU, or techniques that are not there or exclude each other.
@@ -121,7 +121,7 @@ def rounded(num_bytes: int) -> int:
 
 
 class _Walk:
-    """What is alive, by category, through one step; what is alive before it included."""
+    """Live bytes by category through one step, those from before it included."""
 
     def __init__(self, ledger: Ledger, events: Sequence[LiveEvent], step: str):
         self.points: list[tuple[str, dict[str, int]]] = []

@@ -7,6 +7,7 @@ weight.
 
 from collections.abc import Callable, Collection
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -59,6 +60,14 @@ def declare(
         getattr(torch.ops.trainfit, name).default.dry_run = dry_run
     if kernel is not None:
         getattr(torch.ops.trainfit, name).default.kernel = kernel
+
+
+def triton_kernels(module: str) -> Any:
+    """Return the module ``trainfit.MODULE`` of Triton kernels, whose constexpr parameters take plain values.
+
+    It is imported at the first launch, because Triton need not be installed.
+    """
+    return import_module(f"trainfit.{module}")
 
 
 def uses_triton(x: Tensor) -> bool:

@@ -31,7 +31,7 @@ def host_environment(device: str) -> Environment:
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the control group this process runs in, whichever is less."""
+    """Return the memory of this machine, or of the control group this process runs in, whichever is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
@@ -39,7 +39,7 @@ def host_bytes() -> int:
 
 
 def cpu_name() -> str:
-    """The processor's own name, and how many of its threads this process may use."""
+    """Return the processor's own name, and how many of its threads this process may use."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.is_file() else None
     name = found.group(1).strip() if found else platform.processor() or platform.machine()
@@ -48,7 +48,7 @@ def cpu_name() -> str:
 
 
 def runs_on_cuda(device: str) -> bool:
-    """Whether a step on this device (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
+    """Return whether a step on this device (``auto``, ``cpu``, ``cuda``) runs on CUDA."""
     import torch
 
     return device != "cpu" and torch.cuda.is_available()

@@ -1,17 +1,20 @@
-"""Feed: micro-batches on the device, read by the recipe's loader."""
+"""Feed: micro-batches on the device, read by the recipe's loader; and the batches of measured steps."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Loader, Recipe
 
 if TYPE_CHECKING:
     import torch
+
+    from trainfit.step import Batch, Step
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -26,7 +29,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Uniform token ids, equal for equal seed and step number on every machine."""
+    """Source of uniform token ids, equal for equal seed and step number on every machine."""
 
     vocabulary: int
     sequences: int
@@ -106,6 +109,26 @@ class _Steps:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self.source(self.steps[index])
+
+
+@contextmanager
+def measured_batches(step: Step, num_steps: int) -> Iterator[Callable[[], list[Batch]]]:
+    """Yield a function that returns the micro-batches of each of at most ``num_steps`` steps.
+
+    With the loader's defaults they are the same each time, so that reading takes no part in the time: the
+    baseline of a loader. Otherwise they are random tokens through the recipe's loader.
+    """
+    from trainfit.step import vocabulary
+
+    recipe = step.recipe
+    if recipe.loader == Loader():
+        batches = step.random_batches(recipe.seed)
+        yield lambda: batches
+        return
+    sequences = recipe.batch.micro * recipe.batch.accumulate
+    source = RandomTokens(vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed)
+    with Feed(recipe, source, step.device, range(num_steps)) as feed:
+        yield feed.__next__
 
 
 def _outlive_the_first_signal(worker: int) -> None:

@@ -1,12 +1,9 @@
 """LiveBytes: bytes of the tensors alive on one device, by following their real storages.
 
-Enters: a device and the operations that run while the mode is on. Leaves: live bytes now, the peak since it
-was last taken, and what held that peak. Each storage counts once, rounded up to 512 bytes as CUDA's allocator
-does, so that a run on a CPU compares with a prediction.
-
-Not seen: what a kernel allocates and frees inside itself (below the dispatcher), scratch that libraries keep,
-and code that torch.compile generated (a dispatch mode makes Dynamo step aside, so compiled recipes must not
-be measured with it).
+Each storage counts once, rounded up to 512 bytes as CUDA's allocator does, so that a run on a CPU compares
+with a prediction. Not seen: what a kernel allocates and frees inside itself (below the dispatcher), scratch
+that libraries keep, and code that torch.compile generated (a dispatch mode disables Dynamo, so compiled
+recipes must not be measured with it).
 """
 
 import weakref
@@ -26,7 +23,7 @@ ROUND_BYTES = 512
 
 @dataclass
 class _Held:
-    """One storage alive: its rounded size, what it holds, and the callback at its end."""
+    """A storage: its rounded size, what it holds, and the callback when it is freed."""
 
     num_bytes: int
     category: str
@@ -34,11 +31,10 @@ class _Held:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows every storage that an operation returns until it dies.
+    """Follow every storage that an operation returns until it is freed.
 
     ``category`` names the content of new storages (one of CATEGORIES); ``assign`` renames known tensors'.
-    ``limit_bytes``: what may be alive at once, as on a smaller device; the operation that needs more raises
-    torch.OutOfMemoryError, and its result is not counted.
+    An operation that would exceed ``limit_bytes`` raises torch.OutOfMemoryError and is not counted.
     """
 
     def __init__(self, device: torch.device):
@@ -57,16 +53,17 @@ class LiveBytes(TorchDispatchMode):
             # A wrapper around tensors: its own rule runs first, and what that allocates comes back here.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self._follow(result, self.category)
-        else:
-            for item in tree_iter(result):
-                if isinstance(item, torch.Tensor):
-                    self._follow(item, self.category)
+        for item in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
+            if isinstance(item, torch.Tensor):
+                self._follow(item, self.category)
         return result
 
+    def enter_phase(self, phase: str) -> None:
+        """Name the content of new storages by the phase of a step."""
+        self.category = "activations" if phase == "forward" else "temporary"
+
     def assign(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """These tensors hold ``category`` from now on; the ones not yet followed are followed."""
+        """Set the category of these tensors, and follow those not yet followed."""
         for tensor in tensors:
             for storage in self._storages(tensor):
                 held = self._held.get(storage._cdata)
@@ -78,10 +75,7 @@ class LiveBytes(TorchDispatchMode):
                     held.category = category
 
     def take_peak(self) -> tuple[int, MemoryBreakdown]:
-        """Return the highest live bytes since the last call (or the start) and their holders.
-
-        Restart from now.
-        """
+        """Return the highest live bytes since the last call (or the start) and what held them."""
         taken = self._peak_bytes, MemoryBreakdown(**self._at_peak)
         self._peak_bytes, self._at_peak = self.live_bytes, dict(self._by_category)
         return taken
@@ -89,23 +83,17 @@ class LiveBytes(TorchDispatchMode):
     def _storages(self, tensor: torch.Tensor) -> list[torch.UntypedStorage]:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
-            inner = [getattr(tensor, name) for name in names]
-            return [
-                storage
-                for part in inner
-                if isinstance(part, torch.Tensor)
-                for storage in self._storages(part)
-            ]
+            parts = [getattr(tensor, name) for name in names]
+            inner = [self._storages(part) for part in parts if isinstance(part, torch.Tensor)]
+            return [storage for storages in inner for storage in storages]
         return [tensor.untyped_storage()] if tensor.device == self.device else []
 
     def _follow(self, tensor: torch.Tensor, category: str) -> None:
         for storage in self._storages(tensor):
-            held = self._held.get(storage._cdata)
+            held, size = self._held.get(storage._cdata), _rounded(storage.nbytes())
             if held is None:
                 self._add(storage, category)
-            elif held.num_bytes != (
-                size := _rounded(storage.nbytes())
-            ):  # resize_ and out= change a storage in place
+            elif held.num_bytes != size:  # resize_ and out= change a storage in place.
                 self._must_fit(size - held.num_bytes)
                 self._count(held.category, size - held.num_bytes)
                 held.num_bytes = size
@@ -125,10 +113,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _must_fit(self, num_bytes: int) -> None:
         if self.limit_bytes is not None and self.live_bytes + num_bytes > self.limit_bytes:
-            raise torch.OutOfMemoryError(
-                f"{num_bytes:,} bytes more than the {self.live_bytes:,} alive "
-                f"are over the limit of {self.limit_bytes:,}"
-            )
+            need = f"{num_bytes:,} bytes more than the {self.live_bytes:,} alive"
+            raise torch.OutOfMemoryError(f"{need} are over the limit of {self.limit_bytes:,}")
 
     def _count(self, category: str, num_bytes: int) -> None:
         self.live_bytes += num_bytes

@@ -1,8 +1,7 @@
 """Meters: how memory and time are read on one kind of device.
 
-A meter is asked for the highest allocated bytes since it was last asked (``take``). On CUDA the caching
-allocator keeps that count on the host as it hands out blocks, so reading it at a phase's boundary needs no
-synchronisation. On a CPU LiveBytes follows the real storages.
+On CUDA the caching allocator keeps the highest allocated bytes on the host as it hands out blocks, so reading
+them at a phase's boundary needs no synchronisation. On a CPU LiveBytes follows the real storages.
 """
 
 import gc
@@ -13,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from trainfit.step import Batch, Step
 from trainfit.virtual.trace.storages import prepend_grad_hook
 
 Peak = tuple[int, MemoryBreakdown | None]
-"""Bytes, and what held them where that is known."""
+"""Bytes, and what held them if that is known."""
 
 
 class Meter(ABC):
@@ -43,40 +42,40 @@ class Meter(ABC):
 
     @abstractmethod
     def environment(self, host: Environment) -> Environment:
-        """``host`` completed with what only this process knows of the device."""
+        """Complete ``host`` with what only this process knows of the device."""
 
     @abstractmethod
     def limit(self, memory_bytes: int) -> None:
         """Let the steps allocate at most this much, as on a smaller device."""
 
-    @abstractmethod
     def watching(self) -> Any:
         """Return a context that tracks memory; only code inside it is counted."""
+        return nullcontext()
 
     @abstractmethod
     def settle(self, step: Step) -> int | None:
-        """Allocated bytes once the step is built and its leavings are gone; None if not followed."""
+        """Return the allocated bytes of the built step, without its garbage; None if not followed."""
 
-    def enter_phase(self, phase: str) -> None:  # noqa: B027 - only a meter that tells categories listens
-        """``phase`` begins: new storages belong to it."""
+    def enter_phase(self, phase: str) -> None:  # noqa: B027 - only a meter with categories needs it
+        """Count new storages as those of ``phase``."""
 
     def after_step(self, step: Step) -> None:  # noqa: B027
-        """A step is over: its optimizer state is known."""
+        """Count optimizer state, known once a step is over."""
 
     @abstractmethod
     def take(self) -> Peak | None:
-        """The highest allocated bytes since the last call; begins anew. None if not followed."""
+        """Return the highest allocated bytes since the last call, and begin anew; None if not followed."""
 
     @abstractmethod
     def times(self, run: Callable[[], torch.Tensor], num_steps: int) -> tuple[list[float], list[float]]:
-        """Run ``num_steps`` steps without a look at memory: seconds of each, and the losses."""
+        """Run ``num_steps`` steps without reading memory; return the seconds of each, and the losses."""
 
     @abstractmethod
     def totals(self) -> dict[str, Any]:
-        """Fields of the Measurement that are read once, at the end."""
+        """Return the fields of the Measurement that are read once, at the end."""
 
     def breakdown(self, step: Step, batches: list[Batch]) -> MemoryBreakdown | None:
-        """What is alive at the peak, from one more step, where the steps before could not tell."""
+        """Return what is alive at the peak, from one more step, if the steps before did not show it."""
         return None
 
 
@@ -92,13 +91,14 @@ class CpuMeter(Meter):
         return host.model_copy(update={"device": cpu_name()})
 
     def limit(self, memory_bytes: int) -> None:
-        # The system's limit is on address space: what lies free in this process's heap comes on top of it (a
-        # forked process inherits the heap of its maker), so live tensors have a limit of their own.
+        # The system's limit is on address space: free parts of this process's heap add to it (a fork inherits
+        # its parent's heap), so live tensors have a limit of their own.
         if self._live is not None:
             self._live.limit_bytes = memory_bytes
         # Else the first operation followed imports it, and it counts.
         importlib.import_module("torch._dynamo")
-        used = _status_kib("VmData") * 1024
+        status = Path("/proc/self/status").read_text().splitlines()
+        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
         resource.setrlimit(resource.RLIMIT_DATA, (used + memory_bytes, resource.RLIM_INFINITY))
 
     @contextmanager
@@ -111,7 +111,7 @@ class CpuMeter(Meter):
             with self._live:
                 yield
         finally:
-            for hook in self._hooks:  # timed steps run without them
+            for hook in self._hooks:  # Timed steps run without them.
                 hook.remove()
 
     def settle(self, step: Step) -> int | None:
@@ -119,13 +119,13 @@ class CpuMeter(Meter):
         if self._live is None:
             return None
         self._hooks = name_holders(self._live, step)
-        self._live.category = "activations"  # the batches come next
+        self._live.category = "activations"  # The batches come next.
         self._live.take_peak()
         return self._live.live_bytes
 
     def enter_phase(self, phase: str) -> None:
         if self._live is not None:
-            self._live.category = "activations" if phase == "forward" else "temporary"
+            self._live.enter_phase(phase)
 
     def after_step(self, step: Step) -> None:
         if self._live is not None:
@@ -162,23 +162,18 @@ class CudaMeter(Meter):
 
     def environment(self, host: Environment) -> Environment:
         torch.cuda.set_device(self.device)
-        self._host = host.model_copy(
-            update={
-                "device": torch.cuda.get_device_name(self.device),
-                "device_bytes": torch.cuda.mem_get_info(self.device)[1],
-                "driver": self._nvml.driver(),
-                "cuda": torch.version.cuda or torch.version.hip,
-            }
-        )
+        found = {
+            "device": torch.cuda.get_device_name(self.device),
+            "device_bytes": torch.cuda.mem_get_info(self.device)[1],
+            "driver": self._nvml.driver(),
+            "cuda": torch.version.cuda or torch.version.hip,
+        }
+        self._host = host.model_copy(update=found)
         return self._host
 
     def limit(self, memory_bytes: int) -> None:
         total = torch.cuda.mem_get_info(self.device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), self.device)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        yield
 
     def settle(self, step: Step) -> int | None:
         gc.collect()
@@ -212,22 +207,19 @@ class CudaMeter(Meter):
 
     def totals(self) -> dict[str, Any]:
         assert self._host is not None, "environment() comes first"
+        # The most that this process had: current use, and what the allocator gave back.
+        returned = max(0, self._reserved - torch.cuda.memory_reserved(self.device))
         return {
             "peak_reserved_bytes": self._reserved,
-            "peak_device_bytes": self._device_bytes(),
+            "peak_device_bytes": self._used_bytes() + returned,
             "environment": self._host.model_copy(update=self._clocks),
         }
-
-    def _device_bytes(self) -> int:
-        """Return the most this process had on the device: current use and what the allocator gave back."""
-        returned = self._reserved - torch.cuda.memory_reserved(self.device)
-        return self._used_bytes() + max(0, returned)
 
     def _used_bytes(self) -> int:
         used = self._nvml.used_bytes()
         if used is None or self._used_before is None:
             free, total = torch.cuda.mem_get_info(self.device)
-            return total - free  # without NVML: everybody's memory on this GPU
+            return total - free  # Without NVML: all processes' memory on this GPU.
         return max(0, used - self._used_before)
 
     def breakdown(self, step: Step, batches: list[Batch]) -> MemoryBreakdown | None:
@@ -237,54 +229,49 @@ class CudaMeter(Meter):
             live.assign(tree_tensors(batches), "activations")
             live.take_peak()
             torch.cuda.reset_peak_memory_stats(self.device)
-            step(batches, on_phase=lambda phase: _name_new(live, phase))
+            step(batches, on_phase=live.enter_phase)
             peak, held = live.take_peak()
         # Allocated, but of no tensor: cuBLAS workspaces, scratch inside kernels, rounding of blocks.
         unseen = torch.cuda.max_memory_allocated(self.device) - peak
         return held.model_copy(update={"workspace": unseen}) if unseen >= 0 else None
 
 
-def _name_new(live: LiveBytes, phase: str) -> None:
-    live.category = "activations" if phase == "forward" else "temporary"
+def assign_state(live: LiveBytes, step: Step) -> None:
+    """Assign weights and optimizer state to their categories."""
+    live.assign([*step.model.parameters(), *step.model.buffers()], "weights")
+    live.assign(optimizer_tensors(step), "optimizer")
 
 
 def name_holders(live: LiveBytes, step: Step) -> list[RemovableHandle]:
-    """Register weights and optimizer state with ``live``; hooks name each gradient once it is accumulated."""
-    live.assign([*step.model.parameters(), *step.model.buffers()], "weights")
-    live.assign(optimizer_tensors(step), "optimizer")
+    """``assign_state``, and register hooks that assign each gradient once it is accumulated."""
+    assign_state(live, step)
 
     def is_gradient(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             live.assign([parameter.grad], "gradients")
 
-    handles = []
-    for parameter in step.model.parameters():
-        if parameter.requires_grad:
-            handles.append(prepend_grad_hook(parameter, is_gradient))
-    return handles
+    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    return [prepend_grad_hook(parameter, is_gradient) for parameter in trained]
 
 
 def optimizer_tensors(step: Step) -> list[torch.Tensor]:
-    """Every tensor in the optimizers' state."""
-    return [
-        tensor for optimizer in step.optimizers for tensor in tree_tensors(list(optimizer.state.values()))
-    ]
+    """Return every tensor in the optimizers' state."""
+    return tree_tensors([list(optimizer.state.values()) for optimizer in step.optimizers])
 
 
 def tree_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of nested lists and mappings."""
+    """Return the tensors among the leaves of nested lists and mappings."""
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _status_kib(field: str) -> int:
-    """A size of this process from /proc/self/status, in KiB (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on the GPU, in a CUDA library or on the host."""
+    """Return whether ``error`` reports a lack of memory, on the GPU, in a CUDA library or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     phrases = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in phrases)
+
+
+def out_of_memory_reason(error: BaseException) -> str:
+    """Return the first line of the message; Python's own MemoryError has none."""
+    return next(iter(str(error).strip().splitlines()), "no memory left")

@@ -1,7 +1,6 @@
 """Read one GPU's state by NVIDIA's management library (NVML), without creating a CUDA context on it.
 
-Every function answers None or nothing where NVML or the GPU is missing: it is evidence beside the
-measurement, and a measurement stands without it.
+A measurement needs none of it: every function returns None or nothing if NVML or the GPU is missing.
 """
 
 import os
@@ -21,34 +20,29 @@ class Nvml:
     """NVML's view of the CUDA device ``index`` of this process (CUDA_VISIBLE_DEVICES is followed)."""
 
     def __init__(self, index: int = 0):
-        self._nvml: Any = None
-        self._handle: Any = None
-        try:
-            import pynvml
-        except ImportError:
+        self._nvml = _started()
+        if self._nvml is None:
             return
+        visible = visible_device(index)
+        by_uuid = isinstance(visible, str)
+        find = self._nvml.nvmlDeviceGetHandleByUUID if by_uuid else self._nvml.nvmlDeviceGetHandleByIndex
         try:
-            pynvml.nvmlInit()
-            visible = visible_device(index)
-            by_uuid = isinstance(visible, str)
-            find = pynvml.nvmlDeviceGetHandleByUUID if by_uuid else pynvml.nvmlDeviceGetHandleByIndex
             self._handle = find(visible)
-            self._nvml = pynvml
-        except pynvml.NVMLError:  # No driver, or a container that hides it.
-            return
+        except self._nvml.NVMLError:
+            self._nvml = None
 
     def used_bytes(self) -> int | None:
-        """Memory in use on the whole GPU, as nvidia-smi prints it (all processes and the driver's own)."""
-        info = self._ask("nvmlDeviceGetMemoryInfo")
+        """Return the memory in use on the whole GPU: all processes' and the driver's own."""
+        info = self._query("nvmlDeviceGetMemoryInfo")
         return None if info is None else int(info.used)
 
     def name(self) -> str | None:
-        """The GPU's name, such as ``NVIDIA H200``, as torch prints it."""
-        name = self._ask("nvmlDeviceGetName")
+        """Return the GPU's name, such as ``NVIDIA H200``, as torch prints it."""
+        name = self._query("nvmlDeviceGetName")
         return name.decode() if isinstance(name, bytes) else name
 
     def driver(self) -> str | None:
-        """The driver's version, such as ``570.124.06``."""
+        """Return the driver's version, such as ``570.124.06``."""
         if self._nvml is None:
             return None
         try:
@@ -57,41 +51,46 @@ class Nvml:
             return None
         return version.decode() if isinstance(version, bytes) else version
 
+    def utilisation(self) -> float | None:
+        """Return the share of time in which a kernel ran, as nvidia-smi prints it."""
+        rates = self._query("nvmlDeviceGetUtilizationRates")
+        return None if rates is None else rates.gpu / 100
+
     def clocks_mhz(self) -> dict[str, int]:
-        """Clocks now and their most: ``sm``, ``sm_max``, ``memory``, ``memory_max``, as far as known."""
+        """Return known clocks, now and at most: ``sm``, ``sm_max``, ``memory``, ``memory_max``."""
         if self._nvml is None:
             return {}
         domains = {"sm": self._nvml.NVML_CLOCK_SM, "memory": self._nvml.NVML_CLOCK_MEM}
         found: dict[str, int | None] = {}
         for name, domain in domains.items():
-            found[name] = self._ask("nvmlDeviceGetClockInfo", domain)
-            found[f"{name}_max"] = self._ask("nvmlDeviceGetMaxClockInfo", domain)
+            found[name] = self._query("nvmlDeviceGetClockInfo", domain)
+            found[f"{name}_max"] = self._query("nvmlDeviceGetMaxClockInfo", domain)
         return {name: int(clock) for name, clock in found.items() if clock is not None}
 
     def watts(self) -> float | None:
-        """The power that the GPU draws now."""
-        milliwatts = self._ask("nvmlDeviceGetPowerUsage")
+        """Return the power that the GPU draws now."""
+        milliwatts = self._query("nvmlDeviceGetPowerUsage")
         return None if milliwatts is None else milliwatts / 1e3
 
     def throttled(self) -> tuple[str, ...]:
-        """Why clocks are held down now; empty when they are not, or when NVML does not tell."""
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        """Return what holds clocks down now; empty if nothing does, or if it is unknown."""
+        reasons = self._query("nvmlDeviceGetCurrentClocksEventReasons")
         if reasons is None:
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")  # the name before driver 535
+            reasons = self._query("nvmlDeviceGetCurrentClocksThrottleReasons")  # the name before driver 535
         return tuple(name for bit, name in CLOCK_EVENTS.items() if (reasons or 0) & bit)
 
-    def _ask(self, question: str, *arguments: Any) -> Any:
-        if self._nvml is None or not hasattr(self._nvml, question):
+    def _query(self, name: str, *arguments: Any) -> Any:
+        if self._nvml is None or not hasattr(self._nvml, name):
             return None
         try:
-            return getattr(self._nvml, question)(self._handle, *arguments)
+            return getattr(self._nvml, name)(self._handle, *arguments)
         except self._nvml.NVMLError:  # Not supported on this GPU, or not allowed here.
             return None
 
 
 def visible_device(index: int) -> int | str:
-    """NVML's name for CUDA device ``index``: its number on the host, or its UUID."""
-    listed = [item.strip() for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
+    """Return NVML's name for CUDA device ``index``: its number on the host, or its UUID."""
+    listed = _listed()
     if index >= len(listed):
         return index
     return int(listed[index]) if listed[index].isdigit() else listed[index]
@@ -100,13 +99,23 @@ def visible_device(index: int) -> int | str:
 def visible_gpus() -> list[str]:
     """Return values of CUDA_VISIBLE_DEVICES that select one GPU each; empty without GPUs or NVML."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [item.strip() for item in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if item.strip()]
+        return _listed()
+    nvml = _started()
+    return [] if nvml is None else [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+
+
+def _listed() -> list[str]:
+    return [item.strip() for item in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if item.strip()]
+
+
+def _started() -> Any:
+    """Return the NVML library; None without it, without a driver, or in a container that hides it."""
     try:
         import pynvml
     except ImportError:
-        return []
+        return None
     try:
         pynvml.nvmlInit()
-        return [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:  # No driver, or a container that hides it.
-        return []
+        return pynvml
+    except pynvml.NVMLError:
+        return None

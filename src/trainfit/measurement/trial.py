@@ -1,8 +1,8 @@
-"""Run one trial of a measurement in its own process: ``python -m trainfit.measurement.trial FOLDER``.
+"""Run one trial of a measurement in its own process: ``main(folder)``.
 
-The task is read from FOLDER/request.json. FOLDER/result.json is always a valid Measurement: until the
-trial ends its status is "crashed" and its message names the last stage reached, so a killed process keeps its
-results. Bad input goes to FOLDER/error.json.
+FOLDER/request.json holds the task. FOLDER/result.json is always a valid Measurement: until the trial ends
+its status is "crashed" and its message names the last stage reached, so a killed process keeps its results.
+Bad input goes to FOLDER/error.json.
 
 Order: build; warm-up steps that read the memory at each phase's start (the first step, then steady steps);
 timed steps without any instrumentation; on CUDA one more step for the breakdown of the peak.
@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainfit.measurement.environment import host_environment
 from trainfit.spec.errors import EXIT_BAD_INPUT, EXIT_IO, InputError
 from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.printable import say
@@ -29,27 +28,31 @@ from trainfit.spec.value import Count, Value, parse
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 MIN_UNTIMED = 2
 """The first step, and one steady step whose phases are measured."""
+MODULES = ("trainfit.measurement.meter", "trainfit.models.hf", "transformers.models.llama.modeling_llama")
+FROM_CACHE = "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
+UNTRACKED = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
+
+StepMemory = tuple[PhasePeaks, MemoryBreakdown | None]
+"""Peak of each phase of one step, and what held the highest."""
 
 
 class TrialRequest(Value):
-    """The task of a trial."""
+    """The task of a trial; ``environment`` is the host's."""
 
     recipe: Recipe
     steps: Count
     warmup: Count
     device: str
     memory_limit_bytes: Annotated[int, Field(gt=0)] | None = None
-    environment: Environment | None = None
-    """The host's environment, if the caller has read it."""
+    environment: Environment
 
 
 class ResultFile:
     """The trial's result file. It is replaced atomically, so a reader never sees part of it."""
 
-    def __init__(self, path: Path, measurement: Measurement):
+    def __init__(self, path: Path):
         self._path = path
-        self.measurement = measurement
-        self.update()
+        self.measurement = parse(Measurement, json.loads(path.read_text()))
 
     def update(self, **known: Any) -> None:
         """Set fields of the Measurement and write the file."""
@@ -66,21 +69,20 @@ def main(folder: Path) -> int:
 
 def _run(folder: Path) -> int:
     request = parse(TrialRequest, json.loads((folder / REQUEST).read_text()))
-    host = request.environment or host_environment(request.device)
-    start = Measurement(
-        recipe_id=request.recipe.id,
-        status="crashed",
-        message="ended before the model was built",
-        environment=host,
-    )
-    result = ResultFile(folder / RESULT, start)
+    result = ResultFile(folder / RESULT)
+    result.update(message="ended before the model was built")
     try:
-        run_trial(request, result)
+        _measure(request, result)
     except InputError as error:
-        fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
-        write_text(folder / ERROR, json.dumps(fields | {"value": error.value}, default=repr))
-        return EXIT_BAD_INPUT
+        return refused(folder, error)
     return 0
+
+
+def refused(folder: Path, error: InputError) -> int:
+    """Write the error for the process that started the trial, and return the exit code."""
+    fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file", "value")}
+    write_text(folder / ERROR, json.dumps(fields, default=repr))
+    return EXIT_BAD_INPUT
 
 
 def ended_by_storage(run: Callable[[], int]) -> int:
@@ -98,13 +100,9 @@ def ended_by_storage(run: Callable[[], int]) -> int:
         return EXIT_IO
 
 
-def run_trial(request: TrialRequest, result: ResultFile) -> None:
-    """Measure in this process and update ``result`` after each stage. Out of memory ends it with that status.
-
-    Raises:
-        InputError: the recipe asks for what this machine or this version does not have.
-    """
-    from trainfit.measurement.meter import is_out_of_memory
+def _measure(request: TrialRequest, result: ResultFile) -> None:
+    """Measure and update ``result`` after each stage. Out of memory ends it with that status."""
+    from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 
     meter = _meter(request)
     environment = meter.environment(result.measurement.environment)
@@ -117,30 +115,20 @@ def run_trial(request: TrialRequest, result: ResultFile) -> None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        so_far = result.measurement
-        last = meter.take()
-        reached = max(so_far.peak_allocated_bytes or 0, last[0]) if last else so_far.peak_allocated_bytes
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else "no memory left"  # Python's own MemoryError has no message.
-        message = f"{so_far.message.replace('ended', 'out of memory')}: {reason}"
-        totals = meter.totals() | {"peak_allocated_bytes": reached}
-        result.update(status="out-of-memory", message=message, **totals)
+        _raise_peak(result, meter.take())
+        stage = result.measurement.message.replace("ended", "out of memory")
+        message = f"{stage}: {out_of_memory_reason(error)}"
+        result.update(status="out-of-memory", message=message, **meter.totals())
 
 
 def import_for_steps() -> None:
     """Import the modules that a first model and its first steps need: transformers and every technique."""
     from trainfit.techniques.registry import techniques
 
-    for module in (
-        "trainfit.measurement.meter",
-        "trainfit.models.hf",
-        "transformers.models.llama.modeling_llama",
-    ):
+    for module in MODULES:
         importlib.import_module(module)
     techniques()
-    with suppress(
-        ImportError
-    ):  # Adapters need it; a recipe with one is refused where it is missing or broken.
+    with suppress(ImportError):  # A recipe with an adapter is refused if peft is missing or broken.
         importlib.import_module("peft")
 
 
@@ -149,32 +137,25 @@ def _meter(request: TrialRequest) -> Any:
 
     from trainfit.measurement.meter import CpuMeter, CudaMeter
 
-    if request.recipe.hardware.count != 1:
-        raise InputError(
-            "one device is measured at a time", "set hardware.count=1 and parallel to 1",
-            field="hardware.count", value=request.recipe.hardware.count,
-        )  # fmt: skip
-    wants_cuda = request.device.startswith("cuda")
+    if (count := request.recipe.hardware.count) != 1:
+        problem, remedy = "one device is measured at a time", "set hardware.count=1 and parallel to 1"
+        raise InputError(problem, remedy, field="hardware.count", value=count)
+    device, wants_cuda = request.device, request.device.startswith("cuda")
     if wants_cuda and torch.version.cuda is None and torch.version.hip is None:
-        raise InputError(
-            "this torch is built for the CPU", "use device cpu", field="device", value=request.device
-        )
-    if request.device == "cpu":
-        return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
-    # The baseline is read before anything here makes a CUDA context.
-    index = int(request.device.partition(":")[2] or 0)
-    meter = CudaMeter(torch.device("cuda", index))
-    if torch.cuda.is_available() and index < torch.cuda.device_count():
-        return meter
+        raise InputError("this torch is built for the CPU", "use device cpu", field="device", value=device)
+    if device != "cpu":
+        # The baseline is read before anything here makes a CUDA context.
+        index = int(device.partition(":")[2] or 0)
+        meter = CudaMeter(torch.device("cuda", index))
+        if torch.cuda.is_available() and index < torch.cuda.device_count():
+            return meter
     if wants_cuda:
-        raise InputError(
-            "no such CUDA GPU in this machine", "use device cpu", field="device", value=request.device
-        )
+        raise InputError("no such CUDA GPU in this machine", "use device cpu", field="device", value=device)
     return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
 
 
 def _steps(request: TrialRequest, meter: Any, result: ResultFile) -> None:
-    from trainfit.measurement.feeding import feeding
+    from trainfit.measurement.feed import measured_batches
     from trainfit.models.layers import num_quantized
     from trainfit.step import assemble
     from trainfit.techniques import registry
@@ -193,28 +174,25 @@ def _steps(request: TrialRequest, meter: Any, result: ResultFile) -> None:
                 trainable_params=sum(p.numel() for p in parameters if p.requires_grad),
                 peak_allocated_bytes=after_init,
             )
-            untimed = _num_untimed(request)
-            following = stack.enter_context(feeding(step, untimed + request.steps + 1))
-            measured_steps = [
-                _measured_step(step, following(), meter, result, index) for index in range(untimed)
-            ]
+            untimed = max(request.warmup, MIN_UNTIMED)
+            following = stack.enter_context(measured_batches(step, untimed + request.steps + 1))
+            losses: list[float] = []
+            memory: list[StepMemory] = []
+            for _ in range(untimed):
+                memory.append(_measured_step(step, following(), meter, result, losses))
         if after_init is not None:
-            result.update(**_memory(after_init, measured_steps))
-        losses = [loss for _, _, loss in measured_steps]
+            result.update(**_memory(after_init, memory))
         result.update(losses=tuple(losses), message="ended while steps were timed")
         seconds, more_losses = meter.times(lambda: step(following()), request.steps)
-        _note_end(recipe, meter, result, seconds, losses + more_losses)
+        result.update(losses=(*losses, *more_losses))
+        _note_end(recipe, meter, result, seconds)
         _note_breakdown(recipe, meter, result, step, following())
 
 
-def _num_untimed(request: TrialRequest) -> int:
-    return max(request.warmup, MIN_UNTIMED)
-
-
 def _measured_step(
-    step: Any, batches: Any, meter: Any, result: ResultFile, index: int
-) -> tuple[PhasePeaks, MemoryBreakdown | None, float]:
-    """Run one step; return each phase's peak over its micro-batches, the peak's breakdown, and the loss."""
+    step: Any, batches: Any, meter: Any, result: ResultFile, losses: list[float]
+) -> StepMemory:
+    """Run one step, and append its loss; return each phase's peak over its micro-batches."""
     peaks: dict[str, int] = dict.fromkeys(PHASES, 0)
     holders: dict[str, MemoryBreakdown | None] = {}
     running: list[str] = []
@@ -225,59 +203,49 @@ def _measured_step(
             return
         if taken[0] > peaks[running[-1]]:
             peaks[running[-1]], holders[running[-1]] = taken
-        reached = max(result.measurement.peak_allocated_bytes or 0, taken[0])
-        result.update(peak_allocated_bytes=reached)
+        _raise_peak(result, taken)
 
     def on_phase(phase: str) -> None:
         end_phase()
         running.append(phase)
         meter.enter_phase(phase)
-        result.update(message=f"ended in step {index + 1}, {phase}")
+        result.update(message=f"ended in step {len(losses) + 1}, {phase}")
 
     loss = step(batches, on_phase=on_phase)
     end_phase()
     meter.after_step(step)
-    highest = max(peaks, key=lambda phase: peaks[phase])
-    return PhasePeaks(**peaks), holders.get(highest), loss.item()
+    losses.append(loss.item())
+    return PhasePeaks(**peaks), holders.get(max(PHASES, key=lambda phase: peaks[phase]))
 
 
-def _memory(
-    after_init: int, measured_steps: list[tuple[PhasePeaks, MemoryBreakdown | None, float]]
-) -> dict[str, Any]:
+def _raise_peak(result: ResultFile, taken: tuple[int, Any] | None) -> None:
+    """Note the peak reached so far; ``taken``: a reading of the meter."""
+    if taken is not None:
+        result.update(peak_allocated_bytes=max(result.measurement.peak_allocated_bytes or 0, taken[0]))
+
+
+def _memory(after_init: int, measured_steps: list[StepMemory]) -> dict[str, Any]:
     """Return fields of the Measurement: phases of the first step, and the highest of the steady steps."""
-    peaks = [step_peaks for step_peaks, _, _ in measured_steps]
-    steady = PhasePeaks(
-        **{phase: max(getattr(step_peaks, phase) for step_peaks in peaks[1:]) for phase in PHASES}
-    )
-    phases = Phases(after_init=after_init, first=peaks[0], steady=steady)
-    highest = max(measured_steps, key=lambda item: item[0].peak)
-    return {"phases": phases, "breakdown": highest[1], "peak_allocated_bytes": phases.peak}
+    first, *later = [peaks for peaks, _ in measured_steps]
+    steady = PhasePeaks(**{phase: max(getattr(peaks, phase) for peaks in later) for phase in PHASES})
+    phases = Phases(after_init=after_init, first=first, steady=steady)
+    _, breakdown = max(measured_steps, key=lambda item: item[0].peak)
+    return {"phases": phases, "breakdown": breakdown, "peak_allocated_bytes": phases.peak}
 
 
-def _note_end(
-    recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float], losses: list[float]
-) -> None:
-    so_far = result.measurement
-    last = meter.take() if so_far.phases is not None else None
-    known: dict[str, Any] = {"status": "done", "message": "", "losses": tuple(losses)} | meter.totals()
-    if last is not None:
-        known["peak_allocated_bytes"] = max(so_far.peak_allocated_bytes or 0, last[0])
+def _note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float]) -> None:
+    known: dict[str, Any] = {"status": "done", "message": ""}
+    if result.measurement.phases is None:
+        known["message"] = UNTRACKED
+    else:
+        _raise_peak(result, meter.take())
+        if recipe.compile and compiled_before():
+            known["message"] = FROM_CACHE
     if seconds:
         times = Spread.of(seconds)
-        known |= {
-            "step_times": times,
-            "step_s": times.median,
-            "tokens_per_s": recipe.batch.tokens / times.median,
-        }
-    if so_far.phases is None:
-        known["message"] = (
-            "memory not measured: live tensors cannot be followed through compiled code on a CPU"
-        )
-    elif recipe.compile and compiled_before():
-        known["message"] = (
-            "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
-        )
-    result.update(**known)
+        rate = recipe.batch.tokens / times.median
+        known |= {"step_times": times, "step_s": times.median, "tokens_per_s": rate}
+    result.update(**known, **meter.totals())
 
 
 def compiled_before() -> bool:

@@ -117,28 +117,20 @@ def _attention_forward(
     return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 
-def _attend_of(forward: Callable[..., Any], window: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
-    """Return the attention function that a family's forward calls, with its additional arguments."""
+def _attend_of(forward: Callable[..., Any], window: str) -> Callable[..., Any]:
+    """Return the attention function of a family's forward; ``window``: the holder of its sliding window."""
     found = inspect.unwrap(forward).__globals__
     functions, eager = found["ALL_ATTENTION_FUNCTIONS"], found["eager_attention_forward"]
 
     def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
         function = functions.get_interface(self.config._attn_implementation, eager)
-        return function(self, q, k, v, mask, scaling=self.scaling, **window(self), **kwargs)
+        if window == "config":
+            kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
+        elif window == "layer":
+            kwargs["sliding_window"] = self.sliding_window
+        return function(self, q, k, v, mask, scaling=self.scaling, **kwargs)
 
     return attend
-
-
-def _no_window(attention: Any) -> dict[str, Any]:
-    return {}
-
-
-def _config_window(attention: Any) -> dict[str, Any]:
-    return {"sliding_window": getattr(attention.config, "sliding_window", None)}
-
-
-def _own_window(attention: Any) -> dict[str, Any]:
-    return {"sliding_window": attention.sliding_window}
 
 
 class _Forms:
@@ -153,10 +145,10 @@ class _Forms:
         self.norm, self.mlp = _code(llama.LlamaRMSNorm.forward), _code(llama.LlamaMLP.forward)
         self.rotation = _code(llama.apply_rotary_pos_emb)
         self.attention = {
-            _code(llama.LlamaAttention.forward): _no_window,
-            _code(MistralAttention.forward): _config_window,
-            _code(Qwen2Attention.forward): _own_window,
-            _code(Qwen3Attention.forward): _own_window,
+            _code(llama.LlamaAttention.forward): "none",
+            _code(MistralAttention.forward): "config",
+            _code(Qwen2Attention.forward): "layer",
+            _code(Qwen3Attention.forward): "layer",
         }
 
     def replacement(self, module: nn.Module) -> tuple[str, type[nn.Module]] | None:
@@ -164,9 +156,9 @@ class _Forms:
         kind = type(module)
         code = _code(kind.forward)
         if code == self.norm:
-            return "norm", _subclass(kind, _norm_forward, None)
+            return "norm", _subclass(kind, _norm_forward)
         if code == self.mlp and isinstance(getattr(module, "act_fn", None), _silus()):
-            return "mlp", _subclass(kind, _mlp_forward, None)
+            return "gated SiLU feed-forward part", _subclass(kind, _mlp_forward)
         rotation = inspect.unwrap(kind.forward).__globals__.get("apply_rotary_pos_emb")
         if code in self.attention and rotation is not None and _code(rotation) == self.rotation:
             return "attention", _subclass(kind, _attention_forward, self.attention[code])
@@ -187,12 +179,10 @@ def _silus() -> tuple[type, ...]:
 
 
 @cache
-def _subclass(
-    kind: type[nn.Module], forward: Callable[..., Any], window: Callable[[Any], dict[str, Any]] | None
-) -> type[nn.Module]:
+def _subclass(kind: type[nn.Module], forward: Callable[..., Any], window: str = "") -> type[nn.Module]:
     """Return one class for all modules of a kind, so that they share compiled code."""
     members: dict[str, Any] = {"forward": forward}
-    if window is not None:
+    if window:
         members["trainfit_attend"] = _attend_of(kind.forward, window)
     return type(f"Kernel{kind.__name__}", (kind,), members)
 
@@ -205,16 +195,13 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[nn.Module, type[nn.Modu
             found = forms.replacement(module)
             if found is not None:
                 parts.add(found[0])
-                yield module, found[1]
             elif "Norm" in type(module).__name__:
                 raise _refusal(f"{type(module).__name__} is no norm like Llama's")
-        for part in ("norm", "attention", "mlp"):
+        for part in ("norm", "attention", "gated SiLU feed-forward part"):
             if part not in parts:
-                name = "gated SiLU feed-forward part" if part == "mlp" else part
-                raise _refusal(f"{type(block).__name__} has no {name} like Llama's")
-    inside = {id(part) for block in require_blocks(model, "", "", "") for part in block.modules()}
+                raise _refusal(f"{type(block).__name__} has no {part} like Llama's")
     for module in model.modules():
-        found = None if id(module) in inside else forms.replacement(module)
+        found = forms.replacement(module)
         if found is not None:
             yield module, found[1]
 

@@ -7,7 +7,7 @@ moved.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from trainfit.catalog.load import model_config
 from trainfit.models.layers import decoder_blocks, require_blocks
+from trainfit.models.quantized import fill_quantized, linears_on_meta, load_random, replace_linears
 from trainfit.offload.blocks import HostBlocks
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import ModelSpec
@@ -46,22 +47,15 @@ def build_model(
             refuses.
     """
     config = model_config(spec.config)
+    if spec.implementation == "native":
+        from trainfit.models.native.build import build_native as build
+    else:
+        from trainfit.models.hf import build_hf as build
+    with _at_most(MAX_MODULES), linears_on_meta() if quantize is not None else nullcontext():
+        model: Any = build(config, dtype=dtype, device=device, attention=attention)
     if quantize is not None:
-        return _build_quantized(spec, config, quantize, dtype, device, attention)
-    return _build(spec, config, dtype, device, attention)
-
-
-def _build(
-    spec: ModelSpec, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str, attention: str
-) -> nn.Module:
-    with _at_most(MAX_MODULES):
-        if spec.implementation == "native":
-            from trainfit.models.native.build import build_native
-
-            return build_native(config, dtype=dtype, device=device, attention=attention)
-        from trainfit.models.hf import build_hf
-
-        return build_hf(config, dtype=dtype, device=device, attention=attention)
+        fill_quantized(model, quantize, device, partial(_initialise, model))
+    return model
 
 
 @contextmanager
@@ -83,23 +77,6 @@ def _at_most(limit: int) -> Iterator[None]:
         handle.remove()
 
 
-def _build_quantized(
-    spec: ModelSpec,
-    config: dict[str, Any],
-    kind: str,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    attention: str,
-) -> nn.Module:
-    from trainfit.models.quantized import fill_quantized, linears_on_meta
-
-    with linears_on_meta():
-        model: Any = _build(spec, config, dtype, device, attention)
-    initialize = model.init_module if spec.implementation == "native" else model._init_weights
-    fill_quantized(model, kind, device, initialize)
-    return model
-
-
 def build_on_host(
     spec: ModelSpec,
     *,
@@ -118,8 +95,6 @@ def build_on_host(
     Raises:
         InputError: As in ``build_model``, or the model has no list of repeated blocks.
     """
-    from trainfit.models.quantized import load_random, replace_linears
-
     model = build_model(spec, dtype=dtype, device="meta", attention=attention)
     blocks = require_blocks(model, "offload.weights", True, "set offload.weights: false")
     block_of = {id(module): block for block in blocks for module in block.modules()}
@@ -142,11 +117,7 @@ def build_on_host(
 
 
 def _as_initialised(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in the order in which ``build_model`` initialises them.
-
-    So equal seeds give native models equal weights; transformers' constructors draw random numbers, except on
-    meta.
-    """
+    """Return the modules in ``build_model``'s order, so that equal seeds give native models equal weights."""
     if hasattr(model, "init_module"):
         return list(model.modules())
     visited: list[nn.Module] = []
@@ -156,14 +127,14 @@ def _as_initialised(model: nn.Module) -> list[nn.Module]:
 
 def _to_device(modules: list[nn.Module], device: torch.device) -> None:
     """Allocate these modules' parameters and buffers on ``device``; shared ones stay shared."""
-    new: dict[int, nn.Parameter] = {}
+    new: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in new:
+                if parameter not in new:
                     memory = torch.empty_like(parameter, device=device)
-                    new[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-                module._parameters[name] = new[id(parameter)]
+                    new[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+                module._parameters[name] = new[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -16,13 +16,8 @@ from trainfit.models.hf_attention import NAME, refuse_config, register_attention
 from trainfit.spec.errors import InputError
 
 NOT_THE_ARCHITECTURE = (
-    "architectures",
-    *REMOTE_CODE_KEYS,
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "transformers_version",
-)
+    *REMOTE_CODE_KEYS, "architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version",
+)  # fmt: skip
 """Keys of a config.json about code, storage or versions; the recipe has precision and quantisation."""
 
 LOSS_SET = "_trainfit_set_loss_type"
@@ -30,6 +25,7 @@ LOSS_SET = "_trainfit_set_loss_type"
 IMPLEMENTATIONS = {"eager": "eager", "triton": NAME}
 """transformers' names of the recipe's attention values; the others are backends of SDPA."""
 
+NOT_CAUSAL = "each token also sees the ones after it, so it has no next token to learn"
 BAD_CONFIG = (
     ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, AssertionError, IndexError,
     OverflowError,
@@ -49,36 +45,27 @@ def build_hf(
         InputError: An unknown ``model_type`` or one that is no causal LM, a value that its config class
             refuses, or an attention implementation that the model lacks.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if config.get("is_causal") is False:
-        raise InputError(
-            "each token also sees the ones after it, so it has no next token to learn",
-            "leave it out",
-            field="model.config.is_causal",
-            value=False,
-        )
+        raise InputError(NOT_CAUSAL, "leave it out", field="model.config.is_causal", value=False)
     hf_config = hf_config_from(config)
     chosen = {} if attention == "sdpa" else {"attn_implementation": IMPLEMENTATIONS.get(attention, "sdpa")}
     if attention == "triton":
         register_attention()
         refuse_config(hf_config)
-    _import_model(hf_config)
+    # Imports the model's module here: a tensor that a module creates would stay on the device in force.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     try:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(
-                hf_config, dtype=dtype, trust_remote_code=False, **chosen
-            )
+            options = {"dtype": dtype, "trust_remote_code": False, **chosen}
+            model = AutoModelForCausalLM.from_config(hf_config, **options)
     except BAD_CONFIG as error:
-        by_attention = "attention implementation" in str(error)
-        raise InputError(
-            f"transformers cannot build it as a causal language model: {_cause(error)}",
-            "use attention: sdpa or eager"
-            if by_attention
-            else "correct the config, or name a causal language model",
-            field="model.config.model_type",
-            value=config.get("model_type"),
-        ) from error
+        problem = f"transformers cannot build it as a causal language model: {_cause(error)}"
+        remedy = "correct the config, or name a causal language model"
+        if "attention implementation" in str(error):
+            remedy = "use attention: sdpa or eager"
+        raise _wrong_type(config.get("model_type"), problem, remedy) from error
     _refuse_encoder(model)
     if getattr(model, "loss_type", None) is None:
         # transformers falls back on this loss as well (GPT2LMHeadModel), with a warning.
@@ -92,31 +79,18 @@ def sets_loss(model: nn.Module) -> bool:
     return any(getattr(module, LOSS_SET, False) for module in model.modules())
 
 
-def _import_model(hf_config: Any) -> None:
-    """Import the model's module outside ``with torch.device(...)``.
-
-    Tensors that imported modules create (torchaudio has one) would otherwise stay on the GPU.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
-
-
 def _refuse_encoder(model: Any) -> None:
     """Refuse BERT-like encoders, whose tokens attend to later ones unless ``is_decoder`` is set."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    config = model.config
-    if (
-        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-        and getattr(config, "is_decoder", None) is False
-    ):
-        raise InputError(
-            "an encoder: each token also sees the ones after it, so it has no next token to learn",
-            "name a causal language model, or set is_decoder: true in its config",
-            field="model.config.model_type",
-            value=config.model_type,
-        )
+    kind = model.config.model_type
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and getattr(model.config, "is_decoder", None) is False:
+        remedy = "name a causal language model, or set is_decoder: true in its config"
+        raise _wrong_type(kind, f"an encoder: {NOT_CAUSAL}", remedy)
+
+
+def _wrong_type(model_type: Any, problem: str, remedy: str) -> InputError:
+    return InputError(problem, remedy, field="model.config.model_type", value=model_type)
 
 
 def hf_config_from(config: dict[str, Any]) -> Any:
@@ -133,14 +107,11 @@ def hf_config_from(config: dict[str, Any]) -> Any:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         if keys := remote_code_keys(config):
             raise remote_code_refused(config, keys[0])
-        known = list(CONFIG_MAPPING.keys())
-        near = difflib.get_close_matches(str(model_type), known, n=3)
-        remedy = (
-            f"did you mean {', '.join(near)}?" if near else "use a model_type of transformers, such as llama"
-        )
-        raise InputError(
-            "unknown to transformers", remedy, field="model.config.model_type", value=model_type or "(none)"
-        )
+        near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING.keys()), n=3)
+        remedy = f"did you mean {', '.join(near)}?"
+        if not near:
+            remedy = "use a model_type of transformers, such as llama"
+        raise _wrong_type(model_type or "(none)", "unknown to transformers", remedy)
     keys = {key: value for key, value in config.items() if key not in (*NOT_THE_ARCHITECTURE, "model_type")}
     keys = copy.deepcopy(keys)  # The config classes complete nested mappings in place.
     kind = CONFIG_MAPPING[model_type]
@@ -150,11 +121,8 @@ def hf_config_from(config: dict[str, Any]) -> Any:
         hf_config = kind(**keys)
         text_config = hf_config.get_text_config()
     except (*BAD_CONFIG, StrictDataclassError) as error:
-        raise InputError(
-            f"transformers refuses this {model_type} config: {_cause(error)}",
-            "correct that key",
-            field="model.config",
-        ) from error
+        problem = f"transformers refuses this {model_type} config: {_cause(error)}"
+        raise InputError(problem, "correct that key", field="model.config") from error
     for part in (hf_config, text_config):
         part.use_cache = False
     return hf_config
@@ -165,9 +133,8 @@ def _refuse_method(kind: type, key: str, value: Any) -> None:
     own = inspect.getattr_static(kind, key, None)
     fixed = isinstance(own, property) and own.fset is None
     if key.startswith("__") or fixed or callable(own) or isinstance(own, classmethod):
-        raise InputError(
-            "is the config class's own", "remove the key", field=f"model.config.{key}", value=value
-        )
+        problem = "is the config class's own"
+        raise InputError(problem, "remove the key", field=f"model.config.{key}", value=value)
 
 
 def _cause(error: BaseException) -> str:

@@ -100,18 +100,11 @@ def refuse_config(config: Any) -> None:
     text = config.get_text_config()
     for key in DROPOUTS:
         if getattr(text, key, 0.0):
-            raise InputError(
-                "attention: triton drops nothing out",
-                f"set it to 0, or {REMEDY}",
-                field=f"model.config.{key}",
-                value=getattr(text, key),
-            )
-    if getattr(text, SOFTCAP, None) is not None:
+            problem, remedy = "attention: triton drops nothing out", f"set it to 0, or {REMEDY}"
+            raise InputError(problem, remedy, field=f"model.config.{key}", value=getattr(text, key))
+    if (cap := getattr(text, SOFTCAP, None)) is not None:
         raise InputError(
-            "attention: triton caps no scores",
-            REMEDY,
-            field=f"model.config.{SOFTCAP}",
-            value=getattr(text, SOFTCAP),
+            "attention: triton caps no scores", REMEDY, field=f"model.config.{SOFTCAP}", value=cap
         )
 
 

@@ -1,7 +1,7 @@
 """Split a causal LM into its body and output layer, for losses that never hold all logits.
 
 Families differ in what they do to logits; those listed were compared with the model's own logits
-(tests/kernels/cross_entropy/test_chunked_loss.py), and others are refused.
+(tests/kernels/cross_entropy/test_losses.py), and others are refused.
 """
 
 from typing import Any, NamedTuple
@@ -20,10 +20,8 @@ PLAIN = frozenset(
 )
 """Model types of transformers whose logits are the output layer's result."""
 SCALED = {
-    "cohere": ("logit_scale", 1),
-    "cohere2": ("logit_scale", 1),
-    "granite": ("logits_scaling", -1),
-    "granitemoe": ("logits_scaling", -1),
+    **dict.fromkeys(("cohere", "cohere2"), ("logit_scale", 1)),
+    **dict.fromkeys(("granite", "granitemoe"), ("logits_scaling", -1)),
 }
 """Model types that multiply (1) logits by a value of the config, or divide (-1) by it."""
 SOFT_CAPPED = frozenset({"gemma2", "gemma3_text"})
@@ -86,12 +84,9 @@ def refuse_router_loss(model: nn.Module, field: str, value: Any) -> None:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
-        raise InputError(
-            "this model's own loss also balances its experts (output_router_logits)",
-            "use loss: standard without loss_terms, or set output_router_logits: false in the config",
-            field=field,
-            value=value,
-        )
+        problem = "this model's own loss also balances its experts (output_router_logits)"
+        remedy = "use loss: standard without loss_terms, or set output_router_logits: false in the config"
+        raise InputError(problem, remedy, field=field, value=value)
 
 
 def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
@@ -104,20 +99,13 @@ def _scale_and_softcap(config: Any, loss: str) -> tuple[float, float | None]:
         return getattr(config, name) ** power, None
     if family in SOFT_CAPPED:
         return 1.0, config.final_logit_softcapping
-    raise InputError(
-        f"it is unknown how {family} computes logits from hidden states",
-        "use loss: standard",
-        field="loss",
-        value=loss,
-    )
+    problem = f"it is unknown how {family} computes logits from hidden states"
+    raise InputError(problem, "use loss: standard", field="loss", value=loss)
 
 
 def _linear(layer: Any, loss: str) -> nn.Linear:
     if isinstance(layer, nn.Linear):
         return layer
-    raise InputError(
-        f"the model's output layer is a {type(layer).__name__}, not a plain linear layer",
-        "use loss: standard, or leave the output layer out of adapter.targets",
-        field="loss",
-        value=loss,
-    )
+    problem = f"the model's output layer is a {type(layer).__name__}, not a plain linear layer"
+    remedy = "use loss: standard, or leave the output layer out of adapter.targets"
+    raise InputError(problem, remedy, field="loss", value=loss)

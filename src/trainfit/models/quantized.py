@@ -30,9 +30,8 @@ class QuantizedLinear(nn.Linear):
     Forward and backward dequantise W for their product each, so nothing of its size is saved.
 
     Args:
-        bias: Whether there is a bias, a frozen parameter of ``dtype``.
         kind: nf4, int8 or fp8.
-        dtype: Dtype of the original weight, which adapters take.
+        dtype: Dtype of the original weight, which adapters and the frozen bias take.
     """
 
     def __init__(
@@ -48,11 +47,8 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
         self.compute_dtype = dtype
         """The name that PEFT reads."""
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False)
-            if bias
-            else None
-        )
+        own_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
         if kind == "nf4":
             nf4.register()
             parts: Any = nf4.empty_nf4(self.num_quantized, device)
@@ -64,15 +60,9 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def load(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias.
-
-        Raises:
-            ValueError: The weight has another shape.
-        """
-        if weight.shape != (self.out_features, self.in_features):
-            raise ValueError(
-                f"weight {list(weight.shape)}: the layer has {self.out_features} x {self.in_features}"
-            )
+        """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias."""
+        if weight.shape != self.shape:
+            raise ValueError(f"weight {list(weight.shape)}: the layer has {self.shape[0]} x {self.shape[1]}")
         weight = weight.contiguous()
         if self.kind == "nf4":
             parts: Any = nf4.quantize_nf4(weight)
@@ -89,6 +79,10 @@ class QuantizedLinear(nn.Linear):
         return self._buffers["codes"]  # pyright: ignore[reportReturnType]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
     def num_quantized(self) -> int:
         """Number of weights stored as codes."""
         return self.out_features * self.in_features
@@ -96,14 +90,14 @@ class QuantizedLinear(nn.Linear):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight, [out, in]."""
         like = torch.empty(0, dtype=dtype, device=self.weight.device)
-        return _dequantize(like, self._parts(), (self.out_features, self.in_features))
+        return _dequantize(like, self._parts(), self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return _Product.apply(x, bias, (self.out_features, self.in_features), *self._parts())  # pyright: ignore[reportReturnType]
+        return _Product.apply(x, bias, self.shape, *self._parts())  # pyright: ignore[reportReturnType]
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.kind}"
@@ -184,42 +178,29 @@ def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, init
     blocks = require_blocks(model, "quantize", kind, "use quantize: null")
     _refuse_other_weights(blocks, kind)
     # Allocated before the temporary weights, which would otherwise leave holes in the allocator's segments.
-    quantized = {
-        child: _quantized(child, kind, device)
-        for block in blocks
-        for child in block.modules()
-        if _is_linear(child)
-    }
+    quantized = {child: _quantized(child, kind, device) for _, _, child in _linears(blocks)}
     for block in blocks:
         _materialize(block, device)
         for module in _children_first(block):
             initialize(module)
-        for parent in list(block.modules()):
-            for name, child in parent.named_children():
-                if child in quantized:
-                    setattr(parent, name, quantized[child])
-                    quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
+        for parent, name, child in _linears([block]):
+            setattr(parent, name, quantized[child])
+            quantized.pop(child).load(_weight(child), child.bias)  # pyright: ignore[reportArgumentType]
     _materialize(model, device, initialize)
 
 
 def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, QuantizedLinear]:
-    """Replace the blocks' linear layers by quantised ones on meta.
-
-    Returns:
-        The new layer of each replaced one.
+    """Replace the blocks' linear layers by quantised ones on meta; return the new layer of each old one.
 
     Raises:
         InputError: Blocks with matrices outside linear layers.
     """
     _refuse_other_weights(blocks, kind)
-    replaced: dict[nn.Module, QuantizedLinear] = {}
-    for block in blocks:
-        for parent in list(block.modules()):
-            for name, child in parent.named_children():
-                if _is_linear(child):
-                    replaced[child] = _quantized(child, kind, "meta")
-                    setattr(parent, name, replaced[child])
-    return replaced
+    new: dict[nn.Module, QuantizedLinear] = {}
+    for parent, name, child in _linears(blocks):
+        new[child] = _quantized(child, kind, "meta")
+        setattr(parent, name, new[child])
+    return new
 
 
 @torch.no_grad()
@@ -231,6 +212,17 @@ def load_random(
     _materialize(linear, device, initialize)
     quantized.load(_weight(linear), linear.bias)  # pyright: ignore[reportArgumentType]
     linear._parameters.update(on_meta)
+
+
+def _linears(blocks: list[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Return parent, name and linear layer of every linear layer in the blocks."""
+    return [
+        (parent, name, child)
+        for block in blocks
+        for parent in block.modules()
+        for name, child in parent.named_children()
+        if _is_linear(child)
+    ]
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -257,28 +249,22 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _materialize(root: nn.Module, device: torch.device | str, initialize: Initialize | None = None) -> None:
     """Allocate the linear layers that are on meta, and ``initialize`` them if given."""
-    for module in root.modules():
-        if not _is_linear(module):
-            continue
-        changed = False
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.is_meta:
-                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
-                changed = True
-        if changed and initialize is not None:
+    for module in filter(_is_linear, root.modules()):
+        on_meta = {name: own for name, own in module._parameters.items() if own is not None and own.is_meta}
+        for name, parameter in on_meta.items():
+            module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
+        if on_meta and initialize is not None:
             initialize(module)
 
 
 def _refuse_other_weights(blocks: list[nn.Module], kind: str) -> None:
     """Refuse blocks with matrices outside linear layers, which other code may read."""
-    for block in blocks:
-        for name, module in block.named_modules():
-            for own, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() >= 2 and not _is_linear(module):
-                    raise InputError(
-                        f"{name}.{own} {list(parameter.shape)} is no linear layer's weight: "
-                        "blocks with experts or state-space layers are not quantised",
-                        "use quantize: null, or a dense transformer",
-                        field="quantize",
-                        value=kind,
-                    )
+    for name, module in (pair for block in blocks for pair in block.named_modules()):
+        for own, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() >= 2 and not _is_linear(module):
+                problem = (
+                    f"{name}.{own} {list(parameter.shape)} is no linear layer's weight: "
+                    "blocks with experts or state-space layers are not quantised"
+                )
+                remedy = "use quantize: null, or a dense transformer"
+                raise InputError(problem, remedy, field="quantize", value=kind)

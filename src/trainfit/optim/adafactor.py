@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainfit.kernels.custom_op import declare
-from trainfit.kernels.stochastic_rounding.op import seed_of
-from trainfit.kernels.stochastic_rounding.reference import round_stochastically
+from trainfit.kernels.custom_op import declare, triton_kernels
+from trainfit.kernels.stochastic_rounding.op import seed_of, write
 from trainfit.optim.per_parameter import PerParameterOptimizer
 
 BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
@@ -27,6 +26,7 @@ BETA2_DECAY, CLIP, LEAST_SCALE = -0.8, 1.0, 1e-3
 EPS = torch.finfo(torch.float32).eps
 ROWS_A_PART = 512
 """Rows per partial column sum."""
+TRITON = "optim.adafactor_triton"
 
 
 class FusedAdafactor(PerParameterOptimizer):
@@ -34,7 +34,6 @@ class FusedAdafactor(PerParameterOptimizer):
 
     Args:
         stochastic: Round bf16 weights stochastically; other dtypes are rounded to nearest.
-        seed: Seed of the rounding; each parameter and step derives its own.
     """
 
     def __init__(
@@ -50,48 +49,43 @@ class FusedAdafactor(PerParameterOptimizer):
         register()
         self._stochastic, self._seed = stochastic, seed
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(_new_state(parameter))
-        state["step"] += 1
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        wide = {"dtype": torch.float32, "device": parameter.device}
+        if parameter.dim() < 2:
+            return {"variance": torch.zeros(parameter.shape, **wide)}
+        b, r, c = _sizes(parameter)
+        return {"row_var": torch.zeros(b, r, **wide), "col_var": torch.zeros(b, c, **wide)}
+
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
+    ) -> None:
         step = state["step"].item()
         one_minus_beta2 = step**BETA2_DECAY
         rate = min(group["lr"], 1 / math.sqrt(step))
         keep = 1 - group["lr"] * group["weight_decay"]
         stochastic = self._stochastic and parameter.dtype == torch.bfloat16
         seed = seed_of(self._seed, number, int(step))
-        update = _vector if parameter.dim() < 2 else _matrix
-        update(parameter, gradient, state, one_minus_beta2, rate, keep, stochastic, seed)
-
-
-def _new_state(parameter: Tensor) -> dict[str, Tensor]:
-    wide = {"dtype": torch.float32, "device": parameter.device}
-    step = torch.tensor(0.0)  # On the host, as in PyTorch: reading it does not synchronise.
-    if parameter.dim() < 2:
-        return {"step": step, "variance": torch.zeros(parameter.shape, **wide)}
-    b, r, c = _sizes(parameter)
-    return {"step": step, "row_var": torch.zeros(b, r, **wide), "col_var": torch.zeros(b, c, **wide)}
+        if parameter.dim() < 2:
+            g, p = gradient.float(), parameter.float()
+            variance = state["variance"].lerp_(g.square(), one_minus_beta2)
+            update = variance.clamp(min=EPS * EPS).rsqrt_().mul_(g)
+            p = p * keep - update * _step_size(p.square(), update.square(), p.numel(), rate)
+            write(parameter, p, seed if stochastic else None)
+            return
+        b, r, c = _sizes(parameter)
+        p, g = parameter.view(b, r, c), gradient.contiguous().view(b, r, c)
+        row, col = state["row_var"], state["col_var"]
+        row_mean, col_parts, weights = torch.ops.trainfit.adafactor_squares(p, g)
+        row.lerp_(row_mean, one_minus_beta2)
+        col.lerp_(col_parts.sum(1).div_(r), one_minus_beta2)
+        mean = row.mean(1).clamp_(min=EPS)
+        updates = torch.ops.trainfit.adafactor_update_squares(g, row, col, mean)
+        size = _step_size(weights, updates, parameter.numel(), rate)
+        torch.ops.trainfit.adafactor_apply_(p, g, row, col, mean, size, keep, stochastic, seed)
 
 
 def _sizes(t: Tensor) -> tuple[int, int, int]:
     return math.prod(t.shape[:-2]), t.shape[-2], t.shape[-1]
-
-
-def _matrix(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], one_minus_beta2: float, rate: float,
-    keep: float, stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    b, r, c = _sizes(parameter)
-    p, g = parameter.view(b, r, c), gradient.contiguous().view(b, r, c)
-    row, col = state["row_var"], state["col_var"]
-    row_mean, col_parts, weights = torch.ops.trainfit.adafactor_squares(p, g)
-    row.lerp_(row_mean, one_minus_beta2)
-    col.lerp_(col_parts.sum(1).div_(r), one_minus_beta2)
-    mean = row.mean(1).clamp_(min=EPS)
-    updates = torch.ops.trainfit.adafactor_update_squares(g, row, col, mean)
-    size = _step_size(weights, updates, parameter.numel(), rate)
-    torch.ops.trainfit.adafactor_apply_(p, g, row, col, mean, size, keep, stochastic, seed)
 
 
 def _step_size(weights: Tensor, updates: Tensor, numel: int, rate: float) -> Tensor:
@@ -99,20 +93,6 @@ def _step_size(weights: Tensor, updates: Tensor, numel: int, rate: float) -> Ten
     scale = weights.sum().div_(numel).sqrt_().clamp_(min=LEAST_SCALE)
     clip = updates.sum().div_(numel).sqrt_().div_(CLIP).clamp_(min=1.0)
     return scale.div_(clip).mul_(rate)
-
-
-def _vector(
-    parameter: Tensor, gradient: Tensor, state: dict[str, Any], one_minus_beta2: float, rate: float,
-    keep: float, stochastic: bool, seed: int,
-) -> None:  # fmt: skip
-    g, p = gradient.float(), parameter.float()
-    variance = state["variance"].lerp_(g.square(), one_minus_beta2)
-    update = variance.clamp(min=EPS * EPS).rsqrt_().mul_(g)
-    p = p * keep - update * _step_size(p.square(), update.square(), p.numel(), rate)
-    if stochastic:
-        round_stochastically(parameter, p, seed)
-    else:
-        parameter.copy_(p)
 
 
 @cache
@@ -152,10 +132,7 @@ def plain_apply(
 ) -> None:  # fmt: skip
     """Compute p = keep * p - size * update in place."""
     new = p.float() * keep - size * _plain_update(g, row, col, mean)
-    if stochastic:
-        round_stochastically(p, new, seed)
-    else:
-        p.copy_(new)
+    write(p, new, seed if stochastic else None)
 
 
 def _plain_update(g: Tensor, row: Tensor, col: Tensor, mean: Tensor) -> Tensor:
@@ -167,7 +144,7 @@ def triton_squares(p: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute ``plain_squares`` in two kernels."""
     b, r, c = g.shape
     row_mean, col_parts, weights = _empty_squares(g)
-    kernels = _kernels()
+    kernels = triton_kernels(TRITON)
     kernels.row_squares_kernel[(b * r,)](g, p, row_mean, weights, c, BLOCK=_block(c))
     kernels.column_squares_kernel[(-(-c // 64), col_parts.shape[1], b)](
         g, col_parts, r, c, ROWS_A_PART=ROWS_A_PART, BLOCK_R=32, BLOCK_C=64
@@ -179,7 +156,9 @@ def triton_update_squares(g: Tensor, row: Tensor, col: Tensor, mean: Tensor) -> 
     """Compute ``plain_update_squares`` in one kernel."""
     b, r, c = g.shape
     sums = torch.empty(b * r, dtype=torch.float32, device=g.device)
-    _kernels().update_squares_kernel[(b * r,)](g, row, col, mean, sums, EPS * EPS, r, c, BLOCK=_block(c))
+    triton_kernels(TRITON).update_squares_kernel[(b * r,)](
+        g, row, col, mean, sums, EPS * EPS, r, c, BLOCK=_block(c)
+    )
     return sums
 
 
@@ -187,15 +166,9 @@ def triton_apply(p: Tensor, g: Tensor, *arguments: Any) -> None:
     """Compute ``plain_apply`` in one kernel, with other random bits."""
     *moments_and_size, keep, stochastic, seed = arguments
     b, r, c = g.shape
-    _kernels().apply_kernel[(b * r,)](
+    triton_kernels(TRITON).apply_kernel[(b * r,)](
         p, g, *moments_and_size, keep, EPS * EPS, seed, r, c, STOCHASTIC=stochastic, BLOCK=_block(c)
     )
-
-
-def _kernels() -> Any:
-    from trainfit.optim import adafactor_triton
-
-    return adafactor_triton
 
 
 def _block(num_columns: int) -> int:

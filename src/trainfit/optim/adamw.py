@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from trainfit.kernels.custom_op import declare
+from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.quantize.codebook import BLOCK, Codes, MomentLevels, decode, encode, zeros
-from trainfit.kernels.stochastic_rounding.op import seed_of
-from trainfit.kernels.stochastic_rounding.reference import generator_of, round_stochastically
+from trainfit.kernels.stochastic_rounding.op import generator_of, seed_of, write
 from trainfit.optim.per_parameter import PerParameterOptimizer
 
 LEAST_NUMEL = 4096
@@ -26,6 +25,7 @@ LEAST_NUMEL = 4096
 TILE = 1024
 """Elements per program."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+TRITON = "optim.adamw_triton"
 
 
 class Numbers(NamedTuple):
@@ -46,10 +46,8 @@ class Numbers(NamedTuple):
     @classmethod
     def of(cls, group: dict[str, Any], step: int) -> Self:
         (beta1, beta2), lr = group["betas"], group["lr"]
-        return cls(
-            lr, lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"],
-            1 - beta1**step, math.sqrt(1 - beta2**step),
-        )  # fmt: skip
+        corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        return cls(lr, lr * group["weight_decay"], 1 - beta1, 1 - beta2, group["eps"], *corrections)
 
 
 class FusedAdamW(PerParameterOptimizer):
@@ -61,7 +59,6 @@ class FusedAdamW(PerParameterOptimizer):
     Args:
         levels: Codebooks of 8-bit or 4-bit moments; optimizers may share them.
         stochastic: Round bf16 weights and moments stochastically; other dtypes are rounded to nearest.
-        seed: Seed of the rounding; each parameter and step derives its own.
     """
 
     def __init__(
@@ -70,46 +67,41 @@ class FusedAdamW(PerParameterOptimizer):
         lr: float,
         weight_decay: float,
         *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         levels: MomentLevels | None = None,
         stochastic: bool,
         seed: int,
     ):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.999), "eps": 1e-8}
+        super().__init__(params, defaults)
         register()
         self._levels, self._stochastic, self._seed = levels, stochastic, seed
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if self._levels is None:
+            return {name: torch.zeros_like(parameter) for name in MOMENTS}
+        if parameter.numel() < LEAST_NUMEL:
+            return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+        return {
+            f"{name}_{part}": value
+            for name in MOMENTS
+            for part, value in zeros(parameter.shape, self._levels.bits, parameter.device)._asdict().items()
+        }
+
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
+    ) -> None:
         assert parameter.is_contiguous(), "the kernels read a flat weight"
-        state = self.state[parameter]
-        if not state:
-            state.update(self._new_state(parameter))
-        state["step"] += 1
         step = int(state["step"].item())
-        numbers = list(Numbers.of(group, step))
         stochastic = self._stochastic and parameter.dtype == torch.bfloat16
-        seed = seed_of(self._seed, number, step)
+        settings = list(Numbers.of(group, step)), stochastic, seed_of(self._seed, number, step)
         gradient = gradient.contiguous()
         if self._levels is None or "exp_avg" in state:
             moments = [state[name] for name in MOMENTS]
-            torch.ops.trainfit.adamw_(parameter, gradient, *moments, numbers, stochastic, seed)
-            return
-        moments = [state[f"{name}_{part}"] for name in MOMENTS for part in Codes._fields]
-        torch.ops.trainfit.adamw_coded_(
-            parameter, gradient, *moments, self._levels.table, numbers, stochastic, seed
-        )
-
-    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = {"step": torch.tensor(0.0)}  # On the host, as in PyTorch: reading it does not synchronise.
-        if self._levels is None:
-            return state | {name: torch.zeros_like(parameter) for name in MOMENTS}
-        if parameter.numel() < LEAST_NUMEL:
-            return state | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
-        for name in MOMENTS:
-            moment = zeros(parameter.shape, self._levels.bits, parameter.device)
-            state |= {f"{name}_{part}": value for part, value in moment._asdict().items()}
-        return state
+            torch.ops.trainfit.adamw_(parameter, gradient, *moments, *settings)
+        else:
+            moments = [state[f"{name}_{part}"] for name in MOMENTS for part in Codes._fields]
+            table = self._levels.table
+            torch.ops.trainfit.adamw_coded_(parameter, gradient, *moments, table, *settings)
 
 
 @cache
@@ -124,12 +116,10 @@ def plain_adamw(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], stochastic: bool, seed: int
 ) -> None:
     """Update in place; ``stochastic`` rounds bf16 weights and moments stochastically."""
-    generator = generator_of(seed, p.device)
-    wide, m_wide, v_wide = (t.float() for t in (p, m, v))
-    for target, values in zip(
-        (p, m, v), updated(wide, g.float(), m_wide, v_wide, Numbers(*numbers)), strict=True
-    ):
-        _write(target, values, generator if stochastic else None)
+    generator = generator_of(seed, p.device) if stochastic else None
+    new = updated(p.float(), g.float(), m.float(), v.float(), Numbers(*numbers))
+    for target, values in zip((p, m, v), new, strict=True):
+        write(target, values, generator)
 
 
 def updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,17 +130,10 @@ def updated(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tup
     return (p - numbers.lr * (m / numbers.correction1) / (v.sqrt() / numbers.correction2 + numbers.eps), m, v)
 
 
-def _write(target: Tensor, values: Tensor, generator: torch.Generator | None) -> None:
-    if generator is not None and target.dtype == torch.bfloat16:
-        round_stochastically(target, values, generator)
-    else:
-        target.copy_(values)
-
-
 def triton_adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: list[float], *rounding: Any) -> None:
     """Compute ``plain_adamw`` in one kernel, with other random bits."""
     (stochastic, seed), numel = rounding, p.numel()
-    _kernels().adamw_kernel[(-(-numel // TILE),)](
+    triton_kernels(TRITON).adamw_kernel[(-(-numel // TILE),)](
         p, g, m, v, *numbers, seed, numel, STOCHASTIC=stochastic, BLOCK=TILE
     )
 
@@ -166,7 +149,7 @@ def plain_adamw_coded(
     new, m, v = updated(p.flatten().float(), g.flatten().float(), m, v, Numbers(*numbers))
     encode(first, m, table[1], bits)
     encode(second, v, table[3], bits)
-    _write(p, new.view_as(p), generator_of(seed, p.device) if stochastic else None)
+    write(p, new.view_as(p), seed if stochastic else None)
 
 
 def triton_adamw_coded(p: Tensor, g: Tensor, *arguments: Any) -> None:
@@ -174,8 +157,7 @@ def triton_adamw_coded(p: Tensor, g: Tensor, *arguments: Any) -> None:
     *moments, table, numbers, stochastic, seed = arguments
     bits, numel = _bits(table), p.numel()
     block: dict[str, int] = {"BLOCK": BLOCK[8]} if bits == 8 else {"PAIRS": BLOCK[4] // 2}
-    kernel = _kernels().adamw8_kernel if bits == 8 else _kernels().adamw4_kernel
-    kernel[(-(-numel // TILE),)](
+    getattr(triton_kernels(TRITON), f"adamw{bits}_kernel")[(-(-numel // TILE),)](
         p, g, *moments, table, *numbers, seed, numel,
         STOCHASTIC=stochastic, ROWS=TILE // BLOCK[bits], **block,
     )  # fmt: skip
@@ -183,9 +165,3 @@ def triton_adamw_coded(p: Tensor, g: Tensor, *arguments: Any) -> None:
 
 def _bits(table: Tensor) -> int:
     return {256: 8, 16: 4}[table.shape[1]]
-
-
-def _kernels() -> Any:
-    from trainfit.optim import adamw_triton
-
-    return adamw_triton

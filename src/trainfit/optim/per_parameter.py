@@ -11,6 +11,9 @@ from torch import Tensor
 class PerParameterOptimizer(torch.optim.Optimizer):
     """Optimizer whose ``step`` calls ``_update`` for each parameter that has a gradient."""
 
+    _seed: int
+    """Seed of stochastic rounding; each parameter and step derives its own."""
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; return the closure's loss if one is given."""
@@ -20,14 +23,26 @@ class PerParameterOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 number += 1
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group, number)
+                    state = self.state[parameter]
+                    if not state:
+                        state["step"] = torch.tensor(0.0)  # As PyTorch's: on the host, read without a wait.
+                        state.update(self._new_state(parameter, group))
+                    state["step"] += 1
+                    self._update(parameter, parameter.grad, state, group, number)
         return loss
 
     @abstractmethod
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], number: int) -> None:
+    def _new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the state before the first update, besides ``step``."""
+
+    @abstractmethod
+    def _update(
+        self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], number: int
+    ) -> None:
         """Update one parameter in place.
 
         Args:
-            group: Its parameter group.
+            state: ``step`` counts this update.
+            group: The parameter's group.
             number: Its number among all parameters, from 1, with or without gradients.
         """

@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 
 
 class Option(NamedTuple):
-    """How one block is saved."""
+    """Saving policy of one block."""
 
     level: str
     share: float = 0.0

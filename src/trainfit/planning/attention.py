@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trainfit.catalog.attention import AttentionRun, Dtype, Found, attention_runs, nearest
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.prediction.shape import shape_of

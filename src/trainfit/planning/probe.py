@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (

@@ -83,7 +83,7 @@ def plan(recipe: Recipe) -> Plan:
     found = candidates(recipe)
     budget_bytes = recipe.recompute.budget_gib * GIB
     off = 0.0
-    """How much a traced peak was over its evaluation."""
+    """Excess of a traced peak over its evaluation."""
     for _ in range(MAX_TRIALS):
         within = np.flatnonzero(found.peak_bytes + off <= budget_bytes)
         if not len(within):

@@ -31,7 +31,7 @@ ROOMS = (
     "prediction/trace.py",
     "prediction/versions.py",
 )
-"""What of our code decides a ledger."""
+"""Parts of our code that decide a ledger."""
 MAX_LEDGERS = 500
 
 

@@ -29,6 +29,6 @@ that are loaded late took up to 18 MiB more than the above (results/h200-measure
 
 
 def capacities(gpu: Gpu, ledger: Ledger) -> tuple[int, ...]:
-    """What the allocator may reserve on this GPU with the margin, half of it, and none, smallest first."""
+    """Return the allocator's limits on this GPU with the margin, half of it, and none, smallest first."""
     most = gpu.usable_bytes - overhead_bytes(gpu, ledger)
     return tuple(most - int(gpu.usable_bytes * share) for share in (MARGIN, MARGIN / 2, 0))

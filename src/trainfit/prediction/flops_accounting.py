@@ -113,7 +113,7 @@ def utilization(
 
 
 def step_seconds(model_flops: float, *, mfu: float, num_gpus: int, peak_flops_per_s: float) -> float:
-    """How long a step takes at a given MFU."""
+    """Time of a step at a given MFU."""
     return model_flops / (mfu * num_gpus * peak_flops_per_s)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.ledger.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
 from trainfit.models.layers import layer_lists, num_quantized
@@ -99,7 +99,7 @@ def _shortened(recipe: Recipe) -> Ledger:
 
 
 def trace_whole(recipe: Recipe) -> bool:
-    """Whether a technique of the recipe makes equal layers act differently, so that all must be traced."""
+    """Return whether a technique makes equal layers act differently, so that all must be traced."""
     return any(technique.trace_whole(recipe) for technique in _applied(recipe))
 
 

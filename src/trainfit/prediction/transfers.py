@@ -10,7 +10,7 @@ SUSTAINED = 0.87
 
 
 def is_transfer(op: Op) -> bool:
-    """Whether the operation copies between GPU and host."""
+    """Return whether the operation copies between GPU and host."""
     return op.name in COPY_DIRECTIONS
 
 

@@ -19,6 +19,7 @@ from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import summary
 from trainfit.prediction.roofline import roofline
 from trainfit.prediction.versions import LIBRARIES, versions_of
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import Estimate, PeakHolder, Phases, TracedCode
@@ -33,7 +34,7 @@ LIBRARY_WORKSPACE = (
 )
 
 
-def trace(step: Callable[[], Any], *, gpu: str = "h200", steps: int = 3) -> Estimate:
+def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) -> Estimate:
     """Run ``step`` on a virtual GPU and return what it would take on a real one.
 
     One trace or prediction runs at a time in a process; another thread's waits. PyTorch's random state,

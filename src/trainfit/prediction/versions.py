@@ -9,7 +9,7 @@ from trainfit.spec.recipe import Recipe
 LIBRARIES = ("torch", "transformers", "peft", "triton", "torchao")
 """The libraries whose version can change a ledger."""
 TRITON_OPS = ("triton_", "trainfit")
-"""How the names of operations begin that Triton runs on a GPU: Inductor's kernels and ours."""
+"""Prefixes of operations that Triton runs on a GPU: Inductor's kernels and ours."""
 
 
 def libraries_of(recipe: Recipe, ledger: Ledger) -> tuple[str, ...]:

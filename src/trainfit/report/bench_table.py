@@ -7,7 +7,6 @@ heading.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from trainfit.bench.harness.experiment import Column
 from trainfit.spec.bench import BenchRow, Cell, Spread
@@ -121,20 +120,6 @@ def _times(times: Spread | None) -> tuple[str, str, str]:
     if times is None:
         return "", "", ""
     return format_seconds(times.median), f"{spread(times):.0%}", str(len(times.samples))
-
-
-def aligned(grid: Grid) -> list[str]:
-    """Return the table as lines of text; a cell may have several lines."""
-    rows = [[cell.split("\n") for cell in line] for line in (grid.titles, *grid.lines)]
-    widths = [max(len(text) for row in rows for text in row[index]) for index in range(len(grid.titles))]
-    return [
-        "  ".join(
-            text.rjust(width) if number else text.ljust(width)
-            for text, width, number in zip(texts, widths, grid.is_number, strict=True)
-        ).rstrip()
-        for row in rows
-        for texts in zip_longest(*row, fillvalue="")
-    ]
 
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:

@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def on_its_device(self) -> bool:
-        """Whether the measuring device is the recipe's, by their names."""
+        """Return whether the measuring device is the recipe's, by their names."""
         if self.measured is None:
             return False
         if self.measured.environment.cuda is None:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from trainfit.report.table import layout
 from trainfit.spec.files import writing
 from trainfit.spec.printable import STANDARD_OUTPUT
 from trainfit.spec.terminal import Terminal
@@ -48,25 +48,18 @@ def can_draw(out: Console) -> bool:
     return (out.encoding or "").lower().replace("-", "").startswith("utf")
 
 
-def grid(*justify: str) -> Table:
-    """Return an unframed table; ``justify`` of a column is left, right or wrap."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(width=0)
-    for one in justify:
-        table.add_column(
-            justify="right" if one == "right" else "left", no_wrap=one != "wrap", overflow="fold"
-        )
-    return table
+def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str, min_width: int = 0) -> None:
+    """Print aligned rows, indented.
 
-
-def rows(out: Console, lines: Iterable[Sequence[str | Text]], *justify: str) -> None:
-    """Print aligned rows."""
-    table = grid(*justify)
-    for line in lines:
-        table.add_row("", *line)
+    Args:
+        justify: left, right or wrap, of each column.
+        min_width: least characters of a line, also on a narrower terminal.
+    """
+    table = layout((("", *line) for line in lines), ("left", *justify))
+    table.width = min_width if min_width > out.width else None
     with writing(STANDARD_OUTPUT):
         with out.capture() as drawn:
-            out.print(table)
+            out.print(table, crop=False)
         # A table pads its last column; what is pasted into a text should not.
         out.file.write("".join(line.rstrip() + "\n" for line in drawn.get().splitlines()))
         out.file.flush()

@@ -1,4 +1,4 @@
-"""What a recipe's precision means in bytes a parameter: weights, master weights, the optimizer's moments.
+"""Bytes a parameter of a recipe's precision: weights, master weights, the optimizer's moments.
 
 Not counted: scales of low-bit storage, fp32 moments of tensors that are too small for low bits, and buffers.
 """
@@ -38,7 +38,7 @@ class Storage(NamedTuple):
 
 
 def storage(recipe: Recipe) -> Storage:
-    """How many bytes each parameter takes beside its gradient; of Muon the blocks' matrices count."""
+    """Return the bytes of each parameter without its gradient; of Muon the blocks' matrices count."""
     built = 2.0 if recipe.precision in ("bf16", "fp8") else 4.0
     adapter = recipe.adapter
     if adapter is None:

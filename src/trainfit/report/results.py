@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GOOD, BAD = "#1e7d57", "#c0392b"
 PEAK_IS = {"cuda-allocated": "allocated on the GPU", "live-tensors": "of live tensors"}
-"""What a training run's peak memory counts."""
+"""Parts counted in a training run's peak memory."""
 NAMES = {
     "peak_allocated_bytes": "peak allocated", "peak_reserved_bytes": "peak reserved",
     "peak_device_bytes": "peak device", "tokens_per_s": "tokens a second", "model_flops": "model FLOPs",

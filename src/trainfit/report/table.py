@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.units import format_bytes, format_seconds
@@ -82,29 +83,48 @@ class Table:
         Args:
             name: makes the first cell of a row; by default its text, starred where the row is marked.
         """
-        from rich import box
-        from rich.table import Table
         from rich.text import Text
 
         def first(row: Any) -> Text:
             mark = self.is_marked(row)
             return Text(f"{'*' if mark else ' '} {self.columns[0].cell(row)}", style="bold" if mark else "")
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=name is None)
+        # Text, not markup: no style is read out of a name.
+        cells = [
+            [Text(one.cell(row), style=STYLES.get(one.kind(row), "")) for one in self.columns[1:]]
+            for row in self.rows
+        ]
+        lines = [[(name or first)(row), *line] for row, line in zip(self.rows, cells, strict=True)]
+        justify = ["right" if one.is_number else "wrap" for one in self.columns]
+        table = layout(lines, justify, ["\n".join(one.head) for one in self.columns])
         table.caption, table.caption_justify = caption or None, "left"
-        for one in self.columns:
-            align = "right" if one.is_number else "left"
-            edge = "bottom" if name is None else "top"
-            table.add_column(
-                "\n".join(one.head), justify=align, no_wrap=one.is_number, overflow="fold", vertical=edge
-            )
         if name is not None:
             table.columns[0].ratio = 1
-        for row in self.rows:
-            # Text, not markup: no style is read out of a name.
-            cells = [Text(one.cell(row), style=STYLES.get(one.kind(row), "")) for one in self.columns[1:]]
-            table.add_row((name or first)(row), *cells)
+            for column in table.columns:
+                column.vertical = "top"
         return table
+
+
+def layout(
+    lines: Iterable[Sequence[str | Text]], justify: Sequence[str], heads: Sequence[str] = ()
+) -> rich.table.Table:
+    """Lay out every table of the terminal: unframed columns, ``heads`` over a rule.
+
+    Args:
+        justify: of each column: left, right (both on one line), or wrap (left, over several lines).
+    """
+    from rich import box
+    from rich.table import Table
+
+    style = box.SIMPLE_HEAD if heads else None
+    table = Table(box=style, show_header=bool(heads), show_edge=False, pad_edge=False, collapse_padding=True)
+    table.padding = (0, 1 if heads else GAP, 0, 0)  # With a rule, the box has a space between columns.
+    for head, one in zip_longest(heads, justify, fillvalue=""):
+        side, edge = "right" if one == "right" else "left", "bottom" if heads else "top"
+        table.add_column(head, justify=side, no_wrap=one != "wrap", overflow="fold", vertical=edge)
+    for line in lines:
+        table.add_row(*line)
+    return table
 
 
 def markdown_cell(text: str) -> str:

@@ -12,15 +12,12 @@ BenchStatus = Literal[
     "done", "unsteady", "impossible", "throttled", "out-of-memory", "refused", "failed", "not-run"
 ]
 WITHOUT_NUMBERS: tuple[BenchStatus, ...] = ("throttled", "out-of-memory", "refused", "failed", "not-run")
-TIMELESS = "_bytes"
-"""Ending of numbers that throttling does not change."""
 
 
 class Environment(Value):
-    """Where a measurement was made."""
+    """Machine and versions of a measurement."""
 
-    device: str
-    """Name of the GPU, or of the CPU."""
+    device: str  # Name of the GPU, or of the CPU
     device_bytes: Bytes
     driver: str | None = None
     torch: str
@@ -42,10 +39,8 @@ class Spread(Value):
 
     samples: tuple[float, ...]
     median: float
-    low: float
-    """10th percentile."""
-    high: float
-    """90th percentile."""
+    low: float  # 10th percentile
+    high: float  # 90th percentile
 
     @classmethod
     def of(cls, samples: list[float]) -> "Spread":
@@ -53,63 +48,50 @@ class Spread(Value):
         if not samples:
             raise ValueError("samples is empty: a spread needs at least one sample")
         ordered = sorted(samples)
-
-        def at(share: float) -> float:
-            return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
-
-        return cls(samples=tuple(samples), median=statistics.median(ordered), low=at(0.1), high=at(0.9))
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
+        return cls(samples=tuple(samples), median=statistics.median(ordered), low=low, high=high)
 
 
 class Curve(Value):
     """A quantity over a step, for a plot: columns of equally many values."""
 
-    phases: tuple[str, ...]
-    """Phase of the step of each point."""
-    columns: dict[str, tuple[int, ...]]
-    """Bytes by category; a category that is not here is 0 throughout."""
+    phases: tuple[str, ...]  # Phase of the step of each point
+    columns: dict[str, tuple[int, ...]]  # Bytes by category; a category that is not here is 0 throughout
 
     @model_validator(mode="after")
     def _equally_long(self) -> "Curve":
         lengths = {len(column) for column in self.columns.values()}
         if lengths - {len(self.phases)}:
-            raise disagreement(
-                f"{len(self.phases)} phases, columns of {sorted(lengths)}",
-                "make them equally long",
-                field="columns",
-            )
+            problem = f"{len(self.phases)} phases, columns of {sorted(lengths)}"
+            raise disagreement(problem, "make them equally long", field="columns")
         return self
 
 
 class BenchRow(Value):
     """One point of an experiment.
 
-    Attributes:
-        point: values that distinguish this row, such as ``{"seq": 256, "pass": "forward"}``.
-        status: done: the median's confidence interval is narrow enough; unsteady: the time cap came first;
-            impossible: faster than the data sheet allows, so times are kept as evidence and no rate is made
-            of them; throttled: the driver held the clocks down, so there are only bytes; refused: this
-            device or version lacks it; not-run: the time limit came first, or the run was ended.
-        times: seconds of each kept sample.
-        numbers: results other than times, units in the names (``tflops_per_s``, ``bytes``); dtypes are text.
-        discarded: samples discarded because they were throttled.
+    ``status``: done: the median's confidence interval is narrow enough; unsteady: the time cap came first;
+    impossible: faster than the data sheet allows, so there are times but no rates; throttled: the driver held
+    the clocks down, so there are only bytes; refused: this device or version lacks it; not-run: the time
+    limit came first, or the run was ended.
     """
 
-    point: dict[str, Cell]
+    point: dict[str, Cell]  # Values that distinguish this row, such as ``{"seq": 256, "pass": "forward"}``
     status: BenchStatus
     message: str = ""
-    times: Spread | None = None
-    numbers: dict[str, Cell] = {}
-    discarded: Count = 0
+    times: Spread | None = None  # Seconds of each kept sample
+    numbers: dict[str, Cell] = {}  # Results other than times, units in the names; dtypes are text
+    discarded: Count = 0  # Samples discarded because they were throttled
     curve: Curve | None = None
 
     @model_validator(mode="after")
     def _no_number_without_a_clean_run(self) -> "BenchRow":
-        timeless = self.status == "throttled" and all(name.endswith(TIMELESS) for name in self.numbers)
+        # Throttling does not change sizes.
+        timeless = self.status == "throttled" and all(name.endswith("_bytes") for name in self.numbers)
         has_numbers = self.times is not None or self.curve is not None or bool(self.numbers and not timeless)
         if self.status in WITHOUT_NUMBERS and has_numbers:
-            raise disagreement(
-                f"a row that is {self.status} has no numbers", "leave them out", field="status"
-            )
+            problem = f"a row that is {self.status} has no numbers"
+            raise disagreement(problem, "leave them out", field="status")
         if self.status == "impossible" and self.numbers:
             raise disagreement("an impossible time makes no rates", "leave them out", field="numbers")
         if self.status not in ("done", "unsteady") and not self.message:

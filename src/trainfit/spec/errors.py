@@ -11,15 +11,7 @@ EXIT_INTERRUPTED = 130
 
 
 class InputError(ValueError):
-    """Bad input, reported in one line: place, field, value, problem and remedy.
-
-    Args:
-        problem: what is wrong with the value.
-        remedy: what to write instead.
-        field: dotted path of the field, such as ``batch.micro``.
-        value: the value that was refused.
-        file: the file it stands in, if it came from one.
-    """
+    """Bad input, reported in one line: file, dotted field (``batch.micro``), value, problem and remedy."""
 
     def __init__(self, problem: str, remedy: str, *, field: str = "", value: object = None, file: str = ""):
         self.problem, self.remedy, self.field, self.value, self.file = problem, remedy, field, value, file
@@ -31,9 +23,8 @@ class InputError(ValueError):
 
     def in_file(self, file: str) -> "InputError":
         """The same error, naming its file."""
-        return InputError(
-            self.problem, self.remedy, field=self.field, value=self.value, file=self.file or file
-        )
+        file = self.file or file
+        return InputError(self.problem, self.remedy, field=self.field, value=self.value, file=file)
 
 
 def _short(value: object, limit: int = 60) -> str:

@@ -1,9 +1,8 @@
 """Read and write files that a user names.
 
-Reading: regular files alone, within a size limit, without waiting. A named pipe would block and a device
-would never end; they are refused before a byte is read. Writing: whole or not at all. Libraries report a full
-disk by exceptions of their own (safetensors, tokenizers, torch); ``writing`` makes them OSErrors that name
-the file.
+Reading: regular files alone, within a size limit; a named pipe would block and a device would never end.
+Writing: whole or not at all. Libraries (safetensors, tokenizers, torch) report a full disk by exceptions of
+their own; ``writing`` makes them OSErrors that name the file.
 """
 
 import contextlib
@@ -13,7 +12,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from trainfit.spec.errors import InputError
@@ -28,10 +26,7 @@ KINDS = (
 
 
 def open_regular(path: Path, limit_bytes: int | None = None) -> BinaryIO:
-    """Return the regular file ``path``, open for reading.
-
-    Args:
-        limit_bytes: the largest size that is read; None where the file is read a piece at a time.
+    """Return the regular file ``path``, open for reading; ``limit_bytes``: its largest size, None for any.
 
     Raises:
         InputError: no path, no regular file, links that lead in a circle, or over the limit.
@@ -39,7 +34,7 @@ def open_regular(path: Path, limit_bytes: int | None = None) -> BinaryIO:
     """
     try:
         _check_kind(path, os.stat(path))
-        # Not waiting matters only if the path came to name a pipe since it was looked at.
+        # O_NONBLOCK: the path may have become a pipe since the check.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except InputError:  # A ValueError too.
         raise
@@ -60,12 +55,7 @@ def open_regular(path: Path, limit_bytes: int | None = None) -> BinaryIO:
 
 
 def read_bytes(path: Path, limit_bytes: int) -> bytes:
-    """Return the content of a regular file of at most ``limit_bytes``.
-
-    Raises:
-        InputError: as ``open_regular``.
-        OSError: the file is missing or cannot be read.
-    """
+    """Return the content of a regular file of at most ``limit_bytes``; raises as ``open_regular``."""
     with open_regular(path, limit_bytes) as file:
         data = file.read(limit_bytes + 1)  # A file under /proc has size 0, and another may have grown.
     if len(data) > limit_bytes:
@@ -74,12 +64,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
 
 
 def read_text(path: Path, limit_bytes: int) -> str:
-    """Return the UTF-8 text of a regular file of at most ``limit_bytes``; a byte order mark is dropped.
-
-    Raises:
-        InputError: as ``open_regular``, or not UTF-8.
-        OSError: the file is missing or cannot be read.
-    """
+    """Return the UTF-8 text of a regular file without its byte order mark; raises as ``open_regular``."""
     try:
         return read_bytes(path, limit_bytes).decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -87,7 +72,7 @@ def read_text(path: Path, limit_bytes: int) -> str:
 
 
 def circle(error: OSError, path: object = None) -> InputError | None:
-    """Return the refusal of symbolic links that lead in a circle, if that is what ``error`` says."""
+    """Return the refusal of symbolic links that lead in a circle; None for another error."""
     if error.errno != errno.ELOOP:
         return None
     named = str(path if path is not None else error.filename or "")
@@ -114,16 +99,11 @@ REMEDIES = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     errno.EIO: "check the disk",
 }
-"""By errno: the storage's failures, which are nobody's mistake in a recipe, and what to do."""
+"""Remedies of the storage's failures, which are nobody's mistake in a recipe, by errno."""
 
 
 class StorageError(OSError):
-    """A file that could not be written or read, in one line with its remedy.
-
-    Args:
-        error: the system's error.
-        remedy: what to do, after which the work can go on.
-    """
+    """A file that could not be written or read, in one line with its remedy."""
 
     def __init__(self, error: OSError, remedy: str = ""):
         super().__init__(error.errno, error.strerror or str(error), error.filename)
@@ -136,16 +116,17 @@ class StorageError(OSError):
 def one_line(error: OSError) -> str:
     """Return the file, what failed and what to do, without a line break."""
     remedy = getattr(error, "remedy", "") or REMEDIES.get(error.errno or 0, "")
-    where = "" if error.filename is None else f"{_name(error.filename)}: "
+    named = error.filename
+    where = "" if named is None else f"{os.fsdecode(named) if isinstance(named, bytes) else named}: "
     text = f"{where}{error.strerror or OSError.__str__(error)}{f'; {remedy}' if remedy else ''}"
     return " ".join(text.split())
 
 
 def storage_failure(error: BaseException | None) -> OSError | None:
     """Return the storage failure that ``error`` is or was caused by; None: another kind of error."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
         if isinstance(error, OSError):
             if error.errno in REMEDIES:
                 return error
@@ -157,11 +138,7 @@ def storage_failure(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Name ``path`` in an OSError without a file name; turn other libraries' reports of a full disk into one.
-
-    Raises:
-        OSError: of the block, with its file.
-    """
+    """Name ``path`` in an OSError without a file name; turn libraries' reports of a full disk into one."""
     try:
         yield
     except OSError as error:
@@ -169,8 +146,7 @@ def writing(path: str | Path) -> Iterator[None]:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     except Exception as error:
-        code = _code_in(str(error))
-        if code is None:
+        if (code := _code_in(str(error))) is None:
             raise
         raise OSError(code, os.strerror(code), str(path)) from error
 
@@ -189,19 +165,11 @@ class Appender:
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def lock(self, *, wait: bool = True) -> None:
-        """Take the file for this process alone, until it is closed.
-
-        Raises:
-            BlockingIOError: another process has it, and ``wait`` is off.
-        """
+        """Take the file for this process alone; a BlockingIOError if it is taken and ``wait`` is off."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def append(self, piece: bytes, *, sync: bool = False) -> None:
-        """Add ``piece``; with ``sync`` it is on the disk when this returns.
-
-        Raises:
-            OSError: it could not be written; the file is as before.
-        """
+        """Add ``piece``, with ``sync`` to the disk itself; after an OSError the file is as before."""
         end = os.fstat(self._descriptor).st_size
         try:
             with writing(self.path):
@@ -237,9 +205,7 @@ class Appender:
     def __enter__(self) -> "Appender":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -247,13 +213,7 @@ def _code_in(text: str) -> int | None:
     """Return the errno quoted by a message: Rust's "(os error 28)", torch's "(28)", Python's "[Errno 28]"."""
     for code in REMEDIES:
         words = os.strerror(code)
-        if (
-            any(f"{words} ({prefix}{code})" in text for prefix in ("os error ", ""))
-            or f"[Errno {code}] {words}" in text
-        ):
+        forms = (f"{words} (os error {code})", f"{words} ({code})", f"[Errno {code}] {words}")
+        if any(form in text for form in forms):
             return code
     return None
-
-
-def _name(path: object) -> str:
-    return os.fsdecode(path) if isinstance(path, bytes | str | os.PathLike) else str(path)

@@ -13,7 +13,7 @@ LEAST_FOR_TRITON = (8, 0)
 
 
 class Source(Value):
-    """Where a number comes from: a public document's address and the day it was read, or a record."""
+    """Origin of a number: a public document's address and the day it was read, or a record."""
 
     url: str
     accessed: str
@@ -21,10 +21,7 @@ class Source(Value):
 
 
 class Link(Value):
-    """A connection between GPUs, or GPU and host.
-
-    ``bytes_per_s``: one direction, one GPU, all its lanes together.
-    """
+    """A connection between GPUs, or GPU and host; ``bytes_per_s``: one direction, one GPU, all its lanes."""
 
     name: str
     kind: Literal["nvlink", "infinity-fabric", "pcie", "ici", "ethernet", "infiniband"]
@@ -33,14 +30,8 @@ class Link(Value):
     source: Source
 
 
-CUDA_COLUMNS = (
-    "compute_capability", "num_sms", "threads_per_sm", "shared_memory_per_block_bytes", "l2_cache_bytes",
-)  # fmt: skip
-"""Columns that every row of an NVIDIA GPU has."""
-
-
 class Cuda(NamedTuple):
-    """The columns of CUDA_COLUMNS, all known."""
+    """Columns that every row of an NVIDIA GPU has."""
 
     compute_capability: tuple[int, int]
     num_sms: int
@@ -52,44 +43,33 @@ class Cuda(NamedTuple):
 class Gpu(Value):
     """One accelerator as its maker describes it: a row of the catalog."""
 
-    name: str
-    """The catalog's key: lower case, such as ``h100-sxm``."""
+    name: str  # The catalog's key: lower case, such as ``h100-sxm``
     title: str
-    device_names: tuple[str, ...] = ()
-    """What the driver calls it (``torch.cuda.get_device_name``)."""
+    device_names: tuple[str, ...] = ()  # The driver's names of it (``torch.cuda.get_device_name``)
     aliases: tuple[str, ...] = ()
     """Short names that stand for it, also where they would fit other rows (``H100``)."""
     vendor: Literal["nvidia", "amd", "google", "intel", "host"]
     architecture: str
     compute_capability: tuple[int, int] | None = None
     """CUDA compute capability; None elsewhere, as are the next four."""
-    num_sms: PositiveInt | None = None
-    """Streaming multiprocessors."""
+    num_sms: PositiveInt | None = None  # Streaming multiprocessors
     threads_per_sm: PositiveInt | None = None
-    shared_memory_per_block_bytes: PositiveInt | None = None
-    """The most that one block may opt in to."""
+    shared_memory_per_block_bytes: PositiveInt | None = None  # The most that one block may opt in to
     l2_cache_bytes: Annotated[int, Field(ge=1)] | None = None
-    memory_bytes: Bytes
-    """Memory on the data sheet."""
-    usable_bytes: Bytes
-    """What the driver lets a process allocate (``torch.cuda.mem_get_info`` total), or the data sheet's."""
-    memory_bytes_per_s: PositiveFloat | None
-    """None: not known (this machine's CPU)."""
-    peak_flops_per_s: dict[PeakDtype, PositiveFloat]
-    """Dense peak by dtype of the inputs, FLOP/s."""
-    link: str
-    """Name of the Link to its neighbours in one host."""
-    host_link: str
-    """Name of the Link to its host's memory."""
+    memory_bytes: Bytes  # Memory on the data sheet
+    usable_bytes: Bytes  # Total of ``torch.cuda.mem_get_info``, or the data sheet's
+    memory_bytes_per_s: PositiveFloat | None  # None: not known (this machine's CPU)
+    peak_flops_per_s: dict[PeakDtype, PositiveFloat]  # Dense peak by dtype of the inputs, FLOP/s
+    link: str  # Name of the Link to its neighbours in one host
+    host_link: str  # Name of the Link to its host's memory
     gpus_per_host: PositiveInt = 8
-    price_per_hour: PositiveFloat | None = None
-    """US dollars, on demand, one accelerator."""
+    price_per_hour: PositiveFloat | None = None  # US dollars, on demand, one accelerator
     price_source: Source | None = None
     source: Source
 
     @model_validator(mode="after")
     def _has_every_cuda_column(self) -> "Gpu":
-        missing = [name for name in CUDA_COLUMNS if getattr(self, name) is None]
+        missing = [name for name in Cuda._fields if getattr(self, name) is None]
         if self.vendor == "nvidia" and missing:
             raise disagreement("missing in a row of an NVIDIA GPU", "add the column", field=missing[0])
         return self
@@ -97,7 +77,7 @@ class Gpu(Value):
     @property
     def cuda(self) -> Cuda | None:
         """The columns of an NVIDIA GPU; None elsewhere."""
-        values = [getattr(self, name) for name in CUDA_COLUMNS]
+        values = [getattr(self, name) for name in Cuda._fields]
         return None if None in values else Cuda(*values)
 
 
@@ -106,7 +86,6 @@ class Cluster(Value):
 
     gpu: Gpu
     count: PositiveInt = 1
-    link: Link | None
-    """None: the device has no neighbours (this machine's CPU)."""
+    link: Link | None  # None: the device has no neighbours (this machine's CPU)
     price_per_hour: Annotated[float, Field(ge=0)] | None = None
     """US dollars for one GPU and one hour, the user's own if given."""

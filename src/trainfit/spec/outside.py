@@ -17,7 +17,7 @@ def outside_techniques() -> tuple[Any, ...]:
 
 
 class Extensible:
-    """Annotation of a Literal: also accept values of this dotted field that outside techniques cover."""
+    """Annotation of a Literal: also accept the values of this dotted field that outside techniques cover."""
 
     def __init__(self, field: str):
         self.field = field

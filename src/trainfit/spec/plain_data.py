@@ -1,9 +1,8 @@
-"""YAML and JSON files read as plain data (dict, list, str, int, float, bool, None), safely.
+"""Read YAML and JSON files as plain data (dict, list, str, int, float, bool, None), safely.
 
-Enters: a path or a text. Leaves: plain data. Refused, each with one line: what is no regular file, files over
-1 MB, what is not UTF-8, YAML of more values than are read in a second, duplicate keys, aliases that expand to
-more than a file could say plainly, merge keys, several documents, NaN and infinity, numbers beyond a double's
-range, keys that are not text, values that JSON cannot hold.
+Refused, each with one line: irregular files, files over 1 MB, text that is not UTF-8, YAML that takes over a
+second, duplicate keys, aliases that expand without end, merge keys, several documents, NaN and infinity,
+numbers beyond a double's range, keys that are not text, values that JSON cannot hold.
 """
 
 import json
@@ -31,17 +30,17 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: Path) -> Any:
-    """One YAML 1.2 document as plain data.
+    """Return a file's one YAML 1.2 document as plain data.
 
     Raises:
         InputError: refused content.
         OSError: the file cannot be read.
     """
-    return parse_yaml(read_text(path), str(path))
+    return parse_yaml(files.read_text(path, MAX_FILE_BYTES), str(path))
 
 
 def parse_yaml(text: str, file: str = "") -> Any:
-    """The one YAML 1.2 document in ``text`` as plain data; ``1e-4`` is a number, ``yes`` is text."""
+    """Return the YAML 1.2 document in ``text`` as plain data; ``1e-4`` is a number, ``yes`` is text."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
@@ -61,21 +60,14 @@ def parse_yaml(text: str, file: str = "") -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         # The loader's own constructors: !!int x, a date such as 2020-99-99, a number of 5000 digits.
         problem = str(error).splitlines()[0][:80] if str(error) else type(error).__name__
-        long = "Exceeds the limit" in problem
-        problem = "a number is too long" if long else f"a value cannot be read ({problem})"
-        raise InputError(
-            f"not YAML: {problem}", "write a shorter number" if long else "quote it", file=file
-        ) from None
+        if "Exceeds the limit" in problem:
+            raise _too_long("not YAML: ", file) from None
+        raise InputError(f"not YAML: a value cannot be read ({problem})", "quote it", file=file) from None
     return plain(data, file)
 
 
 def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> Any:
-    """One JSON document as plain data.
-
-    Raises:
-        InputError: refused content.
-        OSError: the file cannot be read.
-    """
+    """Return a file's one JSON document as plain data; raises as ``read_yaml``."""
     data = parse_json(files.read_text(path, limit_bytes), str(path))
     if _num_values(data) > MAX_NODES:
         raise InputError("too many values", f"write at most {MAX_NODES:,}", file=str(path))
@@ -83,11 +75,7 @@ def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, file: str = "") -> Any:
-    """The one JSON document in ``text`` as plain data.
-
-    Raises:
-        InputError: refused content.
-    """
+    """Return the one JSON document in ``text`` as plain data; refused content is an InputError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         data: dict[str, Any] = {}
@@ -112,13 +100,8 @@ def parse_json(text: str | bytes, file: str = "") -> Any:
     except RecursionError:
         raise _too_deep(file) from None
     except ValueError:  # An integer of more than 4300 digits.
-        raise InputError("not JSON: a number is too long", "write a shorter number", file=file) from None
+        raise _too_long("not JSON: ", file) from None
     return plain(data, file)
-
-
-def read_text(path: Path) -> str:
-    """The file's text, if it is a regular file of at most 1 MB of UTF-8 (a byte order mark is dropped)."""
-    return files.read_text(path, MAX_FILE_BYTES)
 
 
 def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
@@ -130,27 +113,25 @@ def plain(data: Any, file: str = "", field: str = "", depth: int = 0) -> Any:
             if not isinstance(key, str):
                 raise InputError("key is not text", "quote it", field=field or "(top)", value=key, file=file)
             plain(key, file, field or "(top)", depth + 1)
-        return {
-            key: plain(value, file, f"{field}.{key}".lstrip("."), depth + 1) for key, value in data.items()
-        }
+        at = f"{field}." if field else ""
+        return {key: plain(value, file, f"{at}{key}", depth + 1) for key, value in data.items()}
     if isinstance(data, list):
         return [plain(value, file, f"{field}[{index}]", depth + 1) for index, value in enumerate(data)]
     if isinstance(data, int) and data.bit_length() > MAX_INT_BITS:
-        raise InputError("a number is too long", "write a shorter number", field=field, file=file)
+        raise _too_long("", file, field)
     if isinstance(data, float) and not math.isfinite(data):
         raise InputError("not a finite number", "write a finite number", field=field, value=data, file=file)
     if isinstance(data, str) and not data.isascii() and LONE_SURROGATE.search(data):
-        raise InputError(
-            "not Unicode text (a lone surrogate)", "write the character itself", field=field, file=file
-        )
-    if data is None or isinstance(data, bool | int | float | str):
-        return data
-    problem = f"a {type(data).__name__} is not a recipe's value"
-    raise InputError(problem, "write text or a number", field=field, value=str(data), file=file)
+        problem = "not Unicode text (a lone surrogate)"
+        raise InputError(problem, "write the character itself", field=field, file=file)
+    if data is not None and not isinstance(data, bool | int | float | str):
+        problem = f"a {type(data).__name__} is not a recipe's value"
+        raise InputError(problem, "write text or a number", field=field, value=str(data), file=file)
+    return data
 
 
 def _num_values(data: Any) -> int:
-    """Values in lists and mappings, these counted as one each."""
+    """Count the values in lists and mappings, these as one each."""
     if isinstance(data, dict | list):
         return 1 + sum(map(_num_values, data.values() if isinstance(data, dict) else data))
     return 1
@@ -160,9 +141,14 @@ def _too_deep(file: str) -> InputError:
     return InputError("nested too deeply", f"nest at most {MAX_DEPTH} levels", file=file)
 
 
+def _too_long(which: str, file: str, field: str = "") -> InputError:
+    return InputError(f"{which}a number is too long", "write a shorter number", field=field, file=file)
+
+
 def _check_marks(text: str, file: str) -> None:
-    """Refuse, before it is parsed, a text that the parser would work on for long."""
-    if sum(text.count(mark) for mark in YAML_MARKS) > MAX_YAML_MARKS and not _is_comments(text):
+    """Refuse, before it is parsed, a text that the parser would work on for long; comments take no time."""
+    uncommented = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    if sum(uncommented.count(mark) for mark in YAML_MARKS) > MAX_YAML_MARKS:
         remedy = f"write at most {MAX_YAML_MARKS:,} lines, commas and colons together, or name a JSON file"
         raise InputError("too many values for a YAML file", remedy, file=file)
     depth = 0
@@ -170,12 +156,6 @@ def _check_marks(text: str, file: str) -> None:
         depth += 1 if found[0] in "[{" else -1
         if depth > MAX_BRACKETS:
             raise _too_deep(file)
-
-
-def _is_comments(text: str) -> bool:
-    """Whether the marks are in comments, which take the parser little time."""
-    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    return sum(1 + sum(line.count(mark) for mark in YAML_MARKS) for line in lines) <= MAX_YAML_MARKS
 
 
 def _yaml_error(error: Any, file: str) -> InputError:
@@ -191,10 +171,9 @@ def _yaml_error(error: Any, file: str) -> InputError:
 
 
 def _check_nodes(node: Any, file: str) -> None:
-    """Count nodes as if every alias were written out, without writing it out (a 'billion laughs' file).
+    """Count nodes as if every alias were written out, which stops a 'billion laughs' file; refuse merge keys.
 
-    Merge keys (``<<``) are refused too: YAML 1.2 has none, and ``extends`` is the one way to build on a
-    recipe.
+    YAML 1.2 has no merge keys (``<<``); ``extends`` is the way to build on a recipe.
     """
     sizes: dict[int, int] = {}
 
@@ -206,14 +185,12 @@ def _check_nodes(node: Any, file: str) -> None:
         if id(node) not in sizes:
             sizes[id(node)] = MAX_NODES + 1  # A node inside itself never ends.
             children = node.value if isinstance(node.value, list) else []
-            pairs = [child for child in children if isinstance(child, tuple)]
-            if any(key.tag == MERGE_TAG for key, _ in pairs):
-                line = node.start_mark.line + 1
-                raise InputError(
-                    f"merge key '<<' at line {line}", "write the keys out, or use extends", file=file
-                )
-            flat = [n for child in children for n in (child if isinstance(child, tuple) else (child,))]
-            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in flat)
+            if children and isinstance(children[0], tuple):  # Pairs of key and value.
+                if any(key.tag == MERGE_TAG for key, _ in children):
+                    problem = f"merge key '<<' at line {node.start_mark.line + 1}"
+                    raise InputError(problem, "write the keys out, or use extends", file=file)
+                children = [child for pair in children for child in pair]
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
         if sizes[id(node)] > MAX_NODES:
             raise InputError("aliases expand without end", f"write at most {MAX_NODES:,} values", file=file)
         return sizes[id(node)]

@@ -23,12 +23,10 @@ def printable(text: str, *, lines: bool = False) -> str:
     Args:
         lines: keep line feeds and tabs, for text of several lines.
     """
-    kept = JOINERS + ("\n\t" if lines else "")
     if text.isascii() and text.isprintable():
         return text
-    return "".join(
-        _escaped(letter) if _is_control(letter) and letter not in kept else letter for letter in text
-    )
+    kept = JOINERS + ("\n\t" if lines else "")
+    return "".join(letter if letter in kept else _escaped(letter) for letter in text)
 
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
@@ -37,10 +35,8 @@ def say(text: str, *, err: bool = False, end: str = "\n") -> None:
         print(printable(text, lines=True), file=sys.stderr if err else sys.stdout, end=end, flush=True)
 
 
-def _is_control(letter: str) -> bool:
-    return unicodedata.category(letter) in CONTROL_CATEGORIES
-
-
 def _escaped(letter: str) -> str:
+    if unicodedata.category(letter) not in CONTROL_CATEGORIES:
+        return letter
     code = ord(letter)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -1,4 +1,4 @@
-"""Where evidence comes from: the code's commit and version, the time, and a Record that carries them."""
+"""Origin of evidence: the code's commit and version, the time, and a Record that carries them."""
 
 import functools
 import os
@@ -33,24 +33,16 @@ def _checked_out(package: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            stdin=subprocess.DEVNULL,
-        )
-    except (
-        FileNotFoundError,
-        subprocess.TimeoutExpired,
-    ):  # No git here: the commit is unknown, which None says.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+    except (FileNotFoundError, subprocess.TimeoutExpired):  # No git here: the commit is unknown.
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed package, which is not imported; None: it is not installed."""
+    """Return the version of a package, without importing it; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -58,21 +50,19 @@ def installed_version(package: str) -> str | None:
 
 
 def now() -> str:
-    """The time as ISO 8601 in UTC, to the microsecond, such as ``2026-11-20T23:12:00.000000+00:00``."""
+    """Return the time as ISO 8601 in UTC, to the microsecond: ``2026-11-20T23:12:00.000000+00:00``."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def new_bench_record(result: BenchResult) -> Record:
-    """A Record of a benchmark, which is of no recipe, made now by this code."""
-    return Record(
-        kind="bench", created_at=now(), version=trainfit.__version__, commit=commit(),
-        recipe={}, recipe_id="", bench=result,
-    )  # fmt: skip
+    """Return a Record of a benchmark, which is of no recipe, made now by this code."""
+    return _made_now(kind="bench", recipe={}, recipe_id="", bench=result)
 
 
 def new_record(kind: Literal["predict", "measure", "train"], recipe: Recipe, **fields: Any) -> Record:
-    """A Record of ``recipe`` made now by this code; ``fields`` are estimate, measurement, train or tags."""
-    return Record(
-        kind=kind, created_at=now(), version=trainfit.__version__, commit=commit(),
-        recipe=recipe.content(), recipe_id=recipe.id, **fields,
-    )  # fmt: skip
+    """Return a Record made now by this code; ``fields`` are estimate, measurement, train or tags."""
+    return _made_now(kind=kind, recipe=recipe.content(), recipe_id=recipe.id, **fields)
+
+
+def _made_now(**fields: Any) -> Record:
+    return Record(created_at=now(), version=trainfit.__version__, commit=commit(), **fields)

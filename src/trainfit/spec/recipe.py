@@ -4,12 +4,13 @@ Frozen and strict. Its id is a hash of its content, so equal recipes have equal 
 """
 
 import hashlib
+import importlib
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from trainfit.spec.name_lookup import names
+from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
@@ -27,10 +28,13 @@ MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
 
 
+def names() -> Any:
+    """Return ``trainfit.catalog.names``, imported on use: the catalog is built of this room's values."""
+    return importlib.import_module("trainfit.catalog.names")
+
+
 class ModelSpec(Value):
-    """The model: a catalog name (or another name of that model) or the mapping of a config.json, and its
-    code.
-    """
+    """The model: a catalog name (or a synonym) or the mapping of a config.json, and its implementation."""
 
     config: str | dict[str, JsonValue]
     implementation: Literal["hf", "native"] = "hf"
@@ -43,17 +47,14 @@ class ModelSpec(Value):
 
     @property
     def display_name(self) -> str:
-        """What people read: the given name, else the catalog's, else the config's own."""
+        """The given name, else the catalog's, else the config's own."""
         if self.name or isinstance(self.config, str):
             return self.name or str(self.config)
         return str(self.config.get("_name_or_path") or self.config.get("model_type") or "inline")
 
 
 class Batch(Value):
-    """Batch of one data-parallel rank.
-
-    ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens.
-    """
+    """A data-parallel rank's batch: ``accumulate`` micro-batches of ``micro`` sequences of ``seq`` tokens."""
 
     micro: PositiveInt = 1
     seq: PositiveInt = 1024
@@ -78,9 +79,8 @@ class Batch(Value):
 class LossTerms(Value):
     """Terms of the training loss; evaluation reports the cross-entropy alone.
 
-    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike.
-    ``z_loss`` z: adds z times the mean square
-    of the logits' log-sum-exp.
+    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike. ``z_loss`` z: adds z
+    times the mean square of the logits' log-sum-exp.
     """
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -88,7 +88,7 @@ class LossTerms(Value):
 
 
 class Offload(Value):
-    """What waits in pinned host memory until it is needed, copied while the GPU computes.
+    """Tensors kept in pinned host memory until they are needed, copied while the GPU computes.
 
     ``activations``: tensors that the forward saves for the backward. ``weights``: the decoder blocks' weights
     (and what their optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
@@ -109,13 +109,14 @@ class Loader(Value):
 class Optimizer(Value):
     """The optimizer and how its update is run.
 
-    ``implementation``: where it is not written, what the optimizer is best run with: fused, and forloop for
-    Adafactor without stochastic rounding (torch's own default for it). Filled in here, so that a recipe's id
-    does not depend on writing it; so is Muon's momentum of 0.95. ``momentum``: SGD's and Muon's momentum, or
-    Adafactor's first moment (beta1); 0 keeps no first moment. ``in_backward``: update each weight as soon as
-    its gradient is complete (True), or each decoder block's together. ``stochastic_rounding``: round bf16
-    weights up or down at random, in proportion to what is cut off, so that updates smaller than half their
-    last bit are kept on average. ``clip_norm``: the largest norm of all gradients together.
+    Attributes:
+        implementation: by default fused, or forloop for Adafactor without stochastic rounding (torch's own
+            default). Filled in here, so that a recipe's id does not depend on writing it; so is Muon's
+            momentum of 0.95.
+        momentum: SGD's and Muon's momentum, or Adafactor's beta1; 0 keeps no first moment.
+        in_backward: update each weight as soon as its gradient is complete (True), or each block's together.
+        stochastic_rounding: round bf16 weights up or down at random, in proportion to the part cut off.
+        clip_norm: the largest norm of all gradients together.
     """
 
     name: Annotated[OptimizerName, Extensible("optimizer.name")] = "adamw"
@@ -138,12 +139,12 @@ class Optimizer(Value):
         return data
 
 
-def _is_pattern(value: Any) -> str:
-    return "names" if isinstance(value, list | tuple) else "pattern"
+def _form(targets: Any) -> str:
+    return "names" if isinstance(targets, list | tuple) else "pattern"
 
 
 Targets = Annotated[
-    Annotated[str, Tag("pattern")] | Annotated[tuple[str, ...], Tag("names")], Discriminator(_is_pattern)
+    Annotated[str, Tag("pattern")] | Annotated[tuple[str, ...], Tag("names")], Discriminator(_form)
 ]
 
 
@@ -156,12 +157,11 @@ class Adapter(Value):
     targets: Targets = "all-linear"
     dtype: Literal["fp32", "base"] = "fp32"
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    tokens: PositiveInt = 20
-    """Virtual tokens of prompt tuning, prefix tuning and p-tuning."""
+    tokens: PositiveInt = 20  # Virtual tokens of prompt tuning, prefix tuning and p-tuning
 
 
 class Parallel(Value):
-    """How GPUs share the work: replicas x shards x tensor-parallel ranks; their product is the GPU count."""
+    """Ranks of each kind of parallelism: replicas x shards x tensor-parallel ranks is the GPU count."""
 
     replicate: PositiveInt = 1
     shard: PositiveInt = 1
@@ -173,12 +173,11 @@ class Parallel(Value):
 
 
 class Hardware(Value):
-    """Which GPU (a name of the catalog) and how many; a price of one's own overrides the catalog's."""
+    """GPU (a name of the catalog) and count; a price of one's own overrides the catalog's."""
 
-    gpu: str = "h200"
+    gpu: str = DEFAULT_GPU
     count: PositiveInt = 1
-    price_per_hour: Annotated[float, Field(ge=0)] | None = None
-    """US dollars for one GPU and one hour."""
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None  # US dollars for one GPU and one hour
 
     @field_validator("gpu")
     @classmethod
@@ -223,7 +222,7 @@ class Recipe(Value):
 
     @property
     def has_open_fields(self) -> bool:
-        """Whether a field says what is wanted and not how, so that it is planned before a step is built."""
+        """True if a field states a goal, so that it is planned before a step is built."""
         return isinstance(self.recompute, BudgetGib) or self.attention == "best"
 
     def without_open_fields(self) -> "Recipe":
@@ -244,10 +243,8 @@ class Recipe(Value):
         """
         content = self.model_dump(mode="json")
         for path, default in LATER.items():
-            *outer, name = path.split(".")
-            holder = content
-            for part in outer:
-                holder = holder[part] if holder is not None else None
+            outer, _, name = path.rpartition(".")
+            holder = content[outer] if outer else content
             if holder is not None and holder[name] == default:
                 del holder[name]
         return content
@@ -267,5 +264,5 @@ LATER: dict[str, Any] = {
 
 
 def is_held_out(recipe_id: str) -> bool:
-    """Whether a recipe is in the held-out half of all recipes, chosen by a hash of its id."""
+    """Return whether a recipe is in the held-out half of all recipes, chosen by a hash of its id."""
     return hashlib.sha256(f"held-out {recipe_id}".encode()).digest()[0] % 2 == 1

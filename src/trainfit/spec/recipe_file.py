@@ -1,7 +1,6 @@
 """Recipe files: ``extends`` chains, ``--set a.b=c``, short forms, and errors that name the file of a value.
 
-A relative ``extends`` or config path is relative to the file
-that names it; one in a setting is relative to the working directory.
+A relative ``extends`` or config path is relative to its file; one in a setting, to the working directory.
 """
 
 import os
@@ -11,20 +10,17 @@ from typing import Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
-from trainfit.spec.name_lookup import names
-from trainfit.spec.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_json, read_text, read_yaml
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.plain_data import MAX_DEPTH, parse_json, parse_yaml, plain, read_json, read_yaml
+from trainfit.spec.recipe import Recipe, names
 from trainfit.spec.synonyms import main_key, with_exact_choices, written_out
 from trainfit.spec.value import parse
-
-__all__ = ["apply_settings", "load_recipe", "merge", "read_json", "read_text", "read_yaml", "recipe_from"]
 
 MAX_CHAIN = 32
 MAX_LINES_BYTES = 100 * 10**6
 """Of a JSON Lines file of recipes."""
 SETTINGS = "--set"
 CALL = ""
-"""In the place of a file, for fields that a Python call gives: an error names the field alone."""
+"""The place of fields that a Python call gives: an error names the field alone."""
 
 REPLACED_WHOLE = ("config", "recompute")
 """Mappings that are one value: an extending recipe replaces them, it does not mix keys into them."""
@@ -50,7 +46,7 @@ def load_recipe(
         InputError: bad content; one line with file, field, value and remedy.
         OSError: the file cannot be read.
     """
-    return _check([*_chain(Path(path)), (CALL, over or {})], settings or [], notes)
+    return _check(_chain(Path(path)), settings, over, notes)
 
 
 def recipe_from(
@@ -61,62 +57,30 @@ def recipe_from(
     over: dict[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> Recipe:
-    """A recipe from plain data, such as a record's; paths are relative to the working directory.
-
-    Args:
-        over, notes: as ``load_recipe`` takes them.
-    """
-    return _check([(file, data), (CALL, over or {})], settings or [], notes)
+    """Return the recipe of plain data, such as a record's; ``over`` and ``notes`` as in ``load_recipe``."""
+    return _check([(file, data)], settings, over, notes)
 
 
 def read_data(path: Path) -> dict[str, Any]:
-    """What a recipe file and the files it extends say together, not checked yet: data to lay more on.
-
-    Raises:
-        InputError: not YAML, or a broken chain.
-        OSError: the file cannot be read.
-    """
+    """Return the unchecked content of a recipe file and those it extends; raises as ``load_recipe``."""
     return _together(_chain(path))
 
 
 def set_field(data: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
-    """``data`` with the dotted ``field`` set, as ``--set`` does."""
+    """Return ``data`` with the dotted ``field`` set, as ``--set`` does."""
     return _set_whole(data, field.split("."), value, f"{field}: {value}")
 
 
-def recipe_of_model(
-    config_file: str,
-    settings: list[str] | None = None,
-    *,
-    over: dict[str, Any] | None = None,
-    notes: list[str] | None = None,
-) -> Recipe:
-    """The recipe of a model's config.json (or the folder that holds it), every other field at its default.
-
-    Args:
-        over, notes: as ``load_recipe`` takes them.
-    """
+def recipe_of_model(config_file: str, settings: list[str] | None = None, **options: Any) -> Recipe:
+    """Return the recipe of a config.json or its folder; ``options`` as in ``load_recipe``."""
     path = Path(config_file)
     config = str(path / "config.json" if path.is_dir() else path.absolute())
     data = with_model_config({"model": {"config": config}}, Path.cwd())
-    return _check([(config_file, data), (CALL, over or {})], settings or [], notes)
-
-
-def read_recipes(path: Path) -> list[Recipe]:
-    """Return the recipes of a JSON Lines file, all checked; blank lines are passed over.
-
-    Raises:
-        InputError: a line is not a recipe; it names the file and the line.
-    """
-    return [recipe_from(data, file=where) for where, data in recipe_lines(path)]
+    return recipe_from(data, settings, file=config_file, **options)
 
 
 def recipe_lines(path: Path) -> Iterator[Layer]:
-    """Yield each recipe of a JSON Lines file as plain data, with its place ``file:number``.
-
-    Raises:
-        InputError: a line is not a mapping.
-    """
+    """Yield each recipe of a JSON Lines file as unchecked plain data, with its place ``file:number``."""
     for number, line in enumerate(files.read_text(path, MAX_LINES_BYTES).splitlines(), 1):
         if not line.strip():
             continue
@@ -136,7 +100,7 @@ def apply_settings(data: dict[str, Any], settings: list[str]) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """The recipe ``over`` laid on ``base``: mappings merge key by key, everything else is replaced."""
+    """Return the recipe ``over`` laid on ``base``: mappings merge key by key, other values are replaced."""
     return _merge(written_out(base), written_out(over))
 
 
@@ -155,24 +119,26 @@ def _together(layers: list[Layer]) -> dict[str, Any]:
     return data
 
 
-def _check(layers: list[Layer], settings: list[str], notes: list[str] | None = None) -> Recipe:
-    layers = [(file, written_out(values)) for file, values in layers]
-    data = _together(layers)
-    said_last = [(SETTINGS, _set_whole({}, *_setting(setting), setting)) for setting in settings]
-    data = with_model_config(apply_settings(data, settings), Path.cwd())
+def _check(
+    layers: list[Layer], settings: list[str] | None, over: dict[str, Any] | None, notes: list[str] | None
+) -> Recipe:
+    settings = settings or []
+    layers = [(file, written_out(values)) for file, values in (*layers, (CALL, over or {}))]
+    from_settings = [(SETTINGS, apply_settings({}, [setting])) for setting in settings]
+    data = with_model_config(apply_settings(_together(layers), settings), Path.cwd())
     data = with_exact_choices(Recipe, data)
     try:
         recipe = parse(Recipe, data)
     except InputError as error:
-        raise error.in_file(_file_saying(error.field, [*layers, *said_last])) from None
+        raise error.in_file(_file_of(error.field, [*layers, *from_settings])) from None
     if notes is not None and "gpu" in data.get("hardware", {}):
         note = names().gpu_note(data["hardware"]["gpu"])
         notes += [] if note is None else [note]
     return recipe
 
 
-def _file_saying(field: str, layers: list[Layer]) -> str:
-    """The last layer that says the field; if none says it whole (something is missing), the topmost file."""
+def _file_of(field: str, layers: list[Layer]) -> str:
+    """Return the last layer that has the field, else the topmost file."""
     for file, data in reversed(layers):
         found: Any = data
         for part in field.split("."):
@@ -189,9 +155,8 @@ def _setting(setting: str) -> tuple[list[str], Any]:
     if not equals or not all(parts):
         raise InputError("not a setting", "write --set field.name=value", value=setting, file=SETTINGS)
     if len(parts) > MAX_DEPTH:
-        raise InputError(
-            "nested too deeply", f"nest at most {MAX_DEPTH} levels", value=setting, file=SETTINGS
-        )
+        remedy = f"nest at most {MAX_DEPTH} levels"
+        raise InputError("nested too deeply", remedy, value=setting, file=SETTINGS)
     plain(parts, SETTINGS)
     try:
         return parts, parse_yaml(text)
@@ -208,28 +173,26 @@ def _folded(parts: list[str]) -> list[str]:
 
 
 def _set_whole(data: dict[str, Any], parts: list[str], value: Any, setting: str) -> dict[str, Any]:
-    """``data``, a recipe, with a field set; ``batch=4`` keeps the batch's other keys."""
+    """Return a recipe's ``data`` with a field set; ``batch=4`` keeps the batch's other keys."""
     key = main_key(parts[0], value) if len(parts) == 1 else None
     return written_out(_set(written_out(data), parts if key is None else [*parts, key], value, setting))
 
 
 def _set(data: Any, parts: list[str], value: Any, setting: str) -> dict[str, Any]:
-    base = dict(data)
-    head, rest = parts[0], parts[1:]
+    head, *rest = parts
     if not rest:
-        return {**base, head: value}
-    inner = base.get(head)
+        return {**data, head: value}
+    inner = data.get(head)
     if head == "config" and isinstance(inner, str):
         problem = f"config is the name {inner!r}, which has no keys to set"
-        raise InputError(
-            problem, "set model.config to a path or a mapping first", value=setting, file=SETTINGS
-        )
+        remedy = "set model.config to a path or a mapping first"
+        raise InputError(problem, remedy, value=setting, file=SETTINGS)
     keep = isinstance(inner, dict) and head != "recompute"
-    return {**base, head: _set(inner if keep else {}, rest, value, setting)}
+    return {**data, head: _set(inner if keep else {}, rest, value, setting)}
 
 
 def _chain(path: Path) -> list[Layer]:
-    """The recipe's file and those it extends, the most basic first."""
+    """Return the recipe's file and those it extends, the most basic first."""
     layers: list[Layer] = []
     seen: list[Path] = []
     while True:
@@ -250,7 +213,7 @@ def _chain(path: Path) -> list[Layer]:
 
 
 def _real(path: Path) -> Path:
-    """The path without links; unlike ``Path.resolve``, links that lead in a circle are left as they are."""
+    """Return the path without links; unlike ``Path.resolve``, this raises on no circle of links."""
     return Path(os.path.realpath(path))
 
 
@@ -272,7 +235,7 @@ def _layer(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``data`` with a model.config that is a path, relative to ``folder``, replaced by that file's mapping.
+    """Return ``data`` with a model.config that is a path, relative to ``folder``, replaced by its mapping.
 
     A model's name on the Hub (``Qwen/Qwen3-8B``) is no path, unless there is such a file.
     """
@@ -282,9 +245,9 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     text = model["config"]
     if not (text.endswith(".json") or "/" in text or "\\" in text):
         return data
-    wrong = {"field": "model.config", "value": text}
+    remedy = "name a config.json, or a model of the catalog"
     if "\0" in text:
-        raise InputError("not a path", "name a config.json, or a model of the catalog", **wrong)
+        raise InputError("not a path", remedy, field="model.config", value=text)
     path = folder / text
     if names().find_model(text) is not None and not path.exists():
         return data
@@ -293,10 +256,9 @@ def with_model_config(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError("no such file", "name a config.json, or a model of the catalog", **wrong) from None
+        raise InputError("no such file", remedy, field="model.config", value=text) from None
     if not isinstance(config, dict):
-        raise InputError(
-            "not a mapping", "write a config.json's object", field="model.config", file=str(path)
-        )
+        remedy = "write a config.json's object"
+        raise InputError("not a mapping", remedy, field="model.config", file=str(path))
     name = model.get("name") or (_real(path).parent.name if path.name == "config.json" else path.stem)
     return {**data, "model": {**model, "config": config, "name": name}}

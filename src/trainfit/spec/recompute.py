@@ -23,7 +23,7 @@ class Budget(Value):
 class BudgetGib(Value):
     """Keep the peak of allocated memory within so many GiB (2**30 bytes), by the fastest plan found.
 
-    The planner (``plan/``) turns it into ``Layers``; a step is only built from those.
+    The planner (``planning/``) turns it into ``Layers``; a step is only built from those.
     """
 
     budget_gib: Annotated[float, Field(gt=0)]
@@ -33,7 +33,7 @@ BlockRecompute = Literal["none", "elementwise", "full"]
 
 
 class LayerRun(Value):
-    """So many decoder blocks in a row that treat what their forward makes alike.
+    """``count`` consecutive decoder blocks with equal recomputation and offload.
 
     ``recompute``: what their backward computes again. ``elementwise``: all but matrix products and attention.
     ``offload``: share of the bytes they keep that waits in pinned host memory, in the run's first block and
@@ -46,15 +46,15 @@ class LayerRun(Value):
     count: PositiveInt = 1
 
     def blocks(self) -> list["LayerRun"]:
-        """One entry a block, each of count 1."""
+        """Return one entry a block, each of count 1."""
         shares = (self.offload if index % self.every == 0 else 0.0 for index in range(self.count))
         return [LayerRun(recompute=self.recompute, offload=share) for share in shares]
 
 
 class Layers(Value):
-    """What each decoder block recomputes and offloads, from the first to the last; a bare name is one block.
+    """Recomputation and offload of each decoder block, first to last; a bare name is one block.
 
-    Equal neighbours are joined, so plans that mean the same are the same.
+    Equal neighbours are joined, so equivalent plans are equal.
     """
 
     layers: Annotated[tuple[LayerRun, ...], Field(min_length=1)]
@@ -81,7 +81,7 @@ class Layers(Value):
         return tuple(joined)
 
     def blocks(self) -> list[LayerRun]:
-        """One entry a block, each of count 1."""
+        """Return one entry a block, each of count 1."""
         return [block for run in self.layers for block in run.blocks()]
 
 
@@ -93,7 +93,7 @@ class SavedOps(Value):
     @field_validator("save")
     @classmethod
     def _in_order(cls, save: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted(set(save)))  # Lists that mean the same are the same.
+        return tuple(sorted(set(save)))  # Equivalent lists are equal.
 
 
 class Selective(Value):
@@ -102,23 +102,17 @@ class Selective(Value):
     selective: SavedOps
 
 
-OF_KEY = {
-    "every": "Every",
-    "budget": "Budget",
-    "budget_gib": "BudgetGib",
-    "layers": "Layers",
-    "selective": "Selective",
+TAGS = {
+    next(iter(kind.model_fields)): kind.__name__ for kind in (Every, Budget, BudgetGib, Layers, Selective)
 }
-"""Key of a mapping -> the kind that it is."""
+"""Key of a mapping -> tag of its kind; no tag is a key, so that errors can leave tags out of a path."""
 
 
-def _kind(value: Any) -> str:
-    """Return the tag of the kind that ``value`` is or describes; of a mapping its first known key decides."""
+def _tag(value: Any) -> str:
+    """Return the tag of ``value``; of a mapping its first known key decides."""
     if isinstance(value, Value):
         return type(value).__name__
-    if not isinstance(value, dict):
-        return "name"
-    return OF_KEY[next((key for key in value if key in OF_KEY), "every")]
+    return next((TAGS[key] for key in value if key in TAGS), "Every") if isinstance(value, dict) else "name"
 
 
 Policy = Annotated[Literal["none", "full", "selective"], Extensible("recompute")]
@@ -129,5 +123,5 @@ Recompute = Annotated[
     | Annotated[BudgetGib, Tag("BudgetGib")]
     | Annotated[Layers, Tag("Layers")]
     | Annotated[Selective, Tag("Selective")],
-    Discriminator(_kind),
+    Discriminator(_tag),
 ]

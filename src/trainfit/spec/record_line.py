@@ -1,8 +1,7 @@
 """A Record as one line of JSON with a digest of its content, and back, checked.
 
 The digest is the SHA-256 of the canonical JSON (sorted keys, no spaces) of all fields but itself, so a line
-keeps it when a tool writes the same content in another order. Lines written before there were digests have
-none and are taken as they are.
+keeps it when a tool writes the same content in another order. Lines of older versions have none.
 """
 
 import hashlib
@@ -39,46 +38,32 @@ def from_line(line: str, where: str) -> Record:
     Raises:
         InputError: not a record, or its content is not what was written.
     """
-    return parse(Record, _checked(line, where), file=where)
-
-
-def has_digest(line: str) -> bool:
-    """Whether the line, which ``from_line`` takes, carries a digest."""
-    return DIGEST in json.loads(line)
-
-
-def lines_of(path: str | Path, content: bytes) -> list[tuple[str, str]]:
-    """Return the non-empty lines of a JSON Lines file of records, each with its place ``file:number``.
-
-    Raises:
-        InputError: a line is not UTF-8.
-    """
-    lines = [
-        (line, f"{path}:{number}") for number, line in enumerate(content.split(b"\n"), 1) if line.strip()
-    ]
-    return [(_decoded(line, where), where) for line, where in lines]
-
-
-def _decoded(line: bytes, where: str) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError:
-        raise InputError("not UTF-8 text", "give a JSON Lines file of records", file=where) from None
-
-
-def _checked(line: str, where: str) -> Any:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg}", REPAIR, file=where) from None
     except (ValueError, RecursionError):  # An integer of thousands of digits, or thousands of nested lists.
         raise InputError("a number or a nesting that no record has", REPAIR, file=where) from None
-    if not isinstance(data, dict) or DIGEST not in data:
-        return data
-    try:
-        found = digest_of(data)
-    except ValueError:  # NaN or infinity, which no record holds.
-        found = ""
-    if data.pop(DIGEST) != found:
-        raise InputError("the content is not what was written (its SHA-256 differs)", REPAIR, file=where)
-    return data
+    if isinstance(data, dict) and DIGEST in data:
+        try:
+            found = digest_of(data)
+        except ValueError:  # NaN or infinity, which no record holds.
+            found = ""
+        if data.pop(DIGEST) != found:
+            problem = "the content is not what was written (its SHA-256 differs)"
+            raise InputError(problem, REPAIR, file=where)
+    return parse(Record, data, file=where)
+
+
+def lines_of(path: str | Path, content: bytes) -> list[tuple[str, str]]:
+    """Return the non-empty lines of a JSON Lines file of records, each with its place ``file:number``."""
+    lines: list[tuple[str, str]] = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            try:
+                lines.append((line.decode("utf-8"), where))
+            except UnicodeDecodeError:
+                remedy = "give a JSON Lines file of records"
+                raise InputError("not UTF-8 text", remedy, file=where) from None
+    return lines

@@ -1,7 +1,4 @@
-"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy.
-
-Unions of several kinds have discriminators, so that the errors are those of the kind that was meant.
-"""
+"""Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy."""
 
 import difflib
 import re
@@ -20,7 +17,10 @@ EXPECTED = {
     "model_type": "a mapping", "model_attributes_type": "a mapping", "dict_type": "a mapping",
     "tuple_type": "a list", "list_type": "a list",
 }  # fmt: skip
-NUMBERS = ("a whole number", "a number")
+"""Expected value by the type of pydantic's error."""
+REMEDIES = {"true or false": "write one of the two, without quotes", "a list": "write a list such as [a, b]"}
+WITHOUT_KEYS = "leave the line out, or write its keys below it"
+BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
 def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, file: str) -> InputError:
@@ -29,13 +29,12 @@ def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, fil
     path, same = _first_field(placed)
     item = same[0]
     if item["type"] == "disagreement":
-        context = item["ctx"]
-        field = context["field"]
-        value = _lookup(data, field.split("."))
-        return InputError(context["problem"], context["remedy"], field=field, value=value, file=file)
+        path = item["ctx"]["field"].split(".")
     value = _lookup(data, path)
     field = ".".join(str(part) for part in path)
-    if item["type"] == "extra_forbidden":
+    if item["type"] == "disagreement":
+        problem, remedy = item["ctx"]["problem"], item["ctx"]["remedy"]
+    elif item["type"] == "extra_forbidden":
         problem, remedy = _unknown_key(kind, data, path)
     elif item["type"] == "missing":
         problem, remedy = "missing", f"add {path[-1]!r}"
@@ -47,9 +46,7 @@ def as_input_error(kind: type[BaseModel], data: Any, error: ValidationError, fil
 
 
 def _first_field(placed: list[tuple[list[Any], Any]]) -> tuple[list[Any], list[Any]]:
-    """Return path and complaints of the first unknown key (it may explain what is missing), else of the
-    first.
-    """
+    """Return path and errors of the first unknown key, which may explain a missing one, else the first."""
     path, _ = next((pair for pair in placed if pair[1]["type"] == "extra_forbidden"), placed[0])
     return path, [item for other, item in placed if other == path]
 
@@ -80,8 +77,7 @@ def _lookup(data: Any, path: Iterable[Any]) -> Any:
 
 def _unknown_key(kind: type[BaseModel], data: Any, path: list[Any]) -> tuple[str, str]:
     key = str(path[-1])
-    branches = [list(model.model_fields) for model in _models_at(kind, path[:-1])]
-    known = list(dict.fromkeys(name for names in branches for name in names))
+    known = list(dict.fromkeys(_fields_at(kind, path[:-1])))
     if key in known:
         others = [name for name in _lookup(data, path[:-1]) if name != key]
         return f"does not go together with {', '.join(map(repr, others))}", "keep one of them"
@@ -93,11 +89,9 @@ def _unknown_key(kind: type[BaseModel], data: Any, path: list[Any]) -> tuple[str
 
 
 def _models_at(kind: type[BaseModel], path: Iterable[Any]) -> list[type[BaseModel]]:
-    """The kinds that may stand at ``path``: more than one in a union."""
+    """Return the kinds that ``path`` may hold: more than one in a union; of a list's items the list's."""
     models = [kind]
-    for part in path:
-        if isinstance(part, int):
-            continue  # An item of a list: its kinds are the list's.
+    for part in (part for part in path if not isinstance(part, int)):
         fields = [model.model_fields[part] for model in models if part in model.model_fields]
         models = [model for field in fields for model in _models_in(field.annotation)]
     return models
@@ -109,13 +103,14 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in getattr(annotation, "__args__", ()) for model in _models_in(part)]
 
 
+def _fields_at(kind: type[BaseModel], path: list[Any]) -> list[str]:
+    return [name for model in _models_at(kind, path) for name in model.model_fields]
+
+
 def _keys(kind: type[BaseModel], path: list[Any]) -> str:
-    names = [name for model in _models_at(kind, path) for name in model.model_fields]
-    return (
-        f" with {' or '.join(names) if len(_models_at(kind, path)) > 1 else ', '.join(names)}"
-        if names
-        else ""
-    )
+    joint = " or " if len(_models_at(kind, path)) > 1 else ", "
+    names = joint.join(_fields_at(kind, path))
+    return f" with {names}" if names else ""
 
 
 def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: Any) -> str:
@@ -139,31 +134,20 @@ def _problem(kind: type[BaseModel], path: list[Any], items: list[Any], value: An
 
 
 def _choices(item: Any) -> str:
-    return (
-        str(item.get("ctx", {}).get("expected", ""))
-        .replace("'", "")
-        .replace("False", "false")
-        .replace("True", "true")
-        .replace(" or ", ", ")
-    )
+    text = str(item.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ")
+    return text.replace("False", "false").replace("True", "true")
 
 
 def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> str:
     expected = EXPECTED.get(item["type"])
-    if expected in NUMBERS:
+    if expected in ("a whole number", "a number"):
         return _number_remedy(expected, str(path[-1]) if path else "", value)
-    if expected == "true or false":
-        return "write one of the two, without quotes"
     if expected == "text":
         return "write text" if isinstance(value, dict | list) or value is None else "quote it"
     if expected == "a mapping":
-        return (
-            "leave the line out, or write its keys below it"
-            if value is None
-            else "write its keys, one a line"
-        )
-    if expected == "a list":
-        return "write a list such as [a, b]"
+        return WITHOUT_KEYS if value is None else "write its keys, one a line"
+    if expected is not None:
+        return REMEDIES[expected]
     if item["type"].startswith("literal"):
         choices = _choices(item).split(", ")
         if value in ("true", "false") and value in choices:
@@ -174,16 +158,9 @@ def _remedy(kind: type[BaseModel], path: list[Any], item: Any, value: Any) -> st
 
 
 def _bound_remedy(item: Any) -> str:
-    context = item.get("ctx", {})
-    words = (("ge", "of at least"), ("gt", "above"), ("le", "of at most"), ("lt", "below"))
-    for name, word in words:
-        if name in context:
-            bound = context[name]
-            return (
-                f"write a number {word} {bound:g}"
-                if isinstance(bound, float)
-                else f"write a number {word} {bound}"
-            )
+    for name, bound in item.get("ctx", {}).items():
+        if name in BOUNDS:
+            return f"write a number {BOUNDS[name]} {f'{bound:g}' if isinstance(bound, float) else bound}"
     if item["type"] == "too_short":
         return "write at least one"
     if item["type"] == "finite_number":
@@ -197,10 +174,5 @@ def _number_remedy(expected: str, field: str, value: Any) -> str:
     if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*", value):
         return "write the number without quotes"
     if isinstance(value, str) and re.fullmatch(r"\s*\$?\s*[-+]?[\d.,]+\s*[A-Za-z/%$]*\s*", value):
-        unit = "GiB" if field.endswith("_gib") else ""
-        return (
-            f"write the number of {unit} alone, without a unit"
-            if unit
-            else "write the number alone, without a unit"
-        )
+        return f"write the number {'of GiB ' * field.endswith('_gib')}alone, without a unit"
     return "write one such as 1" if expected == "a whole number" else "write one such as 0.1"

@@ -1,4 +1,4 @@
-"""What a step costs, predicted (Estimate) or measured (Measurement): one shape, so one can be subtracted.
+"""Cost of a step, predicted (Estimate) or measured (Measurement), and the Record that keeps it.
 
 Sizes in bytes, times in seconds, FLOPs of one optimizer step on one GPU unless a name says otherwise.
 """
@@ -8,37 +8,26 @@ from typing import Any, Literal
 from trainfit.spec.bench import BenchResult, Environment, Spread
 from trainfit.spec.value import Bytes, Count, Flops, Seconds, Share, Value
 
-CATEGORIES: tuple[str, ...] = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "activations",
-    "temporary",
-    "communication",
-    "workspace",
-)
 PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 
 
 class MemoryBreakdown(Value):
-    """Bytes alive at one moment, by what they hold. The parts sum to the total.
+    """Bytes alive at one moment, by what they hold. The parts sum to the total."""
 
-    weights: parameters and buffers; gradients: of parameters, accumulated; optimizer: its state;
-    activations: saved by the forward for the backward (the batch included); temporary: everything else alive;
-    communication: buffers of collectives; workspace: scratch that libraries keep (cuBLAS, cuDNN).
-    """
-
-    weights: Bytes = 0
+    weights: Bytes = 0  # Parameters and buffers
     gradients: Bytes = 0
-    optimizer: Bytes = 0
-    activations: Bytes = 0
-    temporary: Bytes = 0
-    communication: Bytes = 0
-    workspace: Bytes = 0
+    optimizer: Bytes = 0  # Its state
+    activations: Bytes = 0  # Saved by the forward for the backward, the batch included
+    temporary: Bytes = 0  # Everything else alive
+    communication: Bytes = 0  # Buffers of collectives
+    workspace: Bytes = 0  # Scratch that libraries keep (cuBLAS, cuDNN)
 
     @property
     def total(self) -> int:
         return sum(getattr(self, name) for name in CATEGORIES)
+
+
+CATEGORIES: tuple[str, ...] = tuple(MemoryBreakdown.model_fields)
 
 
 class PhasePeaks(Value):
@@ -54,10 +43,7 @@ class PhasePeaks(Value):
 
 
 class Phases(Value):
-    """Allocated bytes: after the model and optimizer are built, then each phase's peak.
-
-    ``first``: the first step, which starts without optimizer state; ``steady``: any later one.
-    """
+    """Allocated bytes: after init, then each phase's peak in the first step and in any later one (steady)."""
 
     after_init: Bytes
     first: PhasePeaks
@@ -82,7 +68,7 @@ class StepTime(Value):
 
 
 class Cost(Value):
-    """Money, in US dollars."""
+    """US dollars."""
 
     price_per_gpu_hour: float
     num_gpus: Count
@@ -95,8 +81,7 @@ class Interval(Value):
 
     low: float
     high: float
-    basis: str
-    """Why it is believed: a record, a theorem or a stated assumption."""
+    basis: str  # Why it is believed: a record, a theorem or a stated assumption
 
 
 class PeakHolder(Value):
@@ -111,40 +96,31 @@ class PeakHolder(Value):
 class TracedCode(Value):
     """The user's own training code that an estimate is of, in place of a recipe."""
 
-    name: str
-    """Qualified name of the callable, or the script."""
+    name: str  # Qualified name of the callable, or the script
     gpu: str
-    num_steps: Count
-    """Optimizer steps that were traced."""
-    holders: tuple[PeakHolder, ...]
-    """The largest holders of memory at the peak, in descending order."""
+    num_steps: Count  # Optimizer steps that were traced
+    holders: tuple[PeakHolder, ...]  # The largest holders of memory at the peak, in descending order
 
 
 class Estimate(Value):
     """The prediction for one recipe, or for the user's own training code (``trainfit.trace``)."""
 
-    recipe_id: str | None
-    """None: of the user's own code, which ``code`` describes."""
+    recipe_id: str | None  # None: of the user's own code, which ``code`` describes
     phases: Phases
-    breakdown: MemoryBreakdown
-    """At the moment of the peak."""
-    peak_phase: str
-    """Which phase holds the peak, such as ``steady.backward``."""
+    breakdown: MemoryBreakdown  # At the moment of the peak
+    peak_phase: str  # Which phase holds the peak, such as ``steady.backward``
     peak_allocated_bytes: Bytes
     peak_reserved_bytes: Bytes
     peak_device_bytes: Bytes
-    """What nvidia-smi shows: reserved, the CUDA context and the libraries' own memory."""
-    device_bytes: Bytes
-    """What the GPU offers a process."""
-    host_bytes: Bytes = 0
-    """Pinned host memory of what offload keeps there."""
+    """As nvidia-smi shows it: reserved, the CUDA context and the libraries' own memory."""
+    device_bytes: Bytes  # Usable by a process
+    host_bytes: Bytes = 0  # Pinned host memory of what offload keeps there
     fits: bool
     params: Count
     trainable_params: Count
     model_flops: Flops
     """FLOPs the mathematics needs: no recomputation; attention as ``flops_convention`` says."""
-    hardware_flops: Flops
-    """FLOPs the device executes, recomputation included."""
+    hardware_flops: Flops  # FLOPs the device executes, recomputation included
     flops_convention: str
     step_s: Seconds | None
     time: StepTime | None
@@ -159,10 +135,8 @@ class Estimate(Value):
     warnings: tuple[str, ...] = ()
     """Conditions under which the numbers may not hold: little headroom, a dtype that the GPU emulates."""
     versions: dict[str, str] = {}
-    """Versions of the libraries that it holds for, by name: torch, and those that the step uses
-    (transformers, peft, triton, torchao). Empty: made before estimates carried them."""
-    code: TracedCode | None = None
-    """None: of a recipe."""
+    """Of torch and the libraries that the step uses, by name. Empty: made before estimates carried them."""
+    code: TracedCode | None = None  # None: of a recipe
 
     @property
     def headroom_bytes(self) -> int:
@@ -178,7 +152,7 @@ class Measurement(Value):
     message: str = ""
     phases: Phases | None = None
     breakdown: MemoryBreakdown | None = None
-    """What was alive at a step's peak, by real storages where they can be tracked, else None."""
+    """Storages alive at a step's peak, where they can be tracked, else None."""
     peak_allocated_bytes: Bytes | None = None
     peak_reserved_bytes: Bytes | None = None
     peak_device_bytes: Bytes | None = None
@@ -187,8 +161,7 @@ class Measurement(Value):
     trainable_params: Count = 0
     model_flops: Flops | None = None
     hardware_flops: Flops | None = None
-    step_s: Seconds | None = None
-    """Median of the steady steps."""
+    step_s: Seconds | None = None  # Median of the steady steps
     step_times: Spread | None = None
     tokens_per_s: float | None = None
     mfu: Share | None = None
@@ -198,27 +171,24 @@ class Measurement(Value):
 
 
 class Outcome(Value):
-    """How one part of a sweep's trial ended (docs/guide/sweep.md)."""
+    """Outcome of one part of a sweep's trial (docs/guide/sweep.md)."""
 
     status: Literal["done", "refused", "out-of-memory", "timeout", "killed", "crashed", "diverged", "lost"]
     """refused: the recipe cannot work; killed: a signal from outside; lost: its worker or node is gone."""
     message: str = ""
-    seconds: Seconds = 0.0
-    """Of the whole part, its process's start included."""
+    seconds: Seconds = 0.0  # Of the whole part, its process's start included
     request_id: str
-    """Sixteen hex digits of a hash of the request; a part that has a result does not run again."""
+    """Sixteen hex digits of a hash of the request; a part with a result does not run again."""
 
 
 class Record(Value):
     """One line of evidence: the recipe, the result and the version of the code."""
 
     kind: Literal["predict", "measure", "train", "bench"]
-    created_at: str
-    """ISO 8601, UTC."""
+    created_at: str  # ISO 8601, UTC
     version: str
     commit: str | None
-    recipe: dict[str, Any]
-    """Empty for a benchmark, which is of no recipe."""
+    recipe: dict[str, Any]  # Empty for a benchmark, which is of no recipe
     recipe_id: str
     estimate: Estimate | None = None
     measurement: Measurement | None = None
@@ -226,7 +196,7 @@ class Record(Value):
     """Summary of a training run: steps, losses, evaluation perplexity, checkpoints."""
     tags: tuple[str, ...] = ()
     outcome: Outcome | None = None
-    """Only of a sweep's trials: also one that came to nothing leaves a record."""
+    """Only of a sweep's trials; a failed one leaves a record too."""
     bench: BenchResult | None = None
     planned: dict[str, Any] | None = None
     """Only of a sweep's prediction: the recipe with its open fields planned, which the estimate is of."""
@@ -241,27 +211,20 @@ class Moment(Value):
 
     step: str
     phase: str
-    op: str
-    """PyTorch's name; ``library workspace`` where no operation allocated."""
-    module: str
-    """Dotted path; of layers represented by three, ``layers.last.mlp``. Empty: in no module."""
+    op: str  # PyTorch's name; ``library workspace`` where no operation allocated
+    module: str  # Dotted path; of layers represented by three, ``layers.last.mlp``. Empty: in no module.
 
 
 class Holder(Value):
-    """What is alive together: allocations of equal layers that the same operation of the same module made."""
+    """Live allocations of equal layers that the same operation of the same module made."""
 
     category: str
     path: str
-    """Name of the parameter for weights, gradients and optimizer state, else of the module.
-
-    ``*`` for its number.
-    """
+    """Name of the parameter (weights, gradients, optimizer state), else of the module; ``*`` for a number."""
     op: str
-    made_in: str
-    """Step and phase it was made in: ``init``, ``steady.forward``."""
+    made_in: str  # Step and phase it was made in: ``init``, ``steady.forward``
     count: Count
-    num_bytes: Bytes
-    """Of all of them together."""
+    num_bytes: Bytes  # Of all of them together
 
 
 class CurvePoint(Value):
@@ -279,20 +242,17 @@ class Explanation(Value):
     recipe_id: str
     gpu: str
     peak_allocated_bytes: Bytes
-    versions: dict[str, str] = {}
-    """Versions of the libraries that it holds for, as an Estimate has them."""
+    versions: dict[str, str] = {}  # Versions of the libraries that it holds for, as an Estimate has them
     phases: Phases
-    moment: Moment
-    """What was being allocated when the peak was reached."""
-    breakdown: MemoryBreakdown
-    """At the peak."""
+    moment: Moment  # The allocation that reached the peak
+    breakdown: MemoryBreakdown  # At the peak
     holders: tuple[Holder, ...]
     """At the peak, the largest first; sizes rounded to the allocator's 512 bytes."""
     unsplit_bytes: Bytes
     """Bytes of the allocator's blocks beyond their holders at the peak; part of ``temporary``."""
     ends: dict[str, MemoryBreakdown]
-    """What is alive when a phase of the peak's step ends: forward, backward, optimizer."""
+    """Live bytes at the end of each phase of the peak's step: forward, backward, optimizer."""
     curve: tuple[CurvePoint, ...]
     """The peak's step cut into stretches of equally many allocations and frees."""
     most: MemoryBreakdown
-    """The most that each category holds at any moment of the peak's step; not at one moment, so no sum."""
+    """Maximum of each category over the peak's step; not of one moment, so no sum."""

@@ -1,4 +1,4 @@
-"""Sweep: variants of a recipe, what is done with each, and a row of the table that comes out."""
+"""Sweep: variants of a recipe, the tasks done with each, and the rows of the resulting table."""
 
 import re
 from collections.abc import Sequence
@@ -12,21 +12,18 @@ from trainfit.spec.value import Count, PositiveInt, Value, disagreement
 
 Part = Literal["predict", "measure", "train"]
 PARTS: tuple[Part, ...] = ("predict", "measure", "train")
-"""What a trial does, in this order."""
+"""Tasks of a trial, in this order."""
 RESULTS = ("done", "out-of-memory", "refused", "diverged")
 """Outcomes that another try would not change; ``--retry`` repeats the others."""
 WAITING, RUNNING = "waiting", "running"
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 LATE_FROM_STEP = 10
 """Speed is reported for the whole run, and without its first steps, which compile and choose kernels."""
-
-
 Steps = Annotated[int, Field(ge=0, le=2**24)]
-"""As many as ``PositiveInt``, or none."""
 
 
 class MeasurePart(Value):
-    """What ``measure`` does with each variant: the options of the verb."""
+    """Options of the measurement of each variant."""
 
     steps: Steps = 10
     warmup: Steps = 3
@@ -48,21 +45,19 @@ class TrainPart(Value):
 
 
 class Limits(Value):
-    """What ends a trial: ``seconds`` for each of its parts; ``memory_gib``: what its steps may allocate."""
+    """Limits of a trial: ``seconds`` of each part; ``memory_gib`` that its steps may allocate."""
 
     seconds: Annotated[float, Field(gt=0, le=10**8)] = 600.0
     memory_gib: Annotated[float, Field(gt=0, le=2**30)] | None = None
 
 
 class SweepFile(Value):
-    """A sweep's file. See docs/guide/sweep.md.
+    """A sweep's file (docs/guide/sweep.md).
 
-    ``base`` (or each change of its ``list``) and ``recipes`` are the starting points; ``product`` varies
-    each.
+    ``base`` (or each change of its ``list``) and ``recipes`` are the starting points, varied by ``product``.
     """
 
-    name: str | None = None
-    """Of the folder in ``runs/``."""
+    name: str | None = None  # Of the folder in ``runs/``
     base: str | dict[str, JsonValue] | None = None
     list: tuple[dict[str, JsonValue], ...] = ()
     recipes: tuple[str, ...] = ()
@@ -85,7 +80,7 @@ class SweepFile(Value):
     def _starts_somewhere(self) -> "SweepFile":
         if self.base is None and not self.recipes:
             raise disagreement("no recipe to vary", "write base, or recipes", field="base")
-        if self.list and self.base is None:
+        if self.base is None and self.list:
             raise disagreement("a list of changes, and nothing to change", "write base", field="list")
         for field in ("list", "recipes", "product"):
             if field in self.model_fields_set and not getattr(self, field):
@@ -98,7 +93,7 @@ class SweepFile(Value):
         return self
 
     def parts(self) -> tuple[Part, ...]:
-        """What each trial does, in order."""
+        """Return the tasks of each trial, in order."""
         wanted = (self.predict, self.measure is not None, self.train is not None)
         return tuple(part for part, is_wanted in zip(PARTS, wanted, strict=True) if is_wanted)
 
@@ -111,59 +106,62 @@ class SweepFile(Value):
         warmup: int | None = None,
         **limits: float | None,
     ) -> "SweepFile":
-        """Return the file with the command line's options set.
+        """Return the file with the command line's options set; None keeps the file's value.
 
         Args:
             measure: measure also where the file does not.
             only: neither predict nor train.
-            steps: timed steps of a measurement.
-            warmup: untimed steps of a measurement.
-            limits: fields of ``Limits``; None keeps the file's.
+            steps: timed steps of a measurement; ``warmup``: untimed ones.
+            limits: fields of ``Limits``.
         """
         part = self.measure or (MeasurePart() if measure else None)
-        given = {name: value for name, value in (("steps", steps), ("warmup", warmup)) if value is not None}
         changes: dict[str, Any] = {
-            "measure": part and part.model_copy(update=given),
-            "limits": self.limits.model_copy(
-                update={name: value for name, value in limits.items() if value is not None}
-            ),
+            "measure": part and _changed(part, steps=steps, warmup=warmup),
+            "limits": _changed(self.limits, **limits),
         }
         return self.model_copy(update=changes | ({"predict": False, "train": None} if only else {}))
 
 
+def _changed(value: Value, **fields: float | None) -> Value:
+    return value.model_copy(update={name: new for name, new in fields.items() if new is not None})
+
+
 class Variant(Value):
-    """One trial's recipe and what the sweep calls it."""
+    """One trial's recipe and its name in the sweep."""
 
     name: str
     recipe: Recipe
 
 
+def _of_estimate(name: str) -> Any:
+    return property(lambda row: getattr(row.estimate, name, None))
+
+
 class Row(Value):
-    """One variant, predicted and measured side by side. Sizes in bytes; errors and utilisation are shares."""
+    """One variant, predicted and measured. Sizes in bytes; errors and utilisation are shares."""
 
     variant: str
     recipe: dict[str, Any]
     recipe_id: str
     status: str
-    """``done``; ``waiting``, ``running``; else how the first part ended that did not come to its end."""
+    """``done``; ``waiting``, ``running``; else the outcome of the first part that did not finish."""
     message: str = ""
-    outcomes: dict[str, Outcome] = {}
-    """By part."""
+    outcomes: dict[str, Outcome] = {}  # By part
     estimate: Estimate | None = None
     measurement: Measurement | None = None
-    train: dict[str, Any] | None = None
-    """Summary of the training run, and its ``speed``."""
+    train: dict[str, Any] | None = None  # Summary of the training run, and its ``speed``
+
+    predicted_bytes = _of_estimate("peak_allocated_bytes")
+    predicted_device_bytes = _of_estimate("peak_device_bytes")
+    device_bytes = _of_estimate("device_bytes")
+    headroom_bytes = _of_estimate("headroom_bytes")
+    predicted_tokens_per_s = _of_estimate("tokens_per_s")
 
     @property
     def samples(self) -> int:
         """Sequences of one step."""
         batch = self.recipe["batch"]
         return batch["micro"] * batch["accumulate"]
-
-    @property
-    def predicted_bytes(self) -> int | None:
-        """Peak allocated."""
-        return self.estimate.peak_allocated_bytes if self.estimate else None
 
     @property
     def verdict(self) -> str | None:
@@ -175,27 +173,8 @@ class Row(Value):
         return "tight" if self.estimate.headroom_bytes >= 0 else "does not fit"
 
     @property
-    def predicted_device_bytes(self) -> int | None:
-        """Reserved bytes, the CUDA context and the libraries' memory at the peak."""
-        return self.estimate.peak_device_bytes if self.estimate else None
-
-    @property
-    def device_bytes(self) -> int | None:
-        """What the GPU offers a process."""
-        return self.estimate.device_bytes if self.estimate else None
-
-    @property
-    def headroom_bytes(self) -> int | None:
-        """Free on the device at the predicted peak; negative: missing."""
-        return self.estimate.headroom_bytes if self.estimate else None
-
-    @property
-    def predicted_tokens_per_s(self) -> float | None:
-        return self.estimate.tokens_per_s if self.estimate else None
-
-    @property
     def measured_bytes(self) -> int | None:
-        """Peak allocated of a trial that came to its end: the measurement's, else the training run's."""
+        """Peak allocated of a finished trial: the measurement's, else the training run's."""
         if self._measured is not None:
             return self._measured.peak_allocated_bytes
         return self._trained.get("peak_memory_bytes")
@@ -224,19 +203,18 @@ class Row(Value):
         speed = self.samples_per_s
         return None if speed is None else speed * self.recipe["batch"]["seq"]
 
-    def place(self, *, predicted: bool = False) -> tuple[int, float] | None:
-        """Return peak bytes and tokens a second, measured or predicted; None where one is not known."""
-        size = self.predicted_bytes if predicted else self.measured_bytes
-        speed = self.predicted_samples_per_s if predicted else self.samples_per_s
-        return None if size is None or speed is None else (size, speed * self.recipe["batch"]["seq"])
+    def place(self) -> tuple[int, float] | None:
+        """Return measured peak bytes and tokens a second; None where one is not known."""
+        size, speed = self.measured_bytes, self.tokens_per_s
+        return None if size is None or speed is None else (size, speed)
 
     @property
     def mfu(self) -> float | None:
-        return self._measured.mfu if self._measured and self._measured.mfu else self._trained.get("mfu")
+        return getattr(self._measured, "mfu", None) or self._trained.get("mfu")
 
     @property
     def hfu(self) -> float | None:
-        return self._measured.hfu if self._measured and self._measured.hfu else self._trained.get("hfu")
+        return getattr(self._measured, "hfu", None) or self._trained.get("hfu")
 
     @property
     def perplexity(self) -> float | None:
@@ -252,17 +230,17 @@ class Row(Value):
         return self.train if self.train is not None and self.train.get("status") == "done" else {}
 
     def numbers(self) -> dict[str, float | None]:
-        """What the tables show, by name."""
+        """Return the numbers of the tables, by name."""
         names = (
             "predicted_bytes", "measured_bytes", "error", "predicted_samples_per_s", "samples_per_s",
-            "tokens_per_s", "mfu", "hfu", "perplexity",
-            "predicted_device_bytes", "device_bytes", "headroom_bytes", "predicted_tokens_per_s",
+            "tokens_per_s", "mfu", "hfu", "perplexity", "predicted_device_bytes", "device_bytes",
+            "headroom_bytes", "predicted_tokens_per_s",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
 
 class Frontier(NamedTuple):
-    """The variants that no other beats in both memory and speed, the smallest first; ``meaning``: by what."""
+    """Variants that no other beats in both memory and speed, the smallest first; and what that means."""
 
     variants: tuple[str, ...]
     meaning: str
@@ -276,7 +254,7 @@ PREDICTED_MEANING = (
 
 
 def frontier(rows: Sequence[Row]) -> Frontier:
-    """The measured front; where nothing is to be measured any more and nothing was, the predicted one.
+    """Return the measured front; where nothing was measured and nothing will be, the predicted one.
 
     The predicted one is of bytes on the device and tokens a second, among the variants that fit.
     """
@@ -291,20 +269,16 @@ def frontier(rows: Sequence[Row]) -> Frontier:
     return Frontier(_unbeaten(points), PREDICTED_MEANING, is_predicted=True)
 
 
-def front(rows: Sequence[Row], *, predicted: bool = False) -> tuple[str, ...]:
-    """Variants that no other beats in both memory and speed (tokens a second), the smallest first.
-
-    Only rows whose memory and speed are measured (or predicted) take part.
-    """
-    points = [(row.place(predicted=predicted), row.variant) for row in rows]
-    return _unbeaten([(*point, variant) for point, variant in points if point is not None])
+def front(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Return the measured variants that no other beats in both memory and speed, the smallest first."""
+    return _unbeaten([(*point, row.variant) for row in rows if (point := row.place()) is not None])
 
 
 def _unbeaten(points: Sequence[tuple[int, float, str]]) -> tuple[str, ...]:
-    """Of (bytes, speed, variant): the variants that none beats in both, the smallest first."""
+    """Return the variants of (bytes, speed, variant) that none beats in both, the smallest first."""
     best, kept = 0.0, []
-    for _, slowness, variant in sorted((size, -speed, variant) for size, speed, variant in points):
-        if slowness < best:
-            best = slowness
+    for _, speed, variant in sorted(points, key=lambda point: (point[0], -point[1], point[2])):
+        if speed > best:
+            best = speed
             kept.append(variant)
     return tuple(kept)

@@ -1,8 +1,7 @@
 """Other spellings of a recipe's fields and values.
 
-Short forms are written out before a recipe is checked: ``batch: 4``, ``adapter: lora``, ``precision: BF16``.
-Files then merge key by key, and ids do not depend on the form. Names of other tools (synonyms.toml) are
-answered in the refusal.
+Short forms (``batch: 4``, ``precision: BF16``) are written out before a recipe is checked, so files merge key
+by key and ids do not depend on the form. Names of other tools (synonyms.toml) are answered in the refusal.
 """
 
 import functools
@@ -23,24 +22,18 @@ MAIN_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
 }
 """Field that holds a mapping -> the key that a bare value of these types stands for."""
 NULLABLE = ("adapter", "quantize")
-"""Fields for which the word none means null."""
+"""Fields whose word none means null."""
 
 
 def main_key(field: str, value: Any) -> str | None:
-    """Return the key that a bare ``value`` of the field stands for: ``micro`` of ``batch: 4``.
-
-    None if it has none.
-    """
+    """Return the key that a bare ``value`` of the field stands for, or None: ``micro`` of ``batch: 4``."""
     key, kinds = MAIN_KEYS.get(field, ("", ()))
-    return (
-        key
-        if isinstance(value, kinds) and not isinstance(value, bool) and not _is_null(field, value)
-        else None
-    )
+    is_bare = isinstance(value, kinds) and not isinstance(value, bool)
+    return key if is_bare and not _is_null(field, value) else None
 
 
 def written_out(data: dict[str, Any]) -> dict[str, Any]:
-    """``data``, a recipe or a part of one, with every short form of a whole field as its mapping."""
+    """Return a recipe's ``data`` with every short form of a whole field as its mapping."""
     return {field: _field(field, value) for field, value in data.items()}
 
 

@@ -11,19 +11,26 @@ KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size for people, in binary units: ``57.32 GiB``."""
-    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+    """Return a size in binary units: ``57.32 GiB``."""
+    return _in_units(num_bytes, {" TiB": TIB, " GiB": GIB, " MiB": MIB, " KiB": KIB}, ".2f", " B")
 
 
 def format_count(count: float) -> str:
-    """A count for people, in decimal units: ``8.03 B`` is 8.03e9."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.2f}{unit}"
-    return f"{count:.0f}"
+    """Return a count in decimal units: ``8.03B`` is 8.03e9."""
+    return _in_units(count, {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}, ".2f", "")
+
+
+def format_flops(flops: float) -> str:
+    """Return FLOPs in decimal units: ``215.2 TFLOP``."""
+    units = {" EFLOP": 1e18, " PFLOP": 1e15, " TFLOP": 1e12, " GFLOP": 1e9, " MFLOP": 1e6}
+    return _in_units(flops, units, ".4g", " FLOP")
+
+
+def _in_units(value: float, units: dict[str, float], form: str, smallest: str) -> str:
+    for unit, size in units.items():
+        if abs(value) >= size:
+            return f"{value / size:{form}}{unit}"
+    return f"{value:.0f}{smallest}"
 
 
 COUNT = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmbt]?)", re.IGNORECASE)
@@ -32,28 +39,17 @@ SHARE = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(%?)", re.IGNORECASE)
 
 
 def read_count(text: str) -> float:
-    """A count as people write it: ``100B`` is 1e11; also ``15T``, ``1.5e12``, ``1,000,000``.
-
-    Raises:
-        ValueError: another text, with what to write.
-    """
-    found = COUNT.fullmatch(text.strip())
-    count = (
-        float(found[1].replace(",", "").replace("_", "")) * MULTIPLIERS[found[2].lower()]
-        if found
-        else math.inf
-    )
+    """Read a count such as ``100B``, ``15T``, ``1.5e12`` or ``1,000,000``; other text is a ValueError."""
+    count = math.inf
+    if found := COUNT.fullmatch(text.strip()):
+        count = float(re.sub("[,_]", "", found[1])) * MULTIPLIERS[found[2].lower()]
     if not math.isfinite(count):
         raise ValueError(f"{text!r} is not a count: write it as 100B, 1.5T or 1.5e12")
     return count
 
 
 def read_share(text: str) -> float:
-    """A share as people write it: ``40%`` and ``0.4`` are 0.4.
-
-    Raises:
-        ValueError: another text, or a bare number above 1, which may be meant in per cent.
-    """
+    """Read a share: ``40%`` and ``0.4`` are 0.4; other text, or more than 1, is a ValueError."""
     found = SHARE.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is not a share: write it as 40% or 0.4")
@@ -64,16 +60,8 @@ def read_share(text: str) -> float:
     return share
 
 
-def format_flops(flops: float) -> str:
-    """FLOPs for people: ``215.2 TFLOP``."""
-    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if abs(flops) >= size:
-            return f"{flops / size:.4g} {unit}"
-    return f"{flops:.0f} FLOP"
-
-
 def format_seconds(seconds: float) -> str:
-    """A duration for people: ``431 ms``, ``2 h 05 min``, ``70 d 06 h``."""
+    """Return a duration: ``431 ms``, ``2 h 05 min``, ``70 d 06 h``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:

@@ -29,7 +29,7 @@ V = TypeVar("V", bound=BaseModel)
 
 
 def parse(kind: type[V], data: Any, *, file: str = "") -> V:
-    """``data`` (plain mappings, lists, numbers, text) as a ``kind``.
+    """Return plain ``data`` (mappings, lists, numbers, text) as a ``kind``.
 
     Raises:
         InputError: naming the first wrong field, its value and what to write instead.
@@ -50,5 +50,5 @@ def disagreement(problem: str, remedy: str, *, field: str) -> PydanticCustomErro
 
 
 def canonical_json(data: Any) -> str:
-    """One text for one content: sorted keys, no spaces, no NaN. What content hashes are taken of."""
+    """Return the text that content hashes are taken of: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -7,7 +7,7 @@ One sweep at a time writes to a folder. A line that a killed sweep left half-wri
 
 import re
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
@@ -56,18 +56,14 @@ class Journal:
             self._read(self._file)
         except BlockingIOError:
             self._file.close()
-            remedy = "wait for it, or use another folder"
-            raise InputError(
-                "another sweep writes in this folder", remedy, field="out", value=str(self.folder)
-            ) from None
+            problem, remedy = "another sweep writes in this folder", "wait for it, or use another folder"
+            raise InputError(problem, remedy, field="out", value=str(self.folder)) from None
         except BaseException:
             self._file.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -81,14 +77,13 @@ class Journal:
         return found
 
     def append(self, request: PartRequest, result: PartResult) -> Record:
-        """Keep what came of a part; once this returns it is on the disk."""
+        """Record the result of a part; once this returns it is on the disk."""
         assert self._file is not None, "the journal is open"
         record = new_record(
             request.part, request.recipe,
             estimate=result.estimate, measurement=result.measurement, train=result.train,
-            outcome=result.outcome,
+            outcome=result.outcome, planned=result.planned.content() if result.planned else None,
             tags=(*self._tags, f"{VARIANT_TAG}{request.variant}"),
-            planned=result.planned.content() if result.planned else None,
         )  # fmt: skip
         self._file.append(to_line(record).encode() + b"\n", sync=True)
         self._newest[request.id] = record
@@ -101,26 +96,23 @@ class Journal:
         whole, end, torn = content.rpartition(b"\n")
         records = [from_line(line, where) for line, where in lines_of(file.path, whole + end)]
         if torn:
-            self._set_aside(file, torn)
+            self._move_torn(file, torn)
         for record in records:
             if record.outcome is not None:
                 self._newest[record.outcome.request_id] = record
             elif record.measurement and record.measurement.status in RESULTS:
                 self._measured[record.recipe_id] = record
 
-    def _set_aside(self, file: Appender, torn: bytes) -> None:
+    def _move_torn(self, file: Appender, torn: bytes) -> None:
         """Move the beginning of a record that a killed sweep left; that part was not done, and runs again."""
         kept = file.path.with_suffix(".torn")
         with Appender(kept) as other:
             other.append(torn + b"\n", sync=True)
         file.cut(len(file.read()) - len(torn))
-        self.notes = (
-            f"{file.path}: the last line was cut off, as by a killed sweep; it is moved to {kept.name}, "
-            "and its part runs again",
-        )
+        moved = f"it is moved to {kept.name}, and its part runs again"
+        self.notes = (f"{file.path}: the last line was cut off, as by a killed sweep; {moved}",)
 
     def _log(self, request: PartRequest, output: str) -> None:
-        logs = self.folder / LOGS
-        logs.mkdir(exist_ok=True)
+        (logs := self.folder / LOGS).mkdir(exist_ok=True)
         safe = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", request.variant)
         write_text(logs / f"{safe}-{request.recipe.id[:8]}-{request.part}.txt", output)

@@ -1,7 +1,7 @@
 """Request and result of one part of a trial (predict, measure or train), run in its own process.
 
-A part always has a PartResult: out of memory, a crash, a time limit
-and a signal are outcomes. Nothing here imports torch; the process that it starts does.
+A part always has a PartResult: out of memory, a crash, a time limit and a signal are outcomes. Nothing here
+imports torch; the process that it starts does.
 """
 
 import hashlib
@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.measurement.environment import host_environment
-from trainfit.measurement.process import (
-    LOG,
-    TRIAL,
-    Ending,
-    TrialStorageError,
-    last_lines,
-    run_and_tell,
-    run_to_end,
-)
+from trainfit.measurement.process import LOG, TRIAL, TrialStorageError, last_lines, run_in, run_to_end
 from trainfit.measurement.run import with_utilisation
 from trainfit.measurement.trial import ERROR, REQUEST, RESULT, TrialRequest
 from trainfit.spec.errors import InputError
@@ -29,14 +21,14 @@ from trainfit.spec.files import one_line, storage_failure, write_text
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Measurement, Outcome
 from trainfit.spec.sweep import MeasurePart, Part, TrainPart
-from trainfit.spec.value import Bytes, Value, canonical_json, parse
+from trainfit.spec.value import Value, canonical_json, parse
 
 PART_TRIAL = "trainfit.sweeps.trial"
 """The module that predicts or trains in a process of its own."""
 MAX_OUTPUT_CHARS = 20_000
 
 Starter = Callable[[Path, str], int]
-"""Starts the process of a folder, which a module runs, in a group of its own; its process id."""
+"""Starts the process of a folder, which a module runs, in a group of its own; returns its process id."""
 
 
 class PartRequest(Value):
@@ -55,43 +47,36 @@ class PartRequest(Value):
     model_flops: float | None = None
     hardware_flops: float | None = None
     gpu_peak_flops_per_s: float | None = None
-    """The dense peak of the recipe's GPU; it does not count where the trial runs on a CPU."""
+    """The dense peak of the recipe's GPU; not used where the trial runs on a CPU."""
     own_peak_flops_per_s: float | None = None
-    """What the user says (``--peak-flops``)."""
+    """The user's ``--peak-flops``."""
     planned: Recipe | None = None
     """The recipe with its open fields planned by the prediction; measured and trained in its place."""
 
     @property
     def built(self) -> Recipe:
-        """What a step is made of."""
+        """The recipe that a step is assembled from."""
         return self.planned or self.recipe
 
     def peak_flops_per_s(self, on_cuda: bool) -> float | None:
-        """What MFU and HFU are shares of."""
+        """Return the peak that MFU and HFU refer to."""
         return self.own_peak_flops_per_s or (self.gpu_peak_flops_per_s if on_cuda else None)
 
     @property
     def id(self) -> str:
-        """Hash of what decides the result.
-
-        Names, the time limit and the FLOPs for utilisation are left out.
-        """
+        """Hash of what decides the result, without names, the time limit and the FLOPs for utilisation."""
         how: dict[str, Any] = {"part": self.part, "recipe": self.recipe.id}
         settings = {"measure": self.measure, "train": self.train}.get(self.part)
         if settings is not None:
-            limit = self.memory_limit_bytes
-            plan = {"planned": self.planned.id} if self.planned else {}
-            plan |= {"shared": True} if self.shared else {}
-            how |= plan | {
-                "settings": settings.model_dump(mode="json"),
-                "device": self.device,
-                "limit": limit,
-            }
+            how |= {"planned": self.planned.id} if self.planned else {}
+            how |= {"shared": True} if self.shared else {}
+            how |= {"settings": settings.model_dump(mode="json"), "device": self.device}
+            how |= {"limit": self.memory_limit_bytes}
         return hashlib.sha256(canonical_json(how).encode()).hexdigest()[:16]
 
 
 class PartResult(Value):
-    """What came of it. ``output``: the end of what the process printed, where it did not come to its end."""
+    """Outcome and result of a part."""
 
     outcome: Outcome
     estimate: Estimate | None = None
@@ -99,102 +84,83 @@ class PartResult(Value):
     train: dict[str, Any] | None = None
     planned: Recipe | None = None
     output: str = ""
+    """The end of what the process printed, if it failed."""
     storage_error: str = ""
     """Why the disk refused a file of the part; nothing is recorded then."""
 
 
-class Finding(Value):
-    """What the process itself leaves: its status and, if it came to one, its result."""
+Stop = Callable[[], bool]
+OnStart = Callable[[PartRequest], None]
 
-    status: str
-    message: str = ""
-    estimate: Estimate | None = None
-    train: dict[str, Any] | None = None
-    planned: Recipe | None = None
+
+def ended(
+    request: PartRequest, status: Any, message: str = "", seconds: float = 0.0, **found: Any
+) -> PartResult:
+    """Return a result of ``request`` with this outcome."""
+    outcome = Outcome(status=status, message=message.strip(), seconds=seconds, request_id=request.id)
+    return PartResult(outcome=outcome, **found)
 
 
 def run_part(request: PartRequest, start: Starter) -> PartResult:
     """Run one part in a process of its own and wait for its end."""
     began_s = time.monotonic()
     try:
-        return _run_part(request, start, began_s)
+        result = _run_part(request, start)
+    except InputError as error:
+        result = ended(request, "refused", str(error))
     except OSError as error:
         failure = storage_failure(error)
         if failure is None and not isinstance(error, TrialStorageError):
             raise
         why = one_line(failure or error)
-        return ended(request, "lost", why, time.monotonic() - began_s, storage_error=why)
+        result = ended(request, "lost", why, storage_error=why)
+    outcome = result.outcome.model_copy(update={"seconds": time.monotonic() - began_s})
+    return result.model_copy(update={"outcome": outcome})
 
 
-def _run_part(request: PartRequest, start: Starter, began_s: float) -> PartResult:
+def _run_part(request: PartRequest, start: Starter) -> PartResult:
     with tempfile.TemporaryDirectory(prefix="trainfit-sweep-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        try:
-            run = _measure if request.part == "measure" else _find
-            status, message, found = run(request, folder, start)
-        except InputError as error:
-            status, message, found = "refused", str(error), {}
-        output = "" if status in ("done", "refused") else _output(folder)
-    return ended(request, status, message, time.monotonic() - began_s, output=output, **found)
+        result = (_measure if request.part == "measure" else _find)(request, folder, start)
+        if result.outcome.status == "done" or not (log := folder / LOG).is_file():
+            return result
+        return result.model_copy(update={"output": log.read_text(errors="replace")[-MAX_OUTPUT_CHARS:]})
 
 
-def ended(
-    request: PartRequest, status: Any, message: str = "", seconds: float = 0.0, **found: Any
-) -> PartResult:
-    """A result of ``request`` that ended as ``status`` says."""
-    outcome = Outcome(status=status, message=message.strip(), seconds=seconds, request_id=request.id)
-    return PartResult(outcome=outcome, **found)
-
-
-def _measure(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str, dict[str, Any]]:
-    assert request.measure is not None, "a measuring part says how many steps"
+def _measure(request: PartRequest, folder: Path, start: Starter) -> PartResult:
+    assert request.measure is not None, "a measuring part has its number of steps"
     trial = TrialRequest(
         recipe=request.built, steps=0 if request.shared else request.measure.steps,
         warmup=request.measure.warmup, device=request.device,
         memory_limit_bytes=request.memory_limit_bytes, environment=host_environment(request.device),
     )  # fmt: skip
-    measured, ending = run_and_tell(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
-    on_cuda = measured.environment.cuda is not None
-    peak = request.peak_flops_per_s(on_cuda)
+    measured, ending = run_in(folder, trial, lambda place: start(place, TRIAL), request.timeout_s)
+    peak = request.peak_flops_per_s(measured.environment.cuda is not None)
     measured = with_utilisation(measured, request.model_flops, request.hardware_flops, peak)
     if request.shared:
         measured = measured.model_copy(update={"peak_device_bytes": None})
     status = "killed" if measured.status == "crashed" and ending.killed else measured.status
-    return status, measured.message, {"measurement": measured}
+    return ended(request, status, measured.message, measurement=measured)
 
 
-def _find(request: PartRequest, folder: Path, start: Starter) -> tuple[str, str, dict[str, Any]]:
+def _find(request: PartRequest, folder: Path, start: Starter) -> PartResult:
+    """Predict or train."""
     write_text(folder / REQUEST, request.model_dump_json())
     ending = run_to_end(folder, lambda place: start(place, PART_TRIAL), request.timeout_s)
     if (folder / ERROR).is_file():
         raise InputError(**json.loads((folder / ERROR).read_text()))
     if (folder / RESULT).is_file():
-        found = parse(Finding, json.loads((folder / RESULT).read_text()))
-        results = {"estimate": found.estimate, "train": found.train, "planned": found.planned}
-        return found.status, found.message, results
-    status, why = _why(request, ending)
-    return status, f"{why}: {last_lines(folder)}".rstrip(": "), {}
-
-
-def _why(request: PartRequest, ending: Ending) -> tuple[str, str]:
-    """How a process ended that left no result."""
+        return parse(PartResult, json.loads((folder / RESULT).read_text()))
     if ending.timed_out:
-        return "timeout", f"ended after {request.timeout_s:g} s"
-    if ending.system_out_of_memory and ending.signal is not None:
-        return host_out_of_memory(request.part), f"killed by {ending.words} as the system ran out of memory"
-    return ("killed" if ending.killed else "crashed"), f"ended with {ending.words}"
+        status, why = "timeout", f"ended after {request.timeout_s:g} s"
+    elif ending.system_out_of_memory and ending.signal is not None:
+        status = host_out_of_memory(request.part)
+        why = f"killed by {ending.words} as the system ran out of memory"
+    else:
+        status, why = ("killed" if ending.killed else "crashed"), f"ended with {ending.words}"
+    return ended(request, status, f"{why}: {last_lines(folder)}".rstrip(": "))
 
 
 def host_out_of_memory(part: Part) -> str:
-    """The status where the host ran out of memory: of a prediction that says nothing about the recipe."""
+    """Return the status where the host ran out of memory; a prediction's says nothing about the recipe."""
     return "crashed" if part == "predict" else "out-of-memory"
-
-
-def _output(folder: Path) -> str:
-    log = folder / LOG
-    return log.read_text(errors="replace")[-MAX_OUTPUT_CHARS:] if log.is_file() else ""
-
-
-def limit_bytes(gib: float | None) -> Bytes | None:
-    """A limit in bytes; GiB is 2**30."""
-    return None if gib is None else round(gib * 2**30)

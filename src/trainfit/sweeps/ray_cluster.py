@@ -1,9 +1,8 @@
 """Run trials on a Ray cluster (extra ``ray``): one task a part, its trial in its own process on that node.
 
-A worker or node that is lost costs its trial a row
-("lost"). A measured trial has a GPU to itself; on a cluster without GPUs it has a node's processors to
-itself. Every node needs trainfit, in the same versions. Source of the names: docs.ray.io, "Ray Core API",
-"Task fault tolerance".
+A lost worker or node costs its trial a row ("lost"). A measured trial has a GPU to itself, or without GPUs a
+node's processors. Every node needs trainfit, in the same versions. Source of the names: docs.ray.io, "Ray
+Core API", "Task fault tolerance".
 """
 
 import json
@@ -11,15 +10,13 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from trainfit.measurement.process import spawned
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.value import parse
-from trainfit.sweeps.local import OnStart, Stop
-from trainfit.sweeps.parts import PartRequest, PartResult, ended, host_out_of_memory, run_part
+from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Stop, ended, host_out_of_memory, run_part
 
 POLL_S = 0.2
 
@@ -27,15 +24,11 @@ POLL_S = 0.2
 class RayExecutor:
     """A cluster at ``address``, or one started on this machine for the sweep and ended with it.
 
-    ``jobs``: measured trials side by side; default: one a GPU, and without GPUs one a node.
+    ``jobs``: measured trials in parallel; default: one a GPU, and without GPUs one a node.
     """
 
     def __init__(
-        self,
-        device: Literal["auto", "cpu", "cuda"],
-        jobs: int | None = None,
-        address: str | None = None,
-        deadline_s: float = math.inf,
+        self, device: str, jobs: int | None = None, address: str | None = None, deadline_s: float = math.inf
     ):
         self._device, self._jobs, self._address, self._deadline_s = device, jobs, address, deadline_s
         self._ray: Any = None
@@ -50,40 +43,34 @@ class RayExecutor:
         try:
             ray.init(**where, log_to_driver=False, logging_level="ERROR", configure_logging=True)
         except (ConnectionError, ValueError) as error:
-            raise InputError(
-                f"no cluster answers ({str(error).strip().splitlines()[0]})",
-                "start one with ray start --head",
-                field="ray-address",
-                value=self._address,
-            ) from None
+            raise self._refusal(f"no cluster answers ({_first(error)})", "ray start --head") from None
         self._ray = ray
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._ray.shutdown()
+
+    def _refusal(self, problem: str, command: str) -> InputError:
+        return InputError(problem, f"start one with {command}", field="ray-address", value=self._address)
 
     def run(
         self, requests: Sequence[PartRequest], *, stop: Stop, on_start: OnStart
     ) -> Iterator[tuple[PartRequest, PartResult]]:
-        """Run them all, of one stage; yields as they end, and ends early when ``stop`` says so."""
+        """Run the requests, all of one stage; yield results as trials end, until ``stop`` returns True."""
         if not requests:
             return
         ray = self._ray
-        side_by_side, options = self._places(predicting=requests[0].part == "predict")
+        num_parallel, options = self._resources(predicting=requests[0].part == "predict")
         task = ray.remote(_task).options(max_retries=0, **options)
         waiting, running = list(requests), {}
         try:
-            while (waiting or running) and not stop():
-                if time.monotonic() > self._deadline_s:
-                    waiting.clear()
-                    if not running:
-                        break
-                while waiting and len(running) < side_by_side:
+            while not stop():
+                while waiting and len(running) < num_parallel and time.monotonic() < self._deadline_s:
                     request = waiting.pop(0)
                     running[task.remote(request.model_dump_json())] = request
                     on_start(request)
+                if not running:
+                    return
                 finished, _ = ray.wait(list(running), num_returns=1, timeout=POLL_S)
                 for reference in finished:
                     request = running.pop(reference)
@@ -92,8 +79,8 @@ class RayExecutor:
             for reference in running:
                 ray.cancel(reference, force=True)  # The worker ends, and its trial with it.
 
-    def _places(self, *, predicting: bool) -> tuple[int, dict[str, Any]]:
-        """How many tasks run side by side, and what each asks of its node."""
+    def _resources(self, *, predicting: bool) -> tuple[int, dict[str, Any]]:
+        """Return the number of parallel tasks, and the resources that each needs of its node."""
         resources = self._ray.cluster_resources()
         if predicting:
             return max(1, int(resources.get("CPU", 1))), {"num_cpus": 1}
@@ -106,9 +93,7 @@ class RayExecutor:
         nodes = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         if not nodes:
             problem = "no live node of the cluster offers processors"
-            raise InputError(
-                problem, "start one with ray start --num-cpus N", field="ray-address", value=self._address
-            )
+            raise self._refusal(problem, "ray start --num-cpus N")
         jobs = self._jobs or len(nodes)
         fewest = min(int(node["Resources"]["CPU"]) for node in nodes)
         a_node = -(-jobs // len(nodes))
@@ -121,15 +106,14 @@ class RayExecutor:
         except errors.RayTaskError as error:
             return ended(request, "crashed", f"the task failed: {error.cause}")
         except errors.OutOfMemoryError as error:
-            return ended(
-                request, host_out_of_memory(request.part), f"the node ran out of memory: {_first(error)}"
-            )
+            status = host_out_of_memory(request.part)
+            return ended(request, status, f"the node ran out of memory: {_first(error)}")
         except errors.RayError as error:
             return ended(request, "lost", f"{type(error).__name__}: {_first(error)}")
 
 
 def _task(request: str) -> str:
-    """What a worker does: the part in a new interpreter (a worker has threads, so it must not be copied)."""
+    """Run a part in a new interpreter: a worker of Ray has threads, so it must not fork."""
     return run_part(parse(PartRequest, json.loads(request)), spawned).model_dump_json()
 
 

@@ -1,12 +1,12 @@
-"""A sweep's file becomes variants, each a whole Recipe, before anything runs.
+"""Read a sweep's file into variants, each a whole Recipe, before anything runs.
 
-Paths in a file are relative to it. Any mistake is one InputError
-that names the file, the variant, the field, the value and the remedy.
+Paths in a file are relative to it. Any mistake is one InputError that names the file, the variant, the field,
+the value and the remedy.
 """
 
 import itertools
 import json
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,21 +51,14 @@ class Sweep:
     notes: tuple[str, ...]
 
 
-def read_sweep(path: Path, settings: list[str] | None = None) -> Sweep:
-    """Read a sweep's file; ``settings`` (``a.b=c``) are laid on every variant.
+def read_sweep(*paths: Path, settings: list[str] | None = None) -> Sweep:
+    """Read a sweep's file, or a list of recipes: recipe files, and JSON Lines files (.jsonl) of recipes.
+
+    Args:
+        settings: ``a.b=c``, laid on every variant.
 
     Raises:
-        InputError: bad content, here or in a recipe it names.
-        OSError: the file cannot be read.
-    """
-    return _read_sweep(path, read_yaml(path), settings)
-
-
-def read_sweeps(paths: Sequence[Path], settings: list[str] | None = None) -> Sweep:
-    """Read one sweep's file, or a list of recipes: recipe files, and JSON Lines files (.jsonl) of recipes.
-
-    Raises:
-        InputError: bad content, or a sweep's file among several.
+        InputError: bad content, here or in a recipe it names, or a sweep's file among several.
         OSError: a file cannot be read.
     """
     starts: list[Start] = []
@@ -75,7 +68,7 @@ def read_sweeps(paths: Sequence[Path], settings: list[str] | None = None) -> Swe
             if len(paths) > 1:
                 remedy = "run it alone; several files are recipes, or .jsonl files of recipes"
                 raise InputError("not a recipe", remedy, file=str(path))
-            return _read_sweep(path, data, settings)
+            return _sweep(*_read_file(path, data), path, settings)
         starts += _recipes_in(path)
     if not starts:
         raise InputError("no recipes", "write one a line", file=str(paths[0]))
@@ -83,9 +76,8 @@ def read_sweeps(paths: Sequence[Path], settings: list[str] | None = None) -> Swe
     return _sweep(name, SweepFile(recipes=tuple(map(str, paths))), starts, paths[0], settings)
 
 
-def _read_sweep(path: Path, data: Any, settings: list[str] | None) -> Sweep:
-    if not isinstance(data, dict):
-        raise InputError("not a mapping", "write fields such as 'base:' and 'product:'", file=str(path))
+def _read_file(path: Path, data: Data) -> tuple[str, SweepFile, list[Start]]:
+    """Return name, content and variants of a sweep's file."""
     for part in ("measure", "train"):
         if part in data and data[part] is None:  # Else it would be taken for "do not".
             remedy = f"write {part}: {{}} for the defaults, or leave it out"
@@ -93,55 +85,54 @@ def _read_sweep(path: Path, data: Any, settings: list[str] | None) -> Sweep:
     file = parse(SweepFile, data, file=str(path))
     if file.train is not None:
         file = file.model_copy(update={"train": _checked(file.train, path)})
+    if file.name is None and not FOLDER_NAME.fullmatch(path.stem):
+        problem = "the file's name is no name for a folder"
+        raise InputError(problem, "write name: NAME in it", file=str(path))
     starts = [*_from_base(file, path), *_from_recipes(file, path)]
     starts = [varied for start in starts for varied in _product(start, file, path)]
-    return _sweep(_sweep_name(file, path), file, starts, path, settings)
+    return file.name or path.stem, file, starts
 
 
 def _sweep(name: str, file: SweepFile, starts: list[Start], path: Path, settings: list[str] | None) -> Sweep:
     most = MAX_VARIANTS if file.product or file.list else MAX_RECIPES
     if len(starts) > most:
         field = "product" if file.product else "list" if file.list else "recipes"
-        raise InputError(
-            f"{len(starts):,} variants", f"at most {most:,} are run", field=field, file=str(path)
-        )
-    _refuse_same_names(starts, path)
+        problem, remedy = f"{len(starts):,} variants", f"at most {most:,} are run"
+        raise InputError(problem, remedy, field=field, file=str(path))
+    names: set[str] = set()
+    for called, _, where in starts:
+        if called in names:
+            problem = f"two variants are called {called!r}"
+            raise InputError(problem, "give each its own name", file=where or str(path))
+        names.add(called)
     notes: list[str] = []
-    variants = [_variant(start, settings or [], notes) for start in starts]
-    kept, equals = _without_equals(variants)
-    return Sweep(name, file, kept, (*dict.fromkeys(notes), *equals))
+    equals: list[str] = []
+    variants: dict[str, Variant] = {}
+    for start in starts:
+        variant = _variant(start, settings or [], notes)
+        first = variants.setdefault(variant.recipe.id, variant)
+        if first is not variant:
+            equals.append(f"{variant.name} is the same recipe as {first.name}: it is run once")
+    return Sweep(name, file, tuple(variants.values()), (*dict.fromkeys(notes), *equals))
 
 
 def train_options(part: TrainPart, **fields: Any) -> TrainOptions:
-    """The options of a training run that only its numbers are wanted of: no checkpoint, no event files."""
+    """Return the options of a training run that leaves only numbers: no checkpoint, no event files."""
     data = data_from(part.data).model_dump()
     plain = {"save_last": False, "tensorboard": False}
     return parse(TrainOptions, {**part.model_dump(mode="json"), **plain, **fields, "data": data})
 
 
 def _checked(part: TrainPart, path: Path) -> TrainPart:
-    """``part`` with its data's path made absolute, and refused where a run would be."""
+    """Return ``part`` with its data's path made absolute; refuse what a run would refuse."""
     if "\0" not in part.data and is_there(path.parent / part.data):
         part = part.model_copy(update={"data": str((path.parent / part.data).resolve())})
     try:
         train_options(part, out="nowhere")
     except InputError as error:
-        field = f"train.{error.field}" if error.field != "(whole file)" else "train"
-        raise InputError(
-            error.problem, error.remedy, field=field, value=error.value, file=str(path)
-        ) from None
+        error.field = f"train.{error.field}" if error.field != "(whole file)" else "train"
+        raise error.in_file(str(path)) from None
     return part
-
-
-def _sweep_name(file: SweepFile, path: Path) -> str:
-    if file.name is not None:
-        return file.name
-    try:
-        return parse(SweepFile, {"name": path.stem, "base": "any"}).name or ""
-    except InputError:
-        raise InputError(
-            "the file's name is no name for a folder", "write name: NAME in it", file=str(path)
-        ) from None
 
 
 def _from_base(file: SweepFile, path: Path) -> list[Start]:
@@ -154,7 +145,7 @@ def _from_base(file: SweepFile, path: Path) -> list[Start]:
 
 
 def _base(base: str | Data, path: Path) -> tuple[str, Data]:
-    """The base's name and data: an inline mapping, a file, a shipped recipe, or a model of the catalog."""
+    """Return name and data of an inline mapping, a file, a shipped recipe, or a model of the catalog."""
     if isinstance(base, dict):
         inline = dict(base)
         extended = inline.pop("extends", None)
@@ -196,12 +187,11 @@ def _changed(base: Data, change: Data, index: int, path: Path) -> Start:
     """A variant of ``list``: ``name``, and fields either nested as in a recipe or dotted."""
     change = dict(change)
     name = change.pop("name", None)
+    field = f"list[{index}].name"
     if not isinstance(name, str):
-        raise InputError(
-            "missing" if name is None else "not text", "give each variant a name",
-            field=f"list[{index}].name", value=name, file=str(path),
-        )  # fmt: skip
-    where = f"{path}: {_name(name, f'list[{index}].name', path)}"
+        problem = "missing" if name is None else "not text"
+        raise InputError(problem, "give each variant a name", field=field, value=name, file=str(path))
+    where = f"{path}: {_name(name, field, path)}"
     nested = {key: value for key, value in change.items() if "." not in key}
     data = merge(base, _located(nested, path))
     for key, value in change.items():
@@ -238,7 +228,7 @@ def _from_recipes(file: SweepFile, path: Path) -> list[Start]:
 
 
 def _recipes_in(path: Path) -> list[Start]:
-    """A recipe file, or the recipes of a JSON Lines file, which are named by file and line."""
+    """Return a recipe file, or the recipes of a JSON Lines file, which are named by file and line."""
     if path.suffix != LINES:
         return [(path.stem, read_data(path), str(path))]
     return [(where.removeprefix(f"{path.parent}/"), data, where) for where, data in recipe_lines(path)]
@@ -249,14 +239,16 @@ def _product(start: Start, file: SweepFile, path: Path) -> list[Start]:
     if not file.product:
         return [start]
     name, data, where = start
-    number = 1
-    for values in file.product.values():
-        number *= len(values)
+    number = math.prod(map(len, file.product.values()))
     if number > MAX_VARIANTS:
         problem = f"{number:,} combinations"
         raise InputError(problem, f"at most {MAX_VARIANTS:,} are run", field="product", file=str(path))
     alone = not file.list and not file.recipes
-    short = _short_names(list(file.product))
+    last = [field.rpartition(".")[2] for field in file.product]
+    # ``batch.micro`` is shown as ``micro``, unless another field ends in it too.
+    short = {
+        field: key if last.count(key) == 1 else field for field, key in zip(file.product, last, strict=True)
+    }
     varied = []
     for values in itertools.product(*file.product.values()):
         chosen = dict(zip(file.product, values, strict=True))
@@ -268,12 +260,6 @@ def _product(start: Start, file: SweepFile, path: Path) -> list[Start]:
             changed = _set(changed, key, value, place)
         varied.append((_name(full, "product", path), _located(changed, path), place))
     return varied
-
-
-def _short_names(fields: list[str]) -> dict[str, str]:
-    """``batch.micro`` is shown as ``micro``, unless another field ends in it too."""
-    last = [field.rpartition(".")[2] for field in fields]
-    return {field: name if last.count(name) == 1 else field for field, name in zip(fields, last, strict=True)}
 
 
 def _text(value: Any) -> str:
@@ -292,24 +278,3 @@ def _variant(start: Start, settings: list[str], notes: list[str]) -> Variant:
     except InputError as error:
         raise error.in_file(where) from None
     return Variant(name=name, recipe=recipe)
-
-
-def _refuse_same_names(starts: list[Start], path: Path) -> None:
-    seen: set[str] = set()
-    for name, _, where in starts:
-        if name in seen:
-            raise InputError(
-                f"two variants are called {name!r}", "give each its own name", file=where or str(path)
-            )
-        seen.add(name)
-
-
-def _without_equals(variants: list[Variant]) -> tuple[tuple[Variant, ...], tuple[str, ...]]:
-    """Each recipe once, and a note of every other name it has."""
-    kept: dict[str, Variant] = {}
-    notes = []
-    for variant in variants:
-        first = kept.setdefault(variant.recipe.id, variant)
-        if first is not variant:
-            notes.append(f"{variant.name} is the same recipe as {first.name}: it is run once")
-    return tuple(kept.values()), tuple(notes)

@@ -1,7 +1,6 @@
 """Run a sweep: predict, measure and train every variant, as its file requests and as far as is missing.
 
-Stages follow one another,
-so that predictions on the CPU do not slow down what is being measured.
+Stages follow one another, so that predictions on the CPU do not slow down what is being measured.
 """
 
 import math
@@ -14,9 +13,10 @@ from trainfit.spec.files import StorageError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import Estimate, Record
 from trainfit.spec.sweep import RESULTS, WAITING, Part, Row, Variant
+from trainfit.spec.units import GIB
 from trainfit.spec.value import parse
 from trainfit.sweeps.journal import Journal
-from trainfit.sweeps.parts import PartRequest, PartResult, ended, limit_bytes
+from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Stop, ended
 from trainfit.sweeps.read import Sweep
 from trainfit.sweeps.rows import refused_before_it_ran, row_of
 from trainfit.techniques import registry
@@ -30,11 +30,7 @@ class Executor(Protocol):
     """Where trials run: this machine (local.py), or a Ray cluster (ray_cluster.py)."""
 
     def run(
-        self,
-        requests: Sequence[PartRequest],
-        *,
-        stop: Callable[[], bool],
-        on_start: Callable[[PartRequest], None],
+        self, requests: Sequence[PartRequest], *, stop: Stop, on_start: OnStart
     ) -> Iterator[tuple[PartRequest, PartResult]]: ...
 
 
@@ -65,11 +61,11 @@ class Run:
         """Parts that were done before."""
         self.stopped = False
 
-    def go(self, executor: Executor, stop: Callable[[], bool]) -> None:
+    def go(self, executor: Executor, stop: Stop) -> None:
         """Run what has no result yet; ``stop`` ends it early and drops the running trials.
 
         Raises:
-            StorageError: the disk did not take a record or a trial's file; what is noted already stays.
+            StorageError: the disk did not take a record or a trial's file; recorded results stay.
         """
         for variant in self.sweep.variants:
             self._refuse(variant)
@@ -90,19 +86,17 @@ class Run:
                 return
 
     def rows(self) -> tuple[Row, ...]:
-        """One a variant, in the file's order."""
+        """Return a row a variant, in the file's order."""
         return tuple(self._row(variant) for variant in self.sweep.variants)
 
     def row(self, request: PartRequest) -> Row:
-        """The row of the request's variant."""
+        """Return the row of the request's variant."""
         return self._row(Variant(name=request.variant, recipe=request.recipe))
 
     def _refuse(self, variant: Variant) -> None:
-        """Note a recipe that no step can be made of anywhere; no process is started for it."""
-        try:
-            registry.check(
-                variant.recipe.without_open_fields()
-            )  # What they can be is found when they are planned.
+        """Record a recipe that no step can be made of anywhere; no process is started for it."""
+        try:  # What its open fields can be is found when they are planned.
+            registry.check(variant.recipe.without_open_fields())
         except InputError as error:
             self._refused.add(variant.name)
             request = self._request(variant, self.sweep.file.parts()[0])
@@ -114,25 +108,22 @@ class Run:
         predicted = self._records.get((variant.name, "predict"))
         estimate = predicted.estimate if predicted else None
         planned = predicted.planned if predicted and part != "predict" else None
+        memory_gib = file.limits.memory_gib
         return PartRequest(
-            part=part,
-            variant=variant.name,
-            recipe=variant.recipe,
-            device=self._device,
+            part=part, variant=variant.name, recipe=variant.recipe, device=self._device,
+            planned=parse(Recipe, planned) if planned else None,
             timeout_s=file.limits.seconds,
-            memory_limit_bytes=limit_bytes(file.limits.memory_gib),
+            memory_limit_bytes=None if memory_gib is None else round(memory_gib * GIB),
             measure=file.measure if part == "measure" else None,
             train=file.train if part == "train" else None,
             shared=self._shared and part == "measure",
             model_flops=estimate and estimate.model_flops,
             hardware_flops=estimate and estimate.hardware_flops,
-            gpu_peak_flops_per_s=estimate and dense_peak(estimate),
-            own_peak_flops_per_s=self._peak_flops,
-            planned=parse(Recipe, planned) if planned else None,
-        )
+            gpu_peak_flops_per_s=estimate and dense_peak(estimate), own_peak_flops_per_s=self._peak_flops,
+        )  # fmt: skip
 
     def _kept(self, request: PartRequest) -> bool:
-        """Whether the journal has a result of the request, which then is the row's."""
+        """Return whether the journal has a result of the request, and use it."""
         record = None if self._again else self._journal.found(request)
         if record is None or record.outcome is None:
             return False

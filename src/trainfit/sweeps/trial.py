@@ -1,6 +1,6 @@
 """The process of a sweep's prediction or training run: ``main(folder)``.
 
-Reads FOLDER/request.json; writes FOLDER/result.json, a Finding, or bad input to FOLDER/error.json.
+Reads FOLDER/request.json; writes a PartResult to FOLDER/result.json, or bad input to FOLDER/error.json.
 (A measurement's process is ``trainfit.measurement.trial``.)
 """
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.measurement.environment import runs_on_cuda
-from trainfit.measurement.trial import ERROR, REQUEST, RESULT, ended_by_storage
-from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
+from trainfit.measurement.trial import REQUEST, RESULT, ended_by_storage, refused
+from trainfit.spec.errors import InputError
 from trainfit.spec.files import write_text
 from trainfit.spec.sweep import LATE_FROM_STEP
 from trainfit.spec.value import parse
-from trainfit.sweeps.parts import Finding, PartRequest
+from trainfit.sweeps.parts import PartRequest, PartResult, ended
 from trainfit.sweeps.read import train_options
-from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
+from trainfit.training.observer import Observer, StepFlops, StepMetrics
 
 
 def main(folder: Path) -> int:
-    """Run the part of ``folder``; the process's exit code."""
+    """Run the part of ``folder`` and return the exit code."""
     return ended_by_storage(lambda: _run(folder))
 
 
@@ -30,25 +30,25 @@ def _run(folder: Path) -> int:
     try:
         found = _predict(request) if request.part == "predict" else _train(request, folder)
     except InputError as error:
-        if _is_out_of_memory(error.__cause__):
-            found = Finding(status="out-of-memory", message=error.problem)
+        from trainfit.measurement.meter import is_out_of_memory
+
+        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            found = ended(request, "out-of-memory", error.problem)
         else:
-            fields = {name: getattr(error, name) for name in ("problem", "remedy", "field", "file")}
-            write_text(folder / ERROR, json.dumps(fields | {"value": error.value}, default=repr))
-            return EXIT_BAD_INPUT
+            return refused(folder, error)
     draft = folder / f"{RESULT}.tmp"
     write_text(draft, found.model_dump_json())
     os.replace(draft, folder / RESULT)
     return 0
 
 
-def _predict(request: PartRequest) -> Finding:
+def _predict(request: PartRequest) -> PartResult:
     # Autograd's engine would make a CUDA context, half a GiB, on the card that is being measured.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from trainfit.prediction.estimate import predict
 
     if not request.recipe.has_open_fields:
-        return Finding(status="done", estimate=predict(request.recipe))
+        return ended(request, "done", estimate=predict(request.recipe))
     recipe, notes = request.recipe, ()
     if recipe.attention == "best":
         from trainfit.planning.attention import choose
@@ -60,45 +60,38 @@ def _predict(request: PartRequest) -> Finding:
     recipe = resolve(recipe)
     estimate = predict(recipe)  # What a budget's plan was traced for is kept.
     estimate = estimate.model_copy(update={"assumptions": (*estimate.assumptions, *notes)})
-    return Finding(status="done", estimate=estimate, planned=recipe)
+    return ended(request, "done", estimate=estimate, planned=recipe)
 
 
-def _train(request: PartRequest, folder: Path) -> Finding:
+def _train(request: PartRequest, folder: Path) -> PartResult:
     from trainfit.training.loop import train
-    from trainfit.training.observer import StepFlops
 
-    assert request.train is not None, "a training part says how many steps"
-    flops = None
-    if (counted := _counted(request)) is not None:
-        flops = StepFlops(
-            model_flops=counted[0],
-            hardware_flops=counted[1],
-            peak_flops_per_s=request.peak_flops_per_s(runs_on_cuda(request.device)),
-        )
+    assert request.train is not None, "a training part has its number of steps"
+    flops = _flops(request)
     _limit(request)  # Of the steps: what counting took is there already.
     options = train_options(request.train, out=str(folder / "run"), device=request.device)
-    speed = Speed(request.recipe.batch.micro * request.recipe.batch.accumulate)
+    batch = request.recipe.batch
+    speed = Speed(batch.micro * batch.accumulate)  # pyright: ignore[reportAbstractUsage] - defaults do nothing
     summary = train(request.built, options, flops=flops, observers=[speed])
     status = "killed" if summary.status == "stopped" else summary.status
     content = summary.content()
     content["run"]["out"] = "run"  # The trial's folder is removed.
-    return Finding(status=status, message=summary.message, train=content | {"speed": speed.content()})
+    return ended(request, status, summary.message, train=content | {"speed": speed.content()})
 
 
-def _counted(request: PartRequest) -> tuple[float, float] | None:
-    """Return model and hardware FLOPs of a training step, for the kernels that it runs.
-
-    None: it was not predicted.
-    """
+def _flops(request: PartRequest) -> StepFlops | None:
+    """Return the FLOPs of a training step, for the kernels that it runs; None: it was not predicted."""
     if request.model_flops is None or request.hardware_flops is None:
         return None
-    if request.train is None or not request.train.deterministic:
-        return request.model_flops, request.hardware_flops
-    from trainfit.prediction.estimate import predict
+    model_flops, hardware_flops = request.model_flops, request.hardware_flops
+    if request.train is not None and request.train.deterministic:
+        from trainfit.prediction.estimate import predict
 
-    # The prediction's own part is of the kernels that ``measure`` runs.
-    estimate = predict(request.built, deterministic=True)
-    return estimate.model_flops, estimate.hardware_flops
+        # The prediction's own part is of the kernels that ``measure`` runs.
+        estimate = predict(request.built, deterministic=True)
+        model_flops, hardware_flops = estimate.model_flops, estimate.hardware_flops
+    peak = request.peak_flops_per_s(runs_on_cuda(request.device))
+    return StepFlops(model_flops=model_flops, hardware_flops=hardware_flops, peak_flops_per_s=peak)
 
 
 def _limit(request: PartRequest) -> None:
@@ -108,27 +101,13 @@ def _limit(request: PartRequest) -> None:
 
     from trainfit.measurement.meter import CpuMeter, CudaMeter
 
-    meter = (
-        CudaMeter(torch.device("cuda", 0))
-        if runs_on_cuda(request.device)
-        else CpuMeter(torch.device("cpu"), False)
-    )
+    on_cuda = runs_on_cuda(request.device)
+    meter = CudaMeter(torch.device("cuda", 0)) if on_cuda else CpuMeter(torch.device("cpu"), False)
     meter.limit(request.memory_limit_bytes)
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    if error is None:
-        return False
-    from trainfit.measurement.meter import is_out_of_memory
-
-    return is_out_of_memory(error)
-
-
-class Speed:
-    """Observer of a run: samples a second, overall and after the first steps.
-
-    Data loading counts, evaluation not.
-    """
+class Speed(Observer):
+    """Samples a second of a run, overall and after the first steps; with data loading, without evaluation."""
 
     def __init__(self, samples_per_step: int):
         self._samples = samples_per_step
@@ -149,18 +128,3 @@ class Speed:
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._seconds.append(metrics.step_s)
-
-    def on_start(self, run: RunStart) -> None:
-        """Nothing is known yet."""
-
-    def on_eval(self, metrics: EvalMetrics) -> None:
-        """Not part of a step."""
-
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        """Not part of a step."""
-
-    def on_end(self, summary: TrainSummary) -> None:
-        """The steps hold everything."""
-
-    def close(self) -> None:
-        """Nothing is open."""

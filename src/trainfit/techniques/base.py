@@ -22,7 +22,7 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Draw:
-    """How random generators of recipes sample a technique."""
+    """Sampling of a technique by random generators of recipes."""
 
     alone: Callable[[random.Random, Data], Data] | None = None
     """(generator, recipe so far) -> fields that turn the technique on, in one of its variants."""
@@ -53,7 +53,7 @@ class Technique:
     triton: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Field -> the values that run Triton kernels; refused on GPUs that Triton does not support."""
     when: Callable[[Recipe], bool] | None = None
-    """Whether it applies, where that is not the same as a recipe with the values of ``covers``."""
+    """Predicate of its application, where that differs from a recipe with the values of ``covers``."""
     check: Callable[[Recipe], None] = lambda recipe: None
     """Raises InputError for what cannot be combined with it."""
     check_device: Callable[[Recipe, str], None] = lambda recipe, device_type: None
@@ -74,7 +74,7 @@ class Technique:
     min_repeated: Callable[[Recipe], int] = lambda recipe: 1
     """The least number of equal layers that must be traced together."""
     trace_whole: Callable[[Recipe], bool] = lambda recipe: False
-    """Whether every layer must be traced, because equal layers do not act alike."""
+    """True if every layer must be traced, because equal layers do not act alike."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", self.fields or tuple(self.covers))
@@ -82,11 +82,11 @@ class Technique:
         object.__setattr__(self, "examples", self.examples or first)
 
     def requested(self, recipe: Recipe) -> bool:
-        """Whether the recipe has a value that this technique covers, in each of its fields."""
+        """Return whether the recipe has a value that this technique covers, in each of its fields."""
         return bool(self.covers) and all(value_at(recipe, at) in values for at, values in self.covers.items())
 
     def applies(self, recipe: Recipe) -> bool:
-        """Whether the technique changes this recipe's step."""
+        """Return whether the technique changes this recipe's step."""
         return self.requested(recipe) if self.when is None else self.when(recipe)
 
 

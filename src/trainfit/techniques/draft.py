@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Draft:
     num_micro_batches: int = 1
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
-        """Whether the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
+        """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
         from torch._subclasses.fake_tensor import FakeTensor
 
         is_virtual = isinstance(next(self.model.parameters()), FakeTensor)

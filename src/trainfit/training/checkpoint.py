@@ -47,18 +47,13 @@ def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, k
     model, shared = state.model_tensors(step)
     optimizer, optimizer_plain = state.optimizer_state(step)
     generators, generators_plain = state.random_state(step.device)
+    scaler = None if step.scaler is None else step.scaler.state_dict()
+    plain = {"step": progress.step, "loss": progress.loss, "shared": shared, "scaler": scaler}
     with durable.new_folder(path) as work:
         _write(work, "model", model)
         _write(work, "optimizer", optimizer)
         _write(work, "random", generators)
-        plain = {
-            "step": progress.step,
-            "loss": progress.loss,
-            "shared": shared,
-            "optimizer": optimizer_plain,
-            "scaler": None if step.scaler is None else step.scaler.state_dict(),
-            "random": generators_plain,
-        }
+        plain |= {"optimizer": optimizer_plain, "random": generators_plain}
         durable.write_json(work / STATE, plain)
         durable.write_json(work / RUN, run)
     for old in existing(folder)[:-keep]:
@@ -72,16 +67,22 @@ def load(path: Path, step: Step) -> Progress:
     Raises:
         InputError: its values do not fit the step.
     """
-    file = str(path / STATE)
-    plain = parse(SavedState, durable.read_json(path / STATE), file=file)
+    try:
+        return _load(path, step)
+    except InputError as error:
+        raise error.in_file(str(path / STATE)) from None
+
+
+def _load(path: Path, step: Step) -> Progress:
+    plain = parse(SavedState, durable.read_json(path / STATE))
     if path.name != f"step-{plain.step:08d}":
         problem, remedy = "not the step of its folder", "restore it from a copy"
-        raise InputError(problem, remedy, field="step", value=plain.step, file=file)
+        raise InputError(problem, remedy, field="step", value=plain.step)
     optimizer = _LazyTensors(path, "optimizer", "cpu")
-    state.check_optimizer(step, optimizer, plain.optimizer, file)
+    state.check_optimizer(step, optimizer, plain.optimizer)
     if step.scaler is not None:
-        check_scaler(step.scaler.state_dict(), plain.scaler, file)
-    state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared, file)
+        check_scaler(step.scaler.state_dict(), plain.scaler)
+    state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared)
     broken = state.first_not_finite(step)
     if broken is not None:
         remedy = "resume from an older checkpoint"
@@ -89,7 +90,7 @@ def load(path: Path, step: Step) -> Progress:
     state.load_optimizer(step, optimizer, plain.optimizer)
     if step.scaler is not None and plain.scaler is not None:
         step.scaler.load_state_dict(plain.scaler)
-    state.load_random_state(step.device, _LazyTensors(path, "random", "cpu"), plain.random, file)
+    state.load_random_state(step.device, _LazyTensors(path, "random", "cpu"), plain.random)
     return Progress(plain.step, plain.loss)
 
 
@@ -100,29 +101,29 @@ class _LazyTensors(Mapping[str, Tensor]):
         self._kind = path / kind
         self._file_of: dict[str, Any] = {}
         for file in sorted(path.glob(f"{kind}-*.safetensors")):
-            with self._readable(file):
+            with _readable(file):
                 opened: Any = safe_open(file, framework="pt", device=device)
                 self._file_of |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._file_of[name]
-        with self._readable(self._kind):
+        with _readable(self._kind):
             return file.get_tensor(name)
-
-    @staticmethod
-    @contextmanager
-    def _readable(file: Path) -> Iterator[None]:
-        try:
-            yield
-        except (SafetensorError, ValueError, TypeError) as error:
-            problem = f"not safetensors: {error}".partition("\n")[0]
-            raise InputError(problem, "restore it from a copy", file=str(file)) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
     def __len__(self) -> int:
         return len(self._file_of)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, ValueError, TypeError) as error:
+        problem = f"not safetensors: {error}".partition("\n")[0]
+        raise InputError(problem, "restore it from a copy", file=str(file)) from None
 
 
 def _write(work: Path, kind: str, tensors: dict[str, Tensor]) -> None:

@@ -5,11 +5,12 @@ document) and ``index.json``. It is written once; a resumed run verifies every b
 Sequence i is tokens [i*s, (i+1)*s), so documents cross sequence boundaries.
 """
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedWriter
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,24 +19,24 @@ from trainfit.spec.files import writing
 from trainfit.training import documents, durable
 from trainfit.training.options import TrainOptions
 from trainfit.training.tokenizer import (
-    ADD_UNKNOWN,
-    CANNOT_ENCODE,
     RoundTrip,
+    encode,
     end_token,
-    library,
     load_tokenizer,
-    open_tokenizer,
+    tokenizer_digest,
     train_tokenizer,
 )
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding, Tokenizer
+    from tokenizers import Tokenizer
 
 SIDES = ("train", "eval")
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
-DTYPES = ("uint16", "uint32")
+DTYPES = {"uint16": 2, "uint32": 4}
+"""Types of token ids, and their bytes."""
 DOCUMENTS_AT_ONCE = 512
 OTHER_FOLDER = "start a new run in another folder"
+RESTORE = f"restore it from a copy, or {OTHER_FOLDER}"
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,15 @@ class Corpus:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle memory-mapped tokens as the name of their file."""
         if isinstance(self.tokens, np.memmap):
-            return _mapped, (str(self.tokens.filename), self.tokens.dtype.str, self.seq)
+            return _mapped, (Path(str(self.tokens.filename)), self.tokens.dtype.str, self.seq)
         return Corpus, (self.tokens, self.seq)
+
+
+def _mapped(file: Path, dtype: str, seq: int) -> Corpus:
+    """Return the corpus of a file of token ids."""
+    if not file.stat().st_size:  # It cannot be mapped.
+        return Corpus(np.empty(0, dtype=dtype), seq)
+    return Corpus(np.memmap(file, dtype=dtype, mode="r"), seq)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
     identity = {
         "data": documents.fingerprint(options.data),
         "eval_fraction": options.eval_fraction,
-        "tokenizer": None if options.tokenizer is None else _digest(Path(options.tokenizer)),
+        "tokenizer": options.tokenizer and tokenizer_digest(Path(options.tokenizer)),
         "vocabulary": vocabulary,
     }
     if folder.exists():
@@ -100,43 +108,30 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
 
 def _open(folder: Path, seq: int) -> Corpora:
     index = _checked_index(folder)
-    train, held_out = (Corpus(_tokens(folder, side, index), seq) for side in SIDES)
+    train, held_out = (_mapped(folder / f"{side}.bin", index["dtype"], seq) for side in SIDES)
     return Corpora(train, held_out, index)
-
-
-def _tokens(folder: Path, side: str, index: dict[str, Any]) -> np.ndarray:
-    if index[side]["tokens"] == 0:  # An empty file cannot be mapped.
-        return np.empty(0, dtype=index["dtype"])
-    return np.memmap(folder / f"{side}.bin", dtype=index["dtype"], mode="r")
-
-
-def _mapped(file: str, dtype: str, seq: int) -> Corpus:
-    return Corpus(np.memmap(file, dtype=dtype, mode="r"), seq)
 
 
 def _checked_index(folder: Path) -> dict[str, Any]:
     """Return ``index.json``, if it describes the other files of the folder."""
     index = durable.read_json(folder / INDEX)
     try:
-        for side in SIDES:
-            size = index[side]["tokens"] * np.dtype(index["dtype"]).itemsize
-            good = index["dtype"] in DTYPES and size == (folder / f"{side}.bin").stat().st_size
-            if not good or type(index[side]["documents"]) is not int:
-                raise ValueError(side)
-        if type(index["tokenizer_tokens"]) is not int or not isinstance(index["identity"], dict):
-            raise ValueError("tokenizer_tokens")
-    except (KeyError, TypeError, ValueError):
-        remedy = f"restore it from a copy, or {OTHER_FOLDER}"
-        raise InputError("not what trainfit wrote", remedy, file=str(folder / INDEX)) from None
-    return index
+        sizes = {side: (folder / f"{side}.bin").stat().st_size for side in SIDES}
+        token_bytes = DTYPES[index["dtype"]]
+        good = all(index[side]["tokens"] * token_bytes == sizes[side] for side in SIDES)
+        counts = (index["tokenizer_tokens"], *(index[side]["documents"] for side in SIDES))
+        if good and all(type(count) is int for count in counts) and isinstance(index["identity"], dict):
+            return index
+    except (KeyError, TypeError):
+        pass  # Refused below.
+    raise InputError("not what trainfit wrote", RESTORE, file=str(folder / INDEX))
 
 
 def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None:
     for side, corpus in zip(SIDES, (corpora.train, corpora.eval), strict=True):
         if (largest := int(corpus.tokens.max(initial=0))) >= vocabulary:
             problem = f"holds token id {largest}, the model's vocabulary has {vocabulary}"
-            remedy = f"restore it from a copy, or {OTHER_FOLDER}"
-            raise InputError(problem, remedy, file=str(folder / f"{side}.bin"))
+            raise InputError(problem, RESTORE, file=str(folder / f"{side}.bin"))
 
 
 def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
@@ -156,10 +151,10 @@ def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
-    sides = [("training", corpora.train)] + ([("evaluation", corpora.eval)] if options.eval_fraction else [])
-    for name, corpus in sides:
-        if not len(corpus):
-            more = ", raise eval_fraction, or set it to 0" if name == "evaluation" else ""
+    more = ", raise eval_fraction, or set it to 0"
+    sides = {"training": (corpora.train, ""), "evaluation": (corpora.eval, more)}
+    for name, (corpus, more) in sides.items():
+        if not len(corpus) and (name == "training" or options.eval_fraction):
             found = f"{len(corpus.tokens):,} tokens of {name} text"
             problem = f"{found} are fewer than one sequence of {corpus.seq:,}"
             raise InputError(problem, f"give more text, lower batch.seq{more}", field="data")
@@ -168,15 +163,18 @@ def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
     switched_off: tuple[str, ...] = ()
     if options.tokenizer is None:
-        tokenizer = train_tokenizer(_training_side(options), vocabulary)
+        held_out, every = documents.for_evaluation, documents.documents(options.data)
+        # The tokenizer must not see the held-out documents either.
+        seen = (text for text in every if not held_out(text, options.eval_fraction))
+        tokenizer = train_tokenizer(seen, vocabulary)
     else:
         tokenizer, switched_off = load_tokenizer(Path(options.tokenizer))
     with writing(work / TOKENIZER):
         tokenizer.save(str(work / TOKENIZER))
     dtype = "uint16" if vocabulary <= 2**16 else "uint32"
-    train_file, eval_file = (work / f"{side}.bin" for side in SIDES)
-    with writing(work), train_file.open("wb") as train, eval_file.open("wb") as held_out:
-        counts, notes = _tokenize(options, tokenizer, (train, held_out), dtype, vocabulary)
+    with writing(work), ExitStack() as stack:
+        files = [stack.enter_context((work / f"{side}.bin").open("wb")) for side in SIDES]
+        counts, notes = _tokenize(options, tokenizer, files, dtype, vocabulary)
     if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
         path = identity["data"].get("path")
         raise InputError("the data has no text", "give some", field="data", value=path)
@@ -184,38 +182,19 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
         names = " and ".join(switched_off)
         effect = "every document is tokenized whole and as it is"
         notes.insert(0, f"switched off in tokenizer.json: {names}; {effect}")
-    index = {
-        "identity": identity,
-        "dtype": dtype,
-        "tokenizer_tokens": tokenizer.get_vocab_size(),
-        "notes": notes,
-        **counts,
-    }
-    durable.write_json(work / INDEX, index)
-
-
-def _training_side(options: TrainOptions) -> Iterator[str]:
-    """Yield the training documents: the tokenizer must not see the held-out ones either."""
-    return (
-        text
-        for text in documents.documents(options.data)
-        if not documents.for_evaluation(text, options.eval_fraction)
-    )
+    index = {"identity": identity, "dtype": dtype, "tokenizer_tokens": tokenizer.get_vocab_size()}
+    durable.write_json(work / INDEX, index | {"notes": notes} | counts)
 
 
 def _tokenize(
-    options: TrainOptions,
-    tokenizer: "Tokenizer",
-    files: tuple[BinaryIO, BinaryIO],
-    dtype: str,
-    vocabulary: int,
+    options: TrainOptions, tokenizer: "Tokenizer", files: list[BufferedWriter], dtype: str, vocabulary: int
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
     """Write the tokens of both sides; return their counts, and a note for each way in which text is lost."""
     end, round_trip = end_token(tokenizer), RoundTrip(tokenizer)
     counts = {side: {"documents": 0, "tokens": 0} for side in SIDES}
     stream = documents.documents(options.data)
     while texts := list(islice(stream, DOCUMENTS_AT_ONCE)):
-        for text, encoding in zip(texts, _encoded(tokenizer, texts, options), strict=True):
+        for text, encoding in zip(texts, encode(tokenizer, texts, options.tokenizer), strict=True):
             ids = np.array([*encoding.ids, end], dtype=np.int64)
             if ids.max() >= vocabulary:
                 problem = f"the tokenizer gives token id {ids.max()}, the model's vocabulary has {vocabulary}"
@@ -227,14 +206,3 @@ def _tokenize(
             counts[SIDES[held_out]]["tokens"] += len(ids)
             round_trip.add(text, encoding)
     return counts, round_trip.notes(sum(count["tokens"] for count in counts.values()))
-
-
-def _encoded(tokenizer: "Tokenizer", texts: list[str], options: TrainOptions) -> "list[Encoding]":
-    """Encode each text without the special tokens of the file's template."""
-    with library(options.tokenizer, CANNOT_ENCODE, ADD_UNKNOWN):
-        return tokenizer.encode_batch(texts, add_special_tokens=False)
-
-
-def _digest(tokenizer: Path) -> str:
-    open_tokenizer(tokenizer).close()
-    return durable.sha256(tokenizer)

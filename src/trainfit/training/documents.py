@@ -12,7 +12,7 @@ from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.plain_data import LONE_SURROGATE
-from trainfit.training.options import TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
+from trainfit.training.options import SYNTHETIC, TEXT_SUFFIXES, DataSpec, HubData, SyntheticData, TextData
 from trainfit.training.synthetic import synthetic_text
 
 END_OF_TEXT = "<|endoftext|>"
@@ -33,9 +33,7 @@ def documents(data: DataSpec) -> Iterator[str]:
     """
     if isinstance(data, SyntheticData):
         return (synthetic_text(data.seed, index).text for index in range(data.num_documents))
-    if isinstance(data, TextData):
-        return _from_path(data)
-    return _from_hub(data)
+    return _from_path(data) if isinstance(data, TextData) else _from_hub(data)
 
 
 def for_evaluation(document: str, fraction: float) -> bool:
@@ -49,8 +47,10 @@ def fingerprint(data: DataSpec) -> dict[str, Any]:
     content = data.model_dump(mode="json")
     if isinstance(data, TextData):
         root = Path(data.path)
-        content["files"] = [[_relative(path, root), path.stat().st_size] for path in text_files(root)]
         del content["path"]  # The run's folder may move with its data.
+        base = root if root.is_dir() else root.parent
+        sizes = {path.relative_to(base).as_posix(): path.stat().st_size for path in text_files(root)}
+        content["files"] = [list(item) for item in sizes.items()]
     return content
 
 
@@ -67,21 +67,12 @@ def text_files(root: Path) -> list[Path]:
             remedy = "name a text file or a folder"
             raise InputError("no such file or folder", remedy, field="data.path", value=str(root)) from None
         return [root]
-    found = sorted(
-        path
-        for path in root.rglob("*")
-        if path.suffix.lower() in TEXT_SUFFIXES
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    )
+    named = [path for path in root.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES and path.is_file()]
+    found = sorted(path for path in named if "/." not in f"/{path.relative_to(root).as_posix()}")
     if not found:
         remedy = f"put {', '.join(TEXT_SUFFIXES)} there"
         raise InputError("no text files in this folder", remedy, field="data.path", value=str(root))
     return found
-
-
-def _relative(path: Path, root: Path) -> str:
-    return path.name if path == root else path.relative_to(root).as_posix()
 
 
 def _from_path(data: TextData) -> Iterator[str]:
@@ -161,6 +152,6 @@ def _from_hub(data: HubData) -> Iterator[str]:
         raise
     except Exception as error:  # Its own errors, and those of requests, httpx and fsspec.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        remedy = "check its name and the network, or use text files or stories"
+        remedy = f"check its name and the network, or use text files or {SYNTHETIC}"
         problem, value = f"dataset cannot be read: {reason}", f"hub:{data.name}"
         raise InputError(problem, remedy, field="data", value=value) from error

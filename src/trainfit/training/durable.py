@@ -1,4 +1,4 @@
-"""Write folders atomically and verify every byte before reading them.
+"""Write folders and files atomically, and verify every byte of a folder before reading it.
 
 A folder is written under a temporary name, synced to disk with a SHA-256 manifest as its last file, and then
 renamed. A finished folder is never written to again.
@@ -59,26 +59,44 @@ def check_folder(path: Path) -> None:
     expected = _read_manifest(path / MANIFEST)
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
     for name in sorted(present | set(expected)):
-        file = path / name
+        file, problem = path / name, ""
         if name not in expected:
-            raise _damaged(file, "not part of what was saved")
-        if name not in present or not file.is_file():
-            raise _damaged(file, "missing")
-        size, saved = file.stat().st_size, expected[name]["bytes"]
-        if size != saved:
-            raise _damaged(file, f"has {size:,} bytes where {saved:,} were saved")
-        if sha256(file) != expected[name]["sha256"]:
-            raise _damaged(file, "its content is not what was saved (SHA-256 differs)")
+            problem = "not part of what was saved"
+        elif not file.is_file():
+            problem = "missing"
+        elif (size := file.stat().st_size) != (saved := expected[name]["bytes"]):
+            problem = f"has {size:,} bytes where {saved:,} were saved"
+        elif sha256(file) != expected[name]["sha256"]:
+            problem = "its content is not what was saved (SHA-256 differs)"
+        if problem:
+            raise _damaged(file, problem)
+
+
+def as_json(data: Any) -> str:
+    """Return the text of one JSON document; NaN is refused."""
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write one JSON document; NaN is refused."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    """Write one JSON document."""
+    write_text(path, as_json(data))
 
 
 def read_json(path: Path) -> Any:
     """Read one JSON document, or raise InputError."""
     return parse_json(files.read_text(path, MAX_JSON_BYTES), str(path))
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file under a temporary name, sync it and rename it to ``path``."""
+    draft = path.with_name(f"{UNFINISHED}{path.name}")
+    try:
+        write_text(draft, text)
+        sync(draft)
+        draft.rename(path)
+        sync(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def remove_folder(path: Path) -> None:

@@ -6,8 +6,8 @@
 
 import contextlib
 import fcntl
-import os
 import re
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +100,7 @@ def describe(recipe: Recipe, options: TrainOptions) -> dict[str, Any]:
 
 def write_run(out: Path, run: dict[str, Any]) -> None:
     """Write ``run.json`` atomically."""
-    draft = out / f"{durable.UNFINISHED}{RUN}"
-    durable.write_json(draft, run)
-    durable.sync(draft)
-    os.replace(draft, out / RUN)
-    durable.sync(out)
+    durable.replace(out / RUN, durable.as_json(run))
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
@@ -127,13 +123,11 @@ def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None
 
 
 def _flat(data: Any, field: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by dotted name."""
     if not isinstance(data, dict):
         return {field: data}
-    return {
-        key: value
-        for name, item in data.items()
-        for key, value in _flat(item, f"{field}.{name}".lstrip(".")).items()
-    }
+    parts = (_flat(item, f"{field}.{name}".lstrip(".")) for name, item in data.items())
+    return dict(ChainMap(*parts))
 
 
 def _refuse_used(out: Path) -> None:

@@ -9,16 +9,16 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.files import Appender, write_text
+from trainfit.spec.files import Appender
 from trainfit.spec.optional import optional
 from trainfit.spec.value import Value
+from trainfit.training import durable
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
 LOG = "log.jsonl"
@@ -53,11 +53,7 @@ class _FileLog:
 
 
 class JsonlLog(_FileLog):
-    """Observer that writes ``log.jsonl``.
-
-    Args:
-        notify: called with a message if a resumed log does not hold each step once and in order.
-    """
+    """Observer that writes ``log.jsonl``. ``notify`` is called if a resumed log lacks or repeats steps."""
 
     def __init__(self, notify: Callable[[str], None] = lambda text: None) -> None:
         self._notify = notify
@@ -89,10 +85,6 @@ class TensorBoard(_FileLog):
     """Observer that writes event files; a resumed run hides the events of the steps that run again.
 
     Events are written in this thread: TensorBoard's own writer has a thread that loses events on a full disk.
-
-    Raises:
-        InputError: TensorBoard is not installed.
-        OSError: an event could not be written.
     """
 
     def __init__(self) -> None:
@@ -135,17 +127,16 @@ class TensorBoard(_FileLog):
 class Kept:
     """Kept lines of a resumed log: step numbers in order of the lines, and earlier gap messages."""
 
-    steps: Sequence[int]
-    noted: Sequence[object]
+    steps: Sequence[int] = ()
+    noted: Sequence[object] = ()
 
     def gaps(self, done: int) -> str:
         """Describe missing, repeated and unordered lines of steps 1 to ``done``, if any."""
-        found = set(self.steps)
-        missing = [step for step in range(1, done + 1) if step not in found]
+        missing = sorted(set(range(1, done + 1)) - set(self.steps))
         twice = sorted(step for step, count in Counter(self.steps).items() if count > 1)
         parts = [f"has no line of {_ranges(missing)}"] if missing else []
         parts += [f"has {_ranges(twice)} more than once"] if twice else []
-        parts += ["is not in the order of the steps"] if any(b < a for a, b in pairwise(self.steps)) else []
+        parts += ["is not in the order of the steps"] if list(self.steps) != sorted(self.steps) else []
         return ", ".join(parts)
 
 
@@ -157,31 +148,20 @@ def cut_after(path: Path, step: int) -> Kept:
         OSError: the file cannot be rewritten; it is unchanged.
     """
     if not path.exists():
-        return Kept((), ())
-    lines = path.read_bytes().splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
+        return Kept()
+    before = path.read_bytes()
+    lines = before[: before.rfind(b"\n") + 1].splitlines(keepends=True)
     entries = [(line, _parsed(line, f"{path}:{number}")) for number, line in enumerate(lines, 1)]
     kept = [(line, entry) for line, entry in entries if int(entry["step"]) <= step]
-    _rewrite(path, [line for line, _ in kept])
+    content = b"".join(line for line, _ in kept)
+    if before.startswith(content):
+        os.truncate(path, len(content))  # Needs no space.
+    else:
+        durable.replace(path, content.decode())
     return Kept(
         [int(entry["step"]) for _, entry in kept if entry.get("kind") == "step"],
         [entry.get("message") for _, entry in kept if entry.get("kind") == "gap"],
     )
-
-
-def _rewrite(path: Path, lines: Iterable[bytes]) -> None:
-    """Truncate the file if its beginning is kept, which needs no space; otherwise replace it."""
-    content, before = b"".join(lines), path.read_bytes()
-    if before.startswith(content):
-        os.truncate(path, len(content))
-        return
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write_text(draft, content.decode())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
@@ -195,12 +175,8 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Format step numbers such as ``step 3`` or ``steps 3 to 5, 9``."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], step]
-        else:
-            runs.append([step])
-    words = [str(run[0]) if run[0] == run[-1] else f"{run[0]} to {run[-1]}" for run in runs]
+    """Format increasing step numbers such as ``step 3`` or ``steps 3 to 5, 9``."""
+    first = [step for step in steps if step - 1 not in steps]
+    last = [step for step in steps if step + 1 not in steps]
+    words = [str(one) if one == end else f"{one} to {end}" for one, end in zip(first, last, strict=True)]
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(words)}"

@@ -46,7 +46,7 @@ def train(
         InputError: bad data, a damaged checkpoint, another run's folder, a missing device.
         StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
-    device = _device(options)
+    device = _device(options.device)
     registry.check(recipe)
     registry.check_device(recipe, device.type)
     with _storage_errors(options), ExitStack() as stack:
@@ -54,8 +54,7 @@ def train(
             stack.callback(observer.close)
         stack.enter_context(folder.locked(options.folder))
         stack.enter_context(_deterministic(device, options))
-        saved = folder.open_run(recipe, options)
-        session = _session(recipe, options, device, saved, flops, observers)
+        session = _session(recipe, options, device, flops, observers)
         for observer in observers:
             observer.on_start(session.run)
         with StopSignal() as stop:
@@ -66,10 +65,11 @@ def _session(
     recipe: Recipe,
     options: TrainOptions,
     device: torch.device,
-    saved: folder.Saved | None,
     flops: StepFlops | None,
     observers: Sequence[Observer],
 ) -> Session:
+    """Open the run's folder and data, and build the step as far as it was trained."""
+    saved = folder.open_run(recipe, options)
     step = _assemble(recipe, device)
     data = options.folder / folder.DATA
     corpora = open_corpora(data, options, vocabulary=vocabulary(step.model), seq=recipe.batch.seq)
@@ -78,46 +78,47 @@ def _session(
     if progress.step > options.steps:
         problem, remedy = f"the run already has {progress.step} steps", "ask for at least as many"
         raise InputError(problem, remedy, field="steps", value=options.steps)
-    described = folder.describe(recipe, options) | {"environment": _environment(device)}
+    # What the bits of a loss depend on, other than the recipe.
+    environment = {"torch": torch.__version__, "device": _name(device), "threads": torch.get_num_threads()}
+    described = folder.describe(recipe, options) | {"environment": environment}
     folder.write_run(options.folder, described)
-    notes = (*_changes(saved, described), *corpora.notes, *_loss_notes(recipe))
     parameters = list(step.model.parameters())
     run = RunStart(
         out=options.out,
-        model=step.recipe.model.display_name,
-        device=_device_name(step.device),
-        device_type="cuda" if step.device.type == "cuda" else "cpu",
+        model=recipe.model.display_name,
+        device=_name(device),
+        device_type="cuda" if device.type == "cuda" else "cpu",
         params=sum(parameter.numel() for parameter in parameters) + num_quantized(step.model),
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         steps=options.steps,
         first_step=progress.step,
-        tokens_per_step=step.recipe.batch.tokens,
+        tokens_per_step=recipe.batch.tokens,
         train_tokens=len(corpora.train.tokens),
         eval_tokens=len(corpora.eval.tokens),
         tokenizer_tokens=corpora.index["tokenizer_tokens"],
         resumed_from=newest and str(newest),
-        notes=notes,
+        notes=(*_changes(saved, environment), *corpora.notes, *_loss_notes(recipe)),
     )
     return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 
 
 def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
-    terms = [f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value]
-    if not terms:
-        return ()
-    return (f"the training loss has {' and '.join(terms)} in it; evaluation's is the cross-entropy alone",)
+    terms = " and ".join(
+        f"{name} {value:g}" for name, value in recipe.loss_terms.model_dump().items() if value
+    )
+    return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",) if terms else ()
 
 
-def _device(options: TrainOptions) -> torch.device:
+def _device(name: str) -> torch.device:
     available = torch.cuda.is_available()
-    if options.device == "cuda" and not available:
-        raise InputError("no CUDA GPU in this machine", "use cpu or auto", field="device", value="cuda")
-    if options.device == "auto":
-        return torch.device("cuda" if available else "cpu")
-    return torch.device(options.device)
+    if name == "cuda" and not available:
+        raise InputError("no CUDA GPU in this machine", "use cpu or auto", field="device", value=name)
+    if name == "auto":
+        name = "cuda" if available else "cpu"
+    return torch.device(name)
 
 
-def _device_name(device: torch.device) -> str:
+def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
@@ -164,16 +165,12 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
         raise InputError(problem, remedy, field="deterministic", value=True) from error
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
-    """Return what the bits of a loss depend on, other than the recipe."""
-    return {"torch": torch.__version__, "device": _device_name(device), "threads": torch.get_num_threads()}
-
-
-def _changes(saved: folder.Saved | None, described: dict[str, Any]) -> tuple[str, ...]:
-    before = saved.run["environment"] if saved else described["environment"]
+def _changes(saved: folder.Saved | None, environment: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note for each part of the environment that is not that of the resumed checkpoint."""
+    before = saved.run["environment"] if saved else environment
     effect = "losses may differ in the last bits from an unbroken run"
     return tuple(
         f"{name} was {before.get(name)} and is {value}: {effect}"
-        for name, value in described["environment"].items()
+        for name, value in environment.items()
         if before.get(name) != value
     )

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Count, PositiveInt, Value
 
+SYNTHETIC: Literal["stories"] = "stories"
 MAX_SYNTHETIC = 2**24
 TEXT_SUFFIXES = (".txt", ".md", ".text", ".jsonl")
 
@@ -19,7 +20,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".text", ".jsonl")
 class SyntheticData(Value):
     """Synthetic text from a small grammar (synthetic.py): no download, the same on every machine."""
 
-    kind: Literal["stories"] = "stories"
+    kind: Literal["stories"] = SYNTHETIC
     num_documents: PositiveInt = 4000
     seed: Count = 0
 
@@ -113,25 +114,29 @@ def is_there(path: Path) -> bool:
 
 
 def data_from(text: str) -> SyntheticData | TextData | HubData:
-    """Parse ``--data``: ``stories``, ``stories:5000``, ``hub:NAME`` or a path.
+    """Parse ``--data``: ``SYNTHETIC``, alone or with a count of documents, ``hub:NAME`` or a path.
 
     Raises:
         InputError: no such file or folder, or not a count.
     """
     kind, colon, rest = text.partition(":")
     if "\0" in text:
-        raise InputError("not a path", "name a text file or a folder", field="data", value=text)
-    if kind == "stories" and not is_there(Path(text)):
-        if colon and not (rest.isascii() and rest.isdigit() and 0 < int(rest[:20]) <= MAX_SYNTHETIC):
-            remedy = f"write such as stories:5000, at most stories:{MAX_SYNTHETIC}"
-            raise InputError("not a number of documents", remedy, field="data", value=text)
-        return SyntheticData(num_documents=int(rest)) if colon else SyntheticData()
-    if kind == "hub" and colon:
-        if not rest:
-            remedy = "write such as hub:roneneldan/TinyStories"
-            raise InputError("no dataset named", remedy, field="data", value=text)
-        return HubData(name=rest)
-    if not is_there(Path(text)):
-        remedy = "name a text file, a folder, 'stories' or 'hub:NAME'"
-        raise InputError("no such file or folder", remedy, field="data", value=text)
-    return TextData(path=text)
+        problem, remedy = "not a path", "name a text file or a folder"
+    elif is_there(Path(text)) and not text.startswith("hub:"):
+        return TextData(path=text)
+    elif kind == SYNTHETIC:
+        if not colon:
+            return SyntheticData()
+        if rest.isascii() and rest.isdigit() and 0 < int(rest[:20]) <= MAX_SYNTHETIC:
+            return SyntheticData(num_documents=int(rest))
+        problem, remedy = (
+            "not a number of documents",
+            f"write such as {kind}:5000, at most {kind}:{MAX_SYNTHETIC}",
+        )
+    elif kind == "hub" and colon:
+        if rest:
+            return HubData(name=rest)
+        problem, remedy = "no dataset named", "write such as hub:roneneldan/TinyStories"
+    else:
+        problem, remedy = "no such file or folder", f"name a text file, a folder, '{SYNTHETIC}' or 'hub:NAME'"
+    raise InputError(problem, remedy, field="data", value=text)

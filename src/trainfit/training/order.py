@@ -26,12 +26,11 @@ Large Language Models", 2022, appendix A: decay by 10x over the run)."""
 
 def learning_rate(base: float, step: int, options: TrainOptions) -> float:
     """Return the rate of ``step`` (from 0): linear warm-up, then constant or a cosine down to a tenth."""
-    warmup_steps = options.warmup_steps
-    if step < warmup_steps:
-        return base * (step + 1) / warmup_steps
+    if step < options.warmup_steps:
+        return base * (step + 1) / options.warmup_steps
     if options.schedule == "constant":
         return base
-    done = (step - warmup_steps) / max(1, options.steps - 1 - warmup_steps)
+    done = (step - options.warmup_steps) / max(1, options.steps - 1 - options.warmup_steps)
     return base * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
@@ -56,13 +55,9 @@ def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndar
 
     A step that crosses the end of an epoch continues with the next epoch's permutation.
     """
-    positions = step * per_step + np.arange(per_step, dtype=np.int64)
-    epochs, within = positions // count, positions % count
-    numbers = np.empty(per_step, dtype=np.int64)
-    for epoch in np.unique(epochs):
-        chosen = epochs == epoch
-        numbers[chosen] = permuted(within[chosen], count, seed, int(epoch))
-    return numbers
+    epochs, within = np.divmod(step * per_step + np.arange(per_step, dtype=np.int64), count)
+    parts = (permuted(within[epochs == epoch], count, seed, int(epoch)) for epoch in np.unique(epochs))
+    return np.concatenate(list(parts))
 
 
 def permuted(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:

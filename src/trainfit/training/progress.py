@@ -4,9 +4,9 @@ A live bar on a terminal, otherwise an occasional plain line, on standard error 
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -45,8 +45,7 @@ class ProgressBar:
             columns = (BarColumn(20), MofNCompleteColumn(), text, TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console)
             self._bar.add_task("", total=run.steps, completed=run.first_step)
-            with self._ignoring_lost_terminal():
-                self._bar.start()
+            self._show(self._bar.start)
 
     def note(self, text: str) -> None:
         """Show a note of another observer."""
@@ -55,8 +54,7 @@ class ProgressBar:
     def on_step(self, metrics: StepMetrics) -> None:
         text = step_line(metrics, self._device)
         if self._bar is not None:
-            with self._ignoring_lost_terminal():
-                self._bar.update(self._bar.task_ids[0], completed=metrics.step, description=text)
+            self._show(self._bar.update, self._bar.task_ids[0], completed=metrics.step, description=text)
         elif metrics.step == self._steps or time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
             self._print(f"step {metrics.step}/{self._steps}  {text}")
@@ -75,19 +73,16 @@ class ProgressBar:
 
     def close(self) -> None:
         if self._bar is not None:
-            with self._ignoring_lost_terminal():
-                self._bar.stop()
+            self._show(self._bar.stop)
 
     def _print(self, text: str) -> None:
         if self._visible:
-            with self._ignoring_lost_terminal():
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._show(self._console.print, text, markup=False, highlight=False, soft_wrap=True)
 
-    @contextmanager
-    def _ignoring_lost_terminal(self) -> Iterator[None]:
+    def _show(self, show: Callable[..., object], *arguments: Any, **options: Any) -> None:
         """Continue without output if the terminal is gone: the results are in the run's folder."""
         try:
-            yield
+            show(*arguments, **options)
         except OSError:
             self._visible = False
 

@@ -15,31 +15,26 @@ from torch import Tensor
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Value
 
-STEPS = Annotated[int, Field(ge=0, le=2**53)]
+MAX_STEPS = 2**53
 AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance")
 """Optimizer state with the parameter's own shape."""
 NOT_NEGATIVE = "exp_avg_sq max_exp_avg_sq variance row_var col_var exp_avg_sq_row exp_avg_sq_col".split()
 """Means of squares, whose roots are taken."""
 BLOCKS = (256, 128)
 """Elements per scale in 8 and in 4 bits (kernels/quantize/codebook.py)."""
-CODED = frozenset(f"{name}_{part}" for name in ("exp_avg", "exp_avg_sq") for part in ("codes", "scales"))
-ADAMW = frozenset({"step", "exp_avg", "exp_avg_sq"})
-MOMENTUM = (frozenset({"momentum_buffer"}), frozenset({"step", "momentum_buffer"}))
-FACTORED = (frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"}))
-WITH_MOMENTUM = frozenset({"step", "exp_avg", "RMS"})
-"""State of transformers' Adafactor."""
+ADAMW = "step exp_avg exp_avg_sq"
+CODED = "step exp_avg_codes exp_avg_scales exp_avg_sq_codes exp_avg_sq_scales"
 KEYS = {
     "adamw": (ADAMW,),
-    "adamw8bit": (ADAMW, CODED | {"step"}),
-    "adamw4bit": (ADAMW, CODED | {"step"}),
+    "adamw8bit": (ADAMW, CODED),
+    "adamw4bit": (ADAMW, CODED),
     "adafactor": (
-        *FACTORED,
-        WITH_MOMENTUM | {"exp_avg_sq"},
-        WITH_MOMENTUM | {"exp_avg_sq_row", "exp_avg_sq_col"},
+        "step row_var col_var", "step variance",  # torch's
+        "step RMS exp_avg exp_avg_sq", "step RMS exp_avg exp_avg_sq_row exp_avg_sq_col",  # transformers'
     ),
-    "sgd": (*MOMENTUM, frozenset({"step"})),
-    "muon": (*MOMENTUM, ADAMW),
-}
+    "sgd": ("step", "momentum_buffer", "step momentum_buffer"),
+    "muon": ("momentum_buffer", "step momentum_buffer", ADAMW),
+}  # fmt: skip
 """``optimizer.name`` -> allowed sets of state keys of one parameter that had a gradient. An optimizer added
 from outside has no row: its tensors are checked, its keys are not."""
 
@@ -61,7 +56,7 @@ class RandomPlain(Value):
 class SavedState(Value):
     """Content of ``state.json``."""
 
-    step: STEPS
+    step: Annotated[int, Field(ge=0, le=MAX_STEPS)]
     loss: float | None
     shared: dict[str, str]
     optimizer: OptimizerPlain
@@ -69,58 +64,55 @@ class SavedState(Value):
     random: RandomPlain
 
 
-def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[str], file: str) -> None:
+def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[str]) -> None:
     """Refuse settings of a parameter group that differ from those of the recipe's optimizer."""
     if saved.get("params") != params:
-        raise unlike("optimizer groups", "other parameters than the recipe's", file)
+        raise unlike("optimizer groups", "other parameters than the recipe's")
     for key, value in saved.items():
-        if key == "params":
+        if key == "params" or (key == "lr" and _is_size(value)):
             continue
         if key not in own:
-            raise unlike(f"optimizer.groups.{key}", "no setting of this optimizer", file)
-        is_rate = key == "lr" and _is_number(value) and 0 <= value < math.inf
+            raise unlike(f"optimizer.groups.{key}", "no setting of this optimizer")
         mine = list(own[key]) if isinstance(own[key], tuple) else own[key]
         # Switches such as fused follow from the device, which may change.
         is_switch = all(one is None or isinstance(one, bool) for one in (mine, value))
-        if not (is_rate or is_switch) and (value != mine or isinstance(value, bool)):
-            raise unlike(f"optimizer.groups.{key}", f"{value!r}, the recipe's is {mine!r}", file)
+        if not is_switch and (value != mine or isinstance(value, bool)):
+            raise unlike(f"optimizer.groups.{key}", f"{value!r}, the recipe's is {mine!r}")
 
 
-def check_parameter_state(
-    optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any], file: str
-) -> None:
+def check_parameter_state(optimizer: str, name: str, parameter: Tensor, state: Mapping[str, Any]) -> None:
     """Refuse state that the optimizer cannot have for this parameter."""
-    keys = frozenset(key for key, value in state.items() if value is not None)
-    if keys and optimizer in KEYS and keys not in KEYS[optimizer]:
-        raise unlike(f"{name}/{', '.join(sorted(keys))}", f"not what {optimizer} keeps", file)
-    for key, value in state.items():
-        if value is not None:
-            _check_tensor(f"{name}/{key}", key, parameter, value, file)
+    present = {key: value for key, value in state.items() if value is not None}
+    allowed = [set(keys.split()) for keys in KEYS.get(optimizer, ())]
+    if present and allowed and set(present) not in allowed:
+        raise unlike(f"{name}/{', '.join(sorted(present))}", f"not what {optimizer} keeps")
+    for key, value in present.items():
+        problem = _problem(key, parameter, value)
+        if problem:
+            raise unlike(f"{name}/{key}", problem)
 
 
-def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None, file: str) -> None:
+def check_scaler(own: Mapping[str, Any], saved: Mapping[str, Any] | None) -> None:
     """Refuse the state of a loss scaler with other keys, or with numbers that cannot scale."""
     if saved is None or set(saved) != set(own):
-        raise unlike("scaler", "not the state of a loss scaler", file)
-    if not all(_is_number(value) and 0 <= value < math.inf for value in saved.values()) or not saved["scale"]:
-        raise unlike("scaler", "numbers that scale nothing", file)
+        raise unlike("scaler", "not the state of a loss scaler")
+    if not all(_is_size(value) for value in saved.values()) or not saved["scale"]:
+        raise unlike("scaler", "numbers that scale nothing")
 
 
-def _check_tensor(path: str, key: str, parameter: Tensor, value: Any, file: str) -> None:
+def _problem(key: str, parameter: Tensor, value: Any) -> str:
+    """Return what is wrong with one value of a parameter's state; empty if nothing is."""
     if key in ("step", "RMS"):
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        if isinstance(number, Tensor) or not _is_number(number) or not 0 <= number <= 2**53:
-            raise unlike(path, "not a number from 0 on", file)
-        return
+        return "" if _is_size(number) and number <= MAX_STEPS else "not a number from 0 on"
     if not isinstance(value, Tensor):
-        raise unlike(path, "not a tensor", file)
+        return "not a tensor"
     codes = key.endswith("_codes")
     if not _shape_fits(key, parameter, value) or (value.dtype == torch.uint8) != codes:
-        raise unlike(path, f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}", file)
-    if value.is_complex() or not (codes or (value.is_floating_point() and bool(torch.isfinite(value).all()))):
-        raise unlike(path, "not finite numbers", file)
-    if key in NOT_NEGATIVE and bool((value < 0).any()):
-        raise unlike(path, "a negative mean of squares", file)
+        return f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}"
+    if not codes and not (value.is_floating_point() and bool(torch.isfinite(value).all())):
+        return "not finite numbers"
+    return "a negative mean of squares" if key in NOT_NEGATIVE and bool((value < 0).any()) else ""
 
 
 def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:
@@ -128,7 +120,7 @@ def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:
     if key in AS_PARAMETER:
         return value.shape == shape
     if key.endswith("_codes"):
-        return value.shape == shape or value.shape == (-(-numel // 2),)
+        return value.shape in (shape, (-(-numel // 2),))
     if key.endswith("_scales"):
         return value.shape in [(-(-numel // block),) for block in BLOCKS]
     if parameter.dim() >= 2 and key.startswith(("row_", "col_", "exp_avg_sq_")):
@@ -136,11 +128,12 @@ def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:
     return False
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_size(value: Any) -> bool:
+    """Return whether the value is a finite number of at least 0."""
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
-def unlike(name: str, problem: str, file: str) -> InputError:
+def unlike(name: str, problem: str) -> InputError:
     """Return the error of a value that does not fit the recipe."""
     remedy = "resume from an older checkpoint, or with the recipe it was saved with"
-    return InputError(f"checkpoint and recipe do not fit: {problem}", remedy, field=name, file=file)
+    return InputError(f"checkpoint and recipe do not fit: {problem}", remedy, field=name)

@@ -6,7 +6,7 @@ Shapes: b micro-batch, s sequence.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainfit.measurement.feed import Feed
-from trainfit.measurement.meter import is_out_of_memory
+from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 from trainfit.step import Batch, Step
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
@@ -54,7 +54,6 @@ class Session:
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._busy = Busy(self.step.device)
-        self._interrupted = False
 
     def train(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or a lack of memory.
@@ -68,8 +67,6 @@ class Session:
         status, message = "done", ""
         try:
             self._steps(stop)
-            if self._interrupted:
-                status, message = "stopped", self._stop_message(stop.name)
         except Stopped as stopped:
             status, message = "stopped", self._stop_message(stopped.name)
         except DivergedError as error:
@@ -77,9 +74,8 @@ class Session:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no memory left"
-            status = "out-of-memory"
-            message = f"{reason}; lower batch.micro or batch.seq, or recompute; {self._last_good()}"
+            remedy = "lower batch.micro or batch.seq, or recompute"
+            status, message = "out-of-memory", f"{out_of_memory_reason(error)}; {remedy}; {self._last_good()}"
         summary = self._summary(status, message, time.perf_counter() - start_s)
         for observer in self.observers:
             observer.on_end(summary)
@@ -94,11 +90,12 @@ class Session:
             while batches is not None and stop.name is None:
                 batches = self._one_step(batches, feed, stop)
                 self._evaluate_and_save(stop)
-        if not self.evaluations and stop.name is None:
+        if not self.evaluations:
             self._evaluate(stop)  # A resumed run with no steps left still reports its perplexity.
         evaluated = bool(self.evaluations) and self.evaluations[-1].step == self.progress.step
-        unevaluated = self.options.eval_fraction > 0 and not evaluated
-        self._interrupted = stop.name is not None and (self.progress.step < self.options.steps or unevaluated)
+        complete = self.progress.step == self.options.steps and (evaluated or not self.options.eval_fraction)
+        if stop.name is not None and not complete:
+            raise Stopped(stop.name)
 
     @property
     def _sequences_per_step(self) -> int:
@@ -116,7 +113,7 @@ class Session:
     def _evaluate_and_save(self, stop: StopSignal) -> None:
         """Evaluate and save after a step, if due."""
         last = self.progress.step == self.options.steps
-        if (last or self._due(self.options.eval_every)) and stop.name is None:
+        if last or self._due(self.options.eval_every):
             self._evaluate(stop)
         at_end = (last and self.options.save_last) or stop.name is not None
         if at_end or self._due(self.options.save_every):
@@ -176,10 +173,7 @@ class Session:
         }
         if self.flops is not None and self.flops.peak_flops_per_s is not None:
             possible = self.flops.peak_flops_per_s * step_s
-            rates["mfu"], rates["hfu"] = (
-                self.flops.model_flops / possible,
-                self.flops.hardware_flops / possible,
-            )
+            rates |= {"mfu": self.flops.model_flops / possible, "hfu": self.flops.hardware_flops / possible}
         return rates
 
     def _due(self, every: int | None) -> bool:
@@ -187,18 +181,12 @@ class Session:
 
     def _evaluate(self, stop: StopSignal) -> None:
         """Evaluate and report the result, unless a signal ends the evaluation."""
-        if not len(self.corpora.eval):
+        if not len(self.corpora.eval) or stop.name is not None:
             return
-        found = evaluate(
-            self.step,
-            self.corpora.eval,
-            at_step=self.progress.step,
-            max_sequences=self.options.eval_sequences,
-            stopped=lambda: stop.name is not None,
-        )
-        if found is None and stop.name is not None:
-            return
+        found = evaluate(self.step, self.corpora.eval, self.progress.step, self.options.eval_sequences, stop)
         if found is None:
+            if stop.name is not None:
+                return
             raise self._not_finite("evaluation loss")
         self.evaluations.append(found)
         for observer in self.observers:
@@ -209,9 +197,8 @@ class Session:
         broken = state.first_not_finite(self.step)
         if broken is not None:
             raise self._not_finite(broken)
-        options = self.options
-        folder = options.folder / CHECKPOINTS
-        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=options.keep)
+        folder, keep = self.options.folder / CHECKPOINTS, self.options.keep
+        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=keep)
         for observer in self.observers:
             observer.on_checkpoint(self.progress.step, self.checkpoint)
 
@@ -244,24 +231,15 @@ class Session:
 
 
 def evaluate(
-    step: Step,
-    corpus: Corpus,
-    *,
-    at_step: int,
-    max_sequences: int,
-    stopped: Callable[[], bool] = lambda: False,
+    step: Step, corpus: Corpus, at_step: int, max_sequences: int, stop: StopSignal
 ) -> EvalMetrics | None:
     """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
 
     Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
     predicted. No random numbers are drawn, so evaluating does not change the training.
 
-    Args:
-        at_step: number of training steps done.
-        stopped: called before each micro-batch; True ends the evaluation.
-
     Returns:
-        The metrics; None if ``stopped`` ended it or the loss is not finite.
+        The metrics after ``at_step`` steps; None if a signal ended it or the loss is not finite.
     """
     count = min(max_sequences, len(corpus))
     micro = step.recipe.batch.micro
@@ -271,7 +249,7 @@ def evaluate(
     try:
         with torch.no_grad():
             for first in range(0, count, micro):
-                if stopped():
+                if stop.name is not None:
                     return None
                 rows = corpus.sequences(np.arange(first, min(first + micro, count)))
                 ids_bs = torch.from_numpy(rows).to(step.device)
@@ -279,8 +257,7 @@ def evaluate(
                 total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
     finally:
         step.model.train()
-    loss = total / count
-    if not math.isfinite(loss) or loss > math.log(1e300):
+    loss, seconds = total / count, time.perf_counter() - start_s
+    if not loss < math.log(1e300):  # NaN too.
         return None
-    seconds = time.perf_counter() - start_s
     return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=seconds)

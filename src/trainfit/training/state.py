@@ -6,7 +6,8 @@ Nothing is pickled, so loading a file runs no code.
 """
 
 import random
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,8 @@ from torch import Tensor
 from trainfit.offload.blocks import is_moment
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
-from trainfit.training.saved_state import (
-    OptimizerPlain,
-    RandomPlain,
-    check_group,
-    check_parameter_state,
-    unlike,
-)
+from trainfit.training import saved_state
+from trainfit.training.saved_state import OptimizerPlain, RandomPlain, unlike
 
 Tensors = Mapping[str, Tensor]
 
@@ -42,24 +38,23 @@ def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     return kept, shared
 
 
-def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str], file: str) -> None:
+def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
     """Copy ``tensors`` into the model.
 
     Raises:
         InputError: names, shapes or dtypes are not this model's.
     """
     own = step.model.state_dict()
-    if set(own) != set(tensors) | set(shared):
-        different = sorted(set(own) ^ (set(tensors) | set(shared)))
-        raise unlike(different[0], "in only one of checkpoint and model", file)
+    if different := sorted(set(own) ^ (set(tensors) | set(shared))):
+        raise unlike(different[0], "in only one of checkpoint and model")
     for name, tensor in own.items():
         source = shared.get(name, name)
         if source not in tensors:
-            raise unlike(name, f"shares {source}, which is not in the checkpoint", file)
+            raise unlike(name, f"shares {source}, which is not in the checkpoint")
         saved = tensors[source]
         if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
             own_form = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {own_form}", file)
+            raise unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {own_form}")
         with torch.no_grad():
             tensor.copy_(saved)
 
@@ -67,7 +62,7 @@ def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str], file: st
 def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizers' tensors by ``PARAMETER/KEY``, and their scalars and groups as plain data."""
     step.settle()
-    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    names = _names(step)
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for optimizer in step.optimizers:
@@ -75,52 +70,49 @@ def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
             for key, value in values.items():
                 target = tensors if isinstance(value, Tensor) else scalars
                 target[f"{names[id(parameter)]}/{key}"] = value
-    groups = [[_group(group, names) for group in optimizer.param_groups] for optimizer in step.optimizers]
+    groups = [
+        [group | {"params": [names[id(one)] for one in group["params"]]} for group in optimizer.param_groups]
+        for optimizer in step.optimizers
+    ]
     return tensors, {"scalars": scalars, "groups": groups}
 
 
-def check_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain, file: str) -> None:
+def check_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
     """Raise InputError unless the saved state fits the step's optimizers; nothing is loaded."""
-    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     if [len(groups) for groups in plain.groups] != [len(one.param_groups) for one in step.optimizers]:
-        raise unlike("optimizer groups", "other groups than the recipe's", file)
+        raise unlike("optimizer groups", "other groups than the recipe's")
     parameters: dict[str, Tensor] = {}
-    for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            check_group(group, saved, [names[id(parameter)] for parameter in group["params"]], file)
-            parameters |= {names[id(parameter)]: parameter for parameter in group["params"]}
-    paths: dict[str, dict[str, str]] = {}
-    for path in (*tensors, *plain.scalars):
-        name, _, key = path.rpartition("/")
-        if name not in parameters:
-            raise unlike(path, "state of a parameter that does not train here", file)
-        paths.setdefault(name, {})[key] = path
-    scalars = plain.scalars
-    for name, found in paths.items():
-        state = {key: tensors[path] if path in tensors else scalars[path] for key, path in found.items()}
-        check_parameter_state(step.recipe.optimizer.name, name, parameters[name], state, file)
+    names = _names(step)
+    for _, group, saved in _groups(step, plain):
+        own = {names[id(parameter)]: parameter for parameter in group["params"]}
+        saved_state.check_group(group, saved, list(own))
+        parameters |= own
+    found: defaultdict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for source in (tensors, plain.scalars):
+        for path in source:
+            name, _, key = path.rpartition("/")
+            if name not in parameters:
+                raise unlike(path, "state of a parameter that does not train here")
+            found[name][key] = source
+    for name, sources in found.items():  # One parameter's tensors are in memory at a time.
+        state = {key: source[f"{name}/{key}"] for key, source in sources.items()}
+        saved_state.check_parameter_state(step.recipe.optimizer.name, name, parameters[name], state)
 
 
 def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
     """Load the saved state with its dtypes, which ``Optimizer.load_state_dict`` would change."""
-    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
-    for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
-            for key, value in saved.items():
-                if key != "params":
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-    waiting = step.parameters_on_host()
-    owners = {
-        names[id(parameter)]: (optimizer, group, parameter)
-        for optimizer in step.optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    names, on_host = _names(step), step.parameters_on_host()
+    owners: dict[str, tuple[Any, dict[str, Any], Tensor]] = {}
+    for optimizer, group, saved in _groups(step, plain):
+        for key, value in saved.items():
+            if key != "params":
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        owners |= {names[id(parameter)]: (optimizer, group, parameter) for parameter in group["params"]}
     for path, value in (*tensors.items(), *plain.scalars.items()):
         name, _, key = path.rpartition("/")
         optimizer, group, parameter = owners[name]
         # A moment of offloaded weights stays on the host (offload/optimizer_state.py).
-        stays = id(parameter) in waiting and is_moment(value, parameter)
+        stays = id(parameter) in on_host and is_moment(value, parameter)
         optimizer.state[parameter][key] = value if stays else _on_device(value, key, group, parameter)
 
 
@@ -130,23 +122,22 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
     name, keys, *rest = np.random.get_state(legacy=True)
-    plain = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
-    return tensors, plain
+    return tensors, {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
-def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain, file: str) -> None:
+def load_random_state(device: torch.device, tensors: Tensors, plain: RandomPlain) -> None:
     """Set every generator; a run that moves from a CPU to a GPU starts the GPU's anew."""
     version, values, gauss = plain.python
+    generator, keys, at, has_gauss, cached = plain.numpy
     try:
         torch.set_rng_state(tensors["host"])
         if device.type == "cuda" and "cuda" in tensors:
             torch.cuda.set_rng_state(tensors["cuda"], device)
         random.setstate((version, tuple(values), gauss))
-        generator, keys, at, has_gauss, cached = plain.numpy
         np.random.set_state((generator, np.array(keys, dtype=np.uint32), at, has_gauss, cached))
     except (RuntimeError, ValueError, TypeError, KeyError, OverflowError) as error:
         problem = f"not a generator's state ({type(error).__name__})"
-        raise InputError(problem, "resume from an older checkpoint", field="random", file=file) from None
+        raise InputError(problem, "resume from an older checkpoint", field="random") from None
 
 
 def first_not_finite(step: Step) -> str | None:
@@ -159,11 +150,16 @@ def first_not_finite(step: Step) -> str | None:
     return None
 
 
-def _group(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    return {
-        key: [names[id(parameter)] for parameter in value] if key == "params" else value
-        for key, value in group.items()
-    }
+def _names(step: Step) -> dict[int, str]:
+    """Return each parameter's name by its ``id``."""
+    return {id(parameter): name for name, parameter in step.model.named_parameters()}
+
+
+def _groups(step: Step, plain: OptimizerPlain) -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Yield each optimizer, a parameter group of its, and the group's saved settings."""
+    for optimizer, groups in zip(step.optimizers, plain.groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            yield optimizer, group, saved
 
 
 def _on_device(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor) -> Any:

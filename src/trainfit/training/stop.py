@@ -19,11 +19,9 @@ NOTHING_SAVED = "nothing had been saved: the same command starts again"
 
 
 class Stopped(BaseException):
-    """A signal ended the work. Not an ``Exception``, so that error handlers do not swallow it.
+    """A signal ended the work; ``saved``: what is saved, and how to continue.
 
-    Args:
-        name: name of the signal.
-        saved: what is saved, and how to continue.
+    Not an ``Exception``, so that error handlers do not swallow it.
     """
 
     def __init__(self, name: str, saved: str = NOTHING_SAVED):
@@ -50,8 +48,8 @@ class StopSignal:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in self._signals}
             outer = [getattr(handler, "__self__", None) for handler in self._before.values()]
-            names = [one.name for one in outer if isinstance(one, StopSignal) and one.name is not None]
-            self.name = self.name or next(iter(names), None)
+            names = [one.name for one in outer if isinstance(one, StopSignal)]
+            self.name = self.name or next(filter(None, names), None)
             if self.name is not None and self.raises:
                 self._restore()
                 raise Stopped(self.name)
@@ -77,14 +75,8 @@ class StopSignal:
 
 @contextmanager
 def resumable(saved: Callable[[], str]) -> Iterator[None]:
-    """Raise ``Stopped`` with the text that ``saved`` returns when a signal ends the block.
-
-    Raises:
-        Stopped: SIGTERM, or SIGINT as Python raises it.
-    """
+    """Raise ``Stopped`` with the text that ``saved`` returns when SIGTERM or SIGINT ends the block."""
     try:
         yield
-    except Stopped as stopped:
-        raise Stopped(stopped.name, saved()) from None
-    except KeyboardInterrupt:
-        raise Stopped("SIGINT", saved()) from None
+    except (Stopped, KeyboardInterrupt) as error:
+        raise Stopped(getattr(error, "name", "SIGINT"), saved()) from None

@@ -71,22 +71,19 @@ class _Choices:
 def synthetic_text(seed: int, index: int) -> SyntheticText:
     """Return document ``index`` of ``seed``."""
     choose = _Choices(seed, index)
-    paragraphs = (_beginning(choose), *_middle(choose)) if choose.of((True, False)) else _errand(choose)
+    paragraphs = _search(choose) if choose.of((True, False)) else _errand(choose)
     return SyntheticText("\n".join(paragraphs), choose.bits)
 
 
-def _beginning(choose: _Choices) -> str:
-    opening = choose.of(("Once upon a time,", "Long ago,", "One year,", "Not long ago,"))
-    return f"{opening} this is what people told."
-
-
-def _middle(choose: _Choices) -> tuple[str, ...]:
+def _search(choose: _Choices) -> tuple[str, ...]:
     """Return a text in which a child loses a thing and an animal finds it."""
+    opening = choose.of(("Once upon a time,", "Long ago,", "One year,", "Not long ago,"))
     name, they, their = choose.of(PEOPLE)
     trait, place, animal = choose.of(TRAITS), choose.of(PLACES), choose.of(ANIMALS)
     colour, thing, spot = choose.of(COLOURS), choose.of(THINGS), choose.of(HIDDEN)
     weather, day, food = choose.of(WEATHERS), choose.of(DAYS), choose.of(FOODS)
     return (
+        f"{opening} this is what people told.",
         f"{name} was a {trait} child who lived in {place}. {they.capitalize()} had a {colour} {thing} "
         f"and {choose.of(('loved it', 'took it everywhere', 'slept beside it', 'showed it to everyone'))}.",
         f"On a {weather} {day}, the {thing} was gone. {name} {choose.of(SEARCHES)} all morning, "

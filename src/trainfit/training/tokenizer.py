@@ -4,6 +4,7 @@ A byte-level tokenizer encodes every text without loss; ``RoundTrip`` counts wha
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
@@ -26,11 +27,10 @@ MAX_TOKENIZER_BYTES = 256 * 10**6
 """Published files reach about 35 MB."""
 SAMPLE_CHARS = 50_000_000
 """Characters that a tokenizer is trained on at most: merges of common words do not change after that."""
+LIBRARY_ERRORS = (Exception, ValueError, TypeError, OverflowError, UnicodeDecodeError)
+"""Classes, without subclasses, of the tokenizers library's errors."""
 END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>", "[SEP]")
 """Names of the token that ends a document, in the order in which they are tried."""
-
-CANNOT_ENCODE = "the tokenizer cannot encode the text"
-ADD_UNKNOWN = "add an unknown token to its model, or use a byte-level tokenizer"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
@@ -49,12 +49,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        min_frequency=2,
-        special_tokens=[END_OF_TEXT],
+        vocab_size=vocabulary, min_frequency=2, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator(_sample(texts), trainer=trainer)
     return tokenizer
 
@@ -75,17 +72,9 @@ class LoadedTokenizer(NamedTuple):
     switched_off: tuple[str, ...]
 
 
-def open_tokenizer(path: Path) -> BinaryIO:
-    """Open a ``tokenizer.json``.
-
-    Raises:
-        InputError: no such file, or not a regular file.
-    """
-    try:
-        return files.open_regular(path, MAX_TOKENIZER_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        problem, remedy = "no such file", "name a tokenizer.json"
-        raise InputError(problem, remedy, field="tokenizer", value=str(path)) from None
+def tokenizer_digest(path: Path) -> str:
+    """Return the SHA-256 of a ``tokenizer.json``."""
+    return hashlib.sha256(_read(path)).hexdigest()
 
 
 def load_tokenizer(path: Path) -> LoadedTokenizer:
@@ -95,20 +84,33 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     count as text, and dropout splits words at random, differently at each call.
 
     Raises:
-        InputError: no such file, or not a tokenizer.
+        InputError: no such file, not a regular file, or not a tokenizer.
     """
     from tokenizers import Tokenizer
 
-    open_tokenizer(path).close()
-    text = files.read_text(path, MAX_TOKENIZER_BYTES)
-    with library(str(path)):
-        tokenizer = Tokenizer.from_str(text)
+    content = _read(path)
+    with _library(str(path), "not a tokenizer.json", "save one with tokenizers"):
+        tokenizer = Tokenizer.from_str(content.decode("utf-8-sig"))
         switched_off = _switch_off(tokenizer)
         for token in END_NAMES:
             tokenizer.token_to_id(token)
-    with library(str(path), CANNOT_ENCODE, ADD_UNKNOWN):
-        tokenizer.encode_batch(["A text, 1 and ü.", ""], add_special_tokens=False)
+    encode(tokenizer, ["A text, 1 and ü.", ""], str(path))
     return LoadedTokenizer(tokenizer, switched_off)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return files.read_bytes(path, MAX_TOKENIZER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        problem, remedy = "no such file", "name a tokenizer.json"
+        raise InputError(problem, remedy, field="tokenizer", value=str(path)) from None
+
+
+def encode(tokenizer: "Tokenizer", texts: list[str], file: str | None) -> "list[Encoding]":
+    """Encode each text without the special tokens of the file's template."""
+    remedy = "add an unknown token to its model, or use a byte-level tokenizer"
+    with _library(file, "the tokenizer cannot encode the text", remedy):
+        return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
 def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
@@ -116,10 +118,10 @@ def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
     found: list[str] = []
     if tokenizer.truncation is not None:
         found.append(f"truncation (max_length {tokenizer.truncation['max_length']})")
-        tokenizer.no_truncation()
     if tokenizer.padding is not None:
         found.append("padding")
-        tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
         found.append(f"dropout ({tokenizer.model.dropout:g})")
         tokenizer.model.dropout = None
@@ -129,8 +131,7 @@ def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
 def end_token(tokenizer: "Tokenizer") -> int:
     """Return the id of the token written after each document; InputError if END_NAMES has none."""
     for name in END_NAMES:
-        found = tokenizer.token_to_id(name)
-        if found is not None:
+        if (found := tokenizer.token_to_id(name)) is not None:
             return found
     remedy = f"add one named {' or '.join(END_NAMES[:2])}"
     raise InputError("the tokenizer has no end-of-document token", remedy, field="tokenizer")
@@ -201,23 +202,18 @@ def _folded(text: str) -> str:
 
 
 @contextlib.contextmanager
-def library(
-    file: str | None, problem: str = "not a tokenizer.json", remedy: str = "save one with tokenizers"
-) -> Iterator[None]:
-    """Convert exceptions of the tokenizers library into one line.
+def _library(file: str | None, problem: str, remedy: str) -> Iterator[None]:
+    """Convert exceptions of the tokenizers library into an InputError.
 
     Its Rust code panics on some files: that raises a BaseException and prints a report to standard error,
     which is held back.
-
-    Raises:
-        InputError: the library failed.
     """
     with _standard_error_held() as release:
         try:
             yield
         except BaseException as error:
             panicked = type(error).__name__ == "PanicException"
-            if not panicked and type(error) not in (Exception, ValueError, TypeError, OverflowError):
+            if not panicked and type(error) not in LIBRARY_ERRORS:
                 raise
             lines = str(error).splitlines() or [type(error).__name__]
             raise InputError(f"{problem}: {lines[0][:200]}", remedy, file=file or "") from None

@@ -1,6 +1,6 @@
-"""Recipes drawn at random: model, batch and the fields that techniques give weights.
+"""Draw recipes at random: model, batch and the fields that techniques give weights.
 
-They may turn out not to be allowed (feasible.py keeps those that are).
+Not all are allowed: feasible.py keeps those that are.
 """
 
 import random

@@ -1,8 +1,7 @@
 """Predict and measure a small suite of recipes, drawn by a seed, on this machine's device.
 
-Enters: a Gpu of the catalog that this machine has (or its CPU). Leaves: a Verification: signed errors of each
-recipe, their median and worst. Recipes are drawn as for the truth suite (benchmarks/accuracy/truth_suite.py),
-smaller and quicker ones, one of each model family before a family comes twice.
+Recipes are drawn as for the truth suite (benchmarks/accuracy/truth_suite.py), smaller and quicker ones, one
+of each model family before a family repeats.
 """
 
 import os
@@ -26,29 +25,29 @@ from trainfit.verification.draws import draw
 from trainfit.verification.feasible import allowed
 
 LIMIT = 0.02
-"""The median error of the allocated peak that still passes."""
-LARGEST_SHARE = 0.9
-"""Of the card: recipes that are drawn are predicted to use at most so much of it."""
-LONGEST_STEP_S = 1.5
+"""Largest median error of the allocated peak that passes."""
+LARGEST_SHARE, LONGEST_STEP_S = 0.9, 1.5
+"""Largest predicted share of the card's memory, and longest predicted step, of a drawn recipe."""
 MOST_DRAWS = 60
-"""Draws for one recipe, at most: on a small card many are too large."""
+"""Most draws for one recipe: on a small card many are too large."""
 QUANTITIES = {
     "allocated": "peak_allocated_bytes",
     "reserved": "peak_reserved_bytes",
     "device": "peak_device_bytes",
 }
 TINY = ("tiny-llama-demo", "gpt2", "pythia-70m", "opt-125m", "smollm-135m")
-"""What is verified on a CPU, with two layers and few words."""
+"""Models for a CPU, with two layers and a small vocabulary."""
+ADAMW = {"name": "adamw", "implementation": "foreach"}
+TINY_OPTIMIZERS = (
+    ADAMW, ADAMW | {"implementation": "forloop"}, ADAMW | {"name": "sgd", "momentum": 0.9},
+)  # fmt: skip
 
 Say = Callable[[str], None]
 Pair = tuple[Recipe, Estimate]
 
 
 class Check(Value):
-    """One recipe, predicted and measured.
-
-    Bytes by quantity (allocated, reserved, device), errors as signed shares.
-    """
+    """One recipe, predicted and measured: bytes and errors by quantity (allocated, reserved, device)."""
 
     recipe_id: str
     recipe: dict[str, Any]
@@ -58,11 +57,11 @@ class Check(Value):
     predicted: dict[str, int]
     measured: dict[str, int]
     errors: dict[str, float]
-    """(predicted - measured) / measured, where both are known."""
+    """(predicted - measured) / measured, if both are known."""
 
 
 class Verification(Value):
-    """What a suite showed."""
+    """Result of a suite."""
 
     gpu: str
     device: str
@@ -74,9 +73,7 @@ class Verification(Value):
     worst: dict[str, float]
     """The largest error, signed, by quantity."""
     passed: bool
-    """Whether the allocated peak's median error is within the limit and nothing ran out of memory
-    unpredicted.
-    """
+    """True if the allocated peak's median error is within the limit and nothing ran out of memory."""
 
 
 def verify(
@@ -86,11 +83,12 @@ def verify(
     """Draw, predict and measure ``count`` recipes, one after another.
 
     Args:
-        gpu: the row of the GPU that is here, or of the CPU.
-        device: what the device calls itself.
-        timeout_s: for one measurement.
-        say: receives each line of progress.
-        keep: is given each recipe with both results.
+        gpu: the catalog's row of this machine's GPU, or of its CPU.
+        device: the device's own name.
+        timeout_s: limit of one measurement.
+        say: called with each line of progress.
+        keep: called with each recipe and both results.
+
     Raises:
         InputError: the virtual GPU does not know this GPU, or too few recipes fit it.
     """
@@ -99,14 +97,13 @@ def verify(
         from trainfit.virtual.cuda.scratch import GpuTraits
 
         GpuTraits.of(gpu)
-    checks = []
+    checks: list[Check] = []
+    where = "cpu" if on_cpu else "cuda"
     for recipe, estimate in suite(gpu, count, seed, say):
         number = f"[{len(checks) + 1}/{count}]"
         say(f"{number} measuring {recipe.model.display_name}, recipe {recipe.id}")
         try:
-            measured = measure(
-                recipe, steps=0, warmup=2, device="cpu" if on_cpu else "cuda", timeout_s=timeout_s
-            )
+            measured = measure(recipe, steps=0, warmup=2, device=where, timeout_s=timeout_s)
         except InputError as error:
             checks.append(_check(recipe, estimate, None, str(error), on_cpu))
         else:
@@ -118,68 +115,52 @@ def verify(
 
 def suite(gpu: Gpu, count: int, seed: int, say: Say = lambda line: None) -> Iterator[Pair]:
     """Yield ``count`` different recipes with their predictions, the same for the same arguments and code."""
-    chance = random.Random(seed)
+    chance, on_cpu = random.Random(seed), gpu.vendor == "host"
+    num_families = len(TINY if on_cpu else FAMILIES)
     found: set[str] = set()
-    families: list[str] = []
-    # A process of its own: torch, and whatever a model's code leaves behind, stay out of this one.
+    families: set[str] = set()
+    # In its own process torch, and what a model's code changes, stay out of this one.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_without_gpu) as pool:
         for _ in range(MOST_DRAWS * count):
             if len(found) == count:
                 return
-            family, data = _draw_tiny(chance) if gpu.vendor == "host" else _draw(chance, gpu.name)
+            family, data = _draw_tiny(chance) if on_cpu else _draw(chance, gpu.name)
             if family in families:
                 continue
             pair = pool.submit(_fitting, data).result()
             if pair is None or pair[0].id in found:
                 continue
             found.add(pair[0].id)
-            families = [*families, family] if len(families) + 1 < _num_families(gpu) else []
+            families = families | {family} if len(families) + 1 < num_families else set()
             say(f"[{len(found)}/{count}] predicted {pair[0].model.display_name}, recipe {pair[0].id}")
             yield pair
     if len(found) < count:
-        raise InputError(
-            f"only {len(found)} of {count} recipes that were drawn fit {gpu.title}",
-            f"use --count {max(1, len(found))}, or another --seed",
-            field="count",
-            value=count,
-        )
+        problem = f"only {len(found)} of {count} recipes that were drawn fit {gpu.title}"
+        remedy = f"use --count {max(1, len(found))}, or another --seed"
+        raise InputError(problem, remedy, field="count", value=count)
 
 
 def _without_gpu() -> None:
-    """Autograd's engine would make a context, half a GiB, on the card that is to be measured."""
+    """Hide the GPU: autograd's engine would make a context, half a GiB, on the card to be measured."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _draw(chance: random.Random, gpu: str) -> tuple[str, dict[str, Any]]:
     data = draw(chance, gpu, 0.0)
-    native = data["model"]["implementation"] == "native"
-    config = data["model"]["config"]
-    family = next(
-        name for name, configs in FAMILIES.items() if config in configs and (name == "native") == native
-    )
-    return family, data
+    native, config = data["model"]["implementation"] == "native", data["model"]["config"]
+    return next(name for name in FAMILIES if config in FAMILIES[name] and (name == "native") == native), data
 
 
 def _draw_tiny(chance: random.Random) -> tuple[str, dict[str, Any]]:
-    """A recipe that a CPU does in a moment: two layers, few words, short sequences."""
+    """Draw a recipe with two layers, a small vocabulary and short sequences."""
     name = chance.choice(TINY)
     config = dict(model_config(name))
     layers = next(key for key in ("num_hidden_layers", "n_layer") if key in config)
-    config |= {layers: 2, "vocab_size": 4096}
-    optimizer: dict[str, Any] = chance.choice(
-        (
-            {"name": "adamw", "implementation": "foreach"},
-            {"name": "adamw", "implementation": "forloop"},
-            {"name": "sgd", "implementation": "foreach", "momentum": 0.9},
-        )
-    )
+    optimizer = chance.choice(TINY_OPTIMIZERS)
+    batch = {"micro": (1, 2, 4), "seq": (64, 128, 200), "accumulate": (1, 1, 2)}
     return name, {
-        "model": {"config": config},
-        "batch": {
-            "micro": chance.choice((1, 2, 4)),
-            "seq": chance.choice((64, 128, 200)),
-            "accumulate": chance.choice((1, 1, 2)),
-        },
+        "model": {"config": config | {layers: 2, "vocab_size": 4096}},
+        "batch": {field: chance.choice(values) for field, values in batch.items()},
         "precision": chance.choice(("fp32", "bf16")),
         "recompute": chance.choice(("none", "none", "full")),
         "optimizer": optimizer,
@@ -187,12 +168,8 @@ def _draw_tiny(chance: random.Random) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _num_families(gpu: Gpu) -> int:
-    return len(TINY) if gpu.vendor == "host" else len(FAMILIES)
-
-
 def _fitting(data: dict[str, Any]) -> Pair | None:
-    """The recipe and its prediction, if it is allowed, fits well within the card and takes no long time."""
+    """Return the recipe and its prediction if it is allowed, fits the card and has a short step."""
     if data["hardware"]["gpu"] == "cpu":
         from trainfit.prediction.estimate import predict
 
@@ -228,7 +205,7 @@ def _check(
 
 
 def conclude(gpu: str, device: str, seed: int, checks: tuple[Check, ...]) -> Verification:
-    """Medians, the worst, and the verdict. Nothing compared is not passed."""
+    """Return medians, worst errors and the verdict. Nothing compared is not passed."""
     errors = {name: [check.errors[name] for check in checks if name in check.errors] for name in QUANTITIES}
     medians = {name: median(map(abs, values)) for name, values in errors.items() if values}
     fits = all(check.status != "out-of-memory" for check in checks)
@@ -244,9 +221,7 @@ def conclude(gpu: str, device: str, seed: int, checks: tuple[Check, ...]) -> Ver
 
 
 def outcome(check: Check) -> str:
-    """One line: how it ended, or the errors."""
+    """Return one line: the status, or the errors."""
     if not check.errors:
-        return (
-            f"{check.status}: {check.message.splitlines()[0] if check.message else 'no memory was measured'}"
-        )
+        return f"{check.status}: {(check.message or 'no memory was measured').splitlines()[0]}"
     return ", ".join(f"{name} {error:+.2%}" for name, error in check.errors.items())

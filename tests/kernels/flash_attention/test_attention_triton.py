@@ -1,8 +1,7 @@
-"""``attention: triton`` in whole steps: equal to attention written out, known to the virtual GPU, refused
-where it must be.
+"""``attention: triton`` in whole steps: results, refusals, and the ledger of the virtual GPU.
 
-On a CPU the operation runs its tiled PyTorch body. What the kernels compute is in test_flash_attention.py,
-what a GPU allocates in test_attention_triton_cuda.py.
+On a CPU the operator runs in PyTorch. What the kernels compute is in test_flash_attention.py, what a GPU
+allocates in test_attention_triton_cuda.py.
 """
 
 import sys
@@ -10,24 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.accuracy import truth_values
 from tiny_recipe import TINY_LLAMA, tiny_recipe
 from trainfit.catalog.load import model_config
 from trainfit.kernels.custom_op import has_module
-from trainfit.kernels.determinism import deterministic_kernels
 from trainfit.kernels.flash_attention import op as flash_attention
-from trainfit.kernels.flash_attention import reference as flash_attention_tiled
-from trainfit.kernels.flash_attention.dispatch import (
-    BACKWARD,
-    FORWARD,
-    Machine,
-    backward_launch,
-    forward_launch,
-)
-from trainfit.kernels.flash_attention.hopper import launch as flash_attention_tma
-from trainfit.kernels.flash_attention.triton_launch import triton_backward, triton_forward
 from trainfit.ledger.ledger import ALLOCATE, MIDDLE, Ledger
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
@@ -72,47 +59,40 @@ def assert_as_eager(fields: dict[str, Any], code: str, atol: float = 1e-6, **how
 
 SAVE_ATTENTION = Selective.model_validate({"selective": {"save": ("attention",)}})
 LORA = Adapter(kind="lora", rank=4)
-STEPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "recomputed": {"recompute": "full"},
-    "selective": {"recompute": "selective"},
-    "attention kept": {"recompute": SAVE_ATTENTION},
-    "every second": {"recompute": Every(every=2)},
-    "accumulated": {"batch": Batch(micro=2, seq=17, accumulate=2)},
-    "adapter": {"adapter": LORA},
-    "offloaded": {"recompute": "full", "offload": Offload(activations=True)},
-}
+STEPS: list[tuple[str, dict[str, Any]]] = [
+    ("native", {}),
+    ("hf", {}),
+    ("native", {"recompute": "full"}),
+    ("hf", {"recompute": "selective"}),
+    ("native", {"recompute": SAVE_ATTENTION}),
+    ("hf", {"recompute": Every(every=2)}),
+    ("native", {"batch": Batch(micro=2, seq=17, accumulate=2)}),
+    ("hf", {"adapter": LORA}),
+    ("native", {"recompute": "full", "offload": Offload(activations=True)}),
+]
 
 
-@pytest.mark.parametrize("code", ["native", "hf"])
-@pytest.mark.parametrize("name", STEPS)
-def test_loss_and_gradients_are_those_of_attention_written_out(name: str, code: str) -> None:
-    assert_as_eager(STEPS[name], code)
+@pytest.mark.parametrize(("code", "fields"), STEPS, ids=str)
+def test_loss_and_gradients_are_those_of_eager_attention(code: str, fields: dict[str, Any]) -> None:
+    assert_as_eager(fields, code)
 
 
-COMPILED: dict[str, dict[str, Any]] = {
-    "block": {"compile": "block"},
-    "model": {"compile": "model"},
-    "selective": {"compile": "block", "recompute": "selective"},
-    "budget": {"compile": "model", "recompute": Budget(budget=0.3)},
-}
+COMPILED: list[tuple[str, dict[str, Any]]] = [
+    ("hf", {"compile": "block"}),
+    ("native", {"compile": "block", "recompute": "selective"}),
+    ("native", {"compile": "model", "recompute": Budget(budget=0.3)}),
+]
+
+
+@pytest.mark.parametrize(("code", "fields"), COMPILED, ids=str)
+def test_compiled_steps_too(code: str, fields: dict[str, Any], fresh_compiler: None) -> None:
+    assert_as_eager(fields, code, compiler=lambda module: module.compile(backend="aot_eager", fullgraph=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "code"), [(n, "native") for n in COMPILED] + [("block", "hf"), ("model", "hf")]
+    ("code", "precision"), [("native", "bf16"), ("hf", "amp-bf16"), ("native", "amp-fp16")]
 )
-def test_compiled_steps_too(name: str, code: str) -> None:
-    torch._dynamo.reset()
-    # transformers' own wrappers around a whole model break the graph; a block must be one.
-    whole = code == "native" or name == "block"
-    assert_as_eager(
-        COMPILED[name], code, compiler=lambda module: module.compile(backend="aot_eager", fullgraph=whole)
-    )
-
-
-@pytest.mark.parametrize("precision", ["bf16", "amp-bf16", "amp-fp16"])
-@pytest.mark.parametrize("code", ["native", "hf"])
-def test_low_precision_is_as_near_to_fp32_as_written_out(precision: Any, code: str) -> None:
+def test_low_precision_is_as_near_to_fp32_as_eager_attention(code: str, precision: Any) -> None:
     weights = assemble(tiny_recipe(code, precision="bf16"), CPU).model.state_dict()
 
     def found(attention: Any, precision: Any) -> tuple[float, torch.Tensor]:
@@ -179,83 +159,20 @@ def test_native_refuses_what_is_added_to_the_scores() -> None:
 def test_a_window_longer_than_the_sequence_runs() -> None:
     config = with_layers("mistral-7b-v0.1", 2)
     assert config["sliding_window"] > 64
-    for code in ("hf", "native"):
-        assert ops_named(trace(recipe_of(config, code, attention="triton")), FORWARD_OP)
+    assert ops_named(trace(recipe_of(config, "hf", attention="triton")), FORWARD_OP)
 
 
 def test_a_machine_without_triton_is_refused(monkeypatch: Any) -> None:
+    assert has_module("trainfit.kernels")
+    assert not has_module("trainfit.no_such_file")
+    assert not has_module("no_such_package.within")
     recipe = tiny_recipe(attention="triton", precision="bf16")
     monkeypatch.setattr("trainfit.kernels.custom_op.has_module", lambda name: False)
-    registry.check_device(recipe, "cpu")
-    for each in (
-        recipe,
-        tiny_recipe(loss="fused"),
-        tiny_recipe(loss="chunked"),
-        tiny_recipe(block_kernels="triton"),
-    ):
+    others = ({"loss": "fused"}, {"loss": "chunked"}, {"block_kernels": "triton"})
+    for each in (recipe, *(tiny_recipe(**fields) for fields in others)):
         registry.check_device(each, "cpu")
         with pytest.raises(InputError, match="Triton is not installed"):
             registry.check_device(each, "cuda")
-
-
-# -- which kernels
-
-
-def heads(d: int, dtype: torch.dtype, layout: str = "bshd") -> torch.Tensor:
-    with FakeTensorMode():
-        if layout == "bshd":
-            return torch.empty(2, 33, 4, d, dtype=dtype).transpose(1, 2)
-        whole = torch.empty(2, 33, 12 * d + (2 if layout == "odd" else 0), dtype=dtype)
-        return (
-            whole[:, :, 2 if layout == "shifted" else 0 :][:, :, : 4 * d].unflatten(2, (4, d)).transpose(1, 2)
-        )
-
-
-HOPPER = Machine((9, 0))
-PLAIN = (triton_forward, None, triton_backward, None)
-GLUON = flash_attention_tma.gluon_forward
-CHOICES = [
-    ("d 128", 128, BF16, "bshd", HOPPER, (GLUON, FORWARD[128], flash_attention_tma.backward, BACKWARD[128])),
-    ("d 64", 64, FP16, "bshd", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward, BACKWARD[64])),
-    ("part of qkv", 64, BF16, "qkv", HOPPER, (GLUON, FORWARD[64], flash_attention_tma.backward,
-    BACKWARD[64])),
-    ("no Gluon", 128, BF16, "bshd", Machine((9, 0), has_gluon=False), PLAIN),
-    ("fp32", 128, FP32, "bshd", HOPPER, PLAIN),
-    ("d 80", 80, BF16, "bshd", HOPPER, PLAIN),
-    ("d 256", 256, BF16, "bshd", HOPPER, PLAIN),
-    ("rows not on 16 bytes", 64, BF16, "odd", HOPPER, PLAIN),
-    ("starts between 16 bytes", 64, BF16, "shifted", HOPPER, PLAIN),
-    ("Blackwell", 128, BF16, "bshd", Machine((10, 0)), PLAIN),
-    ("fp64", 64, torch.float64, "bshd", HOPPER,
-     (flash_attention_tiled.tiled_forward, None, flash_attention_tiled.tiled_backward, None)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("d", "dtype", "layout", "machine", "expected"), [c[1:] for c in CHOICES], ids=[c[0] for c in CHOICES]
-)
-def test_choice(d: int, dtype: Any, layout: str, machine: Machine, expected: tuple[Any, ...]) -> None:
-    x = heads(d, dtype, layout)
-    forward, backward = forward_launch(x, x, x, 0.1, machine), backward_launch(x, x, x, x, x, 0.1, machine)
-    assert (forward.function, forward.how, backward.function, backward.how) == expected
-
-
-def test_determinism_changes_the_backward_alone() -> None:
-    x = heads(128, BF16)
-    with deterministic_kernels():
-        assert forward_launch(x, x, x, 0.1, HOPPER).how == FORWARD[128]
-        assert backward_launch(x, x, x, x, x, 0.1, HOPPER).function is triton_backward
-
-
-def test_a_scale_that_turns_scores_around_takes_the_plain_kernels() -> None:
-    x = heads(128, BF16)
-    assert forward_launch(x, x, x, -0.1, HOPPER).function is triton_forward
-
-
-def test_a_module_that_is_not_there_is_no_error() -> None:
-    assert not has_module("no_such_package.within")
-    assert not has_module("trainfit.no_such_file")
-    assert has_module("trainfit.kernels")
 
 
 # -- the virtual GPU
@@ -298,11 +215,13 @@ def memory_of(ledger: Ledger, name: str) -> list[tuple[str, int]]:
     ]
 
 
-@pytest.mark.parametrize("code", ["hf", "native"])
-def test_the_ledger_has_what_the_kernels_save_and_allocate(code: str) -> None:
-    """The Gluon kernels: q's and k's gradients, an fp32 dQ and two fp32 numbers, both for each padded
-    row."""
-    ledger = attention_trace(code)
+@pytest.fixture(scope="module")
+def ledger() -> Ledger:
+    return attention_trace()
+
+
+def test_the_ledger_has_what_the_kernels_save_and_allocate(ledger: Ledger) -> None:
+    """The Gluon kernels: gradients, an fp32 dQ and two fp32 values, both for each padded row."""
     sums, rows = B * H * ROWS * D * 4, 2 * B * H * ROWS * 4
     q, kv = B * S * H * D * 2, B * S * K * D * 2
     assert memory_of(ledger, FORWARD_OP) == [("+", q), ("+", B * H * S * 4)]
@@ -319,11 +238,10 @@ def test_repeatable_kernels_need_no_sum_of_queries_gradients() -> None:
     )
 
 
-def test_predicting_needs_no_triton(monkeypatch: Any) -> None:
-    expected = memory_of(attention_trace(), BACKWARD_OP)
+def test_predicting_needs_no_triton(monkeypatch: Any, ledger: Ledger) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "triton"] + ["triton"]:
         monkeypatch.setitem(sys.modules, name, None)
-    assert memory_of(attention_trace(), BACKWARD_OP) == expected
+    assert memory_of(attention_trace("native"), BACKWARD_OP) == memory_of(ledger, BACKWARD_OP)
     odd = attention_trace(config={"head_dim": 80})
     assert memory_of(odd, BACKWARD_OP)[0][0] == "+"
 
@@ -332,9 +250,8 @@ KEPT = [
     ("hf", False, "full", True),
     ("hf", False, "selective", False),
     ("native", False, SAVE_ATTENTION, False),
-    ("native", "block", "full", True),
     ("hf", "block", SAVE_ATTENTION, False),
-    ("hf", "model", "none", False),
+    ("native", "model", "none", False),
 ]
 """Implementation, compile, recompute, and whether attention runs again in the backward."""
 
@@ -347,9 +264,7 @@ def test_recomputation_can_keep_attention(code: str, compiled: Any, recompute: A
     assert ops_named(ledger, BACKWARD_OP, "backward")
 
 
-@pytest.mark.parametrize(
-    ("n", "m", "causal"), [(40, 40, True), (40, 40, False), (33, 50, True), (50, 33, True)]
-)
+@pytest.mark.parametrize(("n", "m", "causal"), [(40, 40, False), (33, 50, True), (50, 33, True)])
 def test_flops_count_the_pairs_that_are_seen(n: int, m: int, causal: bool) -> None:
     flash_attention.register()
     b, h, k, d = 2, 4, 2, 16

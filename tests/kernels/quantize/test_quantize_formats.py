@@ -1,15 +1,12 @@
 """Formats of quantised weights against published numbers, and their kernels against their references."""
 
-import os
 import statistics
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from kernel_runs import interpreted
-from quantized_layer import KINDS, quantized_layer
+from tiny_step import KINDS
 from trainfit.kernels.quantize import nf4
 from trainfit.kernels.quantize import rowwise as rows
 from trainfit.kernels.quantize.codebook import levels
@@ -17,11 +14,7 @@ from trainfit.models.quantized import QuantizedLinear
 
 
 def test_normal_floats_are_the_papers():
-    """Section 3: quantiles of N(0, 1), half from either side, so that 0 is one of them; appendix E has the
-    values.
-
-    The outermost probability is the authors' code's: the middle of 1 - 1/30 and 1 - 1/32.
-    """
+    """Section 3: quantiles of N(0, 1), half from either side; the outermost is that of their code."""
     outermost = 1 - (1 / 30 + 1 / 32) / 2
     quantile = statistics.NormalDist().inv_cdf
     positive = [quantile(outermost + (0.5 - outermost) * i / 8) for i in range(8)]
@@ -31,8 +24,7 @@ def test_normal_floats_are_the_papers():
 
 
 def test_bytes_are_floats_with_more_digits_near_one():
-    """256 values; bitsandbytes' map has the same count, ends and finest step, 0.9 / 64 of the uppermost
-    decade."""
+    """bitsandbytes' map has the same count, ends and finest step, 0.9 / 64 of the uppermost decade."""
     values = levels(8, signed=True)
     assert len(set(values)) == 256
     assert values == sorted(values)
@@ -44,8 +36,7 @@ def test_bytes_are_floats_with_more_digits_near_one():
 
 
 def test_errors_on_normal_weights_are_the_known_ones():
-    """nf4: 0.0728 and 20.3 % in bitsandbytes' tests (test_4bit_quant, block 64). int8: a step over the root
-    of 12."""
+    """nf4: 0.0728 and 20.3 % in bitsandbytes' tests (test_4bit_quant, block 64); int8: a step / sqrt(12)."""
     torch.manual_seed(0)
     weight = torch.randn(1024, 1024)
     error = (nf4.reference_dequantize(weight, *nf4.quantize_nf4(weight), 1024, 1024) - weight).abs()
@@ -60,7 +51,7 @@ def test_errors_on_normal_weights_are_the_known_ones():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_codes_can_say_comes_back_bit_for_bit(kind: str):
+def test_values_of_codes_come_back_bit_for_bit(kind: str):
     torch.manual_seed(1)
     if kind == "nf4":
         picks = torch.randint(0, 16, (6, 128))
@@ -78,13 +69,8 @@ def test_what_codes_can_say_comes_back_bit_for_bit(kind: str):
     again = QuantizedLinear(128, 6, False, kind, torch.float32, "cpu")
     again.load(made.dequantize(torch.float32), None)
     assert all(torch.equal(a, b) for a, b in zip(made.buffers(), again.buffers(), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_zeros_stay_zeros(kind: str):
-    made = QuantizedLinear(64, 3, False, kind, torch.float32, "cpu")
-    made.load(torch.zeros(3, 64), None)
-    assert torch.equal(made.dequantize(torch.bfloat16), torch.zeros(3, 64, dtype=torch.bfloat16))
+    made.load(torch.zeros(6, 128), None)
+    assert torch.equal(made.dequantize(torch.bfloat16), torch.zeros(6, 128, dtype=torch.bfloat16))
 
 
 # -- the kernels
@@ -132,53 +118,3 @@ def test_every_fp8_code_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_kernels_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype):
     kernels_agree(shape, dtype, "cuda")
-
-
-FOR_HOPPER = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from trainfit.kernels.quantize import triton as kernels
-
-def widest(kernel, types, **constants):
-    types = types | dict.fromkeys(constants, "constexpr")
-    pointers = [i for i, kind in enumerate(types.values()) if kind != "constexpr"]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in pointers}
-    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    text = made.asm["ptx"]
-    assert "fma.rn.f32" not in text
-    assert ".local" not in text
-    return text.count("ld.global.v4.b32"), text.count("st.global.v4.b32")
-
-table = {"CODES": "*u8", "BLOCK_CODES": "*u8", "GROUP_SCALES": "*fp32", "OFFSET": "*fp32", "LEVELS": "*fp32"}
-sizes = {"num_weights": "i32", "num_blocks": "i32"}
-print(widest(kernels.dequantize_nf4_kernel, {**table, "WEIGHT": "*bf16", **sizes}, BLOCKS=64))
-for fp8, codes in ((True, "*u8"), (False, "*i8")):
-    rows = {"CODES": codes, "SCALES": "*fp32", "WEIGHT": "*bf16", "columns": "i32"}
-    print(widest(kernels.dequantize_rows_kernel, rows, FP8=fp8, BLOCK=2048))
-whole = {"WEIGHT": "*bf16", "LEVELS": "*fp32", "CODES": "*u8", "MAGNITUDES": "*fp32", **sizes}
-widest(kernels.quantize_nf4_kernel, whole, BLOCKS=32)
-"""
-
-
-def test_kernels_compile_for_an_h200():
-    """No GPU is needed for that. Codes come 16 bytes a load, weights leave 16 a store; nothing is fused or
-    spilt."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", FOR_HOPPER], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:3] == ["(1, 4)", "(1, 2)", "(1, 2)"]
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_operations_keep_torchs_rules(kind: str):
-    """Fake results have the real ones' shapes, dtypes and strides, inputs stay as they are (fp8's is int8's
-    operation)."""
-    made, like = quantized_layer(kind, 33, 7), torch.empty(2, dtype=torch.bfloat16)
-    if kind == "nf4":
-        weight = torch.randn(7, 33)
-        torch.library.opcheck(torch.ops.trainfit.quantize_blocks, (weight, made.levels))
-        torch.library.opcheck(torch.ops.trainfit.dequantize_nf4, (like, *made.buffers(), 7, 33))
-    else:
-        torch.library.opcheck(torch.ops.trainfit.dequantize_rows, (like, *made.buffers()))

@@ -5,14 +5,18 @@ chain is memory-bound: it moves at least x, the weight and y, each once. The fir
 bytes, the bandwidth that this run's memory gives. Each body is checked against fp64 before it is timed.
 """
 
+import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trainfit.bench.harness.bench import Bench, Part, Point
-from trainfit.bench.harness.counts import compiled_bytes, launches, moved_bytes
 from trainfit.bench.harness.experiment import Column, Experiment, Plot
+from trainfit.bench.harness.profiling import num_on_gpu, profiler
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.timing import Lap
 from trainfit.bench.kernels import normed_swiglu
@@ -139,6 +143,64 @@ def counted(name: str, run: Callable[[], object], least: int, device: torch.devi
     number = launches(run, device)
     known: dict[str, Cell] = {} if number is None else {"launches": number}
     return {**known, "moved_bytes": moved, "least_bytes": least}
+
+
+class MovedBytes(TorchDispatchMode):
+    """Add up what each PyTorch operation reads and writes: each tensor once; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self.num_bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return out
+
+
+def moved_bytes(run: Callable[[], object]) -> int:
+    """Return the bytes that the PyTorch operations of ``run`` read and write."""
+    with MovedBytes() as moved:
+        run()
+    return moved.num_bytes
+
+
+def compiled_bytes(first_run: Callable[[], object]) -> int:
+    """Return the bytes that the kernels compiled by ``first_run`` read and write, as Inductor counts them.
+
+    Inductor counts only where its log of metrics is on, and compiles only what is in no cache.
+
+    Raises:
+        RuntimeError: nothing was compiled.
+    """
+    from torch._inductor import compile_fx, config, metrics
+
+    log = compile_fx.inductor_metrics_log
+    before, level = metrics.num_bytes_accessed, log.level
+    log.setLevel(logging.INFO)
+    try:
+        with config.patch(fx_graph_cache=False):
+            first_run()
+    finally:
+        log.setLevel(level)
+    counted = metrics.num_bytes_accessed - before
+    if counted == 0:
+        raise RuntimeError("the compiler counted no bytes: nothing was compiled anew")
+    return counted
+
+
+def launches(run: Callable[[], object], device: torch.device) -> int | None:
+    """Return the kernels and copies that ``run`` starts on a GPU; None where the profiler sees none."""
+    if device.type != "cuda":
+        return None
+    run()
+    torch.cuda.synchronize(device)
+    with profiler(device) as profile:
+        run()
+        torch.cuda.synchronize(device)
+    return num_on_gpu(profile.events() or ()) or None
 
 
 EXPERIMENT = Experiment(

@@ -6,10 +6,8 @@ the profiler's; ``median`` is the harness's.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 from torch import nn
 
@@ -75,14 +73,6 @@ SOFTMAX_FLOPS = {"forward": 5, "backward": 4}
 multiply."""
 
 
-@dataclass
-class Built:
-    """What a point's timed series built, for the profiled step after it."""
-
-    step: Step | None = None
-    batches: list[Batch] = field(default_factory=list)
-
-
 def run(bench: Bench) -> Iterator[BenchRow]:
     """Yield both precisions of each case."""
     for model, context in CASES[bench.form]:
@@ -102,32 +92,31 @@ def recipe_of(bench: Bench, point: Point) -> Recipe:
 
 
 def _rows(bench: Bench, point: Point, recipe: Recipe) -> Iterator[BenchRow]:
-    built = Built()
+    built: list[tuple[Step, list[Batch]]] = []
 
-    def build() -> Any:
-        built.step = assemble(recipe, bench.device)
-        built.batches = built.step.random_batches()
-        return lambda lap: _timed(built, lap)
+    def build() -> Callable[[Lap], object]:
+        step = assemble(recipe, bench.device)
+        batches = step.random_batches()
+        built.append((step, batches))
+        return lambda lap: step(batches, on_phase=lap)
 
-    timing = bench.series([{**point, "pass": name} for name in PASSES], build, SERIES)
-    if not isinstance(timing, Timing):
-        yield from timing
-        return
-    found = _profiled(bench, built, point)
-    if bench.device.type == "cuda":  # On a CPU the profiler's own cost is in its times.
-        found = _plausible(found, timing)
-    for name in PASSES:
-        yield _pass_row(
-            bench, {**point, "pass": name}, timing, name, [] if isinstance(found, tuple) else found
-        )
-    if isinstance(found, tuple):
-        yield from failures([{**point, "profiled": WHOLE}], *found)
-        return
-    assert built.step is not None
-    yield value({**point, "profiled": WHOLE}, **by_part(found))
-    yield from core_rows(point, found, built.step.model, recipe)
-    if (point["model"], point["context"]) in DETAILED:
-        yield from top_rows(point, found)
+    def rows(timing: Timing) -> Iterator[BenchRow]:
+        step, batches = built.pop()
+        found = _profiled(bench, step, batches, point)
+        if bench.device.type == "cuda":  # On a CPU the profiler's own cost is in its times.
+            found = _plausible(found, timing)
+        launched = found if isinstance(found, list) else []
+        for name in PASSES:
+            yield _pass_row(bench, {**point, "pass": name}, timing, name, launched)
+        if isinstance(found, tuple):
+            yield from failures([{**point, "profiled": WHOLE}], *found)
+            return
+        yield value({**point, "profiled": WHOLE}, **by_part(found))
+        yield from core_rows(point, found, step.model, recipe)
+        if (point["model"], point["context"]) in DETAILED:
+            yield from top_rows(point, found)
+
+    yield from bench.series([{**point, "pass": name} for name in PASSES], build, SERIES, rows)
 
 
 def _plausible(found: "list[Launch] | Failure", timing: Timing) -> "list[Launch] | Failure":
@@ -139,18 +128,11 @@ def _plausible(found: "list[Launch] | Failure", timing: Timing) -> "list[Launch]
     return ("failed", f"{kernels} of kernels in a step of {format_seconds(times.median)}")
 
 
-def _timed(built: Built, lap: Lap) -> object:
-    assert built.step is not None
-    return built.step(built.batches, on_phase=lap)
-
-
 def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list[Launch]) -> BenchRow:
     """Return the harness's median of a pass, with what the kernels of the profiled one did."""
     if timing.runs:
         parts = [timing.laps[phase] for phase in PASSES[name]]
-        timing.laps[name] = (
-            timing.laps[TOTAL] if name == WHOLE else [sum(samples) for samples in zip(*parts, strict=True)]
-        )
+        timing.laps[name] = timing.laps[TOTAL] if name == WHOLE else list(map(sum, zip(*parts, strict=True)))
     mine = [launch for launch in found if launch.phase in PASSES[name]]
 
     def rates(seconds: float) -> dict[str, Cell]:
@@ -163,15 +145,13 @@ def _pass_row(bench: Bench, point: Point, timing: Timing, name: str, found: list
     return bench.row(Part(point, name, rates=rates), timing, {})
 
 
-def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failure":
+def _profiled(bench: Bench, step: Step, batches: list[Batch], point: Point) -> "list[Launch] | Failure":
     """Return what one step launched at full clocks, or a failure."""
-    assert built.step is not None
-    held: tuple[str, ...] = ()
     try:
-        with ranges(built.step.model):
+        with ranges(step.model):
             for _ in range(TRIES):
                 with profiler(bench.device) as profile:
-                    run_in_phases(built.step, built.batches)
+                    run_in_phases(step, batches)
                     held = bench.stopwatch.throttled()
                     bench.stopwatch.wait()
                 if not held:
@@ -186,9 +166,7 @@ def _profiled(bench: Bench, built: Built, point: Point) -> "list[Launch] | Failu
             name = "kernels-{model}-{precision}-{context}.json.gz".format(**point)
             bench.keep(name, partial(write_trace, profile, operation_parts(events, on_gpu=on_gpu)))
         found = launches(events, on_gpu=on_gpu)
-        if not on_gpu:
-            return found
-        if (again := num_launched(built.step, built.batches)) != len(found):
+        if on_gpu and (again := num_launched(step, batches)) != len(found):
             return ("failed", f"{len(found)} kernels in one profiled step, {again} in the next")
         return found
     except Exception as error:  # Any error is this point's result.
@@ -215,30 +193,29 @@ def busy(some: Sequence[Launch], what: str) -> dict[str, Cell]:
 def by_part(found: Sequence[Launch]) -> dict[str, Cell]:
     """Return each part's share of the device's busy time, forward and backward together."""
     total = seconds_of(found)
-    return {
-        f"{name.replace(' ', '_')}_share": seconds_of([one for one in found if one.part == name]) / total
-        for name in PARTS
-    }
+    return {_share(name): seconds_of([one for one in found if one.part == name]) / total for name in PARTS}
+
+
+def _share(part: str) -> str:
+    return f"{part.replace(' ', '_')}_share"
 
 
 def core_rows(point: Point, found: Sequence[Launch], model: nn.Module, recipe: Recipe) -> Iterator[BenchRow]:
     """Yield softmax against the two products of attention, in time and in FLOPs."""
     assert isinstance(model, NativeDecoder)
     for phase in ("forward", "backward"):
-        mine = [one for one in found if one.phase == phase]
-        products_s = seconds_of(
-            [one for one in mine if one.op in PRODUCTS and one.part in ("scores", "values")]
-        )
-        softmax_s = seconds_of([one for one in mine if one.part == "softmax"])
+        mine = {
+            name: [one for one in found if (one.phase, one.part) == (phase, name)]
+            for name in ("scores", "scale and mask", "softmax", "values")
+        }
+        products = [one for one in mine["scores"] + mine["values"] if one.op in PRODUCTS]
+        products_s, softmax_s = seconds_of(products), seconds_of(mine["softmax"])
         products_flops, softmax_flops = core_flops(model, recipe, phase)
         yield value(
             {**point, "attention's core in": phase},
-            products_s=products_s,
-            softmax_s=softmax_s,
-            scale_and_mask_s=seconds_of([one for one in mine if one.part == "scale and mask"]),
-            flops_ratio=products_flops / softmax_flops,
-            time_ratio=products_s / softmax_s,
-        )
+            products_s=products_s, softmax_s=softmax_s, scale_and_mask_s=seconds_of(mine["scale and mask"]),
+            flops_ratio=products_flops / softmax_flops, time_ratio=products_s / softmax_s,
+        )  # fmt: skip
 
 
 def core_flops(model: NativeDecoder, recipe: Recipe, phase: str) -> tuple[float, float]:
@@ -260,13 +237,9 @@ def top_rows(point: Point, found: Sequence[Launch]) -> Iterator[BenchRow]:
         largest = sorted(kinds.items(), key=lambda item: -seconds_of(item[1]))[:TOP]
         for (op, kernel), these in largest:
             seconds = seconds_of(these)
-            yield value(
-                {**point, "top of": name, "operation": op, "kernel": kernel},
-                calls=len(these),
-                total_s=seconds,
-                mean_s=seconds / len(these),
-                share=seconds / total,
-            )
+            at: Point = {**point, "top of": name, "operation": op, "kernel": kernel}
+            mean_s, share = seconds / len(these), seconds / total
+            yield value(at, calls=len(these), total_s=seconds, mean_s=mean_s, share=share)
 
 
 INSIDE = re.compile(r"(cutlass_\w+|\w*Functor\w*|\w+_kernel_(?:cuda|impl)\b)")
@@ -280,10 +253,6 @@ def short(kernel: str) -> str:
     plain = outside.partition("(")[0].rpartition("::")[2].strip()
     of = INSIDE.search(inside)
     return (f"{plain} {of[1]}" if of else plain)[:60]
-
-
-def _share(name: str) -> str:
-    return f"{name.replace(' ', '_')}_share"
 
 
 EXPERIMENT = Experiment(

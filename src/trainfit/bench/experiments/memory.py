@@ -28,7 +28,7 @@ from trainfit.bench.harness.memory_prediction import (
 )
 from trainfit.bench.harness.memory_timeline import BEFORE, Piece
 from trainfit.bench.workloads.steps import PRECISIONS, native_recipe
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.spec.bench import BenchRow, Cell
 from trainfit.spec.errors import InputError

@@ -50,7 +50,7 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     """Yield the clocks, then copies with products and kernels with kernels; pageable memory last."""
     yield from _clocks(bench)
     for name, make in cases(bench.device).items():
-        yield from (_both if bench.device.type == "cuda" else _alone)(bench, name, make)
+        yield from timed(bench, name, make, in_two=bench.device.type == "cuda")
 
 
 def cases(device: torch.device) -> dict[str, Callable[[Bench], Case]]:
@@ -166,19 +166,8 @@ def in_a_graph(do: Callable[[Lap], object]) -> Callable[[Lap], object]:
     return lambda lap: graph.replay()
 
 
-def _alone(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
-    """Yield a row of one stream, where there is no second. The check still runs both ways."""
-
-    def build() -> Callable[[Lap], object]:
-        case = make(bench)
-        check(case, bench.device)
-        return one_stream(case)
-
-    yield from bench.time([Part({"case": name, "streams": "one"})], build, replace(bench.rule, flush=False))
-
-
-def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[BenchRow]:
-    """Yield a row of one stream and one of two."""
+def timed(bench: Bench, name: str, make: Callable[[Bench], Case], *, in_two: bool) -> Iterator[BenchRow]:
+    """Yield a row of one stream, and ``in_two`` one of two; results are checked both ways in any case."""
     rule = replace(bench.rule, flush=False)
     one: Point = {"case": name, "streams": "one"}
     two: Point = {"case": name, "streams": "two"}
@@ -195,21 +184,19 @@ def _both(bench: Bench, name: str, make: Callable[[Bench], Case]) -> Iterator[Be
         do = two_streams(held[0], bench.device)
         return in_a_graph(do) if graphed else do
 
-    timing = bench.series([one, two], build_one, rule)
-    if not isinstance(timing, Timing):
-        yield from timing
-        return
-    yield bench.row(Part(one), timing, {})
-    alone = {lap: median(samples) for lap, samples in timing.laps.items()}
-
-    def gained(seconds: float) -> dict[str, Cell]:
-        if not alone:
-            return {}
+    def rows(timing: Timing) -> Iterator[BenchRow]:
+        yield bench.row(Part(one), timing, {})
+        alone = {lap: median(samples) for lap, samples in timing.laps.items()}
         longer = max(alone.get("first", 0.0), alone.get("second", 0.0))
-        at_most: dict[str, Cell] = {"at_most": alone[TOTAL] / longer} if longer else {}
-        return {"gain": alone[TOTAL] / seconds, **at_most}
 
-    yield from bench.time([Part(two, rates=gained)], build_two, rule)
+        def gained(seconds: float) -> dict[str, Cell]:
+            at_most: dict[str, Cell] = {"at_most": alone[TOTAL] / longer} if longer else {}
+            return {"gain": alone[TOTAL] / seconds, **at_most} if alone else {}
+
+        if in_two:
+            yield from bench.time([Part(two, rates=gained)], build_two, rule)
+
+    yield from bench.series([one, two] if in_two else [one], build_one, rule, rows)
 
 
 def check(case: Case, device: torch.device) -> None:

@@ -59,27 +59,24 @@ def _rows(bench: Bench, point: Point, recipe: Recipe, peak: PeakDtype) -> Iterat
         batches: list[Batch] = step.random_batches()
         return lambda lap: step(batches, on_phase=lap)
 
-    timing = bench.series(points, build, SERIES)
-    if not isinstance(timing, Timing):
-        yield from timing
-        return
-    for one in points:
-        if not timing.runs:
-            yield bench.row(Part(one), timing, {})
-            continue
-        if one["warm-up"] == 0 and timing.runs[0] > 0:
-            why = f"the clocks were held down ({', '.join(timing.reasons)}) in the first step"
-            yield from failures([one], "throttled", why)
-            continue
-        some = timing.after(int(one["warm-up"]), NUM_TIMED)
-        if len(some.runs) < NUM_TIMED:
-            message = f"{len(timing.runs)} of {SERIES.min_samples} steps came before the time limit"
-            yield from failures([one], "not-run", message)
-            continue
-        judged = steadied(some, replace(SERIES, min_samples=NUM_TIMED, max_samples=NUM_TIMED))
-        yield bench.row(
-            Part(one, TOTAL, Work(flops[0], peak)), judged, {"steps_before": some.runs[0], **moments(some)}
-        )
+    def rows(timing: Timing) -> Iterator[BenchRow]:
+        for one in points:
+            if not timing.runs:
+                yield bench.row(Part(one), timing, {})
+                continue
+            some = timing.after(int(one["warm-up"]), NUM_TIMED)
+            if one["warm-up"] == 0 and timing.runs[0] > 0:
+                why = f"the clocks were held down ({', '.join(timing.reasons)}) in the first step"
+                yield from failures([one], "throttled", why)
+            elif len(some.runs) < NUM_TIMED:
+                message = f"{len(timing.runs)} of {SERIES.min_samples} steps came before the time limit"
+                yield from failures([one], "not-run", message)
+            else:
+                judged = steadied(some, replace(SERIES, min_samples=NUM_TIMED, max_samples=NUM_TIMED))
+                numbers = {"steps_before": some.runs[0], **moments(some)}
+                yield bench.row(Part(one, TOTAL, Work(flops[0], peak)), judged, numbers)
+
+    yield from bench.series(points, build, SERIES, rows)
 
 
 def moments(timing: Timing) -> dict[str, Cell]:

@@ -1,4 +1,4 @@
-"""What every experiment receives, and how its rows are made.
+"""Input of every experiment, and the construction of its rows.
 
 A row is made in one place, so whatever happens to a point (out of memory, refused, failed, no time left,
 throttled, faster than possible) becomes a row with that status, and the experiment continues with its next
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
-from trainfit.bench.harness.roofline import Work, is_impossible, least_seconds
+from trainfit.bench.harness.roofline import SLACK, Work, least_seconds
 from trainfit.bench.harness.stopwatch import CpuStopwatch, Stopwatch
 from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, take
 from trainfit.measurement.meter import is_out_of_memory
@@ -33,6 +33,7 @@ Rates = Callable[[float], Mapping[str, Cell]]
 """Computes numbers from a median in seconds, such as TFLOP/s."""
 Failure = tuple[Literal["out-of-memory", "refused", "failed", "not-run", "throttled"], str]
 """Status and message of a row without a result."""
+Found = TypeVar("Found")
 
 
 def cell_name(cell: Cell) -> str:
@@ -128,51 +129,56 @@ class Bench:
             needed_by: points computed from these rows' times: where one is selected, the series runs too.
         """
         rule = rule or self.rule
+
+        def rows(timing: Timing) -> Iterator[BenchRow]:
+            for part in parts:
+                yield self.row(part if rule.flush else _warm(part), timing, numbers or {})
+
         points = [part.point for part in parts]
-        timing = self.series(points, build, rule, on_host=on_host, needed_by=needed_by)
-        if not isinstance(timing, Timing):
-            yield from timing
-            return
-        for part in parts:
-            yield self.row(part if rule.flush else _warm(part), timing, numbers or {})
+        yield from self.series(points, build, rule, rows, on_host=on_host, needed_by=needed_by)
 
     def series(
         self,
         points: Sequence[Point],
         build: Build,
         rule: Rule,
+        rows: Callable[[Timing], Iterable[BenchRow]],
         *,
         on_host: bool = False,
         needed_by: Sequence[Point] = (),
-    ) -> Timing | list[BenchRow]:
-        """Return the samples for rows of ``points``, or rows with the reason why there are none."""
-        if not self.wanted([*points, *needed_by]):
-            return []
-        failure = self.late()
-        if failure is None:
-            rule = replace(rule, cap_s=min(rule.cap_s, self.left_s()))
-            try:
-                return take(build(), CpuStopwatch() if on_host else self.stopwatch, rule)
-            except Exception as error:  # Any error is the result of these points.
-                failure = failure_of(error)
-            finally:
-                self.tidy()
-        return list(failures(points, *failure))
+    ) -> Iterator[BenchRow]:
+        """Yield what ``rows`` makes of one series of samples, or why ``points`` have none; see ``time``."""
+
+        def sample() -> Timing:
+            stopwatch = CpuStopwatch() if on_host else self.stopwatch
+            return take(build(), stopwatch, replace(rule, cap_s=min(rule.cap_s, self.left_s())))
+
+        if self.wanted([*points, *needed_by]):
+            yield from self.attempt(points, sample, rows)
 
     def find(self, point: Point, compute: Callable[[], Mapping[str, Cell]]) -> Iterator[BenchRow]:
         """Yield the row of numbers that ``compute`` returns without timing, if ``point`` is selected."""
-        if not self.wants(point):
+        if self.wants(point):
+            yield from self.attempt([point], lambda: value(point, **compute()), lambda row: [row])
+
+    def attempt(
+        self,
+        points: Sequence[Point],
+        find: Callable[[], Found],
+        rows: Callable[[Found], Iterable[BenchRow]],
+    ) -> Iterator[BenchRow]:
+        """Yield what ``rows`` makes of what ``find`` returns, or why ``points`` have no result."""
+        if (late := self.late()) is not None:
+            yield from failures(points, *late)
             return
-        failure = self.late()
-        if failure is None:
-            try:
-                row = value(point, **compute())
-            except Exception as error:  # Any error is this point's result.
-                failure = failure_of(error)
-            else:
-                yield row
-                return
-        yield from failures([point], *failure)
+        try:
+            found = find()
+        except Exception as error:  # Any error is the result of these points.
+            yield from failures(points, *failure_of(error))
+        else:
+            yield from rows(found)
+        finally:
+            self.tidy()
 
     def row(self, part: Part, timing: Timing, numbers: Mapping[str, Cell]) -> BenchRow:
         """Return one part's row, checked against the data sheet."""
@@ -186,8 +192,10 @@ class Bench:
                 numbers=dict(part.held) if timing.status == "throttled" else {},
             )
         known: dict[str, Any] = {"point": part.point, "times": times, "discarded": timing.discarded}
-        least_s = self._least_seconds(part.work)
-        if least_s is not None and is_impossible(times.median, least_s):
+        least_s = 0.0
+        if part.work is not None and self.gpu is not None:
+            least_s = least_seconds(part.work, self.gpu, self.stopwatch.flush_bytes)
+        if times.median < SLACK * least_s:
             median = format_seconds(times.median)
             why = f"{median} is less than the {format_seconds(least_s)} that the data sheet allows"
             return BenchRow(**known, status="impossible", message=why)
@@ -195,11 +203,6 @@ class Bench:
         if part.has_host_time and self.device.type != "cpu":
             rates["host_s"] = Spread.of(timing.host[part.lap]).median
         return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
-
-    def _least_seconds(self, work: Work | None) -> float | None:
-        if work is None or self.gpu is None:
-            return None
-        return least_seconds(work, self.gpu, self.stopwatch.flush_bytes)
 
     def tidy(self) -> None:
         """Free what a point left, so that the next one has the whole memory."""
@@ -230,11 +233,7 @@ def failures(points: Sequence[Point], status: Any, message: str) -> Iterator[Ben
 
 
 def value(point: Point, **numbers: Cell) -> BenchRow:
-    """Return a row of numbers that need no timing.
-
-    Raises:
-        ValueError: a number is not finite.
-    """
+    """Return a row of numbers that need no timing; ValueError where one is not finite."""
     for name, number in numbers.items():
         if isinstance(number, float) and not math.isfinite(number):
             raise ValueError(f"{name} = {number}: not a finite number")

@@ -1,4 +1,4 @@
-"""What an experiment declares: how it runs, the columns of its tables and its plots. Free of torch."""
+"""Declaration of an experiment: how it runs, its tables' columns and its plots. Free of torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 
 from trainfit.bench.harness.memory_timeline import of_ledger
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.this_cpu import CPU
+from trainfit.catalog.names import CPU
 from trainfit.ledger.ledger import Ledger
 from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.spec.bench import Curve

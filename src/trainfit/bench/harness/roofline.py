@@ -25,20 +25,13 @@ class Work:
     write_bytes: float = 0.0
 
 
-def least_seconds(work: Work, gpu: Gpu, cache_bytes: int) -> float | None:
-    """Return the longer of arithmetic and memory time at the data sheet's peaks; None where it has neither.
+def least_seconds(work: Work, gpu: Gpu, cache_bytes: int) -> float:
+    """Return the longer of arithmetic and memory time at the data sheet's peaks; 0 where it has neither.
 
     Written bytes may still be in the cache of ``cache_bytes`` when the clock stops; only the rest must have
     left it.
     """
     peak = gpu.peak_flops_per_s.get(work.dtype)
-    bounds = [work.flops / peak] if peak else []
-    if gpu.memory_bytes_per_s:
-        moved = work.cold_read_bytes + max(0.0, work.write_bytes - cache_bytes)
-        bounds.append(moved / gpu.memory_bytes_per_s)
-    return max(bounds) if bounds else None
-
-
-def is_impossible(seconds: float, least_s: float | None) -> bool:
-    """Return whether ``seconds`` is less than the data sheet allows."""
-    return least_s is not None and seconds < SLACK * least_s
+    moved = work.cold_read_bytes + max(0.0, work.write_bytes - cache_bytes)
+    memory_s = moved / gpu.memory_bytes_per_s if gpu.memory_bytes_per_s else 0.0
+    return max(work.flops / peak if peak else 0.0, memory_s)

@@ -15,7 +15,7 @@ distribution (Le Boudec, Performance Evaluation, 2010, section 2.2; Hoefler and 
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -38,7 +38,7 @@ PATIENCE = 8
 
 @dataclass(frozen=True)
 class Rule:
-    """How many samples to take.
+    """Rule for the number of samples.
 
     Attributes:
         warmup: runs before the first sample.
@@ -61,9 +61,8 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_samples <= self.max_samples:
-            raise ValueError(
-                f"min_samples = {self.min_samples}: must be 1 to max_samples ({self.max_samples})"
-            )
+            limits = f"must be 1 to max_samples ({self.max_samples})"
+            raise ValueError(f"min_samples = {self.min_samples}: {limits}")
 
 
 @dataclass
@@ -85,14 +84,23 @@ class Timing:
     discarded: int = 0
     reasons: tuple[str, ...] = ()
 
+    def keep(self, runs_before: int, laps: Mapping[str, float], host: Mapping[str, float]) -> None:
+        """Add one sample: the seconds of its parts, and those that the host took to issue them."""
+        self.runs.append(runs_before)
+        for kept, parts in ((self.laps, laps), (self.host, host)):
+            for name, seconds in parts.items():
+                kept.setdefault(name, []).append(seconds)
+
     def after(self, runs: int, num_samples: int) -> "Timing":
         """Return the first ``num_samples`` kept samples after at least ``runs`` runs, not judged.
 
         ``discarded`` counts those among them; whether too many were is judged of the whole series.
         """
         kept = [index for index, before in enumerate(self.runs) if before >= runs][:num_samples]
-        laps = {name: [samples[index] for index in kept] for name, samples in self.laps.items()}
-        host = {name: [samples[index] for index in kept] for name, samples in self.host.items()}
+        laps, host = (
+            {name: [samples[index] for index in kept] for name, samples in parts.items()}
+            for parts in (self.laps, self.host)
+        )
         ran = [self.runs[index] for index in kept]
         lost = ran[-1] + 1 - runs - len(ran) if ran else 0
         return Timing(laps=laps, host=host, runs=ran, discarded=lost, reasons=self.reasons)
@@ -132,22 +140,19 @@ def take(
         if sample.exposed:
             issue_s = max(issue_s, sample.host[TOTAL])
         elif sample.held:
-            timing.discarded, timing.reasons = (
-                timing.discarded + 1,
-                tuple(sorted({*timing.reasons, *sample.held})),
-            )
+            timing.discarded += 1
+            timing.reasons = tuple(sorted({*timing.reasons, *sample.held}))
             lost_rested += rest_s >= LONGEST_REST_S
             rest_s = min(2 * rest_s or FIRST_REST_S, LONGEST_REST_S)
         else:
-            _keep(timing, sample, count)
+            timing.keep(count, sample.laps, sample.host)
             stopwatch.kept()
         count += 1
         if count == 1:
             start = clock()
         if exposed == MOST_EXPOSED:
-            return Timing(
-                "failed", f"the device reached each of {exposed} samples before the host had issued it"
-            )
+            why = f"the device reached each of {exposed} samples before the host had issued it"
+            return Timing("failed", why)
         if _enough(timing, rule) or _hopeless(timing, rule, lost_rested):
             break
         if clock() - start > rule.cap_s and _tried(timing, rule):
@@ -169,23 +174,17 @@ class _Sample:
     host: dict[str, float]
 
 
-def _keep(timing: Timing, sample: _Sample, runs_before: int) -> None:
-    timing.runs.append(runs_before)
-    for kept, parts in ((timing.laps, sample.laps), (timing.host, sample.host)):
-        for name, seconds in parts.items():
-            kept.setdefault(name, []).append(seconds)
-
-
 def _sample(run: Callable[[Lap], object], stopwatch: Stopwatch, rule: Rule, busy_s: float) -> _Sample:
-    """Time one run; seconds of a part that comes twice are summed."""
     if rule.flush:
         stopwatch.flush()
     if rule.hide:
         stopwatch.busy(busy_s)
-    marks: list[tuple[str, Any, float]] = []
+    marks: list[tuple[str, Any]] = []
+    issued: list[tuple[str, float]] = []
 
     def mark(name: str) -> None:
-        marks.append((name, stopwatch.mark(), stopwatch.host_now()))
+        marks.append((name, stopwatch.mark()))
+        issued.append((name, stopwatch.host_now()))
 
     mark(TOTAL)
     result = run(mark)
@@ -194,12 +193,17 @@ def _sample(run: Callable[[Lap], object], stopwatch: Stopwatch, rule: Rule, busy
     held = stopwatch.held_until(marks[-1][1])
     stopwatch.wait()
     del result  # Freed outside the timed interval.
-    laps = {TOTAL: stopwatch.between(marks[0][1], marks[-1][1])}
-    host = {TOTAL: marks[-1][2] - marks[0][2]}
-    for (name, begin, issued), (_, end, until) in pairwise(marks[1:]):
-        laps[name] = laps.get(name, 0.0) + stopwatch.between(begin, end)
-        host[name] = host.get(name, 0.0) + until - issued
-    return _Sample(held, exposed, laps, host)
+    host = lap_seconds(issued, lambda start, end: end - start)
+    return _Sample(held, exposed, lap_seconds(marks, stopwatch.between), host)
+
+
+def lap_seconds(marks: Sequence[tuple[str, Any]], between: Callable[[Any, Any], float]) -> dict[str, float]:
+    """Return the seconds of the whole and of each part, from its mark to the next; repeated ones summed."""
+    seconds = {TOTAL: between(marks[0][1], marks[-1][1])}
+    for (name, begin), (_, end) in pairwise(marks):
+        if name != TOTAL:
+            seconds[name] = seconds.get(name, 0.0) + between(begin, end)
+    return seconds
 
 
 def _tried(timing: Timing, rule: Rule) -> bool:

@@ -39,40 +39,24 @@ def gated(h: Tensor) -> Tensor:
 
 
 def triton_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-    """Write the chain into ``y`` with one Triton kernel; all contiguous.
+    """Write the chain into ``y`` with one Triton kernel; all contiguous."""
+    from trainfit.bench.kernels import normed_swiglu_triton as kernels
 
-    Raises:
-        InputError: sizes that do not fit together.
-    """
-    from trainfit.bench.kernels import normed_swiglu_triton
-
-    kernels: Any = normed_swiglu_triton
     n, f = _sizes(x, weight, y)
     block = 1 << (f - 1).bit_length()
     warps = min(16, max(1, block // 512))
-    kernels.normed_swiglu_kernel[(n,)](x, weight, y, f, EPS, BLOCK=block, num_warps=warps)
+    launcher: Any = kernels.normed_swiglu_kernel[(n,)]
+    launcher(x, weight, y, f, EPS, BLOCK=block, num_warps=warps)
     return y
 
 
 def cuda_into(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
-    """Write the chain into ``y`` with one CUDA C++ kernel; bf16, contiguous, f a multiple of 8.
-
-    Raises:
-        InputError: sizes or dtypes that it does not take, or no nvcc.
-    """
+    """Write the chain into ``y`` with one CUDA C++ kernel; bf16, contiguous, f a multiple of 8."""
     n, f = _sizes(x, weight, y)
     if f % 8 or {x.dtype, weight.dtype, y.dtype} != {torch.bfloat16}:
-        raise InputError(
-            f"the CUDA C++ kernel takes bf16 and f in eights, not {x.dtype} and f = {f}", "use those"
-        )
-    with torch.cuda.device(x.device):
-        built = nvcc.library("normed_swiglu", torch.cuda.get_device_capability(x.device))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, weight, y))
-        error = built.normed_swiglu(
-            *pointers, ctypes.c_longlong(n), ctypes.c_int(f), ctypes.c_float(EPS), stream
-        )
-    nvcc.check(error, "normed_swiglu")
+        why = f"the CUDA C++ kernel takes bf16 and f in eights, not {x.dtype} and f = {f}"
+        raise InputError(why, "use those")
+    nvcc.launch("normed_swiglu", x, weight, y, ctypes.c_longlong(n), ctypes.c_int(f), ctypes.c_float(EPS))
     return y
 
 
@@ -81,9 +65,8 @@ def _sizes(x: Tensor, weight: Tensor, y: Tensor) -> tuple[int, int]:
     n, f = y.shape
     if x.shape != (n, 2 * f) or weight.shape != (2 * f,) or not 1 <= f <= MAX_HALF or n < 1:
         shapes = f"{list(x.shape)}, {list(weight.shape)} and {list(y.shape)}"
-        raise InputError(
-            f"normed_swiglu takes [n, 2f], [2f] and [n, f], not {shapes}", f"use one f of 1 to {MAX_HALF}"
-        )
+        why = f"normed_swiglu takes [n, 2f], [2f] and [n, f], not {shapes}"
+        raise InputError(why, f"use one f of 1 to {MAX_HALF}")
     if not (x.is_contiguous() and weight.is_contiguous() and y.is_contiguous()):
         raise InputError("normed_swiglu takes contiguous tensors", "call .contiguous() first")
     return n, f

@@ -13,6 +13,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from trainfit.spec.errors import InputError
 
 SOURCES = Path(__file__).parent / "cuda"
@@ -20,29 +23,20 @@ BUILD_LIMIT_S = 300.0
 
 
 def nvcc() -> str:
-    """Return the compiler: on the path, in ``CUDA_HOME``, or where CUDA's installer puts it.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the compiler: on the path, in ``CUDA_HOME``, or where CUDA's installer puts it."""
     folders = (os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '')}/bin", "/usr/local/cuda/bin")
     for folder in folders:
         found = shutil.which("nvcc", path=folder)
         if found:
             return found
-    raise InputError(
-        "CUDA C++ needs nvcc, and this machine has none", "install CUDA's compiler or set CUDA_HOME"
-    )
+    why = "CUDA C++ needs nvcc, and this machine has none"
+    raise InputError(why, "install CUDA's compiler or set CUDA_HOME")
 
 
 def compiled(name: str, capability: tuple[int, int], into: Path, *kind: str) -> None:
-    """Compile ``cuda/NAME.cu`` for one compute capability.
-
-    Args:
-        kind: nvcc's options for the kind of output, such as ``-cubin``.
+    """Compile ``cuda/NAME.cu`` for one compute capability; ``kind``: options of the output, as ``-cubin``.
 
     Raises:
-        InputError: there is no nvcc.
         RuntimeError: it failed; its first error.
     """
     number = f"{capability[0]}{capability[1]}"
@@ -64,11 +58,21 @@ def library(name: str, capability: tuple[int, int]) -> ctypes.CDLL:
         return ctypes.CDLL(str(made))
 
 
-def check(error: int, what: str) -> None:
-    """Check the cudaError_t that a function returned.
+def launch(name: str, *arguments: Tensor | ctypes._SimpleCData) -> None:
+    """Call the function NAME of ``cuda/NAME.cu`` in the current stream of the first argument's GPU.
+
+    Args:
+        arguments: tensors, passed as pointers, and C values.
 
     Raises:
-        RuntimeError: it is an error.
+        InputError: there is no nvcc.
+        RuntimeError: the launch failed.
     """
+    device = next(one.device for one in arguments if isinstance(one, Tensor))
+    passed = [ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else one for one in arguments]
+    with torch.cuda.device(device):
+        built = library(name, torch.cuda.get_device_capability(device))
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        error = getattr(built, name)(*passed, stream)
     if error != 0:
-        raise RuntimeError(f"{what}: CUDA error {error} (cudaError_t)")
+        raise RuntimeError(f"{name}: CUDA error {error} (cudaError_t)")

@@ -49,11 +49,11 @@ def plain_shared(x: Tensor, blocks: int, turns: int) -> Tensor:
 
 def triton_sums(x: Tensor, how: Reads, *, past_l1: bool) -> Tensor:
     """Compute ``plain`` by reading every block each time; ``past_l1``: L1 keeps none of it."""
-    from trainfit.bench.kernels import repeated_reads_triton
+    from trainfit.bench.kernels import repeated_reads_triton as kernels
 
-    kernels: Any = repeated_reads_triton
     sums = torch.empty(how.programs, dtype=torch.float32, device=x.device)
-    kernels.repeated_reads_kernel[(how.programs,)](
+    launcher: Any = kernels.repeated_reads_kernel[(how.programs,)]
+    launcher(
         x, sums, how.num_blocks, how.step % how.num_blocks, how.turns,
         BLOCK=BLOCK, PAST_L1=past_l1, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
@@ -61,16 +61,7 @@ def triton_sums(x: Tensor, how: Reads, *, past_l1: bool) -> Tensor:
 
 
 def shared_sums(x: Tensor, blocks: int, turns: int) -> Tensor:
-    """Return fp32 [blocks x SHARED_THREADS]: sums of ``turns`` reads of x [SHARED_FLOATS] from shared memory.
-
-    Raises:
-        InputError: there is no nvcc.
-    """
+    """Return fp32 [blocks x SHARED_THREADS]: sums of ``turns`` reads of x [SHARED_FLOATS], shared memory."""
     sums = torch.empty(blocks * SHARED_THREADS, dtype=torch.float32, device=x.device)
-    with torch.cuda.device(x.device):
-        built = nvcc.library("shared_reads", torch.cuda.get_device_capability(x.device))
-        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, sums))
-        error = built.shared_reads(*pointers, ctypes.c_int(blocks), ctypes.c_int(turns), stream)
-    nvcc.check(error, "shared_reads")
+    nvcc.launch("shared_reads", x, sums, ctypes.c_int(blocks), ctypes.c_int(turns))
     return sums

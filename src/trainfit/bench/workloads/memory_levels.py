@@ -9,7 +9,8 @@ before anything is timed.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,21 +35,73 @@ TOLERANCE = 1e-3
 """Relative error of a sum of many fp32 between 0 and 1."""
 
 
+class Level(NamedTuple):
+    """One level: the set that is read, by what, the bytes of all reads, and those of device memory."""
+
+    name: str
+    set_bytes: int
+    read_by: str
+    num_bytes: int
+    cold_bytes: int
+    build: Build
+
+
 def rows(bench: Bench) -> Iterator[BenchRow]:
-    """Yield a row for each level, from the farthest to the nearest."""
-    if bench.device.type != "cuda":
-        for set_bytes in CPU_SET_BYTES[bench.form]:
-            yield from _summed(bench, set_bytes)
-        return
-    properties: Any = torch.cuda.get_device_properties(bench.device)
+    """Yield a row for each level, from the farthest to the nearest; the data sheet bounds device memory."""
+    # Clocks of caches vary by some per cent within a second: take more samples than elsewhere.
+    rule = replace(bench.rule, hide=True, cap_s=3 * bench.rule.cap_s)
+    for level in _gpu_levels(bench.device) if bench.device.type == "cuda" else _cpu_levels(bench.form):
+        point: Point = {
+            "level": level.name, "set_kib": level.set_bytes // KIB, "read by": level.read_by
+        }  # fmt: skip
+        per_s = bench.gpu.memory_bytes_per_s if bench.gpu and level.cold_bytes else None
+        rates = of_work(num_bytes=level.num_bytes, peak=per_s)
+        part = Part(point, work=Work(cold_read_bytes=level.cold_bytes), rates=rates)
+        yield from bench.time([part], level.build, rule)
+
+
+def _cpu_levels(form: str) -> Iterator[Level]:
+    """Yield sets of which a CPU's caches hold the small and not the large."""
+    for set_bytes in CPU_SET_BYTES[form]:
+        build = partial(_summed, set_bytes)
+        yield Level("caches and memory", set_bytes, "PyTorch", set_bytes, 0, build)
+
+
+def _summed(set_bytes: int) -> Callable[[Lap], object]:
+    x = torch.rand(set_bytes // 4)
+    return lambda lap: x.sum()
+
+
+def _gpu_levels(device: torch.device) -> Iterator[Level]:
+    properties: Any = torch.cuda.get_device_properties(device)
     programs = PROGRAMS_EACH * properties.multi_processor_count
     blocks = MEMORY_BYTES // BLOCK_BYTES
-    yield from _read(bench, "device memory", Reads(blocks, blocks // 4, blocks // 4, 4), past_l1=True)
+    reads = [("device memory", Reads(blocks, blocks // 4, blocks // 4, 4), True)]
     for share in L2_SHARES:
         some = properties.L2_cache_size // share // BLOCK_BYTES
-        yield from _read(bench, "L2", Reads(some, programs, stride(some, programs), L2_TURNS), past_l1=True)
-    yield from _read(bench, "L1", Reads(2, programs, 1, L1_TURNS), past_l1=False)
-    yield from _shared(bench, programs)
+        reads.append(("L2", Reads(some, programs, stride(some, programs), L2_TURNS), True))
+    reads.append(("L1", Reads(2, programs, 1, L1_TURNS), False))
+    for name, how, past_l1 in reads:
+        set_bytes = how.num_blocks * BLOCK_BYTES
+        cold_bytes = set_bytes if name == "device memory" else 0
+        build = partial(_read, how, past_l1, device)
+        yield Level(name, set_bytes, "Triton", how.num_bytes, cold_bytes, build)
+    set_bytes = 4 * repeated_reads.SHARED_FLOATS
+    num_bytes = programs * SHARED_TURNS * set_bytes
+    yield Level("shared memory", set_bytes, "CUDA C++", num_bytes, 0, partial(_shared, programs, device))
+
+
+def _read(how: Reads, past_l1: bool, device: torch.device) -> Callable[[Lap], object]:
+    x = torch.rand(how.num_blocks * BLOCK, device=device)
+    agree(repeated_reads.triton_sums(x, how, past_l1=past_l1), repeated_reads.plain(x, how))
+    return lambda lap: repeated_reads.triton_sums(x, how, past_l1=past_l1)
+
+
+def _shared(blocks: int, device: torch.device) -> Callable[[Lap], object]:
+    x = torch.rand(repeated_reads.SHARED_FLOATS, device=device)
+    expected = repeated_reads.plain_shared(x, blocks, SHARED_TURNS)
+    agree(repeated_reads.shared_sums(x, blocks, SHARED_TURNS), expected)
+    return lambda lap: repeated_reads.shared_sums(x, blocks, SHARED_TURNS)
 
 
 def stride(num_blocks: int, programs: int) -> int:
@@ -63,57 +116,7 @@ def stride(num_blocks: int, programs: int) -> int:
     return next(step for step in range(wanted, wanted + num_blocks) if math.gcd(step, num_blocks) == 1)
 
 
-def _read(bench: Bench, level: str, how: Reads, *, past_l1: bool) -> Iterator[BenchRow]:
-    def build() -> Callable[[Lap], object]:
-        x = torch.rand(how.num_blocks * BLOCK, device=bench.device)
-        agree(repeated_reads.triton_sums(x, how, past_l1=past_l1), repeated_reads.plain(x, how))
-        return lambda lap: repeated_reads.triton_sums(x, how, past_l1=past_l1)
-
-    once = how.num_blocks * BLOCK_BYTES if level == "device memory" else 0
-    yield from _row(bench, _point(level, how.num_blocks * BLOCK_BYTES, "Triton"), build, how.num_bytes, once)
-
-
-def _summed(bench: Bench, set_bytes: int) -> Iterator[BenchRow]:
-    """Read a set on a CPU, whose caches hold the small sets and not the large."""
-
-    def build() -> Callable[[Lap], object]:
-        x = torch.rand(set_bytes // 4)
-        return lambda lap: x.sum()
-
-    yield from _row(bench, _point("caches and memory", set_bytes, "PyTorch"), build, set_bytes, 0)
-
-
-def _shared(bench: Bench, blocks: int) -> Iterator[BenchRow]:
-    set_bytes = 4 * repeated_reads.SHARED_FLOATS
-
-    def build() -> Callable[[Lap], object]:
-        x = torch.rand(repeated_reads.SHARED_FLOATS, device=bench.device)
-        expected = repeated_reads.plain_shared(x, blocks, SHARED_TURNS)
-        agree(repeated_reads.shared_sums(x, blocks, SHARED_TURNS), expected)
-        return lambda lap: repeated_reads.shared_sums(x, blocks, SHARED_TURNS)
-
-    point = _point("shared memory", set_bytes, "CUDA C++")
-    yield from _row(bench, point, build, blocks * SHARED_TURNS * set_bytes, 0)
-
-
-def _point(level: str, set_bytes: int, by: str) -> Point:
-    return {"level": level, "set_kib": set_bytes // KIB, "read by": by}
-
-
-def _row(bench: Bench, point: Point, build: Build, num_bytes: int, cold_bytes: int) -> Iterator[BenchRow]:
-    """Yield one level; the data sheet bounds it where ``cold_bytes`` come from device memory."""
-    per_s = bench.gpu.memory_bytes_per_s if bench.gpu and cold_bytes else None
-    rates = of_work(num_bytes=num_bytes, peak=per_s)
-    part = Part(point, work=Work(cold_read_bytes=cold_bytes), rates=rates)
-    # Clocks of caches vary by some per cent within a second: take more samples than elsewhere.
-    yield from bench.time([part], build, replace(bench.rule, hide=True, cap_s=3 * bench.rule.cap_s))
-
-
 def agree(sums: Tensor, expected: Tensor) -> None:
-    """Check the sums of what was read.
-
-    Raises:
-        ArithmeticError: they are wrong.
-    """
+    """Raise ArithmeticError where the sums of what was read are wrong."""
     if not torch.allclose(sums, expected, rtol=TOLERANCE, atol=0.0):
         raise ArithmeticError("the sums of what was read are wrong")

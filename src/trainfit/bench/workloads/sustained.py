@@ -14,19 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainfit.bench.harness.bench import Bench, Part, failure_of, failures, of_work
+from trainfit.bench.harness.bench import Bench, Part, of_work
 from trainfit.bench.harness.roofline import Work
 from trainfit.bench.harness.stopwatch import Stopwatch
-from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, steadied
+from trainfit.bench.harness.timing import TOTAL, Lap, Rule, Timing, lap_seconds, steadied
 from trainfit.spec.bench import BenchRow, Cell
-from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import PeakDtype
+from trainfit.spec.optional import optional
 
 Kind = Literal["bf16", "fp8", "fp8-casts"]
 KINDS: dict[str, tuple[Kind, ...]] = {"cpu": ("bf16", "fp8"), "cuda": ("bf16", "fp8", "fp8-casts")}
@@ -40,8 +39,10 @@ EXPECTED_REASON = "software power cap"
 AHEAD = 2
 """Samples issued before the first of them has ended, so that the device never waits for the host."""
 SAMPLE_S = 0.02
-RULE = Rule(min_samples=20, max_samples=10_000, spread=0.02)
-TINY_RULE = Rule(min_samples=6, max_samples=10_000, spread=0.5)
+RULES = {
+    "tiny": Rule(min_samples=6, max_samples=10_000, spread=0.5),
+    "full": Rule(min_samples=20, max_samples=10_000, spread=0.02),
+}
 
 
 @dataclass(frozen=True)
@@ -74,36 +75,23 @@ def _rows(bench: Bench, kind: Kind, tokens: int, inputs: int, outputs: int) -> I
         return Part(point, lap, Work(flops, dtype), of_work(flops, peak=peak))
 
     parts = [part(name, name, products) for name, products in laps.items()] + [part("all", TOTAL, 3)]
+
+    def sample() -> tuple[Timing, dict[str, Cell]]:
+        run = layer(kind, tokens, inputs, outputs, bench.device)
+        return back_to_back(run, bench.stopwatch, SPANS[bench.form], RULES[bench.form])
+
     points = [part.point for part in parts]
-    if not bench.wanted(points):
-        return
-    failure = bench.late()
-    if failure is None:
-        try:
-            run = layer(kind, tokens, inputs, outputs, bench.device)
-            timing, seen = back_to_back(
-                run, bench.stopwatch, SPANS[bench.form], TINY_RULE if bench.tiny else RULE
-            )
-        except Exception as error:  # Any error is the result of these points.
-            failure = failure_of(error)
-        else:
-            for one in parts:
-                yield bench.row(one, timing, seen)
-        finally:
-            bench.tidy()
-    if failure is not None:
-        yield from failures(points, *failure)
+    if bench.wanted(points):
+        yield from bench.attempt(points, sample, lambda found: [bench.row(one, *found) for one in parts])
 
 
 # -- back to back --
 
 
-@dataclass
-class _Issued:
-    """A sample issued to the device: when, its number of layers, and its marks."""
+class _Issued(NamedTuple):
+    """A sample issued to the device: when, and its marks."""
 
     at: float
-    layers: int
     marks: list[tuple[str, Any]]
 
 
@@ -127,7 +115,7 @@ def back_to_back(
         now = clock()
         is_over = now - begun >= span.lead_s + span.counted_s and len(timing.runs) >= rule.min_samples
         if not is_over:
-            pending.append(_Issued(now, layers, _issue(run, stopwatch, layers)))
+            pending.append(_Issued(now, _issue(run, stopwatch, layers)))
         while pending and (is_over or len(pending) > AHEAD):
             sample = pending.popleft()
             held.update(stopwatch.held_until(sample.marks[-1][1]))
@@ -135,7 +123,8 @@ def back_to_back(
                 continue
             for name, value in stopwatch.state().items():
                 states.setdefault(name, []).append(value)
-            _keep(timing, sample, stopwatch)
+            seconds = lap_seconds(sample.marks, stopwatch.between)
+            timing.keep(len(timing.runs), {name: all_s / layers for name, all_s in seconds.items()}, {})
         if is_over:
             break
     stopwatch.wait()
@@ -164,17 +153,6 @@ def _issue(run: Callable[[Lap], object], stopwatch: Stopwatch, layers: int) -> l
         run(lambda name: marks.append((name, stopwatch.mark())))
     marks.append((TOTAL, stopwatch.mark()))
     return marks
-
-
-def _keep(timing: Timing, sample: _Issued, stopwatch: Stopwatch) -> None:
-    """Keep the mean seconds of a layer's parts; the device must have reached the marks."""
-    seconds: dict[str, float] = {}
-    for (name, begin), (_, end) in pairwise(sample.marks):
-        seconds[name] = seconds.get(name, 0.0) + stopwatch.between(begin, end)
-    seconds[TOTAL] = stopwatch.between(sample.marks[0][1], sample.marks[-1][1])
-    timing.runs.append(len(timing.runs))
-    for name, whole in seconds.items():
-        timing.laps.setdefault(name, []).append(whole / sample.layers)
 
 
 # -- what runs --
@@ -242,19 +220,11 @@ def _compiled_layer(x: Tensor, w: Tensor, g: Tensor) -> Callable[[Lap], object]:
     Raises:
         InputError: torchao is not installed.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise InputError(
-            "it needs the package torchao",
-            "pip install 'trainfit[torchao]'",
-            field="sustained",
-            value="fp8-casts",
-        ) from error
+    float8: Any = optional("torchao.float8", "torchao", field="sustained", value="fp8-casts")
     linear = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta"))
     linear.load_state_dict({"0.weight": w}, assign=True)
-    config = Float8LinearConfig(emulate=x.device.type == "cpu")
-    converted = convert_to_float8_training(linear.requires_grad_(), config=config)
+    config = float8.Float8LinearConfig(emulate=x.device.type == "cpu")
+    converted = float8.convert_to_float8_training(linear.requires_grad_(), config=config)
     torch._dynamo.reset()
     compiled = torch.compile(converted, dynamic=False)
     wanted = (x.requires_grad_(), *converted.parameters())

@@ -11,7 +11,7 @@ dtypes, which are saved for backward.
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient 0.31 % with one chunk, 0.42 % with 8,
-0.65 % with 32, the maximum (tests/kernels/cross_entropy/test_chunked_loss.py). Under autocast both are fp32.
+0.65 % with 32, the maximum (tests/kernels/cross_entropy/test_losses.py). Under autocast both are fp32.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,6 @@ from torch import Tensor
 from trainfit.kernels.cross_entropy.gradients_in_forward import (
     IGNORED_LABEL,
     Gradients,
-    LossSum,
     loss_with_gradients,
 )
 
@@ -74,23 +73,36 @@ def linear_cross_entropy(
         expected_gradient: The gradient that the backward will most likely receive.
         rows: Tokens per chunk; None: ``chunk_rows``.
     """
-    rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], head.weight.shape[0])
-    settings = _Settings(head.scale, head.softcap, rows, expected_gradient)
+    weight, bias = head.weight, head.bias
+    rows = rows or chunk_rows(hidden.shape[0], hidden.shape[1], weight.shape[0])
 
     def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
-        return _forward(hidden, head.weight, head.bias, targets, settings, dtype, needed)
+        wide = torch.promote_types(torch.float32, dtype)
+        ignored = targets == IGNORED_LABEL
+        columns = targets.clamp(0, weight.shape[0] - 1)
+        count = ignored.logical_not().sum().to(wide)
+        # NaN for a label outside the vocabulary: F.cross_entropy's device assert would make the GPU unusable.
+        count.masked_fill_(((columns != targets) & ~ignored).any(), torch.nan)
+        factors = torch.where(ignored, 0.0, expected_gradient / count)
+        gradients = Gradients.of(hidden, weight, bias, needed)
+        matrix = weight.to(dtype)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # fp32 would round once per chunk.
+        for first in range(0, hidden.shape[0], rows):
+            part = slice(first, first + rows)
+            x = hidden[part].to(dtype)
+            logits = torch.mm(x, matrix.t()) if bias is None else torch.addmm(bias.to(dtype), x, matrix.t())
+            labels = Labels(columns[part, None], ignored[part, None], factors[part, None])
+            losses, grad = chunk_loss(logits, labels, head, wide, wants_gradient=any(needed))
+            del logits
+            total += losses
+            gradients.add(part, grad, x, matrix)
+            del grad
+        return total.div_(count).to(count.dtype), gradients
 
-    return loss_with_gradients(run, hidden, head.weight, head.bias, expected_gradient)
+    return loss_with_gradients(run, hidden, weight, bias, expected_gradient)
 
 
-class _Settings(NamedTuple):
-    scale: float
-    softcap: float | None
-    rows: int
-    expected_gradient: Tensor | float
-
-
-class _Rows(NamedTuple):
+class Labels(NamedTuple):
     """One chunk's targets, each [c, 1]."""
 
     columns: Tensor
@@ -100,64 +112,31 @@ class _Rows(NamedTuple):
     """Factors of the tokens' gradients; 0 where ignored."""
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    settings: _Settings,
-    dtype: torch.dtype,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, Gradients]:
-    """Return the loss and the ``needed`` gradients; matrix products are in ``dtype``."""
-    wide = torch.promote_types(torch.float32, dtype)
-    ignored = targets == IGNORED_LABEL
-    columns = targets.clamp(0, weight.shape[0] - 1)
-    count = ignored.logical_not().sum().to(wide)
-    # NaN for a label outside the vocabulary: F.cross_entropy's device assert would make the GPU unusable.
-    count.masked_fill_(((columns != targets) & ~ignored).any(), torch.nan)
-    factors = torch.where(ignored, 0.0, settings.expected_gradient / count)
-    gradients = Gradients.of(hidden, weight, bias, needed)
-    matrix = weight.to(dtype)
-    loss = LossSum(hidden.device)
-    for first in range(0, hidden.shape[0], settings.rows):
-        part = slice(first, first + settings.rows)
-        x = hidden[part].to(dtype)
-        logits = torch.mm(x, matrix.t()) if bias is None else torch.addmm(bias.to(dtype), x, matrix.t())
-        rows = _Rows(columns[part, None], ignored[part, None], factors[part, None])
-        losses, grad = _chunk(logits, rows, settings, wide, wants_gradient=any(needed))
-        del logits
-        loss.add(losses)
-        gradients.add(part, grad, x, matrix)
-        del grad
-    return loss.mean(count), gradients
-
-
-def _chunk(
-    logits: Tensor, rows: _Rows, settings: _Settings, wide: torch.dtype, *, wants_gradient: bool
+def chunk_loss(
+    logits: Tensor, labels: Labels, head: Head, wide: torch.dtype, *, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the chunk's summed loss and the gradient of its logits [c, v], which overwrites ``logits``.
 
     Without ``wants_gradient`` the second result is undefined.
     """
-    if settings.scale != 1.0:
-        logits.mul_(settings.scale)
+    if head.scale != 1.0:
+        logits.mul_(head.scale)
     squashed = logits
-    if settings.softcap is not None:
-        squashed = logits.div_(settings.softcap).tanh_()
-        logits = squashed * settings.softcap
+    if head.softcap is not None:
+        squashed = logits.div_(head.softcap).tanh_()
+        logits = squashed * head.softcap
     highest = logits.amax(1, keepdim=True)
     shifted = logits.sub_(highest) if logits.dtype == wide else torch.sub(logits, highest.to(wide))
-    right = shifted.gather(1, rows.columns)
+    right = shifted.gather(1, labels.columns)
     exponentials = shifted.exp_()
     totals = exponentials.sum(1, keepdim=True)
-    loss = (totals.log() - right).masked_fill_(rows.ignored, 0.0).sum()
+    loss = (totals.log() - right).masked_fill_(labels.ignored, 0.0).sum()
     if not wants_gradient:
         return loss, logits
     # (softmax - one-hot) times the row's total: subtracted in fp32, where the difference is small.
-    exponentials.scatter_(1, rows.columns, right.exp() - totals)
-    factors = rows.factors / totals * settings.scale
-    if settings.softcap is not None:
+    exponentials.scatter_(1, labels.columns, right.exp() - totals)
+    factors = labels.factors / totals * head.scale
+    if head.softcap is not None:
         exponentials.mul_(factors)
         torch.ops.aten.tanh_backward.grad_input(exponentials, squashed, grad_input=exponentials)
         return loss, logits.copy_(exponentials)

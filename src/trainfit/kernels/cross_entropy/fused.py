@@ -13,23 +13,23 @@ bytes each).
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32
-% with 4 (tests/kernels/cross_entropy/test_fused_loss.py).
+% with 4 (tests/kernels/cross_entropy/test_losses.py).
 
 Unlike chunked.py, a logit takes 2 bytes instead of 6, label smoothing and z-loss (Chowdhery et al., PaLM,
 arXiv:2204.02311, section 5) are supported, and a bias is not.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainfit.kernels.cross_entropy.chunked import Head
-from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, LossSum, loss_with_gradients
+from trainfit.kernels.cross_entropy.gradients_in_forward import Gradients, loss_with_gradients
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
-from trainfit.kernels.custom_op import declare, uses_triton
+from trainfit.kernels.custom_op import declare, triton_kernels, uses_triton
 from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
@@ -76,12 +76,27 @@ def fused_linear_cross_entropy(
     """
     refuse_bias(head.bias)
     register()
-    settings = _Settings(head.scale, head.softcap or 0.0, rows, expected_gradient, terms or Terms())
+    weight, terms = head.weight, terms or Terms()
 
     def run(dtype: torch.dtype, needed: tuple[bool, ...]) -> tuple[Tensor, Gradients]:
-        return _forward(hidden, head.weight, targets, settings, dtype, needed)
+        n, v = hidden.shape[0], weight.shape[0]
+        c = rows or fused_rows(n, v, dtype)
+        count = (targets != terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
+        arguments = (expected_gradient / count, head.scale, head.softcap or 0.0, *terms, any(needed))
+        gradients = Gradients.of(hidden, weight, None, needed)
+        matrix = weight.to(dtype)
+        buffer = hidden.new_empty(min(c, n), -(-v // ROW_ALIGNMENT) * ROW_ALIGNMENT, dtype=dtype)[:, :v]
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)  # fp32 would round once per chunk.
+        for first in range(0, n, c):
+            part = slice(first, first + c)
+            x = hidden[part].to(dtype)
+            logits = buffer[: x.shape[0]]
+            torch.mm(x, matrix.t(), out=logits)
+            total += torch.ops.trainfit.cross_entropy_(logits, targets[part], *arguments).sum()
+            gradients.add(part, logits, x, matrix)
+        return total.div_(count).to(count.dtype), gradients
 
-    return loss_with_gradients(run, hidden, head.weight, None, expected_gradient)
+    return loss_with_gradients(run, hidden, weight, None, expected_gradient)
 
 
 def refuse_bias(bias: Tensor | None) -> None:
@@ -98,46 +113,6 @@ def plain_linear_cross_entropy(
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     return cross_entropy_with_terms(logits, targets, terms or Terms())
-
-
-class _Settings(NamedTuple):
-    scale: float
-    softcap: float
-    """0 without a soft cap."""
-    rows: int | None
-    expected_gradient: Tensor | float
-    terms: Terms
-
-
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    settings: _Settings,
-    dtype: torch.dtype,
-    needed: tuple[bool, ...],
-) -> tuple[Tensor, Gradients]:
-    """Return the loss and the ``needed`` gradients of hidden states and weight; products are in ``dtype``."""
-    n, v = hidden.shape[0], weight.shape[0]
-    rows = settings.rows or fused_rows(n, v, dtype)
-    count = (targets != settings.terms.ignore_index).sum().to(torch.promote_types(torch.float32, dtype))
-    factor = settings.expected_gradient / count
-    gradients = Gradients.of(hidden, weight, None, needed)
-    matrix = weight.to(dtype)
-    buffer = hidden.new_empty(min(rows, n), -(-v // ROW_ALIGNMENT) * ROW_ALIGNMENT, dtype=dtype)[:, :v]
-    loss = LossSum(hidden.device)
-    for first in range(0, n, rows):
-        part = slice(first, first + rows)
-        x = hidden[part].to(dtype)
-        logits = buffer[: x.shape[0]]
-        torch.mm(x, matrix.t(), out=logits)
-        loss.add(
-            torch.ops.trainfit.cross_entropy_(
-                logits, targets[part], factor, settings.scale, settings.softcap, *settings.terms, any(needed)
-            ).sum()
-        )
-        gradients.add(part, logits, x, matrix)
-    return loss.mean(count), gradients
 
 
 @cache
@@ -169,14 +144,11 @@ def triton_cross_entropy(
     wants_gradient: bool, *, block: int = 2048, num_warps: int = 8,
 ) -> Tensor:  # fmt: skip
     """Compute ``plain_cross_entropy`` in one kernel."""
-    from trainfit.kernels.cross_entropy import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
     c, v = logits.shape
     assert logits.stride(1) == 1, "the kernel takes contiguous rows"
     losses = torch.empty(c, dtype=torch.float32, device=logits.device)
     if c:
-        kernels.cross_entropy_kernel[(c,)](
+        triton_kernels("kernels.cross_entropy.triton").cross_entropy_kernel[(c,)](
             logits, targets.contiguous(), factor, losses, logits.stride(0), v, terms.ignore_index,
             scale, softcap, terms.label_smoothing, terms.z_loss,
             SOFTCAP=softcap > 0, SMOOTHING=terms.label_smoothing > 0, Z_LOSS=terms.z_loss > 0,
@@ -206,10 +178,14 @@ def plain_cross_entropy(
         x = x.sub_(highest)  # Before anything small is added: large logits keep the loss.
         rest = x.exp().sum(1, keepdim=True).log_()
         lse = highest + rest
-        row_losses = _row_losses(x, columns, rest, lse, terms).masked_fill_(invalid, torch.nan)
-        losses[part] = row_losses.masked_fill_(ignored, 0.0)[:, 0]
+        smoothing = terms.label_smoothing
+        row_losses = rest - (1 - smoothing) * x.gather(1, columns)
+        if smoothing:
+            row_losses -= smoothing * x.mean(1, keepdim=True)
+        if terms.z_loss:
+            row_losses += terms.z_loss * lse.square()
+        losses[part] = row_losses.masked_fill_(invalid, torch.nan).masked_fill_(ignored, 0.0)[:, 0]
         if wants_gradient:
-            smoothing = terms.label_smoothing
             g = torch.exp(x - rest)
             if terms.z_loss:
                 g *= 1 + 2 * terms.z_loss * lse
@@ -218,14 +194,4 @@ def plain_cross_entropy(
             g = g if slope is None else g * slope
             g = (g * (factor * scale)).masked_fill_(invalid, torch.nan)
             y.copy_(g.masked_fill_(ignored, 0.0))
-    return losses
-
-
-def _row_losses(x: Tensor, columns: Tensor, rest: Tensor, lse: Tensor, terms: Terms) -> Tensor:
-    """Return row losses [c, 1]; ``x`` is logits less their maximum, ``rest`` log(sum(exp(x)))."""
-    losses = rest - (1 - terms.label_smoothing) * x.gather(1, columns)
-    if terms.label_smoothing:
-        losses -= terms.label_smoothing * x.mean(1, keepdim=True)
-    if terms.z_loss:
-        losses += terms.z_loss * lse.square()
     return losses

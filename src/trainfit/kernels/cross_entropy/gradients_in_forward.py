@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, refuse_second_derivative
+from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels, uses_triton
 
 PROGRAMS = 1056
 """Programs of the scaling kernel: eight per multiprocessor of an H200."""
@@ -50,11 +50,21 @@ class Gradients(NamedTuple):
             matrix: The weight, [v, e], in the dtype of the products.
         """
         if self.hidden is not None:
-            multiply(logits, matrix, into=self.hidden[part])
+            _multiply(logits, matrix, into=self.hidden[part])
         if self.weight is not None:
-            multiply(logits.t(), x, into=self.weight, add=part.start > 0)
+            _multiply(logits.t(), x, into=self.weight, add=part.start > 0)
         if self.bias is not None:
             self.bias.add_(logits.sum(0))
+
+
+def _multiply(first: Tensor, second: Tensor, *, into: Tensor, add: bool = False) -> None:
+    """Write or add the matrix product ``into`` a tensor that may have another dtype."""
+    if into.dtype == first.dtype:
+        into.addmm_(first, second, beta=int(add))
+    elif add:
+        into.add_(torch.mm(first, second))
+    else:
+        into.copy_(torch.mm(first, second))
 
 
 Run = Callable[[torch.dtype, tuple[bool, ...]], tuple[Tensor, Gradients]]
@@ -111,31 +121,6 @@ class _LossWithGradients(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
-class LossSum:
-    """Sum of the losses of all chunks in fp64, because fp32 would round once per chunk."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, loss: Tensor) -> None:
-        """Add a chunk's loss, a scalar."""
-        self._sum += loss
-
-    def mean(self, count: Tensor) -> Tensor:
-        """Return the mean over ``count`` tokens in the dtype of ``count``; call it once."""
-        return self._sum.div_(count).to(count.dtype)
-
-
-def multiply(first: Tensor, second: Tensor, *, into: Tensor, add: bool = False) -> None:
-    """Write or add the matrix product ``into`` a tensor that may have another dtype."""
-    if into.dtype == first.dtype:
-        into.addmm_(first, second, beta=int(add))
-    elif add:
-        into.add_(torch.mm(first, second))
-    else:
-        into.copy_(torch.mm(first, second))
-
-
 @cache
 def register() -> None:
     """Declare ``torch.ops.trainfit.multiply_unless_one_``: scale in place; a factor of 1 writes nothing."""
@@ -143,7 +128,7 @@ def register() -> None:
 
 
 def _run(x: Tensor, ratio: Tensor) -> None:
-    if x.is_cuda and x.dtype != torch.float64 and x.is_contiguous():
+    if uses_triton(x) and x.is_contiguous():
         triton_multiply_unless_one(x, ratio)
     elif x.is_cuda or ratio.item() != 1:  # ``item`` would synchronise with a GPU.
         x.mul_(ratio)
@@ -151,9 +136,7 @@ def _run(x: Tensor, ratio: Tensor) -> None:
 
 def triton_multiply_unless_one(x: Tensor, ratio: Tensor) -> None:
     """Scale contiguous ``x`` in one kernel, computed in fp32."""
-    from trainfit.kernels.cross_entropy import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
     if x.numel():
         programs = min(PROGRAMS, -(-x.numel() // BLOCK))
+        kernels = triton_kernels("kernels.cross_entropy.triton")
         kernels.multiply_unless_one_kernel[(programs,)](x, ratio, x.numel(), BLOCK=BLOCK)

@@ -33,7 +33,7 @@ class Machine:
 
     capability: tuple[int, int]
     has_gluon: bool = True
-    """Whether Triton has Gluon and tensor descriptors."""
+    """Return whether Triton has Gluon and tensor descriptors."""
 
 
 @dataclass(frozen=True)
@@ -56,53 +56,48 @@ class Launch:
         return function(*args) if self.how is None else function(*args, self.how)
 
 
-def forward_launch(q: Tensor, k: Tensor, v: Tensor, scale: float, machine: Machine) -> Launch:
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, machine: Machine
+) -> Launch:
     """Return the launch of the forward for q [b, h, n, d], k and v [b, k, m, d]."""
-    return _forward((layout(q), layout(k), layout(v)), scale > 0, machine)
+    return _chosen((layout(q), layout(k), layout(v)), scale > 0, machine)
 
 
 def backward_launch(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, machine: Machine
-) -> Launch:
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float, machine: Machine,
+) -> Launch:  # fmt: skip
     """Return the launch of the backward; deterministic algorithms exclude the Gluon kernel."""
     layouts = (layout(q), layout(gradient), layout(k), layout(v), layout(out))
-    return _backward(layouts, scale > 0, machine, torch.are_deterministic_algorithms_enabled())
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _chosen(layouts, scale > 0, machine, backward=True, deterministic=deterministic)
 
 
 @lru_cache(maxsize=4096)
-def _forward(layouts: tuple[Layout, ...], has_positive_scale: bool, machine: Machine) -> Launch:
-    if layouts[0].dtype == torch.float64:
-        return Launch(reference.tiled_forward)
-    if _has_gluon(layouts[0], machine) and fits(layouts, has_positive_scale):
-        return Launch(hopper_launch.gluon_forward, FORWARD[layouts[0].shape[-1]])
-    return Launch(triton_launch.triton_forward)
-
-
-@lru_cache(maxsize=4096)
-def _backward(
-    layouts: tuple[Layout, ...], has_positive_scale: bool, machine: Machine, deterministic: bool
+def _chosen(
+    layouts: tuple[Layout, ...],
+    has_positive_scale: bool,
+    machine: Machine,
+    *,
+    backward: bool = False,
+    deterministic: bool = False,
 ) -> Launch:
-    if layouts[0].dtype == torch.float64:
-        return Launch(reference.tiled_backward)
-    if _has_gluon(layouts[0], machine) and not deterministic and fits(layouts, has_positive_scale):
-        return Launch(hopper_launch.backward, BACKWARD[layouts[0].shape[-1]])
-    return Launch(triton_launch.triton_backward)
-
-
-def _has_gluon(q: Layout, machine: Machine) -> bool:
-    """Return whether a Gluon configuration exists for this GPU and head size."""
-    return machine.capability == HOPPER and machine.has_gluon and q.shape[-1] in FORWARD
-
-
-def machine_of(device: torch.device) -> Machine:
-    """Describe a real GPU."""
-    return _machine(device.index or 0)
+    dtype, d = layouts[0].dtype, layouts[0].shape[-1]
+    if dtype == torch.float64:
+        return Launch(reference.tiled_backward if backward else reference.tiled_forward)
+    has_gluon = machine.capability == HOPPER and machine.has_gluon and d in FORWARD and not deterministic
+    if not has_gluon or not fits(layouts, has_positive_scale):
+        return Launch(triton_launch.triton_backward if backward else triton_launch.triton_forward)
+    if backward:
+        return Launch(hopper_launch.backward, BACKWARD[d])
+    return Launch(hopper_launch.gluon_forward, FORWARD[d])
 
 
 @cache
-def _machine(index: int) -> Machine:
+def machine_of(device: torch.device) -> Machine:
+    """Describe a real GPU."""
     return Machine(
-        torch.cuda.get_device_capability(index),
+        torch.cuda.get_device_capability(device),
         torch.version.hip is None  # AMD's MI250 also reports (9, 0)
         and has_module("triton.tools.tensor_descriptor")
         and has_module("triton.experimental.gluon"),

@@ -9,23 +9,26 @@ gradients and two fp32 values per row; the Gluon kernels also an fp32 dQ. dispat
 design: docs/internals/attention.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainfit.kernels.custom_op import declare, has_module, refuse_second_derivative
+from trainfit.kernels.dry_launch import dry_launcher
+from trainfit.kernels.flash_attention.dispatch import (
+    Launch,
+    Machine,
+    backward_launch,
+    forward_launch,
+    machine_of,
+)
 from trainfit.kernels.flash_attention.reference import tiled_backward, tiled_forward, wide_of
 from trainfit.spec.errors import InputError
-
-if TYPE_CHECKING:
-    from trainfit.kernels.flash_attention.dispatch import Launch
 
 MAX_HEAD_SIZE = 256
 
@@ -149,8 +152,8 @@ def register() -> None:
     from torch.utils.flop_counter import register_flop_formula
 
     for name, run, fake, launch_of in (
-        ("flash_attention", _run_forward, _fake_forward, _forward_launch),
-        ("flash_attention_backward", _run_backward, _fake_backward, _backward_launch),
+        ("flash_attention", _run_forward, _fake_forward, forward_launch),
+        ("flash_attention_backward", _run_backward, _fake_backward, backward_launch),
     ):
         declare(name, run, fake, dry_run=partial(_dry_run, launch_of), kernel=partial(_kernel, launch_of))
     torch.library.register_autograd(
@@ -162,23 +165,29 @@ def register() -> None:
 
 
 def _run_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    from trainfit.kernels.flash_attention.dispatch import forward_launch, machine_of
-
-    run = forward_launch(q, k, v, scale, machine_of(q.device)) if _has_kernels(q) else tiled_forward
-    with _on_device_of(q), _without_autocast(q):
-        return run(q, k, v, is_causal, scale)
+    return _run(forward_launch, tiled_forward, q, k, v, is_causal, scale)
 
 
 def _run_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from trainfit.kernels.flash_attention.dispatch import backward_launch, machine_of
+    return _run(backward_launch, tiled_backward, gradient, q, k, v, out, lse, is_causal, scale)
 
-    run = tiled_backward
-    if _has_kernels(q):
-        run = backward_launch(gradient, q, k, v, out, scale, machine_of(q.device))
-    with _on_device_of(q), _without_autocast(q):
-        return run(gradient, q, k, v, out, lse, is_causal, scale)
+
+def _run(launch_of: Callable[..., Launch], tiled: Callable[..., Any], *arguments: Any) -> Any:
+    """Run the device's kernels on the tensors' device, outside autocast.
+
+    A context is entered only where it changes something, because that costs as much as a launch.
+    """
+    device = arguments[0].device
+    has_kernels = device.type == "cuda" and has_module("triton")
+    run = launch_of(*arguments, machine_of(device)) if has_kernels else tiled
+    with ExitStack() as contexts:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            contexts.enter_context(torch.cuda.device(device))
+        if torch.is_autocast_enabled(device.type):
+            contexts.enter_context(torch.autocast(device.type, enabled=False))
+        return run(*arguments)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -196,48 +205,12 @@ def _differentiate(ctx: Any, gradient: Tensor, _: None) -> Any:
     return dq, dk, dv, None, None
 
 
-def _on_device_of(q: Tensor) -> AbstractContextManager[Any]:
-    """Make the tensors' device current, where Triton launches."""
-    is_other = q.is_cuda and q.device.index != torch.cuda.current_device()
-    return torch.cuda.device(q.device) if is_other else nullcontext()
-
-
-def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast where it is on; entering its context costs as much as a launch."""
-    kind = q.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
-def _has_kernels(q: Tensor) -> bool:
-    return q.is_cuda and has_module("triton")
-
-
-def _forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, *, capability: tuple[int, int]
-) -> Launch:
-    from trainfit.kernels.flash_attention.dispatch import Machine, forward_launch
-
-    return forward_launch(q, k, v, scale, Machine(capability))
-
-
-def _backward_launch(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool,
-    scale: float,
-    *, capability: tuple[int, int],
-) -> Launch:  # fmt: skip
-    from trainfit.kernels.flash_attention.dispatch import Machine, backward_launch
-
-    return backward_launch(gradient, q, k, v, out, scale, Machine(capability))
-
-
 def _dry_run(launch_of: Callable[..., Launch], *arguments: Any, capability: tuple[int, int]) -> Any:
-    from trainfit.kernels.dry_launch import dry_launcher
-
-    return launch_of(*arguments, capability=capability)(*arguments, by=dry_launcher)
+    return launch_of(*arguments, Machine(capability))(*arguments, by=dry_launcher)
 
 
 def _kernel(launch_of: Callable[..., Launch], *arguments: Any, capability: tuple[int, int]) -> str:
-    return launch_of(*arguments, capability=capability).kernel
+    return launch_of(*arguments, Machine(capability)).kernel
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,52 +1,11 @@
-"""Passes before and after FlashAttention's backward in Triton: row sums of dO * O, and the scaling of dQ.
-
-``prepare_kernel`` (pointers) precedes the Triton kernels; ``prepare_tma_kernel`` and
-``scale_by_thread_kernel`` surround the Gluon kernel.
-"""
-
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (parameters annotated ``tl.constexpr`` are plain numbers to the caller)
+"""Passes before and after FlashAttention's Gluon backward in Triton: row sums of dO * O, scaling of dQ."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trainfit.kernels.flash_attention.triton import LOG2_E, load_tile
-
-
-@triton.jit
-def _first_row_and_head(padded, BLOCK_M: tl.constexpr):
-    """Return the program's first row and its head, counted over all batches.
-
-    The grid has one axis, because the others end at 65,535, fewer than the heads of a batch of short
-    sequences.
-    """
-    blocks = padded // BLOCK_M
-    return tl.program_id(0) % blocks * BLOCK_M, tl.program_id(0) // blocks
-
-
-@triton.jit
-def prepare_kernel(
-    OUT, DO, LSE, LSE_2, DELTA, n, padded, d, heads,
-    o_batch, o_head, o_row: tl.constexpr, o_column, do_batch, do_head, do_row: tl.constexpr, do_column,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr,
-):  # fmt: skip
-    """Compute delta, the row sum of dO * O, and ``lse`` in base 2, both padded to whole tiles.
-
-    Rows past the end, and rows without keys, get an ``lse`` of infinity, which makes their probabilities 0.
-    """
-    first, batch_head = _first_row_and_head(padded, BLOCK_M)
-    batch, head = (batch_head // heads).to(tl.int64), (batch_head % heads).to(tl.int64)
-    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    o_base, do_base = OUT + batch * o_batch + head * o_head, DO + batch * do_batch + head * do_head
-    o = load_tile(o_base, first, rows, columns, o_row, o_column, n, d, False, EVEN_D)
-    do = load_tile(do_base, first, rows, columns, do_row, do_column, n, d, False, EVEN_D)
-    rows += first
-    lse = tl.load(LSE + batch_head.to(tl.int64) * n + rows, mask=rows < n, other=float("-inf"))
-    at = batch_head.to(tl.int64) * padded + rows
-    tl.store(LSE_2 + at, tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
-    tl.store(DELTA + at, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1))
+from trainfit.kernels.flash_attention.triton import LOG2_E, first_row_and_head
 
 
 @triton.jit
@@ -69,7 +28,7 @@ def prepare_tma_kernel(
     OUT, DO and DQ are tensor descriptors [b, heads, rows, d] with blocks [1, 1, BLOCK_M, BLOCK_D]: the
     hardware reads zeros outside and drops writes there.
     """
-    first, batch_head = _first_row_and_head(padded, BLOCK_M)
+    first, batch_head = first_row_and_head(padded, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     batch, head = batch_head // heads, batch_head % heads
     rows = first + tl.arange(0, BLOCK_M)
     out = _load(OUT, batch, head, first, BLOCK_M, BLOCK_D)

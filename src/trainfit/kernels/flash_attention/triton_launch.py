@@ -24,11 +24,14 @@ class Tiles:
     max_registers: int | None = None
     """Registers per thread; fewer let more programs share a multiprocessor."""
 
-    def arguments(self, d: int) -> dict[str, Any]:
-        """Return the launch arguments of a kernel."""
+    def arguments(self, q: Tensor) -> dict[str, Any]:
+        """Return the launch arguments of a kernel for queries ``q``."""
+        d, tf32 = q.shape[-1], torch.backends.cuda.matmul.fp32_precision == "tf32"
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_D": block_d(d),
-            "HEADS_AT_ONCE": self.heads_at_once,
+            "EVEN_D": block_d(d) == d, "HEADS_AT_ONCE": self.heads_at_once,
+            # TF32 rounds fp32 inputs to 10 bits of mantissa; the user allows it as for any matrix product.
+            "PRECISION": "ieee" if q.dtype == torch.float32 and not tf32 else "tf32",
             "num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.max_registers,
         }  # fmt: skip
 
@@ -42,19 +45,15 @@ def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, how: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute ``tiled_forward`` in one kernel, with the tiles ``how`` or those of ``tiles``."""
-    from trainfit.kernels.flash_attention import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
     b, h, n, d = q.shape
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     how = how or tiles("forward", q)
     if out.numel():
         q, scale, _ = _with_positive(scale, q)
-        kernels.forward_kernel[(_cdiv(n, how.block_m) * b * h,)](
+        _kernels().forward_kernel[(-(-n // how.block_m) * b * h,)](
             q, k, v, out, lse, scale * math.log2(math.e), n, k.shape[2], d, h, b * h, h // k.shape[1],
-            *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(d),
-            **_constants(d, q.dtype), CAUSAL=is_causal,
-            ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
+            *q.stride(), *k.stride(), *v.stride(), *out.stride(), **how.arguments(q),
+            CAUSAL=is_causal, ALL_KEYS=k.shape[2] > 0 and k.shape[2] % how.block_n == 0,
         )  # fmt: skip
     return out, lse
 
@@ -86,13 +85,10 @@ def _with_positive(scale: float, q: Tensor) -> tuple[Tensor, float, int]:
 
 def triton_prepared(gradient: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``lse`` in base 2 and delta (row sums of dO * O), fp32 [b, h, n padded to whole tiles]."""
-    from trainfit.kernels.flash_attention import triton_backward_passes
-
-    kernels: Any = triton_backward_passes  # its constexpr parameters take plain values
     b, h, n, d = out.shape
-    blocks = _cdiv(n, ROWS)
+    blocks = -(-n // ROWS)
     lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
-    kernels.prepare_kernel[(blocks * b * h,)](
+    _kernels().prepare_kernel[(blocks * b * h,)](
         out, gradient, lse, lse_2, delta, n, blocks * ROWS, d, h, *out.stride(), *gradient.stride(),
         BLOCK_M=ROWS, BLOCK_D=block_d(d), EVEN_D=block_d(d) == d,
     )  # fmt: skip
@@ -103,45 +99,34 @@ def triton_key_gradients(
     inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles
 ) -> tuple[Tensor, Tensor]:
     """Return dK and dV from q, k, v, dO, ``lse`` in base 2 and delta."""
-    from trainfit.kernels.flash_attention import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
     q, k, v, gradient, lse_2, _ = inputs
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-    kernels.key_gradient_kernel[(_cdiv(m, how.block_n) * b * kv_heads,)](
+    _kernels().key_gradient_kernel[(-(-m // how.block_n) * b * kv_heads,)](
         *inputs, dk, dv, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, kv_heads,
         b * kv_heads, *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dk.stride(), *dv.stride(),
-        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal, ALL_ROWS=n % how.block_m == 0,
+        **how.arguments(q), CAUSAL=is_causal, ALL_ROWS=n % how.block_m == 0,
     )  # fmt: skip
     return dk, dv
 
 
 def triton_query_gradient(inputs: tuple[Tensor, ...], is_causal: bool, scale: float, how: Tiles) -> Tensor:
     """Return dQ from q, k, v, dO, ``lse`` in base 2 and delta."""
-    from trainfit.kernels.flash_attention import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
     q, k, v, gradient, lse_2, _ = inputs
     dq = torch.empty_like(q)
     (b, h, n, d), m = q.shape, k.shape[2]
-    kernels.query_gradient_kernel[(_cdiv(n, how.block_m) * b * h,)](
+    _kernels().query_gradient_kernel[(-(-n // how.block_m) * b * h,)](
         *inputs, dq, scale, scale * math.log2(math.e), n, m, lse_2.shape[-1], d, h, b * h, h // k.shape[1],
         *q.stride(), *k.stride(), *v.stride(), *gradient.stride(), *dq.stride(),
-        **how.arguments(d), **_constants(d, q.dtype), CAUSAL=is_causal,
+        **how.arguments(q), CAUSAL=is_causal,
     )  # fmt: skip
     return dq
 
 
-def _cdiv(length: int, size: int) -> int:
-    return -(-length // size)
+def _kernels() -> Any:
+    from trainfit.kernels.flash_attention import triton
 
-
-def _constants(d: int, dtype: torch.dtype) -> dict[str, Any]:
-    # TF32 rounds fp32 inputs to 10 bits of mantissa; the user allows it as for any matrix product.
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    precision = "ieee" if dtype == torch.float32 and not tf32 else "tf32"
-    return {"EVEN_D": block_d(d) == d, "PRECISION": precision}
+    return triton
 
 
 def tiles(kernel: str, x: Tensor) -> Tiles:

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare
+from trainfit.kernels.custom_op import declare, triton_kernels
 from trainfit.kernels.quantize import codebook
 
 BLOCK = 64
 """Weights per magnitude."""
 GROUP = 256
 """Magnitudes per scale."""
+TRITON = "kernels.quantize.triton"
 
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -122,7 +123,7 @@ def triton_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tens
     """Compute ``reference_quantize_blocks`` in one kernel without scratch, equal bit for bit."""
     codes, magnitudes = _fake_quantize_blocks(weight, levels)
     blocks_a_program = 32
-    _kernels().quantize_nf4_kernel[(-(-magnitudes.numel() // blocks_a_program),)](
+    triton_kernels(TRITON).quantize_nf4_kernel[(-(-magnitudes.numel() // blocks_a_program),)](
         weight, levels, codes, magnitudes, weight.numel(), magnitudes.numel(),
         BLOCKS=blocks_a_program, enable_fp_fusion=False,
     )  # fmt: skip
@@ -134,16 +135,10 @@ def triton_dequantize(like: Tensor, *arguments: Any) -> Tensor:
     *parts, _, _ = arguments
     weight = _fake_dequantize(like, *arguments)
     num_blocks, blocks_a_program = parts[1].numel(), 64
-    _kernels().dequantize_nf4_kernel[(-(-num_blocks // blocks_a_program),)](
+    triton_kernels(TRITON).dequantize_nf4_kernel[(-(-num_blocks // blocks_a_program),)](
         *parts, weight, weight.numel(), num_blocks, BLOCKS=blocks_a_program, enable_fp_fusion=False
     )
     return weight
-
-
-def _kernels() -> Any:
-    from trainfit.kernels.quantize import triton
-
-    return triton
 
 
 def _fake_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:

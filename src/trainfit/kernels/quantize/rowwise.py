@@ -5,12 +5,12 @@ A row's largest magnitude becomes the largest code: 127 in int8 (symmetric, -128
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare
+from trainfit.kernels.custom_op import declare, triton_kernels
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -55,13 +55,10 @@ def register() -> None:
 
 def triton_dequantize(like: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Compute ``reference_dequantize`` in one kernel, equal bit for bit."""
-    from trainfit.kernels.quantize import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
     weight = _fake(like, codes, scales)
     rows, columns = codes.shape
     fp8 = codes.dtype == torch.float8_e4m3fn
-    kernels.dequantize_rows_kernel[(rows, -(-columns // 2048))](
+    triton_kernels("kernels.quantize.triton").dequantize_rows_kernel[(rows, -(-columns // 2048))](
         codes.view(torch.uint8) if fp8 else codes, scales, weight, columns,
         FP8=fp8, BLOCK=2048, enable_fp_fusion=False,
     )  # fmt: skip

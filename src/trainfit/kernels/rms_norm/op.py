@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, refuse_second_derivative
-from trainfit.kernels.rms_norm import reference
+from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels
 from trainfit.spec.errors import InputError
 
 MAX_SIZE = 16384
 """Largest row of one program; at twice the size the backward spills kilobytes per thread."""
+MAX_PARTS = 528
+"""Partial sums of the weight's gradient: four programs for each of an H200's 132 multiprocessors. The number
+does not depend on the GPU, and each program adds its rows in order, so the result is deterministic."""
+TRITON = "kernels.rms_norm.triton"
 
 
 class RMSNorm(torch.autograd.Function):
@@ -60,35 +63,48 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @cache
 def register() -> None:
     """Declare ``torch.ops.trainfit.own_rms_norm`` and its backward, which take contiguous tensors."""
-    declare("own_rms_norm", reference.forward, _fake_forward, triton=triton_forward)
-    declare("own_rms_norm_backward", reference.backward, _fake_backward, triton=triton_backward)
+    declare("own_rms_norm", reference_forward, _fake_forward, triton=triton_forward)
+    declare("own_rms_norm_backward", reference_backward, _fake_backward, triton=triton_backward)
+
+
+def reference_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return y and 1 / sqrt(mean(x^2) + eps) of each row, [n] in fp32 (fp64 for fp64)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * scale * weight).to(x.dtype), scale.reshape(-1)
+
+
+def reference_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, and partial sums [parts, e] of the weight's in the dtype of ``scale``."""
+    e = x.shape[-1]
+    g, normed = gradient.reshape(-1, e).to(scale.dtype), x.reshape(-1, e) * scale[:, None]
+    weighted = g * weight
+    dx = scale[:, None] * (weighted - normed * (weighted * normed).mean(1, keepdim=True))
+    parts = scale.new_zeros(min(scale.numel(), MAX_PARTS), e)
+    if len(parts):
+        parts[0] = (g * normed).sum(0)
+    return dx.to(x.dtype).view_as(x), parts
 
 
 def triton_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute ``reference.forward`` in one kernel."""
+    """Compute ``reference_forward`` in one kernel."""
     y, scale = _fake_forward(x, weight, eps)
     if x.numel():
-        _kernels().rms_norm_kernel[(scale.numel(),)](
+        triton_kernels(TRITON).rms_norm_kernel[(scale.numel(),)](
             x, weight, y, scale, x.shape[-1], eps, **_tile(x.shape[-1])
         )
     return y, scale
 
 
 def triton_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute ``reference.backward`` in one kernel, a partial sum per program."""
+    """Compute ``reference_backward`` in one kernel, a partial sum per program."""
     n, e = scale.numel(), x.shape[-1]
     dx, parts = _fake_backward(gradient, x, weight, scale)
     if n:
-        _kernels().rms_norm_backward_kernel[(len(parts),)](
+        triton_kernels(TRITON).rms_norm_backward_kernel[(len(parts),)](
             gradient, x, weight, scale, dx, parts, n, e, **_tile(e)
         )
     return dx, parts
-
-
-def _kernels() -> Any:
-    from trainfit.kernels.rms_norm import triton
-
-    return triton
 
 
 def _tile(e: int) -> dict[str, int]:
@@ -102,4 +118,4 @@ def _fake_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 def _fake_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), scale.new_empty(reference.num_parts(scale), x.shape[-1])
+    return torch.empty_like(x), scale.new_empty(min(scale.numel(), MAX_PARTS), x.shape[-1])

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, refuse_second_derivative
-from trainfit.kernels.rope import reference
+from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels
 from trainfit.spec.errors import InputError
 
 
@@ -56,20 +55,36 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
 @cache
 def register() -> None:
     """Declare ``torch.ops.trainfit.rotate_pairs``."""
-    declare("rotate_pairs", reference.rotate, _fake, triton=triton_rotate)
+    declare("rotate_pairs", reference_rotate, _fake, triton=triton_rotate)
+
+
+def reference_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """Return rotated q and k; ``back`` rotates by the negative angles, which is the gradient."""
+    if back:
+        sin = -sin
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first, second = x[..., :half].to(wide), x[..., half : 2 * half].to(wide)
+    out = torch.empty_like(x)
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin
+    out[..., 2 * half :] = x[..., 2 * half :]
+    return out
 
 
 def triton_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-    """Compute ``reference.rotate`` in one kernel."""
-    from trainfit.kernels.rope import triton
-
-    kernels: Any = triton  # its constexpr parameters take plain values
+    """Compute ``reference_rotate`` in one kernel."""
     b, h, n, d = q.shape
     half, unrotated = cos.shape[-1], d - 2 * cos.shape[-1]
     outputs = _fake(q, k, cos, sin, back)
     cos, sin = (t.expand(b, n, half) for t in (cos, sin))
     if b * n:
-        kernels.rotate_kernel[(b * n,)](
+        triton_kernels("kernels.rope.triton").rotate_kernel[(b * n,)](
             q, k, *outputs, cos, sin, n, half, unrotated, h, k.shape[1], -1.0 if back else 1.0,
             *q.stride(), *k.stride(), *outputs[0].stride(), *outputs[1].stride(),
             *cos.stride(), *sin.stride(),

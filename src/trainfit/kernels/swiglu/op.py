@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.kernels.custom_op import declare, refuse_second_derivative
-from trainfit.kernels.swiglu import reference
+from trainfit.kernels.custom_op import declare, refuse_second_derivative, triton_kernels
 from trainfit.spec.errors import InputError
 
 
@@ -26,32 +25,23 @@ class Tile(NamedTuple):
 
 
 class SwiGLU(torch.autograd.Function):
-    """``SwiGLU.apply(gate_up)`` of [n, 2f], gate first; the gradient is one tensor too."""
+    """``SwiGLU.apply(gate, up)`` of [n, f] tensors, or ``apply(gate_up, None)`` of [n, 2f], gate first.
+
+    The gradient of ``gate_up`` is one tensor too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return torch.ops.trainfit.swiglu(*gate_up.chunk(2, 1))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        refuse_second_derivative()
-        (gate_up,) = ctx.saved_tensors
-        return torch.ops.trainfit.swiglu_backward(gradients[0].contiguous(), *gate_up.chunk(2, 1))
-
-
-class SplitSwiGLU(torch.autograd.Function):
-    """``SplitSwiGLU.apply(gate, up)`` of two [n, f] tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.ops.trainfit.swiglu(gate, up)
+        return torch.ops.trainfit.swiglu(*(gate.chunk(2, 1) if up is None else (gate, up)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_second_derivative()
-        return torch.ops.trainfit.swiglu_backward(gradients[0].contiguous(), *ctx.saved_tensors).chunk(2, 1)
+        gate, up = ctx.saved_tensors
+        halves = gate.chunk(2, 1) if up is None else (gate, up)
+        both = torch.ops.trainfit.swiglu_backward(gradients[0].contiguous(), *halves)
+        return (both, None) if up is None else both.chunk(2, 1)
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -68,17 +58,13 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         register()
-    if up is None:
-        if gate.dim() < 1 or gate.shape[-1] % 2:
-            raise InputError(f"halves of {list(gate.shape)}", "make the last size even")
-        out: Any = SwiGLU.apply(_flat(gate))
-        return out.view(*gate.shape[:-1], gate.shape[-1] // 2)
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() < 1:
-        raise InputError(
-            f"gate {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}", "make them equal"
-        )
-    out = SplitSwiGLU.apply(_flat(gate), _flat(up))
-    return out.view(gate.shape)
+    if up is None and (gate.dim() < 1 or gate.shape[-1] % 2):
+        raise InputError(f"halves of {list(gate.shape)}", "make the last size even")
+    if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() < 1):
+        given = f"gate {list(gate.shape)} {gate.dtype}, up {list(up.shape)} {up.dtype}"
+        raise InputError(given, "make them equal")
+    out: Any = SwiGLU.apply(_flat(gate), None if up is None else _flat(up))
+    return out.view(*gate.shape[:-1], out.shape[1])
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -90,30 +76,42 @@ def _flat(x: Tensor) -> Tensor:
 @cache
 def register() -> None:
     """Declare ``torch.ops.trainfit.swiglu`` and its backward."""
-    declare("swiglu", reference.forward, _fake_forward, triton=triton_forward)
-    declare("swiglu_backward", reference.backward, _fake_backward, triton=triton_backward)
+    declare("swiglu", reference_forward, _fake_forward, triton=triton_forward)
+    declare("swiglu_backward", reference_backward, _fake_backward, triton=triton_backward)
+
+
+def reference_forward(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, [n, f]."""
+    g = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return (g * g.sigmoid() * up).to(gate.dtype)
+
+
+def reference_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the gradients of gate and up as the halves of one tensor, [n, 2f]."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    d, g, u = gradient.to(wide), gate.to(wide), up.to(wide)
+    s = g.sigmoid()
+    return torch.cat((d * u * s * (1 + g * (1 - s)), d * g * s), 1).to(gate.dtype)
 
 
 def triton_forward(gate: Tensor, up: Tensor, tile: Tile = Tile()) -> Tensor:  # noqa: B008
-    """Compute ``reference.forward`` in one kernel."""
+    """Compute ``reference_forward`` in one kernel."""
     out = _fake_forward(gate, up)
     _launch("swiglu_kernel", (gate, up, out), gate, up, tile)
     return out
 
 
 def triton_backward(gradient: Tensor, gate: Tensor, up: Tensor, tile: Tile = Tile()) -> Tensor:  # noqa: B008
-    """Compute ``reference.backward`` in one kernel."""
+    """Compute ``reference_backward`` in one kernel."""
     both = _fake_backward(gradient, gate, up)
     _launch("swiglu_backward_kernel", (gradient, gate, up, both), gate, up, tile)
     return both
 
 
 def _launch(kernel: str, tensors: tuple[Tensor, ...], gate: Tensor, up: Tensor, tile: Tile) -> None:
-    from trainfit.kernels.swiglu import triton
-
     n, f = gate.shape
     if gate.numel():
-        getattr(triton, kernel)[(n * -(-f // tile.block),)](
+        getattr(triton_kernels("kernels.swiglu.triton"), kernel)[(n * -(-f // tile.block),)](
             *tensors, gate.stride(0), up.stride(0), f, BLOCK=tile.block, num_warps=tile.num_warps
         )
 

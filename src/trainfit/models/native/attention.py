@@ -28,12 +28,9 @@ def sdpa(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) ->
 def own_attention(q_bhsd: Tensor, k_bksd: Tensor, v_bksd: Tensor, bias: Tensor | None) -> Tensor:
     """Call trainfit's FlashAttention kernels, which support plain causal attention only."""
     if bias is not None:
-        raise InputError(
-            "its kernels add no bias to the scores, which ALiBi, a sliding window or a prefix needs",
-            "use attention: sdpa, efficient or eager",
-            field="attention",
-            value="triton",
-        )
+        problem = "its kernels add no bias to the scores, which ALiBi, a sliding window or a prefix needs"
+        remedy = "use attention: sdpa, efficient or eager"
+        raise InputError(problem, remedy, field="attention", value="triton")
     return attend(q_bhsd, k_bksd, v_bksd, True)
 
 

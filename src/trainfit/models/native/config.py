@@ -15,31 +15,18 @@ Activation = Literal["silu", "silu_unfused", "gelu", "gelu_tanh", "relu"]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "silu_unfused": "silu_unfused",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "relu": "relu",
-}
+    "silu": "silu", "swish": "silu", "silu_unfused": "silu_unfused", "gelu": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh", "relu": "relu",
+}  # fmt: skip
 """Activation by its name in ``hidden_act``."""
 
 NOT_READ = (
-    *NOT_THE_ARCHITECTURE,
-    "model_type",
-    "_name_or_path",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
+    *NOT_THE_ARCHITECTURE, "model_type", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id",
     "pad_token_id",
-)
+)  # fmt: skip
 RENAMED = {
-    "rms_norm_eps": "norm_eps",
-    "layer_norm_eps": "norm_eps",
-    "rope_parameters": "rope",
-    "rope_scaling": "rope",
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), "norm_eps"),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), "rope"),
 }
 
 
@@ -70,9 +57,7 @@ class Rope(Value):
                 f"{self.high_freq_factor:g}: make the second larger"
             )
         if self.rope_type == "yarn" and self.rope_theta <= 1:
-            raise ValueError(
-                f"yarn divides by the logarithm of rope_theta {self.rope_theta:g}: write more than 1"
-            )
+            raise ValueError(f"yarn divides by log(rope_theta {self.rope_theta:g}): write more than 1")
         return self
 
 
@@ -131,10 +116,8 @@ class NativeConfig(Value):
 
 def from_own_keys(config: dict[str, Any]) -> NativeConfig:
     """Parse a ``model_type: trainfit`` mapping; unknown keys are refused with near names."""
-    keys: dict[str, Any] = {}
-    for key, value in config.items():
-        if key not in NOT_READ and value is not None:
-            keys[RENAMED.get(key, key)] = value
+    given = {key: value for key, value in config.items() if key not in NOT_READ and value is not None}
+    keys: dict[str, Any] = {RENAMED.get(key, key): value for key, value in given.items()}
     heads = keys.get("num_attention_heads")
     keys.setdefault("num_key_value_heads", heads)
     if isinstance(heads, int) and isinstance(keys.get("hidden_size"), int):
@@ -152,8 +135,6 @@ def from_own_keys(config: dict[str, Any]) -> NativeConfig:
 def activation(name: Any) -> Activation:
     """Return the activation that ``hidden_act`` names."""
     if name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise InputError(
-            f"native has {known}", "use implementation: hf", field="model.config.hidden_act", value=name
-        )
+        problem = f"native has {', '.join(ACTIVATIONS)}"
+        raise InputError(problem, "use implementation: hf", field="model.config.hidden_act", value=name)
     return ACTIVATIONS[name]

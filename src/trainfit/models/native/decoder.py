@@ -36,18 +36,19 @@ class PositionTensors(NamedTuple):
     slopes: Tensor | None = None
 
 
-class Linear(nn.Linear):
-    """Linear layer without initialisation, which ``init_weights`` does."""
+class Uninitialised:
+    """Mixin that leaves a layer's weights as allocated; ``init_weights`` initialises them."""
 
     def reset_parameters(self) -> None:
-        """Leave the weights as allocated."""
+        """Do nothing."""
 
 
-class Embedding(nn.Embedding):
-    """Embedding without initialisation, which ``init_weights`` does."""
+class Linear(Uninitialised, nn.Linear):
+    """Linear layer without initialisation."""
 
-    def reset_parameters(self) -> None:
-        """Leave the weights as allocated."""
+
+class Embedding(Uninitialised, nn.Embedding):
+    """Embedding without initialisation."""
 
 
 class UnfusedRMSNorm(nn.RMSNorm):
@@ -75,7 +76,7 @@ class Attention(nn.Module):
         self.q_norm = norm(config, d, dtype, device) if config.qk_norm else None
         self.k_norm = norm(config, d, dtype, device) if config.qk_norm else None
         self.prefix: nn.Parameter | None = None
-        """Keys and values of a prefix, [2, tokens, k, d] (prefixed.py)."""
+        """Keys and values of a prefix, [2, tokens, k, d] (virtual_tokens.py)."""
 
     def forward(self, x_bse: Tensor, shared: PositionTensors) -> Tensor:
         b, s, _ = x_bse.shape
@@ -192,8 +193,7 @@ class NativeDecoder(nn.Module):
         """Compute logits and, with ``labels``, the mean next-token loss.
 
         Args:
-            input_ids: int64 [b, s].
-            labels: int64 [b, s]; -100 is ignored.
+            input_ids, labels: int64 [b, s]; labels of -100 are ignored.
             inputs_embeds: [b, s, e], instead of ``input_ids``.
         """
         logits = self.lm_head(self.hidden(input_ids, inputs_embeds))
@@ -246,12 +246,8 @@ class NativeDecoder(nn.Module):
     def _learned_positions(self, seq: int, device: torch.device) -> Tensor:
         most = self.config.max_position_embeddings - self.num_prefix
         if seq > most:
-            raise InputError(
-                f"the model has {most} learned positions",
-                "use a shorter sequence",
-                field="batch.seq",
-                value=seq,
-            )
+            problem = f"the model has {most} learned positions"
+            raise InputError(problem, "use a shorter sequence", field="batch.seq", value=seq)
         return torch.arange(self.num_prefix, self.num_prefix + seq, device=device)
 
     def _position_tensors(self, seq: int, x_bse: Tensor) -> PositionTensors:

@@ -17,6 +17,11 @@ ATTENTION_BIAS = ("llama", "qwen3")
 """Families with ``attention_bias`` for all four projections; Qwen2's q, k and v always have a bias."""
 MLP_BIAS = ("llama",)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+EQUAL_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "tie_word_embeddings", "initializer_range",
+)  # fmt: skip
+"""Keys with one meaning in all families and in NativeConfig."""
 OWN_KEYS = ("norm_placement", "position_embedding", "norm", "gated_mlp", "qk_norm")
 
 
@@ -31,27 +36,15 @@ def native_config(config: dict[str, Any]) -> NativeConfig:
         return from_own_keys(config)
     if model_type in FAMILIES:
         return from_transformers(config)
-    known = ", ".join(("trainfit", *FAMILIES))
-    raise InputError(
-        f"native builds {known}", "use implementation: hf", field="model.config.model_type", value=model_type
-    )
+    _refuse("model_type", model_type, f"native builds {', '.join(('trainfit', *FAMILIES))}")
 
 
 def from_transformers(config: dict[str, Any]) -> NativeConfig:
-    """Return the native config of a mapping of one of FAMILIES.
-
-    Raises:
-        InputError: A key or value that the native decoder does not support.
-    """
+    """Return the native config of a mapping of one of FAMILIES; unsupported keys and values are refused."""
     family = config["model_type"]
     for key in OWN_KEYS:
         if key in config:
-            raise InputError(
-                f"is no key of {family}",
-                "use model_type: trainfit",
-                field=f"model.config.{key}",
-                value=config[key],
-            )
+            _refuse(key, config[key], f"is no key of {family}", "use model_type: trainfit")
     hf = hf_config_from(config)
     if hf.attention_dropout:
         _refuse("attention_dropout", hf.attention_dropout, "native has no dropout")
@@ -59,15 +52,9 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
         _refuse("is_causal", False, "native's tokens attend only to those before them")
     biased = family in ATTENTION_BIAS and bool(getattr(hf, "attention_bias", False))
     heads = hf.num_attention_heads
-    keys = {
-        "vocab_size": hf.vocab_size,
-        "hidden_size": hf.hidden_size,
-        "intermediate_size": hf.intermediate_size,
-        "num_hidden_layers": hf.num_hidden_layers,
-        "num_attention_heads": heads,
+    keys = {name: getattr(hf, name) for name in EQUAL_KEYS} | {
         "num_key_value_heads": hf.num_key_value_heads or heads,
         "head_dim": getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        "max_position_embeddings": hf.max_position_embeddings,
         "hidden_act": activation(hf.hidden_act),
         "norm_eps": hf.rms_norm_eps,
         "rope": _rope(hf, family).model_dump(),
@@ -75,9 +62,7 @@ def from_transformers(config: dict[str, Any]) -> NativeConfig:
         "attention_bias": family == "qwen2" or biased,
         "attention_output_bias": biased,
         "mlp_bias": family in MLP_BIAS and bool(getattr(hf, "mlp_bias", False)),
-        "tie_word_embeddings": hf.tie_word_embeddings,
         "sliding_window": _sliding_window(hf, family),
-        "initializer_range": hf.initializer_range,
         "pad_token_id": _pad_token(hf.pad_token_id, hf.vocab_size),
     }
     return parse(NativeConfig, keys)
@@ -95,12 +80,8 @@ def _pad_token(token: int | None, vocabulary: int) -> int | None:
     """Return the padding token; a negative one counts from the end, as in ``nn.Embedding``."""
     if token is None or -vocabulary <= token < vocabulary:
         return token if token is None else token % vocabulary
-    raise InputError(
-        f"the vocabulary has {vocabulary} tokens",
-        "name one of them, or leave it out",
-        field="model.config.pad_token_id",
-        value=token,
-    )
+    problem = f"the vocabulary has {vocabulary} tokens"
+    _refuse("pad_token_id", token, problem, "name one of them, or leave it out")
 
 
 def _rope(hf: Any, family: str) -> Rope:
@@ -118,11 +99,9 @@ def _rope(hf: Any, family: str) -> Rope:
         given["factor"] = hf.max_position_embeddings / given["original_max_position_embeddings"]
     for key in ("rope_theta", *(() if kind == "default" else ("factor",))):
         if key not in given:
-            raise InputError(
-                "missing", f"add it, as {kind} RoPE needs it", field=f"model.config.rope_parameters.{key}"
-            )
+            _refuse(f"rope_parameters.{key}", None, "missing", f"add it, as {kind} RoPE needs it")
     return parse(Rope, given)
 
 
-def _refuse(key: str, value: Any, problem: str) -> NoReturn:
-    raise InputError(problem, "use implementation: hf", field=f"model.config.{key}", value=value)
+def _refuse(key: str, value: Any, problem: str, remedy: str = "use implementation: hf") -> NoReturn:
+    raise InputError(problem, remedy, field=f"model.config.{key}", value=value)

@@ -37,7 +37,7 @@ class Comparison(Value):
 
 @dataclass(frozen=True)
 class Case:
-    """What a calculator may look at: never the ledger."""
+    """Input of a calculator, which never includes the ledger."""
 
     recipe: Recipe
     shape: Shape

@@ -89,7 +89,7 @@ def _options(chance: random.Random) -> Data:
 
 
 def _names_layers(recipe: Recipe) -> bool:
-    """Whether ``targets`` names layers by their numbers, or by a pattern of numbers."""
+    """Return whether ``targets`` names layers by their numbers, or by a pattern of numbers."""
     targets = recipe.adapter.targets if recipe.adapter is not None else ()
     named = (targets,) if isinstance(targets, str) else targets
     # Not a number within a name such as fc1 or dense_4h_to_h.

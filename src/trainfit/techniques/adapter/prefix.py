@@ -54,7 +54,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     base = next(model.parameters()).dtype
     dtype = base if adapter.dtype == "base" else torch.float32
     if recipe.model.implementation == "native":
-        from trainfit.models.native.prefixed import add_prefix
+        from trainfit.models.native.virtual_tokens import add_prefix
 
         add_prefix(model, adapter.tokens, dtype)
         return

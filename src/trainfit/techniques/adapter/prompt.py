@@ -90,7 +90,7 @@ def on_hf(recipe: Recipe, config: Any, draft: Draft) -> nn.Module:
 def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
     import torch
 
-    from trainfit.models.native.prompted import Prompted
+    from trainfit.models.native.virtual_tokens import Prompted
 
     tuners: Any = optional("peft.tuners", "peft", field="adapter.kind", value=adapter.kind)
     base: Any = draft.model

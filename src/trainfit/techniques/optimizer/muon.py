@@ -60,7 +60,7 @@ def _muon(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
     settings["adjust_lr_fn"] = "match_rms_adamw"
     if not options.stochastic_rounding:
         return partial(torch.optim.Muon, **settings)
-    from trainfit.optim.muon import StochasticMuon
+    from trainfit.optim.stochastic import StochasticMuon
 
     return seeded(numbers, StochasticMuon, **settings)
 

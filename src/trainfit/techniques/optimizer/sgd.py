@@ -1,6 +1,6 @@
 """SGD: ``torch.optim.SGD``, with one momentum buffer of each weight's dtype where the recipe sets momentum.
 
-With stochastic rounding it is trainfit's (optim/sgd.py). On a CPU, ``fused`` updates 16-bit weights by
+With stochastic rounding it is trainfit's (optim/stochastic.py). On a CPU, ``fused`` updates 16-bit weights by
 ``forloop``, because torch's fused CPU kernel leaves them unchanged
 (https://github.com/pytorch/pytorch/issues/191763).
 """
@@ -32,7 +32,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         "momentum": options.momentum,
     }
     if options.stochastic_rounding:
-        from trainfit.optim.sgd import StochasticSGD
+        from trainfit.optim.stochastic import StochasticSGD
 
         draft.make_optimizer = seeded(seeds(recipe), StochasticSGD, **common)
         return

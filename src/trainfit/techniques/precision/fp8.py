@@ -88,7 +88,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 
 def gains(module: nn.Module, name: str = "") -> bool:
-    """Whether a layer is converted: a plain linear layer of a suitable size."""
+    """Return whether a layer is converted: a plain linear layer of a suitable size."""
     from torch import nn
 
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:

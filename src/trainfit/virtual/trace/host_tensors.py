@@ -78,7 +78,7 @@ class HostTensorMode(TorchFunctionMode):
 
 
 class PlacementState:
-    """Whether new tensors are host tensors, and whether a host tensor is being moved to the device."""
+    """Flags: new tensors are host tensors; a host tensor is being moved to the device."""
 
     def __init__(self) -> None:
         self.on_host = False

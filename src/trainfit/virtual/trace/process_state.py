@@ -20,7 +20,7 @@ FP32_PRECISIONS = (
 )
 """Backends and operations that have a setting of ``fp32_precision``."""
 _gc_frozen: ContextVar[bool] = ContextVar("gc_frozen", default=False)
-"""Whether ``frozen_gc`` is entered; ``gc.get_freeze_count`` walks every object."""
+"""True inside ``frozen_gc``; ``gc.get_freeze_count`` walks every object."""
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class UserTracer(Tracer):
         self._fake = fake
         self._placement = placement
         self.is_inside = False
-        """Whether PyTorch's own code runs, which must see fake tensors on the CPU."""
+        """True while PyTorch's own code runs, which must see fake tensors on the CPU."""
         self.notes: set[str] = set()
         """Deviations of the trace from a real run."""
 

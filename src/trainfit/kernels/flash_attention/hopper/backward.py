@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trainfit.kernels.flash_attention.hopper.barriers import GROUP_THREADS, _arrive_at, _barrier, _wait_for
+from trainfit.kernels.flash_attention.hopper.pipeline import GROUP_THREADS, _arrive_at, _barrier, _wait_for
 
 GROUP_KEYS = gl.constexpr(64)
 GROUPS = gl.constexpr(2)

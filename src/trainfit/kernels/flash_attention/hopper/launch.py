@@ -25,7 +25,7 @@ class Groups:
 
     @property
     def persistent(self) -> bool:
-        """Whether each multiprocessor runs one program with many tiles, instead of one program per tile."""
+        """True if each multiprocessor runs one program with many tiles, instead of one program per tile."""
         return self.groups == 2
 
 
@@ -48,8 +48,9 @@ class Layout(NamedTuple):
 
 
 def layout(x: Tensor) -> Layout:
-    """Return the layout of a real or fake tensor."""
-    return Layout(x.dtype, x.shape, x.stride(), _first_byte(x) % 16)
+    """Return the layout of a tensor; a fake one's storage is aligned, as on CUDA."""
+    first_byte = x.storage_offset() * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
+    return Layout(x.dtype, x.shape, x.stride(), int(first_byte) % 16)
 
 
 def fits(layouts: tuple[Layout, ...], has_positive_scale: bool) -> bool:
@@ -66,11 +67,6 @@ def fits(layouts: tuple[Layout, ...], has_positive_scale: bool) -> bool:
     )  # fmt: skip
 
 
-def _first_byte(x: Tensor) -> int:
-    """Return the address; of a fake tensor the offset in its storage, which is aligned on CUDA."""
-    return int(x.storage_offset()) * x.element_size() if isinstance(x, FakeTensor) else x.data_ptr()
-
-
 def _num_tiles(length: int, size: int) -> int:
     """Return the tiles that hold ``length`` rows; ``size`` may be a stand-in, which has no unary minus."""
     return (length + size - 1) // size
@@ -83,9 +79,7 @@ def gluon_forward(
     from trainfit.kernels.flash_attention.hopper import forward, launch_cache, schedule
 
     kernels: Any = forward  # its constexpr parameters take plain values
-    tile: Any = launch_cache.Tile
-    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-    columns = block_d(d)
+    (b, h, n, _), (kv_heads, m), columns = q.shape, k.shape[1:3], block_d(q.shape[-1])
     out, lse = torch.empty_like(q), torch.empty(b, h, n, dtype=torch.float32, device=q.device)
     rows = kernels.GROUP_ROWS.value
     programs, shift = _num_tiles(n, how.groups * rows) * b * h, 0
@@ -99,7 +93,7 @@ def gluon_forward(
     of_rows, of_keys = (1, 1, rows, columns), (1, 1, how.block_n, columns)
     launch_cache.launch(
         kernels.forward_gluon_kernel, (programs,),
-        (tile(q, of_rows), tile(k, of_keys), tile(v, of_keys), tile(out, of_rows)),
+        ((q, of_rows), (k, of_keys), (v, of_keys), (out, of_rows)),
         (lse, scale * math.log2(math.e), n, m, h, b * h, h // kv_heads, shift),
         {
             "GROUPS": how.groups, "BLOCK_N": how.block_n, "BLOCK_D": columns, "STAGES": how.stages,
@@ -117,70 +111,28 @@ def backward(
 
     Scratch: two fp32 values per row and an fp32 dQ, both padded to whole tiles.
     """
-    b, h, n, d = q.shape
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    sums = torch.empty(b, h, -(-n // ROWS) * ROWS, block_d(d), dtype=torch.float32, device=q.device)
-    lse_2, delta = _prepared(gradient, out, lse, sums)
-    _gluon_gradients((q, k, v, gradient, lse_2, delta), (sums, dk, dv), is_causal, scale, how)
-    return _scaled(sums, q, scale), dk, dv
-
-
-def _prepared(gradient: Tensor, out: Tensor, lse: Tensor, dq: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``lse`` in base 2 and delta, [b, h, n padded to whole tiles], and set dQ to zeros."""
-    from trainfit.kernels.flash_attention import triton_backward_passes
-    from trainfit.kernels.flash_attention.hopper import launch_cache
-
-    tile: Any = launch_cache.Tile
-    b, h, n, d = out.shape
-    blocks, block = -(-n // ROWS), (1, 1, ROWS, block_d(d))
-    lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=out.device)
-    launch_cache.launch(
-        triton_backward_passes.prepare_tma_kernel, (blocks * b * h,),
-        (tile(out, block, False), tile(gradient, block, False), tile(dq, block, False)),
-        (lse, lse_2, delta, n, blocks * ROWS, h), {"BLOCK_M": ROWS, "BLOCK_D": block_d(d)},
-    )  # fmt: skip
-    return lse_2, delta
-
-
-def _scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
-    """Return ``sums`` (fp32 [b, h, padded n, columns] in thread order) times ``scale``, as ``like``."""
-    from trainfit.kernels.flash_attention import triton_backward_passes
-    from trainfit.kernels.flash_attention.hopper import launch_cache
-
-    out, (b, h, n, d) = torch.empty_like(like), like.shape
-    rows, columns = sums.shape[2:]
-    launch_cache.launch(
-        triton_backward_passes.scale_by_thread_kernel, (rows * columns // 4096 * b * h,), (),
-        (sums, out, scale, *out.stride()[:3], h, n, rows, d), {"BLOCK_M": 8192 // columns,
-        "BLOCK_D": columns},
-    )  # fmt: skip
-    return out
-
-
-def _gluon_gradients(
-    inputs: tuple[Tensor, ...],
-    results: tuple[Tensor, ...],
-    is_causal: bool,
-    scale: float,
-    how: GroupsBackward,
-) -> None:
-    """Compute the unscaled sums of dQ, and dk and dv."""
+    from trainfit.kernels.flash_attention import triton_backward_passes as passes
     from trainfit.kernels.flash_attention.hopper import backward, launch_cache
 
     kernels: Any = backward  # its constexpr parameters take plain values
-    tile: Any = launch_cache.Tile
-    (q, k, v, gradient, lse_2, delta), (sums, dk, dv) = inputs, results
-    (b, h, n, d), (kv_heads, m) = q.shape, k.shape[1:3]
-    columns, keys, half = block_d(d), kernels.GROUP_KEYS.value, kernels.HALF.value
+    (b, h, n, _), (kv_heads, m), columns = q.shape, k.shape[1:3], block_d(q.shape[-1])
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    blocks, block = -(-n // ROWS), (1, 1, ROWS, columns)
+    sums = torch.empty(b, h, blocks * ROWS, columns, dtype=torch.float32, device=q.device)
+    lse_2, delta = torch.empty(2, b, h, blocks * ROWS, dtype=torch.float32, device=q.device)
+    launch_cache.launch(
+        passes.prepare_tma_kernel, (blocks * b * h,), ((out, block), (gradient, block), (sums, block)),
+        (lse, lse_2, delta, n, blocks * ROWS, h), {"BLOCK_M": ROWS, "BLOCK_D": columns}, in_gluon=False,
+    )  # fmt: skip
     # Two groups share a tile of dQ: half of the columns each, or half of the rows for head size 64.
-    rows = 128 * half // columns
+    keys, rows = kernels.GROUP_KEYS.value, 128 * kernels.HALF.value // columns
     of_rows, of_keys = (1, 1, rows, columns), (1, 1, keys, columns)
     launch_cache.launch(
         kernels.backward_gluon_kernel, (_num_tiles(m, kernels.GROUPS.value * keys) * b * kv_heads,),
         (
-            tile(q, of_rows), tile(k, of_keys), tile(v, of_keys), tile(gradient, of_rows),
-            tile(lse_2.flatten(0, 1), (1, rows)), tile(delta.flatten(0, 1), (1, rows)),
-            tile(sums.view(-1, 128), (32, 128)), tile(dk, of_keys), tile(dv, of_keys),
+            (q, of_rows), (k, of_keys), (v, of_keys), (gradient, of_rows),
+            (lse_2.flatten(0, 1), (1, rows)), (delta.flatten(0, 1), (1, rows)),
+            (sums.view(-1, 128), (32, 128)), (dk, of_keys), (dv, of_keys),
         ),
         (sums.shape[2], scale, scale * math.log2(math.e), n, m, h, kv_heads, b * kv_heads),
         {
@@ -188,3 +140,18 @@ def _gluon_gradients(
             "HEADS_AT_ONCE": how.heads_at_once,
         },
     )  # fmt: skip
+    return scaled(sums, q, scale), dk, dv
+
+
+def scaled(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+    """Return ``sums`` (fp32 [b, h, padded n, columns] in thread order) times ``scale``, as ``like``."""
+    from trainfit.kernels.flash_attention import triton_backward_passes as passes
+    from trainfit.kernels.flash_attention.hopper import launch_cache
+
+    out, (b, h, n, d), (rows, columns) = torch.empty_like(like), like.shape, sums.shape[2:]
+    launch_cache.launch(
+        passes.scale_by_thread_kernel, (rows * columns // 4096 * b * h,), (),
+        (sums, out, scale, *out.stride()[:3], h, n, rows, d),
+        {"BLOCK_M": 8192 // columns, "BLOCK_D": columns},
+    )  # fmt: skip
+    return out

@@ -26,15 +26,8 @@ MAX_CACHED = 4096
 """The cache is cleared at this size, which bounds its memory when lengths keep changing."""
 
 
-class Tile(NamedTuple):
-    """A tensor accessed by TMA, [b, heads, rows, d] or two-dimensional, and the block of one copy.
-
-    With ``in_gluon`` the descriptor holds the block's layout, as Gluon kernels need.
-    """
-
-    x: Tensor
-    block: tuple[int, ...]
-    in_gluon: bool = True
+Tile = tuple[Tensor, tuple[int, ...]]
+"""A tensor accessed by TMA, [b, heads, rows, d] or two-dimensional, and the block of one copy."""
 
 
 class _Cached(NamedTuple):
@@ -54,42 +47,37 @@ def launch(
     tiles: tuple[Tile, ...],
     values: tuple[Any, ...],
     constants: Mapping[str, Any],
-    num_warps: int = 4,
+    *,
+    in_gluon: bool = True,
 ) -> None:
     """Launch ``kernel[grid](*descriptors of tiles, *values, **constants)``, in the order of its parameters.
 
     Args:
         values: Tensors, floats (never specialised) and integers (which Triton may specialise).
+        in_gluon: The descriptors hold their blocks' layouts, as Gluon kernels need.
     """
     if not isinstance(kernel, JITFunction):  # Triton's interpreter
-        kernel[grid](*map(_descriptor, tiles), *values, **constants, num_warps=num_warps)
+        kernel[grid](*(_descriptor(tile, in_gluon) for tile in tiles), *values, **constants)
         return
     active: Any = driver.active
     # The Python function identifies the kernel; hashing a JITFunction would hash its source.
     key = (
-        active.get_current_device(), kernel.fn, grid, num_warps,
+        active.get_current_device(), kernel.fn, grid,
         *map(_kind_of_tile, tiles), *map(_kind, values), *constants.values(),
     )  # fmt: skip
     cached = _cache.get(key)
     if cached is not None:
         cached.run(*map(_with_tensor, cached.types, cached.fields, tiles), *values, *constants.values())
         return
-    descriptors = [_descriptor(each) for each in tiles]
-    compiled = kernel[grid](*descriptors, *values, **constants, num_warps=num_warps)
+    descriptors = [_descriptor(tile, in_gluon) for tile in tiles]
+    compiled = kernel[grid](*descriptors, *values, **constants)
     if isinstance(compiled, CompiledKernel):  # None if a hook of Triton replaced the launch
-        _remember(key, kernel, grid, compiled, descriptors, constants)
-
-
-def _remember(
-    key: Any, kernel: Any, grid: tuple[int, ...], compiled: Any, descriptors: list[Any], constants: Any
-) -> None:
-    last = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
-    assert last == list(constants), (kernel.arg_names, list(constants))
-    if len(_cache) >= MAX_CACHED:
-        _cache.clear()
-    fields = tuple({name: x for name, x in vars(each).items() if name != "base"} for each in descriptors)
-    run = compiled[(*grid, 1, 1)[:3]]
-    _cache[key] = _Cached(run, tuple(map(type, descriptors)), fields)
+        last = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
+        assert last == list(constants), (kernel.arg_names, list(constants))
+        if len(_cache) >= MAX_CACHED:
+            _cache.clear()
+        fields = tuple({name: x for name, x in vars(each).items() if name != "base"} for each in descriptors)
+        _cache[key] = _Cached(compiled[(*grid, 1, 1)[:3]], tuple(map(type, descriptors)), fields)
 
 
 def _kind(value: Any) -> Any:
@@ -101,21 +89,21 @@ def _kind(value: Any) -> Any:
 
 def _kind_of_tile(tile: Tile) -> Any:
     """Return what a descriptor holds and validates, except the address."""
-    x = tile.x
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, tile.block, tile.in_gluon
+    x, block = tile
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16, block
 
 
 def _with_tensor(descriptor_type: type, fields: dict[str, Any], tile: Tile) -> Any:
     """Return a descriptor equal to a validated one but for the tensor (new, for concurrent launches)."""
     made = object.__new__(descriptor_type)
-    made.__dict__.update(fields, base=tile.x)
+    made.__dict__.update(fields, base=tile[0])
     return made
 
 
-def _descriptor(tile: Tile) -> Any:
-    x, block = tile.x, list(tile.block)
+def _descriptor(tile: Tile, in_gluon: bool) -> Any:
+    x, block = tile[0], list(tile[1])
     shape, strides = list(x.shape), list(x.stride())
-    if not tile.in_gluon:
+    if not in_gluon:
         from triton.tools.tensor_descriptor import TensorDescriptor as PlainDescriptor
 
         return PlainDescriptor(x, shape, strides, block)

@@ -2,12 +2,12 @@
 # ruff: noqa: SIM102
 # pyright: reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
-"""Steps of FlashAttention's Hopper forward in Gluon, for forward.py and forward_persistent.py.
+"""Parts of FlashAttention's Hopper kernels in Gluon: barriers, the online softmax, steps of the forward.
 
 Keys are processed from the last to the first, so masked tiles come first; a program without keys (causal, n >
 m) processes one fully masked tile. Two groups process many tiles per program and release buffers of keys and
 values through mbarriers in shared memory; three groups process one tile and release them through named
-barriers.
+barriers (PTX ISA, bar.sync and bar.arrive), at which threads arrive without waiting.
 """
 
 from __future__ import annotations
@@ -22,19 +22,145 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trainfit.kernels.flash_attention.hopper.barriers import GROUP_THREADS, _arrive_at, _barrier, _release
-from trainfit.kernels.flash_attention.hopper.softmax import (
-    GROUP_ROWS,
-    THREADS_OF_ROW,
-    _operand,
-    _packed,
-    _probabilities,
-    _shrunk,
-)
-
 LN_2 = gl.constexpr(0.6931471805599453)
 NAMED = gl.constexpr(5)
 """First named barrier that Triton does not use with three groups (CUDA has 16)."""
+GROUP_ROWS = gl.constexpr(64)
+"""Query rows per group: the rows of one wgmma instruction."""
+THREADS_OF_ROW = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+"""[rows, 4]: the four threads that hold a row of an accumulator (PTX ISA, wgmma.mma_async, matrix D)."""
+GROUP_THREADS = gl.constexpr(128)
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed in Triton 3.7
+
+
+@gluon.jit
+def _wait_for(barrier, threads: gl.constexpr, warps: gl.constexpr):
+    """Wait at a named barrier, as a group or the loading warp, until ``threads`` in all have arrived."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [warps], [0])
+    ids = gl.full([32 * warps], barrier, gl.int32, layout)
+    counts = gl.full([32 * warps], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [ids, counts],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _arrive_at(barrier, threads: gl.constexpr):
+    """Arrive at a named barrier without waiting."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ids = gl.full([GROUP_THREADS], barrier, gl.int32, layout)
+    counts = gl.full([GROUP_THREADS], threads, gl.int32, layout)
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r,~{memory}", [ids, counts],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _release(barrier):
+    """Signal ``barrier`` once all warps of the group have finished with the buffer that it guards."""
+    _barrier()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.constexpr_function
+def _unless_one(size):
+    """Return PTX that multiplies ``size`` registers by their factors unless all factors of the warp are 1.
+
+    Registers are in accumulator order (PTX ISA, wgmma.mma_async, matrix D): two of one row, then two of
+    another.
+    """
+    lines = [
+        "{ .reg .pred differs, any;",
+        f"setp.neu.f32 differs, ${2 * size}, 0f3F800000;",
+        f"setp.neu.or.f32 differs, ${2 * size + 2}, 0f3F800000, differs;",
+        "vote.sync.any.pred any, differs, 0xffffffff;",
+        *(f"mov.b32 ${i}, ${size + i};" for i in range(size)),
+        "@!any bra DONE;",
+        *(f"mul.f32 ${i}, ${i}, ${2 * size + i % 4 // 2 * 2};" for i in range(size)),
+        "DONE: }",
+    ]
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _registers(size):
+    return ",".join(["=&f"] * size + ["f"] * 2 * size)
+
+
+@gluon.jit
+def _shrunk(acc, shrink):
+    """Rescale the accumulator to the new maxima; most factors are 1."""
+    factors = gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    size: gl.constexpr = acc.shape[1] // 2
+    asm: gl.constexpr = _unless_one(size)
+    registers: gl.constexpr = _registers(size)
+    return gl.inline_asm_elementwise(
+        asm, registers, [acc, factors], dtype=gl.float32, is_pure=True, pack=size
+    )
+
+
+@gluon.jit
+def _probabilities(
+    scores, row_max, row_sum, rows, key, n, m, scale_log2, keys_layout: gl.constexpr,
+    BLOCK_N: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Return exp2 of the scores, the rows' new maxima and sums, and the factors of earlier results."""
+    if MASKED:
+        keys = key + gl.arange(0, BLOCK_N, keys_layout)
+        last = gl.full([GROUP_ROWS], m - 1, gl.int32, row_max.type.layout)
+        if CAUSAL:
+            last = gl.minimum(rows + (m - n), last)
+        # In PTX, because the compiler packs comparisons into registers bit by bit.
+        scores = gl.inline_asm_elementwise(
+            "{ .reg .pred seen; setp.le.s32 seen, $2, $3; selp.f32 $0, $1, 0fFF800000, seen; }", "=f,f,r,r",
+            [scores, keys[None, :], last[:, None]], dtype=gl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    # Four independent chains of comparisons.
+    largest = gl.max(gl.max(scores.reshape([GROUP_ROWS, 4, BLOCK_N // 4]), 1), 1)
+    largest = gl.convert_layout(largest, row_max.type.layout, assert_trivial=True)
+    new_max = gl.maximum(row_max, largest * scale_log2)
+    # Keep the old maximum while no exponential exceeds 2^8.
+    new_max = gl.where(new_max > row_max + 8.0, new_max, row_max)
+    offset = new_max
+    if MASKED:  # a row without a key so far: exp2(-inf - 0) is 0, exp2(-inf - -inf) is NaN
+        offset = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.exp2(scores * scale_log2 - offset[:, None])
+    shrink = gl.exp2(row_max - offset)
+    parts = gl.sum(gl.sum(p.reshape([GROUP_ROWS, BLOCK_N // 8, 4, 2]), 3), 1)
+    layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    shrinks = gl.convert_layout(shrink, layout, assert_trivial=True)[:, None]
+    row_sum = row_sum * shrinks + gl.convert_layout(parts, row_sum.type.layout, assert_trivial=True)
+    return p, new_max, row_sum, shrink
+
+
+@gluon.jit
+def _packed(p, dtype: gl.constexpr):
+    """Pack fp32 [rows, keys] to 16 bits, two per int32; loops carry single 16-bit values slowly."""
+    low, high = p.reshape([GROUP_ROWS, p.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr, p_layout: gl.constexpr):
+    """Return ``_packed`` probabilities as the operand of a product."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    halves = gl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    return gl.convert_layout(halves.reshape([GROUP_ROWS, 2 * p.shape[1]]), p_layout, assert_trivial=True)
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Static schedule of the persistent forward (forward_persistent.py), computed on the host.
+"""Static schedule of the persistent forward (forward.py), computed on the host.
 
 In every turn each program takes one of the next tiles. Their lengths differ under a causal mask, so the
 assignment rotates by ``shift`` programs per turn.
@@ -43,7 +43,7 @@ def lengths(n: int, m: int, heads: int, rows: int, block_n: int, heads_at_once: 
 
 
 def shares(costs: list[int], shift: int, programs: int) -> list[int]:
-    """Return the load of each program under the rule of ``_number`` (forward_persistent.py)."""
+    """Return the load of each program under the rule of ``_number`` (forward.py)."""
     found = [0] * programs
     for number, cost in enumerate(costs):
         turn, program = divmod(number, programs)

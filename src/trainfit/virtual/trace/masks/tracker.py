@@ -56,7 +56,7 @@ MARK = "_trainfit_pairs"
 
 
 class Mark(NamedTuple):
-    """What is known of a tensor's query-key pairs."""
+    """Known facts of a tensor's query-key pairs."""
 
     expression: Expression | None = None
     products: tuple[tuple[Any, int], ...] = ()

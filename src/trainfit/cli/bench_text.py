@@ -1,4 +1,4 @@
-"""Fit a benchmark's table into a terminal: several tables instead of one, and no number cut.
+"""A benchmark's result as text for a terminal: several tables instead of one that is too wide, no number cut.
 
 Values that all rows share move to the heading. If the table is still too wide, leading keys move to headings
 of one table per value, long names break over lines, or columns are split over tables that repeat the keys.
@@ -6,10 +6,16 @@ The shortest result is chosen.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from trainfit.report.bench_table import STATUS, Grid, aligned
+from trainfit.bench.harness.discovery import experiment
+from trainfit.report import bench_table
+from trainfit.report.bench_table import STATUS, Grid
+from trainfit.report.console import console, notes, rows
+from trainfit.report.table import GAP
+from trainfit.spec.bench import BenchResult
 
 FEWEST_LINES = 4
 """Least average number of lines of a table for each value of a key."""
@@ -19,6 +25,26 @@ LINES_PER_TABLE = 8
 """Lines that a further table counts for."""
 PIECE = re.compile(r"[^ /_]*[ /_]|[^ /_]+")
 """Piece of a name after which it may break."""
+
+
+def show(result: BenchResult) -> None:
+    """Print the environment, then a table for each set of keys, then the meaning of the columns."""
+    out, columns = console(), experiment(result.experiment).columns
+    where = result.environment
+    head = f"{result.experiment}, {result.form} form · {where.device} · torch {where.torch}"
+    out.print(head, style="bold")
+    if result.gpu is None:
+        out.print("No data sheet of this device is known: no time is checked against its peaks.")
+    for grid in bench_table.grids(result.rows, columns):
+        for table in fitted(grid, out.width - GAP):
+            out.print(f"\n{table.same}" if table.same else "")
+            justify = ["right" if number else "left" for number in table.is_number]
+            rows(out, (table.titles, *table.lines), *justify, min_width=GAP + width_of(table))
+    notes(out, "Rows without a result", bench_table.reasons(result.rows))
+    notes(out, "Columns", bench_table.notes(result.rows, columns))
+    counts = Counter(row.status for row in result.rows)
+    statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+    out.print(f"\n{result.elapsed_s:.1f} s; rows: {statuses}")
 
 
 def fitted(grid: Grid, width: int) -> list[Grid]:
@@ -39,12 +65,18 @@ def _ways(tables: list[Grid], width: int) -> Iterator[list[Grid]]:
 
 def _length(tables: list[Grid]) -> int:
     """Return the lines of the tables, plus a cost for each."""
-    return sum(len(aligned(table)) + LINES_PER_TABLE for table in tables)
+    lines = [line for table in tables for line in (table.titles, *table.lines)]
+    return sum(1 + max(cell.count("\n") for cell in line) for line in lines) + LINES_PER_TABLE * len(tables)
 
 
 def width_of(grid: Grid) -> int:
     """Return the width in characters."""
-    return max(len(line) for line in aligned(grid))
+    return sum(_widths(grid)) + GAP * (len(grid.titles) - 1)
+
+
+def _widths(grid: Grid) -> list[int]:
+    columns = zip(grid.titles, *grid.lines, strict=True)
+    return [max(len(text) for cell in cells for text in cell.split("\n")) for cells in columns]
 
 
 def _in_headings(grid: Grid) -> Iterator[list[Grid]]:
@@ -84,7 +116,7 @@ def _columns(grid: Grid, indices: Sequence[int], lines: Sequence[tuple[str, ...]
 
 def _with_broken_names(grid: Grid, width: int) -> Grid:
     """Return the table with its widest text column broken over lines."""
-    widths = [max(map(len, cells)) for cells in zip(grid.titles, *grid.lines, strict=True)]
+    widths = _widths(grid)
     words = [index for index, number in enumerate(grid.is_number) if not number]
     widest = max(words, key=lambda index: widths[index], default=-1)
     if widest < 0 or (room := widths[widest] - (width_of(grid) - width)) < NARROWEST:

@@ -1,4 +1,4 @@
-"""Prompt tuning of a native decoder: trainable virtual tokens before every sequence.
+"""Prompt and prefix tuning of a native decoder: trainable virtual tokens before every sequence.
 
 Shapes: b batch, s sequence, t virtual tokens, e hidden_size.
 """
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainfit.models.native.decoder import IGNORED_LABEL, NativeDecoder, Output
+from trainfit.spec.errors import InputError
 
 
 class Prompted(nn.Module):
@@ -32,3 +33,23 @@ class Prompted(nn.Module):
         if labels is not None:
             labels = F.pad(labels, (prompt_1te.shape[1], 0), value=IGNORED_LABEL)
         return self.base(inputs_embeds=x_bse, labels=labels)
+
+
+@torch.no_grad()
+def add_prefix(model: NativeDecoder, num_tokens: int, dtype: torch.dtype) -> None:
+    """Freeze the model and add ``num_tokens`` keys and values from N(0, 1) to each block, as PEFT does.
+
+    Raises:
+        InputError: Attention depends on the distance between tokens, which a prefix does not have.
+    """
+    config = model.config
+    if config.position_embedding == "alibi" or config.sliding_window is not None:
+        problem = "a prefix has no distance from the tokens, which ALiBi and sliding windows need"
+        remedy = "use adapter.kind: lora or prompt"
+        raise InputError(problem, remedy, field="adapter.kind", value="prefix")
+    model.requires_grad_(False)
+    shape = (2, num_tokens, config.num_key_value_heads, config.head_dim)
+    for block in model.layers:
+        prefix = torch.empty(shape, dtype=dtype, device=model.embed.weight.device).normal_()
+        block.attention.prefix = nn.Parameter(prefix)  # pyright: ignore[reportAttributeAccessIssue]
+    model.num_prefix = num_tokens

@@ -1,0 +1,136 @@
+"""An explanation as text for a terminal: the peak, a chart of the step's memory, categories, holders."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+
+from trainfit.explanation.difference import difference
+from trainfit.report.console import bar, broken, can_draw, console, heading, rows
+from trainfit.report.words import describe, holds_for
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.result import CATEGORIES, CurvePoint, Explanation
+from trainfit.spec.units import format_bytes
+
+CHART_ROWS = 8
+
+
+def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
+    """Print the peak, a chart of the step's memory, and what is alive by category and by holder."""
+    out = console()
+    out.print(describe(recipe), style="bold")
+    at = explanation.moment
+    where = f" of {at.module}" if at.module else ""
+    peak = format_bytes(explanation.peak_allocated_bytes)
+    out.print(f"Peak {peak}: {at.step} step, {at.phase}, at {at.op}{where}")
+    if line := holds_for(explanation.versions):
+        out.print(line)
+    _chart(out, explanation)
+    _categories(out, explanation)
+    _holders(out, explanation, top)
+    out.print()
+
+
+def _chart(out: Console, explanation: Explanation) -> None:
+    """Draw the step's allocated bytes: columns of equally many allocations, rows of 1/8 of the peak."""
+    heading(out, f"Allocated through the {explanation.moment.step} step (not to scale of time)")
+    highest = max((point.alive.total for point in explanation.curve), default=0)
+    if not highest:
+        return
+    label = len(format_bytes(highest))
+    points = _fitted(explanation.curve, out.width - label - 3)
+    heights = [point.alive.total / highest * CHART_ROWS for point in points]
+    for row in range(CHART_ROWS, 0, -1):
+        named = format_bytes(highest * row / CHART_ROWS) if row in (CHART_ROWS, CHART_ROWS // 2) else ""
+        line = "".join(_cell(height - row + 1, blocks=can_draw(out)) for height in heights)
+        out.file.write(f"  {named:>{label}} {line.rstrip()}\n")
+    out.file.write(f"  {'':>{label}} {_phase_line([point.phase for point in points])}\n")
+
+
+def _fitted(curve: Sequence[CurvePoint], columns: int) -> Sequence[CurvePoint]:
+    """Return the highest point of each of at most ``columns`` equal stretches."""
+    size = -(-len(curve) // max(1, columns))
+    stretches = [curve[at : at + size] for at in range(0, len(curve), size)]
+    return [max(stretch, key=lambda point: point.alive.total) for stretch in stretches]
+
+
+def _cell(filled: float, *, blocks: bool) -> str:
+    """Return one character of a column that is ``filled`` (0 to 1) below the curve."""
+    if not blocks:
+        return "#" if filled >= 0.5 else " "
+    return " ▁▂▃▄▅▆▇█"[max(0, min(8, round(filled * 8)))]
+
+
+def _phase_line(phases: Sequence[str]) -> str:
+    """Return the line below the chart: each phase's name where it begins, cut to its width."""
+    lengths = [(phase, len(list(group))) for phase, group in groupby(phases)]
+    return "".join(f"|{phase}"[:length].ljust(length) for phase, length in lengths).rstrip()
+
+
+def _categories(out: Console, explanation: Explanation) -> None:
+    heading(out, "Alive at the peak")
+    width, blocks = max(0, min(40, out.width - 40)), can_draw(out)
+    lines = []
+    for name in CATEGORIES:
+        if size := getattr(explanation.breakdown, name):
+            share = size / explanation.peak_allocated_bytes
+            lines.append([name, format_bytes(size), f"{share:.1%}", bar(share, width, blocks=blocks)])
+    rows(out, lines, "left", "right", "right", "left")
+
+
+def _holders(out: Console, explanation: Explanation, top: int) -> None:
+    heading(out, "Who holds it (equal layers together)")
+    lines = [
+        [format_bytes(one.num_bytes), str(one.count), one.category, _what(one.path, one.op),
+         _made_in(one.made_in)]
+        for one in explanation.holders[:top]
+    ]  # fmt: skip
+    rest = explanation.holders[top:]
+    if rest:
+        lines.append([format_bytes(sum(one.num_bytes for one in rest)), "", "", f"{len(rest)} more", ""])
+    if explanation.unsplit_bytes:
+        unsplit = format_bytes(explanation.unsplit_bytes)
+        lines.append([unsplit, "", "", "ends of blocks that are not split", ""])
+    _named_rows(out, [["bytes", "number", "category", "what", "made in"], *lines], "right", "right")
+
+
+def _named_rows(out: Console, lines: list[list[str]], *numbers: str) -> None:
+    """Print rows of ``numbers``, a category, a name and where it was made; long names break at their dots."""
+    name = len(numbers) + 1
+    others = [index for index in range(len(lines[0])) if index != name]
+    taken = sum(2 + max(len(line[index]) for line in lines) for index in others)
+    room = out.width - taken - 4
+    shown = [[*line[:name], broken(line[name], room), *line[name + 1 :]] for line in lines]
+    rows(out, shown, *numbers, "left", "wrap", "left")
+
+
+def _made_in(step_and_phase: str) -> str:
+    """Return the phase, with the step unless it is the steady one."""
+    return step_and_phase.removeprefix("steady.").replace(".", " ")
+
+
+def _what(path: str, op: str) -> str:
+    return f"{path} {op}".strip() or "-"
+
+
+def show_difference(first: Explanation, second: Explanation, top: int) -> None:
+    """Print the bytes of the second recipe minus the first's, each at its own peak."""
+    out = console()
+    heading(out, "The second recipe's peak minus the first's")
+    lines = [["peak", _signed(second.peak_allocated_bytes - first.peak_allocated_bytes)]]
+    for name in CATEGORIES:
+        if more := getattr(second.breakdown, name) - getattr(first.breakdown, name):
+            lines.append([name, _signed(more)])
+    rows(out, lines, "left", "right")
+    changes = difference(first, second)[:top]
+    if changes:
+        heading(out, "By holder, the largest changes")
+        lines = [
+            [_signed(one.num_bytes), one.category, _what(one.path, one.op), _made_in(one.made_in)]
+            for one in changes
+        ]
+        _named_rows(out, lines, "right")
+
+
+def _signed(num_bytes: int) -> str:
+    return f"{'-' if num_bytes < 0 else '+'}{format_bytes(abs(num_bytes))}"
