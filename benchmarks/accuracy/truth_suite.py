@@ -33,8 +33,7 @@ from trainfit.spec.recipe import Recipe, is_held_out
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate
 from trainfit.techniques.registry import check
-from trainfit.verification.draws import draw
-from trainfit.verification.feasible import allowed
+from trainfit.verification.draws import allowed, draw
 
 NEAR = 0.03
 DRAWN_AT_ONCE = 64

@@ -6,7 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from tiny_recipe import tiny_recipe
 from tiny_training import Listener, asked, stop_at, tiny
-from trainfit.measurement.feed import Feed, RandomTokens
+from trainfit.measurement.feed import Feed, random_tokens
 from trainfit.measurement.process import forked
 from trainfit.measurement.run import measure
 from trainfit.prediction.estimate import predict
@@ -25,7 +25,7 @@ from trainfit.spec.recipe import Batch, Hardware, Loader
 from trainfit.techniques import registry
 from trainfit.training.corpus import Corpus
 from trainfit.training.loop import train
-from trainfit.training.order import StepSequences, sequence_numbers
+from trainfit.training.order import sequence_numbers, step_sequences
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def corpus(folder: Path) -> Corpus:
 
 @pytest.mark.parametrize("loader", [Loader(), Loader(workers=2, prefetch=1)], ids=str)
 def test_each_step_gets_its_own_sequences_whoever_reads_them(loader: Loader, tmp_path: Path):
-    source = StepSequences(corpus(tmp_path), seed=7, per_step=6)
+    source = partial(step_sequences, corpus(tmp_path), 7, 6)
     with feed(loader, source, range(4, 9)) as batches:
         found = list(batches)
     assert len(found) == 5
@@ -58,7 +58,7 @@ def test_torchs_own_generator_is_left_alone():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    with feed(Loader(workers=1), RandomTokens(50, 6, 16, 0), range(2)) as batches:
+    with feed(Loader(workers=1), partial(random_tokens, 50, 6, 16, 0), range(2)) as batches:
         next(batches)
     assert torch.equal(torch.rand(3), expected)
 
@@ -71,38 +71,34 @@ def test_a_corpus_goes_to_another_process_by_name(tmp_path: Path):
 
 
 def test_random_tokens_depend_on_seed_and_step():
-    source = RandomTokens(50, 6, 16, seed=3)
+    source = partial(random_tokens, 50, 6, 16, 3)
     assert torch.equal(source(5), source(5))
     assert not torch.equal(source(5), source(6))
-    assert not torch.equal(source(5), RandomTokens(50, 6, 16, seed=4)(5))
+    assert not torch.equal(source(5), random_tokens(50, 6, 16, 4, 5))
     assert (source(5).min() >= 0, source(5).max() < 50, source(5).shape) == (True, True, (6, 16))
 
 
 # -- workers end
 
 
-@dataclass(frozen=True)
-class Fails:
-    at: int
-
-    def __call__(self, step: int) -> torch.Tensor:
-        if step == self.at:
-            raise OSError(f"cannot read step {step}")
-        return torch.zeros(6, 16, dtype=torch.int64)
+def fails(at: int, step: int) -> torch.Tensor:
+    if step == at:
+        raise OSError(f"cannot read step {step}")
+    return torch.zeros(6, 16, dtype=torch.int64)
 
 
 def test_an_error_of_the_reader_or_elsewhere_ends_the_workers():
-    failing = feed(Loader(workers=2), Fails(2), range(9))
+    failing = feed(Loader(workers=2), partial(fails, 2), range(9))
     with pytest.raises(OSError, match="cannot read step 2"), failing as batches:
         list(batches)
     assert multiprocessing.active_children() == []
-    with pytest.raises(ZeroDivisionError), feed(Loader(workers=2), Fails(-1), range(9)):
+    with pytest.raises(ZeroDivisionError), feed(Loader(workers=2), partial(fails, -1), range(9)):
         raise ZeroDivisionError
     assert multiprocessing.active_children() == []
 
 
 def test_workers_outlive_the_first_signal_of_a_group():
-    with feed(Loader(workers=2, prefetch=1), Fails(-1), range(40)) as batches:
+    with feed(Loader(workers=2, prefetch=1), partial(fails, -1), range(40)) as batches:
         next(batches)
         for worker in multiprocessing.active_children():
             os.kill(worker.pid, signal.SIGTERM)
@@ -110,18 +106,16 @@ def test_workers_outlive_the_first_signal_of_a_group():
     assert multiprocessing.active_children() == []
 
 
-class Hangs:
-    def __call__(self, step: int) -> torch.Tensor:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        Path(os.environ["HANGING"]).touch()
-        time.sleep(600)
-        raise AssertionError("not reached")
+def hangs(file: Path, step: int) -> torch.Tensor:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    file.touch()
+    time.sleep(600)
+    raise AssertionError("not reached")
 
 
 def test_a_worker_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
-    monkeypatch.setenv("HANGING", str(tmp_path / "hanging"))
-    with feed(Loader(workers=1), Hangs(), range(3)):
+    with feed(Loader(workers=1), partial(hangs, tmp_path / "hanging"), range(3)):
         while not (tmp_path / "hanging").exists():
             time.sleep(0.01)
     assert multiprocessing.active_children() == []

@@ -11,7 +11,7 @@ from native_and_hf import TINY
 from tiny_recipe import tiny_recipe
 from tiny_step import BASE, FAMILIES, learned
 from tiny_training import Listener, asked, stop_at, tiny
-from trainfit.models.native.layout import mapped_tensors, tensor_of
+from trainfit.models.native.safetensors_io import mapped_tensors, tensor_of
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, ModelSpec, Optimizer, Recipe

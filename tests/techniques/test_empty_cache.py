@@ -50,9 +50,9 @@ class Noting(CachingAllocator):
         super().__init__()
         self.mallocs, self.emptied = 0, []
 
-    def malloc(self, num_bytes: int, stream: int = 0) -> int:
+    def malloc(self, num_bytes: int) -> int:
         self.mallocs += 1
-        return super().malloc(num_bytes, stream)
+        return super().malloc(num_bytes)
 
     def empty_cache(self) -> None:
         self.emptied.append(self.mallocs // 2)

@@ -47,7 +47,7 @@ def test_not_a_tokenizer(tmp_path):
 
 def test_packing_is_the_documents_with_ends_between(tmp_path):
     corpora = opened(tmp_path, options(tmp_path), vocabulary=500, seq=64)
-    tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.json").tokenizer
+    tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.json")[0]
     end = end_token(tokenizer)
     for corpus, held_out in ((corpora.train, False), (corpora.eval, True)):
         pieces = np.split(corpus.tokens, np.flatnonzero(corpus.tokens == end) + 1)

@@ -14,7 +14,8 @@ from trainfit.spec.errors import InputError
 from trainfit.training import durable
 from trainfit.training.loop import train
 
-FP16 = ("precision=amp-fp16",)
+Run = tuple[Path, dict[str, bytes]]
+"""A run's folder, and its checkpoint's files as they were written."""
 
 
 def sealed(folder: Path) -> None:
@@ -23,13 +24,13 @@ def sealed(folder: Path) -> None:
     durable._seal(folder)
 
 
-def started(out: Path, settings: tuple[str, ...] = ()) -> Path:
-    """A run of one step; its checkpoint."""
+def started(out: Path, *settings: str) -> Path:
+    """Train one step; return its checkpoint."""
     train(tiny(*settings), asked(out, 1))
     return out / "checkpoints" / "step-00000001"
 
 
-def refused(out: Path, settings: tuple[str, ...] = ()) -> str:
+def refused(out: Path, *settings: str) -> str:
     with pytest.raises(InputError) as caught:
         train(tiny(*settings), asked(out, 2, resume=True))
     line = str(caught.value)
@@ -63,23 +64,17 @@ GROUP = ("optimizer", "groups", 0, 0)
 
 STATES = {
     "not a mapping": put([1]),
-    "null": put(None),
     "no optimizer": without("optimizer"),
     "a foreign key": put("more", 1),
-    "a negative step": put("step", -1),
     "another step": put("step", 7),
     "a huge step": put("step", 10**30),
-    "a step of text": put("step", "1"),
     "true": put("step", True),
-    "a loss of text": put("loss", "low"),
     "shared with nothing": put("shared", {"model.norm.weight": "nowhere"}),
     "no groups": put("optimizer", "groups", []),
     "other parameters": put(*GROUP, "params", ["nowhere"]),
-    "params null": put(*GROUP, "params", None),
     "lr negative": put(*GROUP, "lr", -1.0),
     "lr text": put(*GROUP, "lr", "1"),
     "betas": put(*GROUP, "betas", [2.0, 2.0]),
-    "eps": put(*GROUP, "eps", -1.0),
     "a foreign setting": put(*GROUP, "__class__", 1),
     "a scalar of nothing": put("optimizer", "scalars", {"nowhere/step": 1}),
     "a scalar of text": put("optimizer", "scalars", {"model.norm.weight/step": "1"}),
@@ -89,24 +84,25 @@ STATES = {
     "numpy's generator": put("random", "numpy", ["MT19937", [1], 0, 0, 0.0]),
     "numpy's other generator": put("random", "numpy", ["nothing", [1] * 624, 0, 0, 0.0]),
 }
+WRONG_KIND = json.dumps({"files": {"state.json": 1}, "sha256": durable._digest({"state.json": 1})})
 TEXTS = {
     "state.json": [
         "", "NaN", '{"step": NaN}', "9" * 5000, "[" * 5000, '{"a": "\\ud800"}', '{"step": 1, "step": 1}',
     ],
     "run.json": ["[]", "{}", '{"recipe": 1, "options": {}, "environment": {}}', "[" * 5000],
-    "manifest.json": ["[]", "{}", '{"files": {"a": 1}, "sha256": "x"}', "[" * 5000, "9" * 5000],
+    "manifest.json": ["[]", "{}", '{"files": {}, "sha256": "x"}', "[" * 5000, "9" * 5000, WRONG_KIND],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run and its checkpoint's files as they were written."""
     out = tmp_path_factory.mktemp("forged") / "run"
     saved = started(out)
     return out, {file.name: file.read_bytes() for file in saved.iterdir()}
 
 
-def restored(run: tuple[Path, dict[str, bytes]]) -> Path:
+def restored(run: Run) -> Path:
     out, files = run
     saved = out / "checkpoints" / "step-00000001"
     for file in saved.iterdir():
@@ -117,7 +113,7 @@ def restored(run: tuple[Path, dict[str, bytes]]) -> Path:
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_state_json(name: str, run: tuple[Path, dict[str, bytes]]) -> None:
+def test_state_json(name: str, run: Run) -> None:
     saved = restored(run)
     state = saved / "state.json"
     state.write_text(json.dumps(STATES[name](json.loads(state.read_text()))))
@@ -128,7 +124,7 @@ def test_state_json(name: str, run: tuple[Path, dict[str, bytes]]) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text(name: str, run: tuple[Path, dict[str, bytes]]) -> None:
+def test_text(name: str, run: Run) -> None:
     for text in TEXTS[name]:
         saved = restored(run)
         (saved / name).write_text(text)
@@ -159,7 +155,6 @@ TENSORS = {
     "moment shape": ("optimizer", changed("exp_avg", lambda t: t.flatten()[:1].clone())),
     "moment dtype": ("optimizer", changed("exp_avg", torch.Tensor.int)),
     "moment NaN": ("optimizer", changed("exp_avg", lambda t: t * float("nan"))),
-    "moment complex": ("optimizer", changed("exp_avg", lambda t: t.to(torch.complex64))),
     "moment below 0": ("optimizer", changed("exp_avg_sq", lambda t: t - 1)),
     "moment missing": ("optimizer", changed("exp_avg")),
     "moment of nothing": ("optimizer", lambda tensors: tensors.update({"more/exp_avg": torch.ones(1)})),
@@ -167,13 +162,12 @@ TENSORS = {
     "steps NaN": ("optimizer", changed("/step", lambda t: t * float("nan"))),
     "steps of a shape": ("optimizer", changed("/step", lambda t: torch.ones(3))),
     "generator": ("random", changed("host", lambda t: t[:5].clone())),
-    "generator dtype": ("random", changed("host", torch.Tensor.float)),
     "no generator": ("random", lambda tensors: tensors.update(other=tensors.pop("host"))),
 }
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors(name: str, run: tuple[Path, dict[str, bytes]]) -> None:
+def test_tensors(name: str, run: Run) -> None:
     saved = restored(run)
     kind, edit = TENSORS[name]
     file = saved / f"{kind}-00000.safetensors"
@@ -185,7 +179,7 @@ def test_tensors(name: str, run: tuple[Path, dict[str, bytes]]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer", "random"])
-def test_no_safetensors(kind: str, run: tuple[Path, dict[str, bytes]]) -> None:
+def test_no_safetensors(kind: str, run: Run) -> None:
     without_tensors = b"\x02\0\0\0\0\0\0\0{}"
     for content in (b"", b"\xff" * 64, (2**62).to_bytes(8, "little") + b"{}", without_tensors):
         if kind == "optimizer" and content == without_tensors:  # As after a step without gradients.
@@ -196,21 +190,14 @@ def test_no_safetensors(kind: str, run: tuple[Path, dict[str, bytes]]) -> None:
         refused(run[0])
 
 
-def test_manifest_entries_of_a_wrong_kind(run: tuple[Path, dict[str, bytes]]) -> None:
-    saved = restored(run)
-    files = {"state.json": 1}
-    (saved / durable.MANIFEST).write_text(json.dumps({"files": files, "sha256": durable._digest(files)}))
-    assert "manifest.json" in refused(run[0])
-
-
 def test_scaler(tmp_path: Path) -> None:
-    saved = started(tmp_path / "run", FP16)
+    saved = started(tmp_path / "run", "precision=amp-fp16")
     state = saved / "state.json"
     content = json.loads(state.read_text())
     for scaler in (None, {}, {"scale": "x"}, {"scale": -1.0}, []):
         state.write_text(json.dumps(content | {"scaler": scaler}))
         sealed(saved)
-        assert "scaler" in refused(tmp_path / "run", FP16), scaler
+        assert "scaler" in refused(tmp_path / "run", "precision=amp-fp16"), scaler
 
 
 INDICES = [
@@ -235,7 +222,7 @@ def test_index_and_tokens(tmp_path: Path) -> None:
     assert f"vocabulary has {LLAMA['vocab_size']}" in refused(tmp_path / "run")
 
 
-def test_what_was_written_is_still_taken(run: tuple[Path, dict[str, bytes]]) -> None:
+def test_what_was_written_is_still_taken(run: Run) -> None:
     saved = restored(run)
     sealed(saved)
     assert train(tiny(), asked(run[0], 2, resume=True)).status == "done"

@@ -13,8 +13,8 @@ import trainfit
 from tiny_recipe import TINY_LLAMA
 from tiny_training import LLAMA, Listener, asked, tiny
 from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.closed_form import product_step_flops, visible_pairs
 from trainfit.prediction.estimate import predict
-from trainfit.prediction.product_flops import product_step_flops, visible_pairs
 from trainfit.prediction.trace import trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
 from trainfit.virtual.trace.masks.tracker import MARK, MaskTracker

@@ -22,7 +22,7 @@ from trainfit.spec import DEFAULT_GPU
 
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
 TOKENS_HELP = "Also print how long a run over N tokens takes, such as 15T or 1.5e12."
-RECOMPUTE_HELP = "full: the whole forward again, in HFU only."
+RECOMPUTE_HELP = "full: each block runs again, in HFU only."
 CLOSED_HELP = (
     "The closed form printed with the count. products: multiplied weights, windows followed; 6n: all "
     "parameters, embedding included, no windows, as in published figures."
@@ -78,10 +78,10 @@ def run(
                 raise typer.BadParameter(f"{option} must be above 0")
         if tokens is not None and gpu_hours is not None:
             raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
-        recipe = recipe_of_one(model, seq, precision, adapter, rank)
+        recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
         speed = Speed(step_s, mfu, row, num_gpus, peak_flops)
         with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
-            found |= step_usage(recipe, batch, attention, recompute == "full", speed, closed_form)
+            found |= step_usage(recipe, batch, attention, speed, closed_form)
         if tokens is not None:
             found |= run_usage(tokens, batch * seq, found, price)
     if gpu_hours is not None:

@@ -6,8 +6,9 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Loader, Recipe
 
@@ -19,28 +20,19 @@ if TYPE_CHECKING:
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Source(Protocol):
-    """Reader of a step's sequences. It is pickled for the workers where processes do not fork."""
+Source = Callable[[int], "torch.Tensor"]
+"""Returns all sequences of a step (from 0), int64 [accumulate * micro, s], on the CPU.
 
-    def __call__(self, step: int) -> torch.Tensor:
-        """Return all sequences of step ``step`` (from 0), int64 [accumulate * micro, s], on the CPU."""
-        ...
+It is pickled for the workers where processes do not fork.
+"""
 
 
-@dataclass(frozen=True)
-class RandomTokens:
-    """Source of uniform token ids, equal for equal seed and step number on every machine."""
+def random_tokens(vocabulary: int, sequences: int, seq: int, seed: int, step: int) -> torch.Tensor:
+    """Return uniform token ids, equal for equal seed and step number on every machine."""
+    import torch
 
-    vocabulary: int
-    sequences: int
-    seq: int
-    seed: int
-
-    def __call__(self, step: int) -> torch.Tensor:
-        import torch
-
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
-        return torch.randint(self.vocabulary, (self.sequences, self.seq), generator=generator)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    return torch.randint(vocabulary, (sequences, seq), generator=generator)
 
 
 class Feed:
@@ -58,7 +50,8 @@ class Feed:
         self._micro, self._device = recipe.batch.micro, device
         self._pinned = options.pin_memory and device.type == "cuda"
         loader: Any = DataLoader(
-            _Steps(source, steps),  # pyright: ignore[reportArgumentType]
+            _Steps(source),  # pyright: ignore[reportArgumentType]
+            sampler=steps,
             batch_size=None,
             num_workers=options.workers,
             prefetch_factor=options.prefetch if options.workers else None,
@@ -99,16 +92,12 @@ class Feed:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Map-style dataset: item i holds the sequences of step ``steps[i]``."""
+    """Map-style dataset: item i holds the sequences of step i."""
 
     source: Source
-    steps: range
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.source(self.steps[index])
+    def __getitem__(self, step: int) -> torch.Tensor:
+        return self.source(step)
 
 
 @contextmanager
@@ -126,7 +115,7 @@ def measured_batches(step: Step, num_steps: int) -> Iterator[Callable[[], list[B
         yield lambda: batches
         return
     sequences = recipe.batch.micro * recipe.batch.accumulate
-    source = RandomTokens(vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed)
+    source = partial(random_tokens, vocabulary(step.model), sequences, recipe.batch.seq, recipe.seed)
     with Feed(recipe, source, step.device, range(num_steps)) as feed:
         yield feed.__next__
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from torch import nn
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
-from trainfit.ledger.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
+from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -31,14 +33,13 @@ from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
-    "what other "
-    "operations sort for it (experts' sums, for one) is not"
+    "what other operations sort for it (experts' sums, for one) is not"
 )
 
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
-    "without that transformers "
-    "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
+    "without that transformers warns inside the compiled model, which cuts its graph in two, and the step "
+    "takes other memory"
 )
 
 
@@ -90,8 +91,7 @@ def _shortened(recipe: Recipe) -> Ledger:
     if not trace_whole(recipe):
         try:
             ledger = _trace(recipe, whole=False)
-            for _ in ledger.expand():
-                pass
+            deque(ledger.expand(), maxlen=0)
             return ledger
         except RepeatError:
             pass  # The layers share more than the pattern shows: trace them all.
@@ -107,12 +107,17 @@ def _applied(recipe: Recipe) -> list[Technique]:
     return [technique for technique in registry.in_order() if technique.applies(recipe)]
 
 
-def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+def gpu_of(recipe: Recipe) -> AbstractContextManager[VirtualGpu]:
+    """Return the virtual GPU of the recipe's hardware."""
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
         registry.check_device(recipe, "cpu")
-    with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)) as virtual:
+    return virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu))
+
+
+def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+    with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
         quantized = 0
@@ -142,8 +147,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
                 virtual.tracer.own_host(step.hosted.ring.host(index), scope)
-        for name in ("first", "steady"):
-            _run(step, virtual, name)
+        run_steps(step, virtual)
         if not whole and virtual.compiler.captures_each_layer():
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
@@ -154,26 +158,27 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         ledger.repeats = repeats
-        ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
+        ledger.params, ledger.trainable_params = _count_parameters(step.model, ledger, virtual)
         ledger.params += quantized  # Codes are no parameters.
     return ledger
 
 
-def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
-    virtual.begin(name, "data")
-    batches = step.random_batches()
-    step(batches, on_phase=lambda phase: virtual.begin(name, phase))
-    for optimizer in step.optimizers:
-        virtual.own_state(optimizer)
-    for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
-        virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
+def run_steps(step: Step, virtual: VirtualGpu) -> None:
+    """Run a first and a steady step on the virtual GPU."""
+    for name in ("first", "steady"):
+        virtual.begin(name, "data")
+        batches = step.random_batches()
+        step(batches, on_phase=lambda phase, name=name: virtual.begin(name, phase))
+        for optimizer in step.optimizers:
+            virtual.own_state(optimizer)
+        for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
+            virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
 
 
-def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:
+def _count_parameters(model: nn.Module, ledger: Ledger, virtual: VirtualGpu) -> tuple[int, int]:
     total = trainable = 0
     for parameter in model.parameters():
-        group = virtual.scope_of(parameter).group
-        times = repeats[run_of(group)] if part_of(group) == MIDDLE else 1
-        total += times * parameter.numel()
-        trainable += times * parameter.numel() if parameter.requires_grad else 0
+        num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
+        total += num_elements
+        trainable += num_elements if parameter.requires_grad else 0
     return total, trainable

@@ -10,7 +10,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainfit.report.compare import GOAL, Comparison, summarise
-from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, WRONG, Panel, Series, draw
+from trainfit.report.plot import (
+    CATEGORY_COLORS,
+    MEASURED,
+    MUTED,
+    PREDICTED,
+    WRONG,
+    Panel,
+    Series,
+    draw,
+    short,
+)
 from trainfit.report.table import (
     NOTHING,
     Column,
@@ -223,8 +233,4 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
 
 
 def _label(one: Comparison) -> str:
-    return f"{_short(one.model, 22)} · {_short(one.technique, 34)} · {one.batch}"
-
-
-def _short(text: str, limit: int) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return f"{short(one.model, 22)} · {short(one.technique, 34)} · {one.batch}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw
+from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw, short
 from trainfit.report.table import NOTHING, Column, Table, number_text, percent, share_text
 from trainfit.spec.result import Outcome
 from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
@@ -210,7 +210,7 @@ def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str
         )
         for side, values in shown.items()
     ]  # fmt: skip
-    names = [_short(row.variant) for row in rows[:MAX_ROWS]]
+    names = [short(row.variant, 34) for row in rows[:MAX_ROWS]]
     panel = Panel(series, y_label=axis, names=names, is_horizontal=True, y_limits=(0, None))
     return draw([panel], name, title=axis, is_themed=True)
 
@@ -227,7 +227,7 @@ def _bar_text(row: Row, side: str, value: float | None, most: float, digits: str
 
 def front_scatter(rows: Sequence[Row]) -> str | None:
     """Draw measured memory against speed, with the front of the variants."""
-    points = {row.variant: place for row in rows if (place := row.place()) is not None}
+    points = {row.variant: point for row in rows if (point := row.place()) is not None}
     return _scatter(rows, points, front(rows), "peak allocated, measured", "measured")
 
 
@@ -254,19 +254,20 @@ def _scatter(
     shown = [row for row in rows if row.variant in points]
     (name, size), by = unit(shown), _speed_unit(shown)
     per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
-    places = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
-    groups: dict[str, tuple[Kind, list[str]]] = {
-        "front: nothing else is both smaller and faster": ("step", list(best)),
-        "dominated": ("scatter", [variant for variant in places if variant not in best]),
-    }
+    at = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
+    groups: dict[str, tuple[Kind, str, list[str]]] = {
+        "front: nothing else is both smaller and faster":
+            ("step", PREDICTED if side == "predicted" else MEASURED, list(best)),
+        "dominated": ("scatter", MUTED, [variant for variant in at if variant not in best]),
+    }  # fmt: skip
     series = [
         Series(
-            label, [places[one][1] for one in group], [places[one][0] for one in group], kind, text=group,
-            color=MUTED if kind == "scatter" else PREDICTED if side == "predicted" else MEASURED,
+            label, [at[one][1] for one in group], [at[one][0] for one in group], kind, text=group, color=color
         )
-        for label, (kind, group) in groups.items() if group
-    ]  # fmt: skip
-    wide = [max(values) > SPREAD * min(values) for values in zip(*places.values(), strict=True)]
+        for label, (kind, color, group) in groups.items()
+        if group
+    ]
+    wide = [max(values) > SPREAD * min(values) for values in zip(*at.values(), strict=True)]
     panel = Panel(
         series, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
         y_label=f"{by} a second, {side} (more is better)",
@@ -280,7 +281,3 @@ def _speed_unit(rows: Sequence[Row]) -> str:
 
 def _per_sample(row: Row, by: str) -> int:
     return 1 if by == "samples" else row.recipe["batch"]["seq"]
-
-
-def _short(text: str, limit: int = 34) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"

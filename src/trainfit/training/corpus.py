@@ -139,7 +139,7 @@ def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
 
     The folder's own tokenizer.json is the one that made its tokens.
     """
-    if switched_off := load_tokenizer(folder / TOKENIZER).switched_off:
+    if switched_off := load_tokenizer(folder / TOKENIZER)[1]:
         made_with = " and ".join(switched_off)
         problem = f"the run's tokens were made with tokenizer.json's {made_with}, now switched off"
         raise InputError(problem, OTHER_FOLDER, field="tokenizer")
@@ -151,17 +151,19 @@ def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
-    more = ", raise eval_fraction, or set it to 0"
-    sides = {"training": (corpora.train, ""), "evaluation": (corpora.eval, more)}
-    for name, (corpus, more) in sides.items():
-        if not len(corpus) and (name == "training" or options.eval_fraction):
+    sides = [
+        ("training", corpora.train, ""),
+        ("evaluation", corpora.eval, ", raise eval_fraction, or set it to 0"),
+    ]
+    for name, corpus, more in sides[: 2 if options.eval_fraction else 1]:
+        if not len(corpus):
             found = f"{len(corpus.tokens):,} tokens of {name} text"
             problem = f"{found} are fewer than one sequence of {corpus.seq:,}"
             raise InputError(problem, f"give more text, lower batch.seq{more}", field="data")
 
 
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
-    switched_off: tuple[str, ...] = ()
+    switched_off: list[str] = []
     if options.tokenizer is None:
         held_out, every = documents.for_evaluation, documents.documents(options.data)
         # The tokenizer must not see the held-out documents either.

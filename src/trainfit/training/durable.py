@@ -62,7 +62,7 @@ def check_folder(path: Path) -> None:
         file, problem = path / name, ""
         if name not in expected:
             problem = "not part of what was saved"
-        elif not file.is_file():
+        elif name not in present or not file.is_file():
             problem = "missing"
         elif (size := file.stat().st_size) != (saved := expected[name]["bytes"]):
             problem = f"has {size:,} bytes where {saved:,} were saved"

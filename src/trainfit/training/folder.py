@@ -1,7 +1,7 @@
 """The run's folder: its layout, its lock, and the compatibility of a resumed run with what was saved.
 
-``OUT/`` holds ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/``
-(checkpoint.py), ``log.jsonl`` and ``tensorboard/``. Free of torch, as interrupted commands need it.
+It holds ``run.json`` (recipe, options, environment), ``data/`` (corpus.py), ``checkpoints/`` (checkpoint.py),
+``log.jsonl`` and ``tensorboard/``. Free of torch, as interrupted commands need it.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import fcntl
 import re
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,13 @@ CHECKED_ELSEWHERE = ("data.path", "tokenizer")
 """Paths may change; corpus.py compares the content."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """State of an earlier start. ``checkpoint`` is None if none was saved."""
-
-    checkpoint: Path | None
-    run: dict[str, Any]
+Saved = tuple[Path | None, dict[str, Any]]
+"""The newest checkpoint of an earlier start, if one was saved, and the content of its ``run.json``."""
 
 
 def existing(folder: Path) -> list[Path]:
     """Return the finished checkpoints of ``folder``, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step-\d{8,}", path.name))
+    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
 
 
 def how_to_resume(out: Path) -> str:
@@ -53,11 +46,7 @@ def how_to_resume(out: Path) -> str:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the folder, made if missing, for this process alone.
-
-    Raises:
-        InputError: another process trains there, or it is a file.
-    """
+    """Hold the folder, made if missing, for this process alone; InputError if another one holds it."""
     if out.exists() and not out.is_dir():
         raise _refused("is a file", "name a folder", out)
     out.mkdir(parents=True, exist_ok=True)
@@ -84,13 +73,12 @@ def open_run(recipe: Recipe, options: TrainOptions) -> Saved | None:
         return None
     if not (out / RUN).is_file():
         raise _refused("no run to resume in this folder", "leave --resume out to start one", out)
-    saved = existing(out / CHECKPOINTS)
-    newest = saved[-1] if saved else None
+    newest = next(reversed(existing(out / CHECKPOINTS)), None)
     if newest is not None:
         durable.check_folder(newest)
     run = _read_run(newest or out)
     _refuse_difference(run, describe(recipe, options))
-    return Saved(newest, run)
+    return newest, run
 
 
 def describe(recipe: Recipe, options: TrainOptions) -> dict[str, Any]:

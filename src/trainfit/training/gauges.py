@@ -45,7 +45,7 @@ class PeakMemory:
     """Peak allocated bytes: of all steps by CUDA's allocator, or of one step's live tensors on a CPU.
 
     Counting live tensors slows every operation, so only one steady step is counted, outside the step times.
-    It does not see compiled code: there the peak stays None.
+    The peak of compiled code on a CPU is unknown.
     """
 
     def __init__(self, step: Step, num_steps: int):

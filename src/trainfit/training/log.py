@@ -17,7 +17,6 @@ from typing import Any
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import Appender
 from trainfit.spec.optional import optional
-from trainfit.spec.value import Value
 from trainfit.training import durable
 from trainfit.training.observer import EvalMetrics, RunStart, StepMetrics, TrainSummary
 
@@ -37,19 +36,19 @@ class _FileLog:
     _file: Appender | None = None
 
     def on_checkpoint(self, step: int, path: Path) -> None:
-        self._open_file.sync()
+        assert self._file is not None, "on_start comes first"
+        self._file.sync()
 
-    def on_end(self, summary: TrainSummary) -> None:
-        pass
+    def on_end(self, summary: TrainSummary) -> None: ...
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    @property
-    def _open_file(self) -> Appender:
+    def write(self, piece: bytes) -> None:
+        """Append one piece: a line of JSON, or a record of TensorBoard with its checksums."""
         assert self._file is not None, "on_start comes first"
-        return self._file
+        self._file.append(piece)
 
 
 class JsonlLog(_FileLog):
@@ -68,17 +67,13 @@ class JsonlLog(_FileLog):
                 self._append({"kind": "gap", "step": run.first_step, "message": gaps})
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self._write("step", metrics)
+        self._append({"kind": "step", **metrics.model_dump(mode="json", exclude_none=True)})
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self._write("eval", metrics)
-
-    def _write(self, kind: str, value: Value) -> None:
-        known = {key: item for key, item in value.model_dump(mode="json").items() if item is not None}
-        self._append({"kind": kind, **known})
+        self._append({"kind": "eval", **metrics.model_dump(mode="json", exclude_none=True)})
 
     def _append(self, line: dict[str, object]) -> None:
-        self._open_file.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
 class TensorBoard(_FileLog):
@@ -109,10 +104,6 @@ class TensorBoard(_FileLog):
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._scalars(metrics.step, {"eval/loss": metrics.loss, "eval/perplexity": metrics.perplexity})
-
-    def write(self, record: bytes) -> None:
-        """Append one record of TensorBoard's record writer, header and checksums included."""
-        self._open_file.append(record)
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         value = [self._summary.Summary.Value(tag=tag, simple_value=number) for tag, number in values.items()]

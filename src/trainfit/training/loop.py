@@ -35,8 +35,7 @@ def train(
     """Train ``recipe`` for ``options.steps`` steps, from the start or from the newest checkpoint.
 
     SIGTERM and SIGINT (in the main thread) save a checkpoint after the running step and end with status
-    "stopped". A loss that is not finite ends with "diverged", a lack of memory with "out-of-memory"; earlier
-    checkpoints remain.
+    "stopped". A loss that is not finite ends with "diverged", a lack of memory with "out-of-memory".
 
     Args:
         flops: FLOPs of one step, for MFU and HFU; None leaves them out.
@@ -62,21 +61,17 @@ def train(
 
 
 def _session(
-    recipe: Recipe,
-    options: TrainOptions,
-    device: torch.device,
-    flops: StepFlops | None,
+    recipe: Recipe, options: TrainOptions, device: torch.device, flops: StepFlops | None,
     observers: Sequence[Observer],
-) -> Session:
+) -> Session:  # fmt: skip
     """Open the run's folder and data, and build the step as far as it was trained."""
-    saved = folder.open_run(recipe, options)
+    newest, before = folder.open_run(recipe, options) or (None, None)
     step = _assemble(recipe, device)
     data = options.folder / folder.DATA
     corpora = open_corpora(data, options, vocabulary=vocabulary(step.model), seq=recipe.batch.seq)
-    newest = saved.checkpoint if saved else None
     progress = checkpoint.load(newest, step) if newest else Progress(0, None)
     if progress.step > options.steps:
-        problem, remedy = f"the run already has {progress.step} steps", "ask for at least as many"
+        problem, remedy = f"the run already has {progress.step} steps", "use at least as many"
         raise InputError(problem, remedy, field="steps", value=options.steps)
     # What the bits of a loss depend on, other than the recipe.
     environment = {"torch": torch.__version__, "device": _name(device), "threads": torch.get_num_threads()}
@@ -97,7 +92,7 @@ def _session(
         eval_tokens=len(corpora.eval.tokens),
         tokenizer_tokens=corpora.index["tokenizer_tokens"],
         resumed_from=newest and str(newest),
-        notes=(*_changes(saved, environment), *corpora.notes, *_loss_notes(recipe)),
+        notes=(*_changes(before, environment), *corpora.notes, *_loss_notes(recipe)),
     )
     return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 
@@ -165,9 +160,9 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
         raise InputError(problem, remedy, field="deterministic", value=True) from error
 
 
-def _changes(saved: folder.Saved | None, environment: dict[str, Any]) -> tuple[str, ...]:
-    """Return a note for each part of the environment that is not that of the resumed checkpoint."""
-    before = saved.run["environment"] if saved else environment
+def _changes(run: dict[str, Any] | None, environment: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note for each part of the environment that is not that of the resumed run."""
+    before = run["environment"] if run else environment
     effect = "losses may differ in the last bits from an unbroken run"
     return tuple(
         f"{name} was {before.get(name)} and is {value}: {effect}"

@@ -1,7 +1,4 @@
-"""Metrics of a training run, and the protocol of its observers. Free of torch.
-
-The progress bar (progress.py), the JSON Lines log and TensorBoard (log.py) are observers.
-"""
+"""Metrics of a training run, and the protocol of its observers (progress.py, log.py). Free of torch."""
 
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,7 +25,6 @@ class RunStart(Value):
     params: Count
     trainable_params: Count
     steps: Count
-    """Steps of the whole run."""
     first_step: Count
     """Steps already done: 0, or the resumed checkpoint's."""
     tokens_per_step: Count
@@ -80,19 +76,16 @@ class TrainSummary(Value):
     message: str = ""
     """Why the run ended early, and what to do."""
     steps: Count
-    """Steps done in the whole run."""
+    """Steps done in the whole run; ``first_step``: before this process started."""
     first_step: Count
-    """Steps done before this process started."""
     final_loss: float | None
     """Training loss of the last step; like ``losses``, it includes ``loss_terms``."""
     losses: tuple[float, ...]
     evaluations: tuple[EvalMetrics, ...]
     eval_perplexity: float | None
-    """Perplexity of the last evaluation."""
     step_s: Seconds | None
-    """Median; the first step is left out if there are more."""
+    """Median without the first step; speeds and shares follow from it."""
     tokens_per_s: float | None
-    """From the median step."""
     mfu: Share | None
     hfu: Share | None
     peak_memory_bytes: Bytes | None
@@ -116,13 +109,9 @@ class Observer(Protocol):
     """Callbacks of a run. An exception that one raises ends the run."""
 
     def on_start(self, run: RunStart) -> None: ...
-
     def on_step(self, metrics: StepMetrics) -> None: ...
-
     def on_eval(self, metrics: EvalMetrics) -> None: ...
-
     def on_checkpoint(self, step: int, path: Path) -> None: ...
-
     def on_end(self, summary: TrainSummary) -> None:
         """Handle the end of the run; not called if an exception ended it."""
 

@@ -1,7 +1,4 @@
-"""Options of a training run: folder, length, data, evaluation and checkpoints. Free of torch.
-
-The recipe defines one step; the options define how many, and on which data.
-"""
+"""Options of a training run: how many steps of a recipe, on which data, and what is saved. Free of torch."""
 
 import errno
 from pathlib import Path
@@ -52,11 +49,7 @@ DataSpec = Annotated[SyntheticData | TextData | HubData, Field(discriminator="ki
 
 
 class TrainOptions(Value):
-    """Options of one training run.
-
-    A resumed run may change the fields in ``MAY_CHANGE``. Other changes are refused: the losses would differ
-    from those of an uninterrupted run.
-    """
+    """Options of one training run. A resumed run may change only the fields in ``MAY_CHANGE``."""
 
     out: str
     """Folder of the run, made if missing."""
@@ -100,7 +93,7 @@ MAY_CHANGE = (
     "out", "steps", "resume", "device", "eval_every", "eval_sequences", "save_every", "save_last", "keep",
     "tensorboard",
 )  # fmt: skip
-"""Fields of TrainOptions that a resumed run may change."""
+"""Fields without influence on the losses: a resumed run may change them."""
 
 
 def is_there(path: Path) -> bool:

@@ -6,7 +6,6 @@ range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 
 """
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,20 +33,12 @@ def learning_rate(base: float, step: int, options: TrainOptions) -> float:
     return base * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-@dataclass(frozen=True)
-class StepSequences:
-    """Sequences of each training step: a source of the loader (techniques/loader.py)."""
+def step_sequences(corpus: Corpus, seed: int, per_step: int, step: int) -> "torch.Tensor":
+    """Return the sequences of ``step`` (from 0), int64 [per_step, s]."""
+    import torch
 
-    corpus: Corpus
-    seed: int
-    per_step: int
-
-    def __call__(self, step: int) -> "torch.Tensor":
-        """Return the sequences of ``step`` (from 0), int64 [per_step, s]."""
-        import torch
-
-        numbers = sequence_numbers(self.seed, step, self.per_step, len(self.corpus))
-        return torch.from_numpy(self.corpus.sequences(numbers))
+    numbers = sequence_numbers(seed, step, per_step, len(corpus))
+    return torch.from_numpy(corpus.sequences(numbers))
 
 
 def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndarray:

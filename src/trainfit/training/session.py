@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from trainfit.training.folder import CHECKPOINTS
 from trainfit.training.gauges import Busy, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
-from trainfit.training.order import StepSequences, learning_rate
+from trainfit.training.order import learning_rate, step_sequences
 from trainfit.training.stop import Stopped, StopSignal
+
+NO_CHECKPOINT = "no checkpoint was saved before"
 
 
 class DivergedError(Exception):
@@ -77,14 +80,18 @@ class Session:
             remedy = "lower batch.micro or batch.seq, or recompute"
             status, message = "out-of-memory", f"{out_of_memory_reason(error)}; {remedy}; {self._last_good()}"
         summary = self._summary(status, message, time.perf_counter() - start_s)
-        for observer in self.observers:
-            observer.on_end(summary)
+        self._report("on_end", summary)
         return summary
+
+    def _report(self, event: str, *values: object) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(*values)
 
     def _steps(self, stop: StopSignal) -> None:
         numbers = range(self.progress.step, self.options.steps)
         stop.raises = len(numbers) > 0
-        source = StepSequences(self.corpora.train, self.step.recipe.seed, self._sequences_per_step)
+        seed, per_step = self.step.recipe.seed, self._sequences_per_step
+        source = partial(step_sequences, self.corpora.train, seed, per_step)
         with Feed(self.step.recipe, source, self.step.device, numbers) as feed:
             batches = next(feed, None)
             while batches is not None and stop.name is None:
@@ -112,17 +119,20 @@ class Session:
 
     def _evaluate_and_save(self, stop: StopSignal) -> None:
         """Evaluate and save after a step, if due."""
-        last = self.progress.step == self.options.steps
-        if last or self._due(self.options.eval_every):
+        done, options = self.progress.step, self.options
+        last = done == options.steps
+        if last or (options.eval_every and done % options.eval_every == 0):
             self._evaluate(stop)
-        at_end = (last and self.options.save_last) or stop.name is not None
-        if at_end or self._due(self.options.save_every):
+        at_end = (last and options.save_last) or stop.name is not None
+        if at_end or (options.save_every and done % options.save_every == 0):
             self._save()
 
     def _one_step(self, batches: list[Batch], feed: Feed, stop: StopSignal) -> list[Batch] | None:
         """Train on ``batches`` and return the next step's, read while the device works."""
         done, index = self.progress.step, len(self.losses)
-        rate = self._set_learning_rate(done)
+        rate = learning_rate(self.step.recipe.optimizer.lr, done, self.options)
+        for group in (group for optimizer in self.step.optimizers for group in optimizer.param_groups):
+            group["lr"] = rate
         start_s = time.perf_counter()
         with self._peak.around(index, batches) as counted:
             loss_tensor = self.step(batches)
@@ -137,20 +147,11 @@ class Session:
         stop.raises = False  # From here on there is a step to save.
         self.losses.append(loss)
         self.progress = Progress(done + 1, loss)
-        metrics = self._metrics(loss, rate, step_s)
-        for observer in self.observers:
-            observer.on_step(metrics)
+        self._report("on_step", self._metrics(loss, rate, step_s))
         return following
 
-    def _set_learning_rate(self, done: int) -> float:
-        rate = learning_rate(self.step.recipe.optimizer.lr, done, self.options)
-        for optimizer in self.step.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        return rate
-
     def _metrics(self, loss: float, rate: float, step_s: float) -> StepMetrics:
-        norm = self.step.readings["gradient_norm"].item() if "gradient_norm" in self.step.readings else None
+        norm = float(self.step.readings.get("gradient_norm", math.nan))
         return StepMetrics(
             step=self.progress.step,
             loss=loss,
@@ -160,7 +161,7 @@ class Session:
             peak_memory_bytes=self._peak.read(),
             busy=self._busy.share(),
             # A step that the loss scaler skips has gradients that are not finite.
-            gradient_norm=norm if norm is not None and math.isfinite(norm) else None,
+            gradient_norm=norm if math.isfinite(norm) else None,
         )
 
     def _rates(self, step_s: float) -> dict[str, Any]:
@@ -176,9 +177,6 @@ class Session:
             rates |= {"mfu": self.flops.model_flops / possible, "hfu": self.flops.hardware_flops / possible}
         return rates
 
-    def _due(self, every: int | None) -> bool:
-        return every is not None and self.progress.step % every == 0
-
     def _evaluate(self, stop: StopSignal) -> None:
         """Evaluate and report the result, unless a signal ends the evaluation."""
         if not len(self.corpora.eval) or stop.name is not None:
@@ -189,8 +187,7 @@ class Session:
                 return
             raise self._not_finite("evaluation loss")
         self.evaluations.append(found)
-        for observer in self.observers:
-            observer.on_eval(found)
+        self._report("on_eval", found)
 
     def _save(self) -> None:
         # A step with a finite loss can leave weights that are not: they must not replace a good checkpoint.
@@ -199,19 +196,17 @@ class Session:
             raise self._not_finite(broken)
         folder, keep = self.options.folder / CHECKPOINTS, self.options.keep
         self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=keep)
-        for observer in self.observers:
-            observer.on_checkpoint(self.progress.step, self.checkpoint)
+        self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
     def _not_finite(self, name: str) -> DivergedError:
         return DivergedError(f"{name} is not finite after step {self.progress.step}: lower optimizer.lr")
 
     def _last_good(self) -> str:
-        if self.checkpoint is None:
-            return "no checkpoint was saved before"
-        return f"the last good checkpoint is {self.checkpoint}"
+        return f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else NO_CHECKPOINT
 
     def _summary(self, status: Any, message: str, wall_s: float) -> TrainSummary:
         unknown = dict.fromkeys(("step_s", "tokens_per_s", "mfu", "hfu"))
+        evaluations = tuple(self.evaluations)
         return TrainSummary(
             status=status,
             message=message,
@@ -219,8 +214,8 @@ class Session:
             first_step=self.run.first_step,
             final_loss=self.progress.loss,
             losses=tuple(self.losses),
-            evaluations=tuple(self.evaluations),
-            eval_perplexity=self.evaluations[-1].perplexity if self.evaluations else None,
+            evaluations=evaluations,
+            eval_perplexity=evaluations[-1].perplexity if evaluations else None,
             **(self._rates(statistics.median(self.seconds)) if self.seconds else unknown),
             peak_memory_bytes=self._peak.read(),
             peak_memory_is=self._peak.kind,

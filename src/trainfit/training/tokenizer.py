@@ -13,7 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from trainfit.spec import files
 from trainfit.spec.errors import InputError
@@ -65,23 +65,16 @@ def _sample(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-class LoadedTokenizer(NamedTuple):
-    """A tokenizer of whole documents, and the settings of its file that were switched off for that."""
-
-    tokenizer: "Tokenizer"
-    switched_off: tuple[str, ...]
-
-
 def tokenizer_digest(path: Path) -> str:
     """Return the SHA-256 of a ``tokenizer.json``."""
     return hashlib.sha256(_read(path)).hexdigest()
 
 
-def load_tokenizer(path: Path) -> LoadedTokenizer:
-    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout.
+def load_tokenizer(path: Path) -> "tuple[Tokenizer, list[str]]":
+    """Load a ``tokenizer.json`` without truncation, padding and BPE dropout; return the names of what it had.
 
-    These prepare the input of a model. On training documents truncation drops text, padding adds tokens that
-    count as text, and dropout splits words at random, differently at each call.
+    On training documents truncation drops text, padding adds tokens that count as text, and dropout splits
+    words at random, differently at each call.
 
     Raises:
         InputError: no such file, not a regular file, or not a tokenizer.
@@ -95,7 +88,7 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
         for token in END_NAMES:
             tokenizer.token_to_id(token)
     encode(tokenizer, ["A text, 1 and ü.", ""], str(path))
-    return LoadedTokenizer(tokenizer, switched_off)
+    return tokenizer, switched_off
 
 
 def _read(path: Path) -> bytes:
@@ -113,8 +106,7 @@ def encode(tokenizer: "Tokenizer", texts: list[str], file: str | None) -> "list[
         return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
-def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
-    """Switch off what changes a text before it becomes tokens; return the names of what was on."""
+def _switch_off(tokenizer: "Tokenizer") -> list[str]:
     found: list[str] = []
     if tokenizer.truncation is not None:
         found.append(f"truncation (max_length {tokenizer.truncation['max_length']})")
@@ -125,7 +117,7 @@ def _switch_off(tokenizer: "Tokenizer") -> tuple[str, ...]:
     if getattr(tokenizer.model, "dropout", None):
         found.append(f"dropout ({tokenizer.model.dropout:g})")
         tokenizer.model.dropout = None
-    return tuple(found)
+    return found
 
 
 def end_token(tokenizer: "Tokenizer") -> int:
@@ -177,11 +169,9 @@ class RoundTrip:
 
 
 def _unknown_token(tokenizer: "Tokenizer", model: dict[str, Any]) -> int | None:
-    """Return the id of the unknown token; None: the tokenizer has none."""
-    if not hasattr(tokenizer.model, "unk_token"):
-        return model.get("unk_id")  # Only the file holds Unigram's.
+    """Return the id of the unknown token, if there is one. Unigram's is in the file alone."""
     name = getattr(tokenizer.model, "unk_token", None)
-    return None if name is None else tokenizer.token_to_id(name)
+    return model.get("unk_id") if name is None else tokenizer.token_to_id(name)
 
 
 def _decoder(tokenizer: "Tokenizer", content: dict[str, Any]) -> Callable[[list[str]], str]:

@@ -21,8 +21,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.spec.result import Estimate, Measurement
 from trainfit.spec.value import Value
-from trainfit.verification.draws import draw
-from trainfit.verification.feasible import allowed
+from trainfit.verification.draws import allowed, draw
 
 LIMIT = 0.02
 """Largest median error of the allocated peak that passes."""
