@@ -7,6 +7,7 @@ kernels/flash_attention. ``best``: the fastest by the catalog's measurements on 
 """
 
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques import _triton_gpus
 from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
@@ -32,10 +33,12 @@ def check(recipe: Recipe) -> None:
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
-    """Refuse kernels that a CPU lacks."""
+    """Refuse kernels that a real device lacks."""
     if device_type == "cpu" and recipe.attention in ("cudnn", "efficient"):
         remedy = "use sdpa, flash, math or eager on a CPU"
         raise refusal(recipe, "attention", "this kernel runs on CUDA only", remedy)
+    if recipe.attention == "triton":
+        _triton_gpus.check_device(recipe, device_type, field="attention")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:

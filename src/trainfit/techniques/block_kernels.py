@@ -5,9 +5,11 @@ rotation nothing of its size. Models are recognised by their code, not their nam
 """
 
 import random
+from functools import partial
 
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Data, Draw, Technique
 from trainfit.techniques.draft import Draft
 
@@ -34,6 +36,7 @@ TECHNIQUE = Technique(
     title="Block kernels",
     covers={"block_kernels": ("triton",)},
     triton={"block_kernels": ("triton",)},
+    check_device=partial(check_device, field="block_kernels"),
     apply=apply,
     describe=lambda recipe: "block kernels",
     draw=Draw(alone=_draw),

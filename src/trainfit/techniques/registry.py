@@ -14,11 +14,12 @@ from functools import cache
 from typing import Any
 
 import trainfit.techniques
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import LEAST_FOR_TRITON
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques import _triton_gpus
-from trainfit.techniques.base import Technique, value_at
+from trainfit.techniques.base import Technique, refusal, value_at
 
 NOT_COVERED = ("parallel.replicate", "parallel.shard", "parallel.tensor")
 """Fields that no technique implements yet: only their defaults are accepted."""
@@ -79,8 +80,20 @@ def check(recipe: Recipe) -> None:
             there = ", ".join(known if isinstance(known, str) else json.dumps(known) for known in values)
             raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
     for technique in _applied_by_name(recipe):
-        _triton_gpus.refuse_old_gpu(technique, recipe)
+        _refuse_old_gpu(technique, recipe)
         technique.check(recipe)
+
+
+def _refuse_old_gpu(technique: Technique, recipe: Recipe) -> None:
+    """Refuse an NVIDIA GPU older than Triton supports, where the technique runs Triton kernels."""
+    for field, values in technique.triton.items():
+        gpu = find_gpu(recipe.hardware.gpu)
+        capability, least = gpu.compute_capability, LEAST_FOR_TRITON
+        if value_at(recipe, field) in values and capability is not None and capability < least:
+            has = f"{gpu.title} has compute capability {capability[0]}.{capability[1]}"
+            problem = f"{has}, and Triton supports {least[0]}.0 and later"
+            remedy = f"use {field}: {Recipe.model_fields[field].default}, or a newer GPU"
+            raise refusal(recipe, field, problem, remedy)
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
@@ -90,7 +103,6 @@ def check_device(recipe: Recipe, device_type: str) -> None:
         InputError: naming what the device lacks.
     """
     for technique in _applied_by_name(recipe):
-        _triton_gpus.check_device(technique, recipe, device_type)
         technique.check_device(recipe, device_type)
 
 

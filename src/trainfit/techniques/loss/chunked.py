@@ -4,7 +4,10 @@ Method and chunk size: kernels/cross_entropy/chunked.py. With ``compile: model``
 layer is compiled.
 """
 
+from functools import partial
+
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
@@ -26,6 +29,7 @@ TECHNIQUE = Technique(
     title="Chunked loss",
     covers={"loss": ("chunked",)},
     triton={"loss": ("chunked",)},
+    check_device=partial(check_device, field="loss"),
     check=refuse_own_forward,
     apply=apply,
     describe=lambda recipe: "chunked loss",

@@ -9,6 +9,7 @@ from functools import partial
 
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Data, Draw, Technique
 from trainfit.techniques.draft import Draft
 from trainfit.techniques.loss._hidden_states import loss_of, refuse_own_forward
@@ -42,6 +43,7 @@ TECHNIQUE = Technique(
     title="Fused loss",
     covers={"loss": ("fused",)},
     triton={"loss": ("fused",)},
+    check_device=partial(check_device, field="loss"),
     check=refuse_own_forward,
     apply=apply,
     describe=lambda recipe: "fused loss",
