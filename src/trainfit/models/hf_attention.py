@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
 from trainfit.spec.errors import InputError
+from trainfit.virtual.trace.exclusive import exclusive
 
 NAME = "trainfit_triton"
 """Name in transformers' registry, which treats names with "flash", "sdpa" or "flex" as its own."""
@@ -56,16 +57,19 @@ def own_mask(*, q_length: int, kv_length: int, **more: Any) -> Tensor | None:
 def no_packed_sequences() -> Iterator[None]:
     """Disable transformers' search for packed sequences in the position ids.
 
-    It reads their values, or builds a mask where it cannot, in a model that is compiled whole.
+    It reads their values, or builds a mask where it cannot, in a model that is compiled whole. The function
+    is process-wide, so traces in other threads wait.
     """
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _none_packed
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = original
+    with exclusive():
+        original = masking_utils.find_packed_sequence_indices
+        # The same function in each step: Dynamo compiles again for another.
+        masking_utils.find_packed_sequence_indices = _none_packed
+        try:
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices = original
 
 
 def _none_packed(position_ids: Tensor) -> None:

@@ -18,6 +18,7 @@ from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.virtual.trace.exclusive import exclusive
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,13 +100,14 @@ def gains(module: nn.Module, name: str = "") -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torchao's import warnings about kernels that are not used here."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
+    """Silence torchao's import warnings about kernels that are not used here, for every thread."""
+    with exclusive():
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:

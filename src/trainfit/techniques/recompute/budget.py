@@ -12,6 +12,7 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
 from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.virtual.trace.exclusive import replaced
 
 
 def check(recipe: Recipe) -> None:
@@ -33,7 +34,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 @contextmanager
 def grouped_heads_counted() -> Iterator[None]:
-    """Within this context torch counts the FLOPs of fused attention over grouped key heads.
+    """Within this context and thread torch counts the FLOPs of fused attention over grouped key heads.
 
     The partitioner weighs attention by them. torch 2.11 raised "shapes are incompatible" for unequal
     numbers of heads. Here each key head counts once for every query head that reads it, as in torch 2.13.
@@ -46,11 +47,8 @@ def grouped_heads_counted() -> Iterator[None]:
         k, v = ((shape[0], q_bhsd[1], *shape[2:]) for shape in (k_bksd, v_bksd))
         return original(q_bhsd, k, v)
 
-    flop_counter.sdpa_flop_count = count
-    try:
+    with replaced(flop_counter, "sdpa_flop_count", count):
         yield
-    finally:
-        flop_counter.sdpa_flop_count = original
 
 
 def _describe(recipe: Recipe) -> str:
