@@ -1,4 +1,6 @@
-"""Write the table of published calculators: ``python -m benchmarks.calculators [RECIPE ...]``.
+"""Compare published calculators with the virtual GPU: ``python -m benchmarks.calculators [RECIPE ...]``.
+
+A calculator that cannot express a recipe has no row; it is never bent to fit.
 
 Without recipes: the shipped ones, and the Ultrascale widget's presets as the models that they are named
 after. ``--into docs/reference/calculators.md`` rewrites what stands between that file's two marks; else the
@@ -9,16 +11,19 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from trainfit.catalog.load import recipes
-from trainfit.prediction.calculators import ultrascale
-from trainfit.prediction.calculators.compare import Comparison, compare
+from trainfit.catalog.load import model_config, recipes
+from trainfit.prediction.calculators import rules, ultrascale
+from trainfit.prediction.shape import Shape, shape_of
 from trainfit.spec.errors import EXIT_BAD_INPUT, InputError
 from trainfit.spec.printable import say
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import load_recipe, recipe_from
+from trainfit.spec.result import Estimate
 from trainfit.spec.units import format_bytes, format_flops
 
+MODEL_FLOPS = "model FLOPs of a step"
 BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 
 PRESET_MODELS = {
@@ -67,6 +72,66 @@ def markdown(paths: Iterable[Path]) -> str:
     return "\n\n".join(sections)
 
 
+class Comparison(NamedTuple):
+    """One calculator's number and ours; None: it cannot express the recipe, or nothing is to be compared."""
+
+    calculator: str
+    quantity: str
+    theirs: float | None
+    ours: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """Theirs over ours, minus 1: +0.25 is a quarter too much. None where one is missing or ours is 0."""
+        return self.theirs / self.ours - 1 if self.theirs is not None and self.ours else None
+
+
+def compare(recipe: Recipe, ours: Estimate) -> list[Comparison]:
+    """Return the calculators that cover this recipe, each with our estimate of it.
+
+    Raises:
+        InputError: a model whose shape the closed forms do not know.
+    """
+    shape, params, held = shape_of(model_config(recipe.model.config)), ours.params, ours.breakdown
+    spec = widget_spec(recipe, shape)
+    # In the optimizer phase the activations are gone, so there is nothing to compare.
+    activations = None if ours.peak_phase.endswith("optimizer") else held.activations
+    four_times = rules.four_times(params, bytes_per_param=2 if recipe.precision in ("bf16", "fp8") else 4)
+    sixteen_bytes = rules.sixteen_bytes(params) if recipe.precision.startswith("amp") else None
+    widget, states = "Ultrascale Playbook widget", held.weights + held.gradients + held.optimizer
+    rows = (
+        Comparison(widget, "peak memory", spec and ultrascale.memory(spec).total, ours.peak_allocated_bytes),
+        Comparison(widget, "activations", spec and ultrascale.activation_bytes(spec), activations),
+        Comparison("Korthikanti et al., equation 2", "activations", korthikanti(recipe, shape), activations),
+        Comparison("4x rule", "peak memory", four_times, ours.peak_allocated_bytes),
+        Comparison("16 bytes a parameter (ZeRO)", "weights, gradients, optimizer", sixteen_bytes, states),
+        Comparison("6N", MODEL_FLOPS, rules.six_n(params, recipe.batch.tokens), ours.model_flops),
+    )
+    return [row for row in rows if row.theirs is not None and row.ours is not None]
+
+
+def widget_spec(recipe: Recipe, shape: Shape) -> ultrascale.WidgetSpec | None:
+    """Return the recipe as the Ultrascale widget's inputs; None for adapters and quantised bases."""
+    if recipe.adapter or recipe.recompute not in ("none", "selective", "full"):
+        return None
+    return ultrascale.WidgetSpec(
+        a=shape.heads, b=recipe.batch.micro, h=shape.hidden, h_ff=shape.feed_forward, layers=shape.layers,
+        s=recipe.batch.seq, v=shape.vocab, t=recipe.parallel.tensor,
+        d=recipe.parallel.replicate * recipe.parallel.shard, zero=3 if recipe.parallel.shard > 1 else 0,
+        mixed=recipe.precision != "fp32", recomputation=recipe.recompute, ff_activation=shape.kind,
+    )  # fmt: skip
+
+
+def korthikanti(recipe: Recipe, shape: Shape) -> float | None:
+    """Return the activations by equation 2; None for fp32 and other recomputation than the paper's."""
+    if recipe.precision == "fp32" or recipe.recompute not in ("none", "selective", "full"):
+        return None
+    return rules.korthikanti_activations(
+        a=shape.heads, b=recipe.batch.micro, s=recipe.batch.seq, h=shape.hidden, layers=shape.layers,
+        t=recipe.parallel.tensor, recomputation=recipe.recompute,
+    )  # fmt: skip
+
+
 def section(name: str, recipe: Recipe, rows: Iterable[Comparison]) -> str:
     """One recipe's table."""
     batch = recipe.batch
@@ -76,7 +141,7 @@ def section(name: str, recipe: Recipe, rows: Iterable[Comparison]) -> str:
     head += f"{recipe.optimizer.name}, recompute {recipe.recompute}, attention {recipe.attention}\n\n"
     lines = ["| calculator | quantity | it says | virtual GPU | difference |", "|---|---|---:|---:|---:|"]
     for row in rows:
-        shown = format_bytes if row.unit == "bytes" else format_flops
+        shown = format_flops if row.quantity == MODEL_FLOPS else format_bytes
         off = "n/a" if row.difference is None else f"{row.difference:+.1%}"
         lines.append(
             f"| {row.calculator} | {row.quantity} | {shown(row.theirs)} | {shown(row.ours)} | {off} |"

@@ -14,7 +14,6 @@ from trainfit.bench.experiments import attention as attention_experiment
 from trainfit.bench.experiments import flash
 from trainfit.bench.harness.bench import Bench
 from trainfit.bench.harness.runner import run
-from trainfit.bench.harness.timing import Rule
 from trainfit.bench.workloads import attention
 from trainfit.bench.workloads.attention import Case, MaskKind, mask_of, rule_of
 from trainfit.catalog import load as catalog
@@ -93,8 +92,7 @@ def test_a_body_refuses_the_masks_dtypes_and_devices_that_it_lacks() -> None:
         fp16_only = pytest.raises(InputError, match="fp16 and bf16 only")
         with fp16_only if name in attention.HALF_ONLY else nullcontext():
             attention.check(replace(CASE, body=name), CUDA)
-    bench = tiny_bench()
-    rows = [*attention.rows(bench, replace(CASE, body="cudnn"), bench.rule)]
+    rows = [*attention.rows(tiny_bench(), replace(CASE, body="cudnn"))]
     assert [(row.status, row.point["pass"]) for row in rows] == [("refused", one) for one in attention.PASSES]
     assert "cudnn trains on CUDA only" in rows[0].message
 
@@ -178,7 +176,7 @@ def test_a_plan_of_flash_has_the_compared_shapes_first_and_no_case_twice() -> No
 
 @pytest.mark.parametrize("status", ["out-of-memory", "failed"])
 def test_only_out_of_memory_ends_the_lengths_of_a_body(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
+    def rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
         hit = (case.dtype, case.head, case.seq, case.body) == ("fp32", 64, 4096, "eager")
         known = {"status": status, "message": "why"} if hit else {"status": "done"}
         yield BenchRow.model_validate({"point": case.point, **known})
@@ -199,7 +197,7 @@ def test_the_body_that_holds_no_scores_runs_where_the_others_ran_out_of_memory_a
         known = {"status": "out-of-memory", "message": "tried 128 GiB"} if full_up else {"status": "done"}
         return [BenchRow.model_validate({"point": case.point, **known})]
 
-    monkeypatch.setattr(attention_experiment, "_rows", row)
+    monkeypatch.setattr(attention_experiment, "rows", row)
     seen: dict[Any, list[Any]] = {}
     for found in attention_experiment.run(tiny_bench(form="full")):
         at = found.point

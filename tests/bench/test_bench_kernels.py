@@ -185,12 +185,16 @@ def test_a_kernels_short_name(name: str, expected: str) -> None:
     assert kernels.short(name) == expected
 
 
-def test_a_step_under_held_clocks_is_profiled_again_and_then_given_up(step: Step) -> None:
-    batches = step.random_batches()
+def test_a_step_under_held_clocks_is_profiled_again_and_then_given_up(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled: list[Step] = []
+    monkeypatch.setattr(kernels, "run_in_phases", lambda step, batches: profiled.append(step))
     once = Held(lambda reading: reading == 0)
-    assert isinstance(kernels._profiled(tiny_bench(once), step, batches, POINT), list)
-    assert once.num_rests == 1
-    assert kernels._profiled(tiny_bench(Held()), step, batches, POINT)[0] == "throttled"
+    assert isinstance(kernels._profiled(tiny_bench(once), step, [], POINT), list)
+    assert (once.num_rests, len(profiled)) == (1, 2)
+    assert kernels._profiled(tiny_bench(Held()), step, [], POINT)[0] == "throttled"
+    assert len(profiled) == 2 + kernels.TRIES
 
 
 def test_a_pass_is_the_sum_of_its_phases() -> None:

@@ -120,10 +120,8 @@ def test_a_throttled_row_keeps_its_bytes_and_nothing_else(monkeypatch: pytest.Mo
     (row,) = tiny_bench(rule=SIX).time([part], build)
     assert set(row.numbers) == {"tflops_per_s", "before_backward_bytes"}
     monkeypatch.setattr(attention, "before_backward", lambda *_: {"before_backward_bytes": 7})
-    bench = tiny_bench(Held(), rule=SIX)
-    rows = {
-        row.point["pass"]: row for row in attention.rows(bench, Case("ours", "fp32", 1, 1, 8, 16, True), SIX)
-    }
+    found = attention.rows(tiny_bench(Held(), rule=SIX), Case("ours", "fp32", 1, 1, 8, 16, True))
+    rows = {row.point["pass"]: row for row in found}
     assert {row.status for row in rows.values()} == {"throttled"}
     assert [rows[which].numbers for which in attention.PASSES] == [{"before_backward_bytes": 7}, {}, {}]
 

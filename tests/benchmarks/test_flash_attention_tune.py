@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kernels import attention_candidates as flash_attention_candidates
+from benchmarks.kernels import attention_candidates
 from benchmarks.kernels import attention_tune as tune
 from benchmarks.kernels import loss_and_blocks as kernel_benchmark
 from benchmarks.kernels.attention_candidates import candidates
 from trainfit.bench.harness.runner import RULES
 from trainfit.bench.harness.stopwatch import CpuStopwatch
 
-DIES_AT_SECOND = """
+DIES = """
 import json, os, sys
-for place, name in enumerate(sys.argv[1:]):
+for name in sys.argv[1:]:
     if name == {fatal!r}:
         print("an illegal address", flush=True)
         os._exit(1)
@@ -27,27 +27,34 @@ for place, name in enumerate(sys.argv[1:]):
 """
 
 
-def scripted(monkeypatch, fatal: str) -> None:
+def scripted(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Replace the process that times candidates by one that runs ``code``."""
+
     def process(task: str, names: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", DIES_AT_SECOND.format(fatal=fatal), *names]
+        command = [sys.executable, "-S", "-c", code, *names]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
     monkeypatch.setattr(tune, "_process", process)
 
 
-def test_a_deadly_candidate_costs_only_itself(monkeypatch) -> None:
-    asked = candidates()[:4]
-    scripted(monkeypatch, asked[1].name)
-    rows = list(tune.timed(asked))
-    assert [row["name"] for row in rows] == [each.name for each in asked]
-    assert ["error" in row for row in rows] == [False, True, False, False]
-    assert "an illegal address" in rows[1]["error"]
+@pytest.mark.parametrize(("num_timed", "fatal"), [(4, 1), (2, 1)])
+def test_a_deadly_candidate_costs_only_itself(
+    num_timed: int, fatal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = candidates()[:num_timed]
+    scripted(monkeypatch, DIES.format(fatal=timed[fatal].name))
+    rows = list(tune.timed(timed))
+    assert [row["name"] for row in rows] == [each.name for each in timed]
+    assert ["error" in row for row in rows] == [index == fatal for index in range(num_timed)]
+    assert "an illegal address" in rows[fatal]["error"]
 
 
-def test_the_last_one_may_be_deadly_too(monkeypatch) -> None:
-    asked = candidates()[:2]
-    scripted(monkeypatch, asked[1].name)
-    assert ["error" in row for row in tune.timed(asked)] == [False, True]
+def test_a_check_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, "import time; time.sleep(200)")
+    monkeypatch.setattr(tune, "CHECK_LIMIT_S", 0.3)
+    row = tune._checked(candidates()[0])
+    assert row["error"] == "compiled too long"
+    json.dumps(row)
 
 
 def test_a_hanging_kernel_ends_its_process_and_says_so() -> None:
@@ -65,20 +72,20 @@ candidates._ended(())
 
 def test_a_candidate_is_timed_by_the_harness_or_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = CpuStopwatch()
-    monkeypatch.setattr(flash_attention_candidates, "_stopwatch", lambda: watch)
-    monkeypatch.setattr(flash_attention_candidates, "RULE", RULES["tiny"])
-    monkeypatch.setattr(flash_attention_candidates, "_timed_tensors", lambda candidate: None)
-    monkeypatch.setattr(flash_attention_candidates, "_prepared", lambda *_: lambda: time.sleep(1e-3))
+    monkeypatch.setattr(attention_candidates, "_stopwatch", lambda: watch)
+    monkeypatch.setattr(attention_candidates, "RULE", RULES["tiny"])
+    monkeypatch.setattr(attention_candidates, "_timed_tensors", lambda candidate: None)
+    monkeypatch.setattr(attention_candidates, "_prepared", lambda *_: lambda: time.sleep(1e-3))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
-    asked = candidates()[0]
-    row = flash_attention_candidates.time(asked)
+    first = candidates()[0]
+    row = attention_candidates.time(first)
     assert row["p10_s"] <= row["median_s"] <= row["p90_s"]
     assert row["tflops_per_s"] == pytest.approx(2 * 16 * 8192**2 * 128 / row["median_s"] / 1e12)
     assert row["samples"] >= RULES["tiny"].min_samples
     monkeypatch.setattr(watch, "throttled", lambda: ("software power cap",))
     monkeypatch.setattr(watch, "rest", lambda seconds: None)
-    row = flash_attention_candidates.time(asked)
-    assert row == {"name": asked.name, "error": row["error"]}
+    row = attention_candidates.time(first)
+    assert row == {"name": first.name, "error": row["error"]}
     assert "throttled: the clocks were held down" in row["error"]
 
 
@@ -94,15 +101,3 @@ def test_commands_that_need_a_gpu_say_so_in_one_line(
     assert ended.value.code == 2
     assert "error: torch sees no GPU" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "rows").exists()
-
-
-def test_a_check_that_takes_too_long_is_ended(monkeypatch) -> None:
-    def process(task: str, names: list[str]) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "import time; time.sleep(200)"]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-
-    monkeypatch.setattr(tune, "_process", process)
-    monkeypatch.setattr(tune, "CHECK_LIMIT_S", 0.3)
-    row = tune._checked(candidates()[0])
-    assert row["error"] == "compiled too long"
-    json.dumps(row)

@@ -1,124 +1,95 @@
 """Figures in the sentences of docs/results/peak-memory.md and recompute-budget.md against the records."""
 
-import re
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
 from benchmarks.tables import peak_memory as tables
 from benchmarks.tables.joined import records
+from page_claims import ROOT, check, figures
 from trainfit.explanation.difference import difference
 from trainfit.spec.sweep import Row
 from trainfit.spec.units import GIB, MIB
 
-PAGES = Path(__file__).parents[2] / "docs" / "results"
-
-
-def prose(name: str) -> str:
-    """The page without its filled tables, on one line."""
-    text = re.sub(
-        r"<!-- (?:table|figure).*?<!-- end -->", "", (PAGES / name).read_text("utf-8"), flags=re.DOTALL
-    )
-    return " ".join(text.split())
-
-
-PEAK, BUDGET = prose("peak-memory.md"), prose("recompute-budget.md")
+PEAK, BUDGET = "docs/results/peak-memory.md", "docs/results/recompute-budget.md"
 ROWS = {**tables.sweep("trained"), **tables.sweep("measured")}
+CONTROL, BEST = ROWS["control"], ROWS["best_fast"]
 
 
-def figures(pattern: str, text: str = PEAK) -> list[float]:
-    """The numbers of the one sentence that matches; ``#`` stands for a number."""
-    parts = [re.escape(part) for part in pattern.split("#")]
-    found = re.findall(r"(-?\d+(?:\.\d+)?)".join(parts), text)
-    assert len(found) == 1, f"{pattern!r} is {len(found)} times in the page"
-    return [float(one) for one in (found[0] if isinstance(found[0], tuple) else found)]
+def claim(pattern: str, *values: float | None) -> None:
+    check(PEAK, pattern, values)
+
+
+def known(value: float | None) -> float:
+    assert value is not None
+    return value
 
 
 def measured(name: str) -> float:
-    size = ROWS[name].measured_bytes
-    assert size is not None
-    return size / GIB
+    return known(ROWS[name].measured_bytes) / GIB
 
 
-def less(row: Row, control: Row) -> float:
-    share = tables.reduction(row, control)
-    assert share is not None
-    return 100 * share
+def less(row: Row, control: Row = CONTROL) -> float:
+    return 100 * known(tables.reduction(row, control))
 
 
-def speed(name: str, other: str = "control") -> float:
-    ours, base = tables.late_samples_per_s(ROWS[name]), tables.late_samples_per_s(ROWS[other])
-    assert ours is not None
-    assert base is not None
-    return ours / base
+def perplexity(row: Row, control: Row = CONTROL) -> float:
+    """The change of the perplexity in per cent."""
+    return 100 * known(tables.perplexity_change(row, control))
+
+
+def speed(name: str, other: str = "control", rows: Mapping[str, Row] = ROWS) -> float:
+    return known(tables.late_samples_per_s(rows[name])) / known(tables.late_samples_per_s(rows[other]))
 
 
 def test_headline() -> None:
-    best = ROWS["best_fast"]
-    assert best.estimate is not None
-    allocated, control, faster = figures(
-        "the smallest row allocates # GiB, where the control allocates # GiB, and runs # times"
-    )
-    assert allocated == pytest.approx(min(map(measured, ROWS)), abs=5e-4)
-    assert (allocated, control) == (round(measured("best_fast"), 3), round(measured("control"), 3))
-    assert faster == round(speed("best_fast"), 1)
-    device, predicted, host = figures("it takes # GiB, predicted # GiB, and # GiB of pinned host memory")
-    assert device == round(tables.device_bytes()[best.recipe_id] / GIB, 2)
-    assert (predicted, host) == (
-        round(best.estimate.peak_device_bytes / GIB, 2),
-        round(best.estimate.host_bytes / GIB, 2),
-    )
-    change = tables.perplexity_change(best, ROWS["control"])
-    assert change is not None
-    assert figures("It ends 100 steps at the control's perplexity, to # %") == [round(100 * abs(change), 2)]
+    assert BEST.estimate is not None
+    claim(
+        "the smallest row allocates # GiB, where the control allocates # GiB, and runs # times",
+        min(map(measured, ROWS)), measured("control"), speed("best_fast"),
+    )  # fmt: skip
+    assert measured("best_fast") == min(map(measured, ROWS))
+    held = (tables.device_bytes()[BEST.recipe_id], BEST.estimate.peak_device_bytes, BEST.estimate.host_bytes)
+    pattern = "it takes # GiB, predicted # GiB, and # GiB of pinned host memory"
+    claim(pattern, *(size / GIB for size in held))
+    claim("It ends 100 steps at the control's perplexity, to # %", abs(perplexity(BEST)))
 
 
 def test_errors_of_the_predicted_peaks() -> None:
     errors = {name: abs(row.error) for name, row in ROWS.items() if row.error is not None}
-    count, bound, exact = figures(
-        "All # predicted peaks are within # % of the measured ones, # of them to the byte"
-    )
+    pattern = "All # predicted peaks are within # % of the measured ones, # of them to the byte"
+    count, bound, exact = map(float, figures(PEAK, pattern))
     assert (count, exact) == (len(errors), sum(error == 0 for error in errors.values()))
     assert max(errors.values()) * 100 <= bound <= max(errors.values()) * 100 + 0.01
     assert all(ROWS[name].recipe["compile"] for name, error in errors.items() if error)
 
 
 def test_what_techniques_contribute() -> None:
-    control = ROWS["control"]
-    share, cost = figures("Activation checkpointing alone removes # % and costs # % of the speed")
-    assert share == round(less(ROWS["checkpoint"], control), 1)
-    assert cost == round(100 * (1 - speed("checkpoint")))
+    slower = 100 * (1 - speed("checkpoint"))
+    pattern = "Activation checkpointing alone removes # % and costs # % of the speed"
+    claim(pattern, less(ROWS["checkpoint"]), slower)
     assert measured("fused") == measured("control")
-    saved = [round(measured("checkpoint") - measured("fused_checkpoint"), 2)]
-    assert figures("with checkpointing it removes # GiB") == saved
-    share, faster = figures("bf16 weights remove # % and are # times as fast")
-    assert (share, faster) == (round(less(ROWS["bf16"], control), 1), round(speed("bf16"), 1))
-    start, end, cost = figures("From # to # GiB allocated it costs # % of the speed")
-    assert (start, end) == (round(measured("best_resident"), 3), round(measured("best_fast"), 3))
-    assert cost == int(100 * (1 - speed("best_fast", "best_resident")))
+    claim("with checkpointing it removes # GiB", measured("checkpoint") - measured("fused_checkpoint"))
+    claim("bf16 weights remove # % and are # times as fast", less(ROWS["bf16"]), speed("bf16"))
+    slower = int(100 * (1 - speed("best_fast", "best_resident")))
+    pattern = "From # to # GiB allocated it costs # % of the speed"
+    claim(pattern, measured("best_resident"), measured("best_fast"), slower)
     theirs = tables.published()
-    least, share = figures("Its best row allocates # GiB, # % less than its control")
-    assert least == min(row["peak_gib"] for row in theirs.values())
-    assert share == round(100 * (1 - least / theirs["control"]["peak_gib"]), 1)
+    least = min(row["peak_gib"] for row in theirs.values())
+    share = 100 * (1 - least / theirs["control"]["peak_gib"])
+    claim("Its best row allocates # GiB, # % less than its control", least, share)
 
 
 def test_quality() -> None:
-    def change(row: Row, control: Row) -> float:
-        share = tables.perplexity_change(row, control)
-        assert share is not None
-        return 100 * share
-
-    control = ROWS["control"]
-    assert figures("end at a perplexity # % above the control's") == [round(change(ROWS["bf16"], control), 1)]
+    claim("end at a perplexity # % above the control's", perplexity(ROWS["bf16"]))
     nearest = ROWS["bf16_own_adafactor"]
     assert not nearest.recipe["optimizer"].get("stochastic_rounding")
-    assert figures("rounds to nearest and ends # % above the control") == [round(change(nearest, control), 2)]
-    assert figures("`best_fast` ends # % below it") == [-round(change(ROWS["best_fast"], control), 2)]
+    claim("rounds to nearest and ends # % above the control", perplexity(nearest))
+    claim("`best_fast` ends # % below it", -perplexity(BEST))
     ladder = tables.sweep("llama-3.2-1b")
-    base = ladder["control"]
-    assert figures("plain bf16 weights end # % above fp32") == [round(change(ladder["bf16"], base), 1)]
-    rounded = [round(change(ladder["bf16_rounded"], base), 2)]
-    assert figures("With stochastic rounding they end # % above it") == rounded
+    claim("plain bf16 weights end # % above fp32", perplexity(ladder["bf16"], ladder["control"]))
+    rounded = perplexity(ladder["bf16_rounded"], ladder["control"])
+    claim("With stochastic rounding they end # % above it", rounded)
 
 
 def test_optimizer_in_the_backward() -> None:
@@ -128,95 +99,75 @@ def test_optimizer_in_the_backward() -> None:
     assert control.moment.phase == "backward"
     assert "softmax_backward" in control.moment.op
     assert control.breakdown.gradients == 0
-    assert figures("in the loss: # GiB of activations are alive") == [
-        round(control.breakdown.activations / GIB, 2)
-    ]
+    claim("in the loss: # GiB of activations are alive", control.breakdown.activations / GIB)
     kept, made = control.ends["forward"].activations / layers, control.most.gradients / layers
-    sentence = "backward then frees # MiB of activations and makes # MiB of gradients"
-    assert figures(sentence) == [round(kept / MIB), round(made / MIB)]
+    claim("backward then frees # MiB of activations and makes # MiB of gradients", kept / MIB, made / MIB)
     assert one["fused"].peak_allocated_bytes == control.peak_allocated_bytes
     kept = full.ends["forward"].activations / layers
-    assert figures("A layer keeps # MiB of activations, less than its gradients") == [round(kept / MIB)]
+    claim("A layer keeps # MiB of activations, less than its gradients", kept / MIB)
     assert kept < made
-    held, saved = figures("Its end holds # GiB of gradients, and freeing them at once saves # GiB")
-    assert held == round(full.breakdown.gradients / GIB, 2)
-    assert saved == round((full.peak_allocated_bytes - both.peak_allocated_bytes) / GIB, 2)
+    saved = full.peak_allocated_bytes - both.peak_allocated_bytes
+    pattern = "Its end holds # GiB of gradients, and freeing them at once saves # GiB"
+    claim(pattern, full.breakdown.gradients / GIB, saved / GIB)
     assert sum(change.num_bytes for change in difference(full, both)) < 0
-    together = figures("returns all gradients together, # GiB, before the first hook runs")
-    assert together == [round(one["fused_compile"].most.gradients / GIB, 2)]
+    together = one["fused_compile"].most.gradients
+    claim("returns all gradients together, # GiB, before the first hook runs", together / GIB)
     for pair in (("compile", "fused_compile"), ("memory_budget_05", "fused_memory_budget_05")):
         assert one[pair[0]].peak_allocated_bytes == one[pair[1]].peak_allocated_bytes
-    assert figures("and at most # MiB of gradients are alive") == [
-        round(one["fused_compile_block"].most.gradients / MIB)
-    ]
-    plain, fused = (
-        one["block_budget_05"].peak_allocated_bytes,
-        one["fused_block_budget_05"].peak_allocated_bytes,
-    )
-    saved = figures("where the peak holds gradients, freeing them at once saves # GiB of # GiB")
-    assert saved == [round((plain - fused) / GIB, 2), round(plain / GIB, 2)]
+    claim("and at most # MiB of gradients are alive", one["fused_compile_block"].most.gradients / MIB)
+    plain, fused = (one[f"{name}block_budget_05"].peak_allocated_bytes for name in ("", "fused_"))
+    pattern = "where the peak holds gradients, freeing them at once saves # GiB of # GiB"
+    claim(pattern, (plain - fused) / GIB, plain / GIB)
+
+
+def num_within_budgets(rows: Mapping[str, Row]) -> int:
+    within = [inside for row in rows.values() if (inside := tables.within_budget(row)) is not None]
+    assert all(within)
+    return len(within)
 
 
 def test_budgets() -> None:
     rows = tables.sweep("budgets")
-    sizes = {name: (row.measured_bytes or 0) / GIB for name, row in rows.items()}
-    none, fifth = figures("a share of 0 takes # GiB, one of 0.2 takes # GiB")
-    assert (none, fifth) == (round(sizes["compiler 0"], 3), round(sizes["compiler 0.2"], 3))
-    within = [inside for row in rows.values() if (inside := tables.within_budget(row)) is not None]
-    assert figures("All # budgets in GiB hold when measured. They") == [len(within)]
-    assert all(within)
+    sizes = [known(rows[f"compiler {share}"].measured_bytes) / GIB for share in (0, 0.2)]
+    claim("a share of 0 takes # GiB, one of 0.2 takes # GiB", *sizes)
+    claim("All # budgets in GiB hold when measured. They", num_within_budgets(rows))
     base = rows["ours without a budget"]
     assert all((tables.slower(row, base) or 0) <= 0 for name, row in rows.items() if name.startswith("ours"))
     estimate = rows["ours 13 GiB"].estimate
     assert estimate is not None
-    assert figures("# GiB for the budget of 13 GiB") == [round(estimate.host_bytes / GIB, 2)]
+    claim("# GiB for the budget of 13 GiB", estimate.host_bytes / GIB)
 
 
 def test_ladders() -> None:
     for name, title in (("llama-3.2-1b", "Llama 3.2 1B"), ("qwen3-4b", "Qwen3 4B")):
-        rows = tables.sweep(name)
-        best, control = rows["best_native"], rows["control"]
-        assert best.measured_bytes is not None
-        assert best.predicted_device_bytes is not None
-        allocated, device, share = figures(f"| {title} | `best_native` | # | # | # %")
-        assert (allocated, device) == (
-            round(best.measured_bytes / GIB, 3),
-            round(best.predicted_device_bytes / GIB, 2),
-        )
-        assert share == round(less(best, control), 1)
+        best = tables.sweep(name)["best_native"]
+        sizes = (known(best.measured_bytes) / GIB, known(best.predicted_device_bytes) / GIB)
+        share = less(best, tables.sweep(name)["control"])
+        line = f"| {title} | `best_native` | {sizes[0]:.3f} | {sizes[1]:.2f} | {share:.1f} %"
+        assert line in (ROOT / PEAK).read_text()
     llama, qwen = tables.sweep("llama-3.2-1b"), tables.sweep("qwen3-4b")
-    assert figures("Llama 3.2 1B, 100 steps: all # peaks") == [sum(row.error == 0 for row in llama.values())]
-    late = [tables.late_samples_per_s(llama[name]) or 0 for name in ("best_native", "control")]
-    assert figures("`best_native` runs at # times the control's speed") == [round(late[0] / late[1], 1)]
-    change = tables.perplexity_change(llama["best_native"], llama["control"])
-    assert figures("Its perplexity is # % above the control's; its native") == [round(100 * (change or 0), 1)]
+    claim("Llama 3.2 1B, 100 steps: all # peaks", sum(row.error == 0 for row in llama.values()))
+    claim("`best_native` runs at # times the control's speed", speed("best_native", rows=llama))
+    change = perplexity(llama["best_native"], llama["control"])
+    claim("Its perplexity is # % above the control's; its native", change)
     failed = [row for row in qwen.values() if row.status == "out-of-memory"]
-    assert len(failed) == 3
-    assert all(row.verdict == "does not fit" for row in failed)
-    (bound,) = figures("Every measured peak is within # % of the predicted one")
-    assert max(abs(row.error) for row in qwen.values() if row.error is not None) * 100 <= bound
+    assert [row.verdict for row in failed] == ["does not fit"] * 3
+    (bound,) = figures(PEAK, "Every measured peak is within # % of the predicted one")
+    assert max(abs(row.error) for row in qwen.values() if row.error is not None) * 100 <= float(bound)
 
 
 def test_page_of_the_budget_in_gib() -> None:
     rows = tables.sweep("llama-3.1-8b")
     none, full, ours = rows["none"], rows["full"], rows["ours 60.7 GiB"]
     assert ours.estimate is not None
-    assert figures("Full checkpointing saves # % and makes the step # % slower", BUDGET) == [
-        round(less(full, none), 1),
-        round(100 * (tables.slower(full, none) or 0), 1),
-    ]
+    slower = [100 * known(tables.slower(row, none)) for row in (full, ours)]
+    check(BUDGET, "Full checkpointing saves # % and makes the step # % slower", (less(full, none), slower[0]))
     assert less(ours, none) >= less(full, none)
-    found = figures("A budget of 60.7 GiB saves as much and makes it # % slower, with # GiB", BUDGET)
-    assert found == [
-        round(100 * (tables.slower(ours, none) or 0), 2),
-        round(ours.estimate.host_bytes / GIB, 2),
-    ]
-    within = [inside for row in rows.values() if (inside := tables.within_budget(row)) is not None]
-    assert all(within)
-    count, num_rows, bound = figures(
-        "All # budgets hold when measured, and all # predicted peaks are within # %", BUDGET
-    )
-    assert (count, num_rows) == (len(within), len(rows))
+    pattern = "A budget of 60.7 GiB saves as much and makes it # % slower, with # GiB"
+    check(BUDGET, pattern, (slower[1], ours.estimate.host_bytes / GIB))
+    pattern = "All # budgets hold when measured, and all # predicted peaks are within # %"
+    count, num_rows, bound = map(float, figures(BUDGET, pattern))
+    assert (count, num_rows) == (num_within_budgets(rows), len(rows))
     assert max(abs(row.error or 0) for row in rows.values()) * 100 <= bound
 
 
@@ -231,13 +182,12 @@ def test_a_row_without_a_measurement_shows_its_prediction_alone(monkeypatch: pyt
 
 def test_the_earlier_run_of_the_ladder_held_512_bytes_more() -> None:
     found = records("ladder-llama-3.2-1b/records.jsonl")
-    predicted = {
-        one.recipe_id: one.estimate.peak_allocated_bytes for one in found if one.estimate is not None
+    predicted = {one.recipe_id: one.estimate.peak_allocated_bytes for one in found if one.estimate}
+    earlier = {
+        one.recipe_id: one.train["peak_memory_bytes"]
+        for one in found
+        if one.train is not None and one.created_at < "2026-11-22"
     }
-    earlier = [one for one in found if one.train is not None and one.created_at < "2026-11-22"]
-    more = {
-        one.train["peak_memory_bytes"] - predicted[one.recipe_id] for one in earlier if one.train is not None
-    }
-    (num_bytes,) = more
+    (num_bytes,) = {size - predicted[recipe_id] for recipe_id, size in earlier.items()}
     pattern = "Of a shorter run on 2026-11-21, # rows are left; each holds # bytes more than predicted"
-    assert figures(pattern) == [len(earlier), num_bytes]
+    claim(pattern, len(earlier), num_bytes)

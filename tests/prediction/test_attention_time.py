@@ -32,17 +32,12 @@ def op_of(rate: AttentionRate, *, backward: bool, **fields: Any) -> Op:
     )
 
 
-def test_what_was_measured_takes_what_it_took() -> None:
+def test_what_was_measured_takes_what_it_took_and_stays_below_the_peak() -> None:
     """Every row of the catalog, forward and backward."""
     assert {rate.kernel for rate in RATES} == {"cudnn", "flash", "efficient", "gluon", "plain"}
     for rate in RATES:
         for backward, seconds in ((False, rate.forward), (True, rate.backward)):
             assert op_s(op_of(rate, backward=backward), H200) == pytest.approx(seconds + KERNEL_S)
-
-
-def test_no_rate_is_above_the_peak() -> None:
-    for rate in RATES:
-        for backward in (False, True):
             assert rate.flops_per_s(backward=backward) < peak_flops_per_s(H200, rate.dtype)
 
 
@@ -53,7 +48,7 @@ def rate_of(kernel: str, dtype: str, head: int, seq: int) -> AttentionRate:
 def test_another_size_takes_the_nearest_and_says_so() -> None:
     measured = rate_of("cudnn", "bf16", 64, 8192)
     asked = op_of(measured, backward=False)._replace(head=80, seq=7000)
-    assert compute_share(asked) == compute_share(op_of(measured, backward=False))
+    assert compute_share(asked, H200) == compute_share(op_of(measured, backward=False), H200)
     ledger = Ledger(segments=[Segment("steady", "forward")], ops=[asked, asked])
     assert assumptions(ledger, H200) == (
         "attention's time, cudnn kernel, bfloat16, heads of 80 at 7000: as measured on h200 with heads of "
@@ -67,7 +62,7 @@ def test_another_size_takes_the_nearest_and_says_so() -> None:
 
 def test_our_plain_kernels_pay_for_the_columns_they_round_up_to() -> None:
     whole = op_of(rate_of("plain", "fp32", 128, 2048), backward=True)
-    assert compute_share(whole._replace(head=96)) == pytest.approx(compute_share(whole) * 96 / 128)
+    assert compute_share(whole._replace(head=96), H200) == pytest.approx(compute_share(whole, H200) * 0.75)
     assert "(it computes heads of 128)" in assumptions(
         Ledger(segments=[Segment("steady", "backward")], ops=[whole._replace(head=96)]), H200
     )[0]  # fmt: skip
@@ -104,7 +99,7 @@ def said_of(op: Op) -> str:
 def test_a_kernel_without_a_rate_in_a_dtype_is_told(made_up: list[AttentionRate]) -> None:
     made_up.append(a_rate("efficient", "fp32"))
     asked = op_of(made_up[0], backward=False)._replace(dtype="bfloat16")
-    assert compute_share(asked) == UNMEASURED
+    assert compute_share(asked, H200) == UNMEASURED
     assert "nothing is measured" in said_of(asked)
 
 
@@ -113,21 +108,19 @@ def test_without_a_measured_mask_16_bits_take_what_steps_need_and_fp32_the_rate_
 ) -> None:
     made_up += [a_rate("cudnn", "bf16"), a_rate("efficient", "fp32", 64)]
     masked = op_of(made_up[0], backward=False, masked=True)
-    assert compute_share(masked) == MASKED
+    assert compute_share(masked, H200) == MASKED
     assert said_of(masked) == (
         "attention's time, cudnn kernel, bfloat16, heads of 128 at 2048, with a mask: 22% of the peak, "
         "where ten measured steps with cuDNN need 20% to 33%"
     )
     wide = op_of(made_up[1], backward=False)
-    assert compute_share(wide._replace(masked=True)) == compute_share(wide)
+    assert compute_share(wide._replace(masked=True), H200) == compute_share(wide, H200)
     assert said_of(wide._replace(masked=True)).endswith(
         "with a mask: as measured on h200 with heads of 64 at 2048, without a mask"
     )
 
 
-@pytest.mark.parametrize(
-    ("kernel", "dtype"), [("cudnn", "bf16"), ("efficient", "bf16"), ("efficient", "fp32")]
-)
+@pytest.mark.parametrize(("kernel", "dtype"), [("cudnn", "bf16"), ("efficient", "fp32")])
 def test_a_measured_mask_takes_what_it_took(kernel: str, dtype: str, made_up: list[AttentionRate]) -> None:
     made_up += [
         a_rate(kernel, dtype, 256, seconds=4e-3),
@@ -178,37 +171,27 @@ def test_in_fp32_ours_is_predicted_to_be_the_slower() -> None:
 
     Four layers of 16 heads; 14.4 ms forward, twice, and 104 ms backward a layer.
     """
-    batch = Batch(micro=4, seq=2048)
     ours, pytorchs = (
-        predict(heads_of_128(name, precision="fp32", batch=batch)) for name in ("triton", "sdpa")
+        predict(heads_of_128(name, precision="fp32", batch=Batch(micro=4, seq=2048)))
+        for name in ("triton", "sdpa")
     )
     assert ours.step_s is not None
     assert pytorchs.step_s is not None
-    assert ours.step_s > 4 * (2 * 0.0144 + 0.104)
-    assert ours.step_s > 1.5 * pytorchs.step_s
+    assert ours.step_s > max(4 * (2 * 0.0144 + 0.104), 1.5 * pytorchs.step_s)
     assert ours.bounds["step_s"].low > pytorchs.step_s
-    assert any(
-        "plain kernel, float32, heads of 128 at 2048: as measured" in line for line in ours.assumptions
-    )
+    assert any("float32, heads of 128 at 2048: as measured" in line for line in ours.assumptions)
 
 
 @pytest.mark.parametrize(
-    ("gpu_name", "precision", "deterministic", "products"),
-    [
-        ("h200", "bf16", False, 5),
-        ("h200", "bf16", True, 7),
-        ("h200", "fp32", False, 7),
-        ("a100-sxm4-80gb", "bf16", False, 7),
-    ],
+    ("gpu_name", "deterministic", "products"),
+    [("h200", False, 5), ("h200", True, 7), ("a100-sxm4-80gb", False, 7)],
 )
-def test_two_passes_execute_seven_products(
-    gpu_name: str, precision: Any, deterministic: bool, products: int
-) -> None:
+def test_two_passes_execute_seven_products(gpu_name: str, deterministic: bool, products: int) -> None:
     """The device makes scores and their gradient in both passes.
 
     The mathematics needs four products wherever it runs.
     """
-    asked = heads_of_128("triton", precision=precision, hardware={"gpu": gpu_name})
+    asked = heads_of_128("triton", hardware={"gpu": gpu_name})
     ledger = ledger_of(asked, deterministic=deterministic)
     forward, backward = (
         next(op for op in ledger.ops if op.kernel and ("backward" in op.name) is which) for which in (False,

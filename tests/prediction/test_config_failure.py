@@ -60,6 +60,6 @@ def test_a_failure_elsewhere_stays_ours(config: dict, monkeypatch: pytest.Monkey
     def broken(*arguments: object) -> None:
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(trace, "_run", broken)
+    monkeypatch.setattr(trace, "run_steps", broken)
     with pytest.raises(RuntimeError, match="a bug of ours"):
         trace.trace(recipe_from({"model": {"config": config}, "batch": {"seq": 32}}))

@@ -1,7 +1,4 @@
-"""What ``train`` asks for by default, kernels that repeat bit by bit, can be predicted.
-
-Told by the argument alone.
-"""
+"""Kernels that repeat bit by bit, which ``train`` runs by default, are predicted by one argument alone."""
 
 import os
 import subprocess
@@ -13,7 +10,7 @@ import pytest
 import torch
 
 from tiny_recipe import TINY_LLAMA
-from trainfit.api.flops import counted_flops, step_flops
+from trainfit.api.flops import step_flops
 from trainfit.catalog.load import gpu
 from trainfit.cli.main import main
 from trainfit.kernels.determinism import deterministic_kernels
@@ -117,15 +114,22 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
-    """Two passes execute 7 products in attention's backward, Gluon's kernel 5.
+    """Two passes execute 7 products in attention's backward, Gluon's kernel 5, in a sweep too.
 
     The mathematics is the same.
     """
     asked = recipe("triton", hardware={"gpu": "h200"})
-    plain, repeatable = (counted_flops(asked, deterministic=chosen) for chosen in (False, True))
+    plain, repeatable = (predict(asked, deterministic=chosen) for chosen in (False, True))
     assert repeatable.hardware_flops > plain.hardware_flops
     assert repeatable.model_flops == plain.model_flops
     assert step_flops(asked, "auto", None, deterministic=True)[1] == repeatable.hardware_flops
+    for deterministic, expected in ((False, plain), (True, repeatable)):
+        request = PartRequest(
+            part="train", variant="a", recipe=asked, device="cpu", timeout_s=1,
+            train=TrainPart(deterministic=deterministic),
+            model_flops=plain.model_flops, hardware_flops=plain.hardware_flops,
+        )  # fmt: skip
+        assert trial._counted(request) == (expected.model_flops, expected.hardware_flops)
 
 
 def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
@@ -147,23 +151,6 @@ def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:
     assert done.returncode == 0, done.stderr
     rooms = {room.split("/")[0].removesuffix(".py") for room in cache.ROOMS}
     assert eval(done.stdout) - rooms == {"spec"}
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_sweep_counts_the_flops_of_the_kernels_it_trains_with(deterministic: bool) -> None:
-    """Our attention's backward that repeats bit by bit multiplies more."""
-    asked = recipe("triton", hardware={"gpu": "h200"})
-    estimate = predict(asked)
-    request = PartRequest(
-        part="train", variant="a", recipe=asked, device="cpu", timeout_s=1,
-        train=TrainPart(deterministic=deterministic),
-        model_flops=estimate.model_flops, hardware_flops=estimate.hardware_flops,
-    )  # fmt: skip
-    counted = trial._counted(request)
-    assert counted is not None
-    assert counted[0] == estimate.model_flops
-    assert counted == (estimate.model_flops, predict(asked, deterministic=deterministic).hardware_flops)
-    assert (counted[1] > estimate.hardware_flops) is deterministic
 
 
 PROGRAM = """

@@ -28,17 +28,22 @@ from trainfit.spec.units import GIB, MIB
 from trainfit.spec.value import parse
 from virtual_runs import recipe_of, steady, with_layers
 
+SMALL = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "vocab_size": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+"""21 million parameters."""
+
 CASES: list[dict[str, Any]] = [
-    {}, {"precision": "fp32"}, {"precision": "amp-fp16"}, {"recompute": "full"},
-    {"adapter": Adapter(kind="lora")},
-    {"optimizer": Optimizer(implementation="foreach")}, {"optimizer": Optimizer(in_backward=True)},
-    {"batch": Batch(micro=2, seq=64, accumulate=2)}, {"hardware": Hardware(gpu="cpu")},
+    {"precision": "amp-fp16", "batch": Batch(micro=2, seq=64, accumulate=2)},
+    {"recompute": "full", "adapter": Adapter(kind="lora")}, {"optimizer": Optimizer(in_backward=True)},
+    {"precision": "fp32", "optimizer": Optimizer(implementation="foreach"), "hardware": Hardware(gpu="cpu")},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", CASES, ids=[str(i) for i in range(len(CASES))])
 def test_parts_agree_with_the_whole(fields: dict[str, Any]) -> None:
-    found = predict(recipe_of(with_layers("llama-3.2-1b", 4), **fields))
+    found = predict(recipe_of(SMALL, **fields))
     step, phase = found.peak_phase.split(".")
     assert sum(getattr(found.breakdown, name) for name in CATEGORIES) == found.peak_allocated_bytes
     assert found.peak_allocated_bytes == found.phases.peak == getattr(getattr(found.phases, step), phase)
@@ -50,51 +55,37 @@ def test_parts_agree_with_the_whole(fields: dict[str, Any]) -> None:
     # What is there at the start stays: weights, and in a steady step the optimizer's state.
     assert found.phases.after_init <= min(found.phases.first.forward, found.phases.steady.forward)
     assert found.phases.first.forward <= found.phases.steady.forward
-
-
-def test_categories_of_a_plain_bf16_step() -> None:
-    """2 bytes a parameter of weights, 2 of gradients, 4 of AdamW's moments (its counters 4 bytes in blocks of
-    512).
-    """
-    config = with_layers("llama-3.2-1b", None) | {"tie_word_embeddings": False}
-    found = predict(recipe_of(config, batch=Batch(micro=1, seq=8)))
-    parts, params = found.breakdown, found.params
-    assert (
-        found.peak_phase == "steady.backward"
-    )  # its last moment: the embedding's gradient is filled in two pieces
-    assert parts.weights == pytest.approx(2 * params, rel=1e-4)
-    assert parts.gradients + parts.temporary == pytest.approx(2 * params, rel=0.01)
-    assert parts.optimizer == pytest.approx(4 * params, rel=1e-4)
-    assert parts.communication == 0
-    assert (
-        parts.workspace == 2 * 32 * MIB
-    )  # a cuBLAS handle of the main thread's and one of autograd's, on Hopper
-
-
-def test_master_weights_of_autocast() -> None:
-    found = predict(recipe_of("llama-3.2-1b", batch=Batch(micro=1, seq=8), precision="amp-bf16"))
-    assert found.breakdown.weights == pytest.approx(4 * found.params, rel=1e-4)
-    assert found.breakdown.optimizer == pytest.approx(8 * found.params, rel=1e-4)
-
-
-def test_only_the_adapter_has_gradients_and_state() -> None:
-    found = predict(recipe_of("llama-3.2-1b", adapter=Adapter(kind="lora", rank=16)))
-    base = predict(recipe_of("llama-3.2-1b"))
-    adapter = found.params - base.params
-    assert found.trainable_params == adapter
-    assert found.breakdown.optimizer == pytest.approx(2 * 4 * adapter, rel=0.01)
-    assert found.breakdown.weights == pytest.approx(2 * base.params + 4 * adapter, rel=0.001)
-
-
-def test_an_estimate_survives_json() -> None:
-    found = predict(recipe_of(with_layers("gpt2", 4), precision="amp-fp16"))
     assert parse(Estimate, json.loads(found.model_dump_json())) == found
 
 
-def test_time_money_and_utilisation_agree() -> None:
-    recipe = recipe_of(
-        "llama-3.2-1b", batch=Batch(micro=4, seq=512), hardware=Hardware(gpu="h200", price_per_hour=3.6)
+def test_categories_of_a_step_by_precision_and_adapter() -> None:
+    """bf16: 2 bytes a parameter of weights, 2 of gradients, 4 of AdamW's moments (its counters 4 bytes in
+    blocks of 512); autocast: fp32 weights and moments; LoRA: gradients and moments of the adapter alone.
+    """
+    plain, autocast, adapted = (
+        predict(recipe_of(SMALL, batch=Batch(micro=1, seq=8), **fields))
+        for fields in ({}, {"precision": "amp-bf16"}, {"adapter": Adapter(kind="lora", rank=16)})
     )
+    parts, params = plain.breakdown, plain.params
+    # Its last moment: the embedding's gradient is filled in two pieces.
+    assert plain.peak_phase == "steady.backward"
+    assert parts.weights == pytest.approx(2 * params, rel=1e-3)
+    assert parts.gradients + parts.temporary == pytest.approx(2 * params, rel=0.01)
+    assert parts.optimizer == pytest.approx(4 * params, rel=2e-3)
+    assert parts.communication == 0
+    # On Hopper a cuBLAS handle of the main thread and one of autograd's.
+    assert parts.workspace == 2 * 32 * MIB
+    assert autocast.breakdown.weights == pytest.approx(4 * params, rel=1e-3)
+    assert autocast.breakdown.optimizer == pytest.approx(8 * params, rel=2e-3)
+    adapter = adapted.params - params
+    assert adapted.trainable_params == adapter
+    assert adapted.breakdown.weights == pytest.approx(2 * params + 4 * adapter, rel=0.001)
+    assert adapted.breakdown.optimizer == pytest.approx(2 * 4 * adapter, rel=0.05)
+
+
+def test_time_money_and_utilisation_agree() -> None:
+    hardware = Hardware(gpu="h200", price_per_hour=3.6)
+    recipe = recipe_of(SMALL, batch=Batch(micro=4, seq=512), hardware=hardware)
     found = predict(recipe)
     assert found.step_s is not None
     assert found.time is not None
@@ -168,30 +159,35 @@ def test_giving_the_cache_back_makes_room() -> None:
     assert roomy.phases.steady.peak == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "fits"), [("h200", True), ("h100-sxm", True), ("a100-sxm4-40gb", False), ("rtx-4090", False)]
-)
-def test_llama_8b_with_adamw_needs_a_large_card(name: str, fits: bool) -> None:
+def test_llama_8b_with_adamw_needs_a_large_card() -> None:
     """8.03e9 parameters at 2 + 2 + 4 bytes are 59.8 GiB before any activation."""
-    found = predict(recipe_of("llama-3.1-8b", batch=Batch(micro=1, seq=512), hardware=Hardware(gpu=name)))
-    assert found.peak_allocated_bytes > 59.8 * GIB
-    assert found.fits is fits
-    assert (found.headroom_bytes >= 0) is fits
+    recipe = recipe_of("llama-3.1-8b", batch=Batch(micro=1, seq=512))
+    ledger = ledger_of(recipe)
+    for name, fits in (("h200", True), ("h100-sxm", True), ("a100-sxm4-40gb", False), ("rtx-4090", False)):
+        found = estimate(recipe, gpu(name), ledger)
+        assert found.peak_allocated_bytes > 59.8 * GIB
+        assert found.fits is fits
+        assert (found.headroom_bytes >= 0) is fits
 
 
 def test_every_cuda_gpu_predicts_and_others_say_why_not() -> None:
-    ledgers = 0
+    """A GPU of each compute capability is traced; the others take its ledger."""
+    ledgers: dict[Any, Ledger] = {}
+    num_predicted = 0
     for name, row in gpus().items():
-        recipe = tiny_recipe("native", precision="bf16", hardware=Hardware(gpu=name))
+        recipe = tiny_recipe("native", 1, precision="bf16", hardware=Hardware(gpu=name))
         if row.vendor == "nvidia":
-            found = predict(recipe, use_cache=False)
+            if row.compute_capability not in ledgers:
+                ledgers[row.compute_capability] = ledger_of(recipe, use_cache=False)
+            found = estimate(recipe, row, ledgers[row.compute_capability])
             assert found.step_s is not None
             assert 0 < (found.mfu or 0) < 1
-            ledgers += 1
+            num_predicted += 1
         else:
             with pytest.raises(InputError, match=r"hardware\.gpu"):
                 predict(recipe, use_cache=False)
-    assert ledgers >= 20
+    assert num_predicted >= 20
+    assert len(ledgers) >= 6
 
 
 @pytest.mark.parametrize(

@@ -34,34 +34,33 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path_factory.getbasetemp() / "explained"))
 
 
-@pytest.mark.parametrize("implementation", ["native", "hf"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("implementation", "recompute"), [("native", "none"), ("hf", "full")])
 def test_the_peak_is_the_predictions_and_its_holders_add_up_to_it(
     implementation: str, recompute: Any
 ) -> None:
     recipe = adafactor(implementation, recompute=recompute)
-    told, predicted = explain(recipe), predict(recipe)
-    assert told.peak_allocated_bytes == predicted.peak_allocated_bytes
-    assert told.breakdown == predicted.breakdown
-    assert f"{told.moment.step}.{told.moment.phase}" == predicted.peak_phase
+    found, predicted = explain(recipe), predict(recipe)
+    assert found.peak_allocated_bytes == predicted.peak_allocated_bytes
+    assert found.breakdown == predicted.breakdown
+    assert f"{found.moment.step}.{found.moment.phase}" == predicted.peak_phase
     by_category = dict.fromkeys(CATEGORIES, 0)
-    for holder in told.holders:
+    for holder in found.holders:
         by_category[holder.category] += holder.num_bytes
-    by_category["temporary"] += told.unsplit_bytes
-    assert by_category == told.breakdown.model_dump()
-    assert list(told.holders) == sorted(told.holders, key=lambda one: -one.num_bytes)
+    by_category["temporary"] += found.unsplit_bytes
+    assert by_category == found.breakdown.model_dump()
+    assert list(found.holders) == sorted(found.holders, key=lambda one: -one.num_bytes)
 
 
 def test_equal_layers_are_told_together_with_their_number() -> None:
-    told = explain(adafactor())
-    weights = {one.path: one for one in told.holders if one.category == "weights"}
+    found = explain(adafactor())
+    weights = {one.path: one for one in found.holders if one.category == "weights"}
     # TINY_LLAMA: hidden 32, intermediate 64, fp32; gate and up are one weight.
     assert (weights["layers.*.mlp.up.weight"].count, weights["layers.*.mlp.up.weight"].num_bytes) == (
         LAYERS,
         LAYERS * 2 * 64 * 32 * 4,
     )
     assert weights["lm_head.weight"].count == 1
-    kept = {one.path for one in told.holders if one.category == "activations"}
+    kept = {one.path for one in found.holders if one.category == "activations"}
     assert {"layers.*.attention", "layers.*.mlp"} <= kept
 
 
@@ -103,20 +102,20 @@ def test_why_fusing_alone_saves_nothing_and_with_recomputation_all_gradients() -
 
 
 def test_the_curve_reaches_the_peak_and_the_ends_lie_on_it() -> None:
-    told = explain(adafactor(recompute="full"))
-    highest = max(point.alive.total for point in told.curve)
-    assert highest == told.peak_allocated_bytes - told.unsplit_bytes
-    assert [point.phase for point in told.curve] == sorted(
-        (point.phase for point in told.curve), key=["data", "forward", "backward", "optimizer"].index
+    found = explain(adafactor(recompute="full"))
+    highest = max(point.alive.total for point in found.curve)
+    assert highest == found.peak_allocated_bytes - found.unsplit_bytes
+    assert [point.phase for point in found.curve] == sorted(
+        (point.phase for point in found.curve), key=["data", "forward", "backward", "optimizer"].index
     )
-    assert told.ends["optimizer"].activations == 0
-    assert told.ends["forward"].total <= highest
+    assert found.ends["optimizer"].activations == 0
+    assert found.ends["forward"].total <= highest
 
 
 def test_the_difference_adds_up() -> None:
     first, second = explain(adafactor()), explain(adafactor(recompute="full"))
     changes = difference(first, second)
-    held = [told.peak_allocated_bytes - told.unsplit_bytes for told in (first, second)]
+    held = [found.peak_allocated_bytes - found.unsplit_bytes for found in (first, second)]
     assert sum(change.num_bytes for change in changes) == held[1] - held[0]
     assert abs(changes[0].num_bytes) == max(abs(change.num_bytes) for change in changes)
     assert difference(first, first) == []
@@ -128,39 +127,34 @@ def written(path: Path, recompute: str) -> str:
     return str(path)
 
 
-def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = (written(tmp_path / f"{word}.json", word) for word in ("none", "full"))
-    assert main(["explain", first, "--json"]) == 0
-    told = Explanation.model_validate_json(capsys.readouterr().out)
-    assert told == explain(adafactor(recompute="none"))
-    assert main(["explain", first, second, "--json"]) == 0
-    both = json.loads(capsys.readouterr().out)["explanations"]
-    assert [one["recipe"]["recompute"] for one in both] == ["none", "full"]
-
-
-def test_the_command_tells_people_where_the_peak_stands(
+def test_the_command_prints_one_json_object_or_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (written(tmp_path / f"{word}.json", word) for word in ("none", "full"))
+    assert main(["explain", first, "--json"]) == 0
+    found = Explanation.model_validate_json(capsys.readouterr().out)
+    assert found == explain(adafactor(recompute="none"))
+    assert main(["explain", first, second, "--json"]) == 0
+    both = json.loads(capsys.readouterr().out)["explanations"]
+    assert [one["recipe"]["recompute"] for one in both] == ["none", "full"]
     assert main(["explain", first, second, "--top", "3"]) == 0
     text = capsys.readouterr().out
-    told = explain(adafactor())
-    assert f"steady step, backward, at {told.moment.op}" in text
+    assert f"steady step, backward, at {found.moment.op}" in text
     assert "|forward" in text
-    assert f"{len(told.holders) - 3} more" in text
+    assert f"{len(found.holders) - 3} more" in text
     assert "The second recipe's peak minus the first's" in text
     assert main(["explain", str(tmp_path / "missing.yaml")]) == 74
 
 
-@pytest.mark.parametrize("width", [50, 80, 120])
 def test_an_explanation_fits_the_terminal(
-    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["explain", "tiny-cpu", "tiny-cpu", "--set", "batch.micro=2"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= width
-    assert "backward" in " ".join(lines)
+    for width in (50, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["explain", "tiny-cpu", "tiny-cpu", "--set", "batch.micro=2"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= width
+        assert "backward" in " ".join(lines)
 
 
 def test_long_names_break_at_dots_and_spaces() -> None:

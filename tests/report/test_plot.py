@@ -1,10 +1,10 @@
-"""Plots drawn from declared series: well-formed SVG with ids of its own, PNG, texts that are no markup."""
+"""Plots drawn from declared series: well-formed SVG with ids of its own, texts that are no markup."""
 
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from trainfit.report.plot import MEASURED, Panel, Series, draw, draw_png
+from trainfit.report.plot import MEASURED, Panel, Series, draw
 
 HOSTILE = "<script>alert('x')</script> $\\frac{1}{2}$"
 LINES = Panel([Series("a", [1, 2, 9], [512, 1024, 2048], text=["", "two", ""])], x_log=True, y_log=True)
@@ -34,7 +34,3 @@ def test_every_kind_draws_well_formed_svg_with_ids_of_its_own(panel: Panel):
 def test_a_themed_plot_takes_the_colors_of_the_page():
     assert "var(--ink, #1f2933)" in draw([LINES], "lines", is_themed=True)
     assert "var(" not in draw([LINES], "lines")
-
-
-def test_png():
-    assert draw_png([BARS], "bars").startswith(b"\x89PNG")

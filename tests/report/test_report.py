@@ -2,13 +2,14 @@
 
 import io
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from trainfit.report import comparisons as plots
-from trainfit.report.compare import compare, summarise
+from trainfit.report.compare import Comparison, compare, summarise
 from trainfit.report.comparisons import markdown_table, text_table
 from trainfit.report.html import report_page as page
 from trainfit.spec.errors import InputError
@@ -74,6 +75,14 @@ def measured(one: Recipe, peak_gib: float, device: str = "NVIDIA H200", **fields
     )
 
 
+def printed(found: Sequence[Comparison]) -> str:
+    """Return the table of a terminal of 80 columns."""
+    out = io.StringIO()
+    Console(file=out, width=80).print(text_table(found))
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    return out.getvalue()
+
+
 def test_error_is_predicted_minus_measured_over_measured():
     one = recipe()
     (found,) = compare([predicted(one, 41.2), measured(one, 40.0)])
@@ -119,9 +128,7 @@ def test_a_prediction_for_the_versions_of_the_measurement_is_preferred_and_anoth
     assert "1 predicted for other versions than those measured." in summarise([found]).text()
     for text in (markdown_table([found]), page([found])):
         assert "predicted for torch 2.13.0, measured with torch 2.11.0" in text
-    out = io.StringIO()
-    Console(file=out, width=80).print(text_table([found]))
-    assert "measured with torch 2.11.0" in " ".join(out.getvalue().split())
+    assert "measured with torch 2.11.0" in " ".join(printed([found]).split())
 
 
 def test_measured_utilisation_follows_from_predicted_flops_and_measured_time():
@@ -170,7 +177,7 @@ def test_technique_names_what_differs():
     planned = recipe(
         recompute={"layers": ["full", "full", {"recompute": "elementwise", "offload": 0.5}, "none"]}
     )
-    assert describe(planned) == "bf16, recompute 2 full + 1 elementwise + 1 none (partly offloaded)"
+    assert describe(planned) == "bf16, recompute 2 full + 1 elementwise (partly offloaded) + 1 none"
     soft = recipe(adapter={"kind": "prompt", "tokens": 9}, recompute={"selective": {"save": ["silu", "mm"]}})
     assert describe(soft) == "bf16, recompute selective mm+silu, prompt 9"
 
@@ -196,17 +203,10 @@ def test_plots_are_wellformed_svg_with_ids_of_their_own():
     comparisons = compare(hostile())
     ids: list[str] = []
     for draw in (plots.scatter, plots.error_bars, plots.breakdown_bars, plots.time_bars):
-        svg = draw(comparisons)
-        assert svg is not None
-        tree = ET.fromstring(svg)
-        mine = [element.attrib["id"] for element in tree.iter() if "id" in element.attrib]
-        targets = {
-            value.removeprefix("#")
-            for element in tree.iter()
-            for key, value in element.attrib.items()
-            if key.endswith("href")
-        }
-        assert targets <= set(mine)
+        elements = list(ET.fromstring(str(draw(comparisons))).iter())
+        mine = [element.attrib["id"] for element in elements if "id" in element.attrib]
+        links = {value for one in elements for key, value in one.attrib.items() if key.endswith("href")}
+        assert {link.removeprefix("#") for link in links} <= set(mine)
         ids += mine
     assert len(ids) == len(set(ids))
 
@@ -219,10 +219,7 @@ def test_plots_without_data_are_left_out():
 
 
 def test_text_table_fits_80_columns_and_reads_no_markup():
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(text_table(compare([*hostile(), measured(recipe("big"), 3, status="out-of-memory")])))
-    text = console.export_text()
-    assert max(map(len, text.splitlines())) <= 80
+    text = printed(compare([*hostile(), measured(recipe("big"), 3, status="out-of-memory")]))
     assert "[red]" in text.replace("\n", "")
     assert "+2.50 %" in text
     assert "OOM" in text
@@ -242,9 +239,7 @@ def test_a_measurement_without_memory_says_why():
     why = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
     unknown = measured(one, 1, phases=None, peak_allocated_bytes=None, message=why)
     found = compare([predicted(one, 1), unknown])
-    out = io.StringIO()
-    Console(file=out, width=80).print(text_table(found))
-    assert why in " ".join(out.getvalue().split())
+    assert why in " ".join(printed(found).split())
     assert f"done: {why}" in markdown_table(found)
     assert why in page(found)
     assert compare([predicted(one, 1), measured(one, 1)])[0].lacking == ""
@@ -253,9 +248,7 @@ def test_a_measurement_without_memory_says_why():
 def test_small_models_read_in_small_units():
     one = recipe()
     found = compare([predicted(one, 45.87 / 1024), measured(one, 46 / 1024)])
-    out = io.StringIO()
-    Console(file=out, width=80).print(text_table(found))
-    assert "45.87 MiB  46.00 MiB" in out.getvalue()
+    assert "45.87 MiB  46.00 MiB" in printed(found)
     assert "| 45.87 MiB | 46.00 MiB |" in markdown_table(found)
 
 

@@ -77,36 +77,25 @@ def measure(
     with errors_name(recipe, fields):
         built, notes = planned(chosen, device)
         return measure_built(
-            built,
-            notes,
-            steps=steps,
-            warmup=warmup,
-            device=device,
-            timeout_s=timeout_s,
-            peak_flops=peak_flops,
+            built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout_s
         )
 
 
 def measure_built(
-    built: Recipe,
-    notes: tuple[str, ...],
-    *,
-    steps: int,
-    warmup: int,
-    device: str,
-    timeout_s: float | None,
-    peak_flops: float | None,
+    built: Recipe, notes: tuple[str, ...], device: str, peak_flops: float | None, **limits: Any
 ) -> Measured:
-    """Return the measurement of a recipe without open fields; ``notes``: how they were planned."""
+    """Return the measurement of a recipe without open fields.
+
+    Args:
+        notes: how open fields were planned.
+        limits: ``steps``, ``warmup`` and ``timeout_s`` as ``measure`` takes them.
+    """
     from trainfit.api.flops import step_flops
     from trainfit.measurement.run import measure as run
 
     model, hardware, peak = step_flops(built, device, peak_flops)
-    measured = run(
-        built, steps=steps, warmup=warmup, device=device, timeout_s=timeout_s,
-        model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak,
-    )  # fmt: skip
-    return Measured.of(built, measured, notes)
+    flops = {"model_flops": model, "hardware_flops": hardware, "peak_flops_per_s": peak}
+    return Measured.of(built, run(built, device=device, **flops, **limits), notes)
 
 
 def train(

@@ -7,24 +7,22 @@ cached ledger.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trainfit.api.flops import COUNTED_ON, Counted, counted_flops, dense_peak
+from trainfit.api.flops import COUNTED_ON
 from trainfit.api.results import Usage
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.load import model_config
-from trainfit.prediction.flops_accounting import (
-    StepFlops,
-    dollars,
-    gpu_hours,
-    step_flops,
-    step_seconds,
-    utilization,
-)
-from trainfit.prediction.product_flops import product_step_flops
+from trainfit.ledger.ledger import Ledger
+from trainfit.prediction.closed_form import StepFlops, product_step_flops, step_flops
+from trainfit.prediction.estimate import ledger_of, matmul_dtype
+from trainfit.prediction.roofline import peak_flops_per_s
 from trainfit.spec import DEFAULT_GPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from
+
+Attention = Literal["causal", "full"]
+ClosedForm = Literal["products", "6n"]
 
 
 def mfu(
@@ -40,8 +38,8 @@ def mfu(
     rank: int = 16,
     recompute: Literal["none", "full"] = "none",
     precision: Literal["fp32", "bf16", "amp-bf16", "amp-fp16"] = "bf16",
-    attention: Literal["causal", "full"] = "causal",
-    closed_form: Literal["products", "6n"] = "products",
+    attention: Attention = "causal",
+    closed_form: ClosedForm = "products",
     peak_flops: float | None = None,
     tokens: float | None = None,
     price: float | None = None,
@@ -53,7 +51,7 @@ def mfu(
         batch: sequences a step, over all GPUs; ``seq``: tokens a sequence.
         step_s: seconds a step. Give it or ``mfu`` (a share, 0.4 is 40 %), not both.
         gpu: an accelerator of the catalog; ``count``: how many.
-        recompute: ``full`` counts the whole forward again, in HFU only.
+        recompute: ``full`` counts what each block recomputes, as ``predict`` does, in HFU only.
         precision: picks the dense peak, which ``peak_flops`` (FLOP/s) overrides.
         attention: ``causal`` leaves masked attention scores out, ``full`` counts them.
         closed_form: compared with the count: products (multiplied weights, windows) or 6n (all parameters).
@@ -64,18 +62,17 @@ def mfu(
         InputError: an unknown model or GPU, no dense peak known, or a value that is not above 0.
     """
     if (step_s is None) == (mfu is None):
-        raise InputError(
-            "give one of step_s and mfu", "the other is what is computed", field="step_s", value=step_s
-        )
+        remedy = "the other is what is computed"
+        raise InputError("give one of step_s and mfu", remedy, field="step_s", value=step_s)
     positive = {"batch": batch, "seq": seq, "step_s": step_s, "mfu": mfu, "count": count, "rank": rank,
                 "peak_flops": peak_flops, "tokens": tokens}  # fmt: skip
     for name, value in positive.items():
         if value is not None and not 0 < value < float("inf"):
             raise InputError("must be above 0 and finite", "correct it", field=name, value=value)
     row = find_gpu(gpu)
-    recipe = recipe_of_one(model, seq, precision, adapter, rank)
+    recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
     speed = Speed(step_s, mfu, row, count, peak_flops)
-    found = step_usage(recipe, batch, attention, recompute == "full", speed, closed_form)
+    found = step_usage(recipe, batch, attention, speed, closed_form)
     if tokens is not None:
         found |= run_usage(tokens, batch * seq, found, row.price_per_hour if price is None else price)
     return Usage.model_validate({**found, "ops_without_flops": tuple(found["ops_without_flops"])})
@@ -92,97 +89,80 @@ class Speed:
     peak: float | None
 
 
-def recipe_of_one(model: str, seq: int, precision: str, adapter: str | None, rank: int) -> Recipe:
-    """One step of one sequence on one GPU.
+def recipe_of_one(
+    model: str, seq: int, precision: str, adapter: str | None, rank: int, recompute: str
+) -> Recipe:
+    """Return the recipe of one sequence on one GPU.
 
-    A batch needs so many times as much, and how GPUs share it does not change what the mathematics needs, nor
-    does which GPU it is: operations are always counted on ``COUNTED_ON``, so any accelerator will do, CUDA or
-    not.
+    A batch takes a multiple of it, however GPUs share it. Operations are always counted on ``COUNTED_ON``, so
+    any accelerator will do, CUDA or not.
     """
+    written_out = model_config(model).get("model_type") == "trainfit"  # No family of transformers.
+    implementation = "native" if written_out else "hf"
     return recipe_from({
-        "model": {"config": model}, "batch": {"micro": 1, "seq": seq}, "precision": precision,
-        "adapter": adapter and {"kind": adapter, "rank": rank}, "hardware": {"gpu": COUNTED_ON},
+        "model": {"config": model, "implementation": implementation}, "batch": {"micro": 1, "seq": seq},
+        "precision": precision,
+        "adapter": adapter and {"kind": adapter, "rank": rank}, "recompute": recompute,
+        "hardware": {"gpu": COUNTED_ON},
     })  # fmt: skip
 
 
 def step_usage(
-    recipe: Recipe,
-    batch: int,
-    attention: Literal["causal", "full"],
-    recomputed: bool,
-    speed: Speed,
-    closed_form: Literal["products", "6n"],
+    recipe: Recipe, batch: int, attention: Attention, speed: Speed, closed_form: ClosedForm
 ) -> dict[str, Any]:
-    """Return MFU and HFU of a step of ``batch`` times the recipe, by counted operations and by closed form.
-
-    Full recomputation is the whole forward once more, whoever's code ran it. (Transformers' own stops before
-    each block's last product, which is not needed again: ``predict`` counts that.)
-    """
+    """Return MFU and HFU of ``batch`` times the recipe's step, by counted operations and by closed form."""
     gpu = speed.gpu
     if speed.peak is None and not gpu.peak_flops_per_s:
         raise InputError("no dense peak known", "give --peak-flops", field="--gpu", value=gpu.name)
-    counted = counted_flops(recipe, attention)
-    peak = dense_peak(gpu, counted.dtype) if speed.peak is None else speed.peak
-    assert peak is not None
-    cluster = {"num_gpus": speed.num_gpus, "peak_flops_per_s": peak}
-    model_flops = batch * counted.model_flops
-    hardware_flops = batch * (counted.hardware_flops + (counted.forward_flops if recomputed else 0.0))
-    step_s = speed.step_s if speed.mfu is None else step_seconds(model_flops, mfu=speed.mfu, **cluster)
+    ledger = ledger_of(recipe)
+    peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if speed.peak is None else speed.peak
+    of_all, causal = speed.num_gpus * peak, attention == "causal"
+    model_flops = batch * ledger.steady_sum("model_flops" if causal else "model_flops_full")
+    hardware_flops = batch * ledger.steady_sum("causal_flops" if causal else "flops")
+    step_s = model_flops / (speed.mfu * of_all) if speed.mfu is not None else speed.step_s
     assert step_s is not None
-    used = utilization(model_flops, hardware_flops, step_s=step_s, **cluster)
-    closed = _closed_form(recipe, batch, counted, attention, recomputed, closed_form)
-    simple = closed and utilization(closed.model_flops, closed.hardware_flops, step_s=step_s, **cluster)
+
+    def shares(model_flops: float, hardware_flops: float) -> dict[str, float]:
+        return {"mfu": model_flops / step_s / of_all, "hfu": hardware_flops / step_s / of_all}
+
+    closed = _closed_form(recipe, batch, ledger, attention, closed_form)
     return {
-        "model": recipe.model.display_name, "params": counted.params,
-        "trainable_params": counted.trainable_params,
-        "gpu": gpu.name, "step_s": step_s, **cluster, "attention": attention,
+        "model": recipe.model.display_name, "params": ledger.params,
+        "trainable_params": ledger.trainable_params, "gpu": gpu.name, "step_s": step_s,
+        "num_gpus": speed.num_gpus, "peak_flops_per_s": peak, "attention": attention,
         "model_flops": model_flops, "hardware_flops": hardware_flops,
-        "tokens_per_s": batch * recipe.batch.tokens / step_s, "mfu": used.mfu, "hfu": used.hfu,
-        "closed_form": closed and simple and {**closed.model_dump(), **simple.model_dump()},
-        "ops_without_flops": list(counted.ops_without_flops),
+        "tokens_per_s": batch * recipe.batch.tokens / step_s, **shares(model_flops, hardware_flops),
+        "closed_form": closed and closed.model_dump() | shares(closed.model_flops, closed.hardware_flops),
+        "ops_without_flops": list(ledger.ops_without_flops),
     }  # fmt: skip
 
 
 def _closed_form(
-    recipe: Recipe, batch: int, counted: Counted, attention: Literal["causal", "full"], recomputed: bool,
-    closed_form: Literal["products", "6n"],
-) -> StepFlops | None:  # fmt: skip
+    recipe: Recipe, batch: int, ledger: Ledger, attention: Attention, closed_form: ClosedForm
+) -> StepFlops | None:
     """Return the step's FLOPs by the closed form; None for a model whose shape it does not cover."""
-    config = model_config(recipe.model.config)
-    seq, trained = recipe.batch.seq, "all" if recipe.adapter is None else "adapter"
-    again = "full" if recomputed else "none"
+    config, adapter_params = model_config(recipe.model.config), 0
+    if recipe.adapter is not None:
+        adapter_params = ledger.trainable_params
+    options: Any = {
+        "batch": batch, "seq": recipe.batch.seq, "attention": attention,
+        "trained": "all" if recipe.adapter is None else "adapter", "recomputed": recipe.recompute,
+    }  # fmt: skip
     try:
         if closed_form == "6n":
-            return step_flops(
-                config,
-                counted.base_params,
-                batch=batch,
-                seq=seq,
-                attention=attention,
-                trained=trained,
-                recomputed=again,
-            )
-        return product_step_flops(
-            config, batch=batch, seq=seq, attention=attention, trained=trained, recomputed=again,
-            adapter_params=counted.params - counted.base_params,
-        )  # fmt: skip
+            return step_flops(config, ledger.params - adapter_params, **options)
+        return product_step_flops(config, adapter_params=adapter_params, **options)
     except InputError:
         return None
 
 
 def run_usage(tokens: float, step_tokens: int, step: dict[str, Any], price: float | None) -> dict[str, Any]:
     """Return time, GPU-hours and, where a price is known, dollars of a run over ``tokens`` tokens."""
-    step_s, num_gpus = step["step_s"], step["num_gpus"]
-    run_s = tokens / step_tokens * step_s
-    hours = gpu_hours(num_gpus=num_gpus, seconds=run_s)
-    found: dict[str, Any] = {
-        "tokens": tokens,
-        "step_tokens": step_tokens,
-        "run_s": run_s,
-        "gpu_hours": hours,
-    }
-    return found if price is None else {**found, **money(hours, price)}
+    run_s = tokens / step_tokens * step["step_s"]
+    hours = step["num_gpus"] * run_s / 3600
+    found = {"tokens": tokens, "step_tokens": step_tokens, "run_s": run_s, "gpu_hours": hours}
+    return found if price is None else found | money(hours, price)
 
 
 def money(hours: float, price: float) -> dict[str, Any]:
-    return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": dollars(hours, price)}
+    return {"gpu_hours": hours, "price_per_gpu_hour": price, "dollars": hours * price}

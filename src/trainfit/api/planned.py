@@ -1,5 +1,6 @@
 """Plan a recipe's open fields before a step is built. Torch is imported only if there are some."""
 
+from contextlib import suppress
 from typing import Any
 
 from trainfit.catalog.config_checks import ignored
@@ -13,9 +14,9 @@ UNNAMED_GPU = "this GPU, whose name NVML does not tell,"
 
 
 def planned(recipe: Recipe, device: str | None = None) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with its open fields planned (``recompute: {budget_gib: x}``, ``attention: best``).
+    """Return the recipe with ``recompute: {budget_gib: x}`` and ``attention: best`` planned, and notes.
 
-    That is how they were planned, and what of the model's config is ignored.
+    Notes: how they were planned, and what of the model's config is ignored.
 
     Args:
         device: where a real step will run (``auto``, ``cpu``, ``cuda``, ``cuda:1``); None for a prediction.
@@ -55,10 +56,7 @@ def _place(device: str) -> dict[str, Any]:
         raise InputError("no such device", "use auto, cpu, cuda or cuda:1", field="device", value=device)
     if not runs_on_cuda(device):
         return {"device_type": "cpu"}
-    name = Nvml(int(device.partition(":")[2] or 0)).name()
-    if name is None:  # The recipe's GPU need not be this one.
-        return {"gpu": UNNAMED_GPU, "device_type": "cuda"}
-    try:
-        return {"gpu": gpu_of_device(name).name, "device_type": "cuda"}
-    except InputError:  # No GPU of the catalog: nothing is measured on it, which the note says by this name.
-        return {"gpu": name, "device_type": "cuda"}
+    name = Nvml(int(device.partition(":")[2] or 0)).name() or UNNAMED_GPU
+    with suppress(InputError):  # No GPU of the catalog: nothing is measured on it, as the note states.
+        name = gpu_of_device(name).name
+    return {"gpu": name, "device_type": "cuda"}

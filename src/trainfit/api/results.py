@@ -21,36 +21,17 @@ from trainfit.training.observer import TrainSummary
 
 
 def drawn(show: Callable[[Console], None], width: int | None = None) -> str:
-    """Return what ``show`` prints on a console without colours.
-
-    Args:
-        width: columns; None: the terminal's, or 80.
-    """
+    """Return what ``show`` prints on a console without colours, ``width`` columns wide."""
     text = io.StringIO()
     show(Terminal(file=text, width=width, color_system=None, force_terminal=False))
     return text.getvalue().rstrip("\n")
 
 
-class Comparable(Value):
-    """A value that equals one of its plain kind with the same fields, such as one read back from JSON."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Value) or not (
-            isinstance(self, type(other)) or isinstance(other, type(self))
-        ):
-            return NotImplemented
-        return dict(self) == dict(other)
-
-
-class Printed(Comparable):
+class Printed(Value):
     """A value whose ``str`` is what its command prints, without colours."""
 
     def text(self, *, width: int | None = None) -> str:
-        """Return the command's text.
-
-        Args:
-            width: columns; None: the terminal's, or 80.
-        """
+        """Return the command's text, in ``width`` columns; None: the terminal's, or 80."""
         return drawn(self._print, width)
 
     @abstractmethod
@@ -62,10 +43,18 @@ class Printed(Comparable):
 
 
 class _OfRecipe(Printed):
-    """A printed value that knows its recipe."""
+    """A printed value that knows its recipe.
+
+    It equals one of its plain kind with the same fields, such as one read back from JSON.
+    """
 
     _recipe: Recipe | None
     _notes: tuple[str, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Value) and (isinstance(self, type(other)) or isinstance(other, type(self))):
+            return dict(self) == dict(other)
+        return NotImplemented
 
     @property
     def recipe(self) -> Recipe:
@@ -85,12 +74,7 @@ class _OfRecipe(Printed):
 
     @classmethod
     def of(cls, recipe: Recipe | None, value: Value, notes: tuple[str, ...] = ()) -> Self:
-        """Return ``value``, of the plain kind, as this kind.
-
-        Args:
-            recipe: the value's recipe; None for the user's own code.
-            notes: choices made for open fields, and keys of the model's config that are ignored.
-        """
+        """Return ``value``, of the plain kind, as this kind; ``recipe`` is None for the user's own code."""
         made = cls.model_construct(value.model_fields_set, **dict(value))
         made._recipe, made._notes = recipe, notes
         return made

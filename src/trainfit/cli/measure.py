@@ -38,7 +38,7 @@ def run(
         built, notes = planned(requested, device)
         options.print_notes(notes)
         result = measure_built(
-            built, notes, steps=steps, warmup=warmup, device=device, timeout_s=timeout, peak_flops=peak_flops
+            built, notes, device, peak_flops, steps=steps, warmup=warmup, timeout_s=timeout
         )
         options.keep(record, "measure", built, measurement=result)
     if json:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
-from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.ledger.segments import rounded
 from trainfit.prediction.estimate import ledger_of, replay_on
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import (
@@ -113,11 +113,6 @@ def merged_path(path: str) -> str:
 def _short(op: str) -> str:
     """``mm`` for ``aten.mm.default``; a library's own operation keeps its library's name."""
     return OPERATION.sub("", op).removesuffix(".default")
-
-
-def rounded(num_bytes: int) -> int:
-    """As the allocator counts: up to a multiple of 512."""
-    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
 
 
 class _Walk:

@@ -3,7 +3,7 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.11 to 2.13)
 with default settings: no largest split size, no rounding to powers of two, no garbage collection, no private
 pools. Of free blocks of equal size the lowest address is taken, so ``segments.DriverAddresses`` models the
-driver's addresses. Assumed: frees are not delayed by another stream's use of the block (``record_stream``).
+driver's addresses. Assumed: one stream, so no free is delayed by another's use (``record_stream``).
 """
 
 from bisect import bisect_left, insort
@@ -27,14 +27,7 @@ TOP_ADDRESS = 1 << 47
 
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - named as torch names it
-    """No block fits, even after the cache was emptied.
-
-    Attributes:
-        requested: bytes of the request.
-        reserved: bytes in segments after the cache was emptied.
-        allocated: bytes in use.
-        capacity: bytes the allocator may reserve.
-    """
+    """No block fits, even after the cache was emptied; all attributes are bytes."""
 
     def __init__(self, requested: int, reserved: int, allocated: int, capacity: int):
         self.requested, self.reserved = requested, reserved
@@ -51,7 +44,7 @@ def segment_size(rounded: int) -> int:
         return SMALL_SEGMENT
     if rounded < MIN_LARGE:
         return LARGE_SEGMENT
-    return (rounded + ROUND_LARGE - 1) // ROUND_LARGE * ROUND_LARGE
+    return -(-rounded // ROUND_LARGE) * ROUND_LARGE
 
 
 class CachingAllocator:
@@ -81,12 +74,12 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
         self._expandable = ExpandableSegments(self._reserve, capacity_bytes) if expandable_segments else None
-        self._pools: dict[tuple[bool, int], Pool] = {}
+        self._pools = {small: Pool(small) for small in (True, False)}
         self._blocks: dict[int, Block] = {}
         self._next_handle = 1
         self._segment_address = segment_address or DriverAddresses(TOP_ADDRESS).allocate
 
-    def malloc(self, num_bytes: int, stream: int = 0) -> int:
+    def malloc(self, num_bytes: int) -> int:
         """Allocate ``num_bytes`` and return a handle for ``free``; 0 for zero bytes.
 
         Raises:
@@ -98,9 +91,7 @@ class CachingAllocator:
             return 0
         size = -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
-        pool = self._pools.get((small, stream))
-        if pool is None:
-            pool = self._pools[small, stream] = Pool(small, stream)
+        pool = self._pools[small]
         block = self._take_free(pool, size) or self._new_block(pool, size, num_bytes)
         remaining = block.size - size
         if (remaining >= MIN_BLOCK) if small or self._expandable else (remaining > SMALL_SIZE):

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Stora
 
 FORMAT = 9
 """Version of the file format; other versions are not read."""
-TEXT_FIELDS = frozenset(at for at, field in enumerate(Op._fields) if Op.__annotations__[field] is str)
-"""Indices of an operation's fields that are numbered names."""
+OP_NAMES, STORAGE_NAMES = (
+    frozenset(at for at, kind in enumerate(row.__annotations__.values()) if kind is str)
+    for row in (Op, Storage)
+)
+"""Indices of the fields that are numbered names."""
 
 
 def save(ledger: Ledger, path: Path) -> None:
@@ -24,11 +28,8 @@ def save(ledger: Ledger, path: Path) -> None:
         return names.setdefault(text, len(names))
 
     data = dict(vars(ledger))  # dataclasses.asdict would copy every entry.
-    data["ops"] = [[number(v) if isinstance(v, str) else v for v in op] for op in ledger.ops]
-    data["storages"] = [[number(v) if isinstance(v, str) else v for v in s] for s in ledger.storages]
-    data["events"] = [list(event) for event in ledger.events]
-    data["collectives"] = [list(one) for one in ledger.collectives]
-    data["segments"] = [list(segment) for segment in ledger.segments]
+    for key in ("ops", "storages"):
+        data[key] = [[number(v) if isinstance(v, str) else v for v in row] for row in data[key]]
     data["names"], data["format"] = list(names), FORMAT
     path.parent.mkdir(parents=True, exist_ok=True)
     # A unique name: several processes may save the same ledger at once.
@@ -54,19 +55,16 @@ def load(path: Path) -> Ledger:
             raise ValueError(f"{path}: not a ledger of format {FORMAT}")
         names = data.pop("names")
         data["segments"] = [Segment(*row) for row in data["segments"]]
-        data["ops"] = [_op(row, names) for row in data["ops"]]
-        data["storages"] = [
-            Storage(n, names[c], g, op, names[path], stream) for n, c, g, op, path, stream in data["storages"]
-        ]
         data["events"] = [Event(*row) for row in data["events"]]
         data["collectives"] = [Collective(*row) for row in data["collectives"]]
-        data["ops_without_flops"] = tuple(data["ops_without_flops"])
-        data["assumptions"], data["repeats"] = tuple(data["assumptions"]), tuple(data["repeats"])
-        data["pinned"] = tuple((num_bytes, group) for num_bytes, group in data["pinned"])
+        data["ops"] = [Op._make(_named(row, OP_NAMES, names)) for row in data["ops"]]
+        data["storages"] = [Storage._make(_named(row, STORAGE_NAMES, names)) for row in data["storages"]]
+        data["pinned"] = [tuple(row) for row in data["pinned"]]
+        data |= {key: tuple(data[key]) for key in ("ops_without_flops", "assumptions", "repeats", "pinned")}
         return Ledger(**data)
     except (OSError, EOFError, zlib.error, LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a whole ledger: {error}") from error
 
 
-def _op(row: list[Any], names: list[str]) -> Op:
-    return Op._make(names[value] if at in TEXT_FIELDS else value for at, value in enumerate(row))
+def _named(row: list[Any], name_fields: frozenset[int], names: list[str]) -> Iterator[Any]:
+    return (names[value] if at in name_fields else value for at, value in enumerate(row))

@@ -155,7 +155,16 @@ class Ledger:
     @property
     def host_bytes(self) -> int:
         """Pinned host memory of the whole model."""
-        return sum(num_bytes * self._times(group) for num_bytes, group in self.pinned)
+        return sum(num_bytes * self.times_of_group(group) for num_bytes, group in self.pinned)
+
+    @property
+    def steady_ops(self) -> list[Op]:
+        """Operations of the steady step, as traced."""
+        return [op for op in self.ops if self.segments[op.segment].step == "steady"]
+
+    def steady_sum(self, quantity: str) -> float:
+        """Return the sum of a field of the steady step's operations over the whole model."""
+        return float(sum(self.times(op) * getattr(op, quantity) for op in self.steady_ops))
 
     def recomputes(self, op: Op) -> bool:
         """Return whether an operation is a matrix product of the forward, recomputed in the backward."""
@@ -164,9 +173,10 @@ class Ledger:
 
     def times(self, op: Op | Collective) -> int:
         """Return how often an operation runs in the whole model."""
-        return self._times(op.group)
+        return self.times_of_group(op.group)
 
-    def _times(self, group: int) -> int:
+    def times_of_group(self, group: int) -> int:
+        """Return the number of groups in the whole model that a traced group stands for."""
         return self.repeats[run_of(group)] if part_of(group) == MIDDLE else 1
 
     def expand(self) -> Iterator[LiveEvent]:
@@ -176,11 +186,9 @@ class Ledger:
             RepeatError: an allocation would be freed twice, or never although the traced one is freed.
         """
         if not self.repeats:
-            for event in self.events:
-                s = self.storages[event.storage]
-                yield LiveEvent(
-                    event.kind, (event.storage, 1), s.num_bytes, s.category, event.segment, event.storage
-                )
+            for kind, index, _, segment in self.events:
+                s = self.storages[index]
+                yield LiveEvent(kind, (index, 1), s.num_bytes, s.category, segment, index)
             return
         yield from _Expansion(self).events()
 
@@ -190,6 +198,9 @@ class _Expansion:
 
     A free in group g of an allocation in group g - 1 becomes, in each copy, a free of the preceding copy's
     allocation. ``path`` identifies the same allocation in another group.
+
+    Temporary tensors of a block's constructor (GPT-J's position tables) have no group, so all copies' weights
+    come before those of later layers: the small pool may end initialization with a segment more.
     """
 
     def __init__(self, ledger: Ledger):
@@ -212,15 +223,14 @@ class _Expansion:
 
     def _run(self, run: list[Event], before: int) -> Iterator[LiveEvent]:
         group = run[0].group if run else NO_LAYER
+        copies = range(self._end(group), self._end(group) + 1)
         if part_of(group) == MIDDLE:
             copies = range(1, self.repeats[run_of(group)] + 1)
-            # The backward visits layers in reverse.
-            for copy in reversed(copies) if before == group + 1 else copies:
-                for event in run:
-                    yield from self._at(event, copy)
-        else:
+            if before == group + 1:  # The backward visits layers in reverse.
+                copies = copies[::-1]
+        for copy in copies:
             for event in run:
-                yield from self._at(event, self._end(group))
+                yield from self._at(event, copy)
 
     def _end(self, group: int) -> int:
         """Return the copy number of a group that is no middle group."""
@@ -268,12 +278,9 @@ class _Expansion:
         forwards = {i for i, segment in enumerate(self.ledger.segments) if segment.phase == "forward"}
         sizes: dict[int, dict[str, int]] = {group: {} for group in range(GROUPS_PER_RUN * len(self.repeats))}
         for s in self.ledger.storages:
-            if (
-                s.group in sizes
-                and s.op >= 0
-                and self.ledger.ops[s.op].segment in forwards
-                and not _is_extra(s.path)
-            ):
+            in_forward = s.op >= 0 and self.ledger.ops[s.op].segment in forwards
+            # Layers before or after those that repeat (see ``scope.LayerGroups``) are no copies.
+            if in_forward and s.group in sizes and not (".lead" in s.path or ".tail" in s.path):
                 sizes[s.group][s.path] = s.num_bytes
         for other in sizes:
             middle = sizes[other - part_of(other) + MIDDLE]
@@ -286,8 +293,3 @@ class _Expansion:
         for index, copy in self.live:
             if index in freed:
                 raise RepeatError(f"{self.ledger.storages[index].path} is never freed in copy {copy}")
-
-
-def _is_extra(path: str) -> bool:
-    """Return whether a path is in a layer before or after those that repeat (see ``scope.LayerGroups``)."""
-    return ".lead" in path or ".tail" in path

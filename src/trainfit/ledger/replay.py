@@ -1,12 +1,11 @@
-"""Replay a ledger through the caching allocator: peaks by phase, live allocations at the peak. No torch
-here."""
+"""Replay a ledger through the caching allocator: peaks by phase, live allocations at the peak. No torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trainfit.ledger.allocator import CachingAllocator
 from trainfit.ledger.ledger import ALLOCATE, Ledger, LiveEvent
-from trainfit.ledger.segments import MIN_BLOCK
-from trainfit.spec.result import CATEGORIES, MemoryBreakdown, PhasePeaks, Phases
+from trainfit.ledger.segments import rounded
+from trainfit.spec.result import CATEGORIES, PHASES, MemoryBreakdown, PhasePeaks, Phases
 
 
 @dataclass
@@ -22,22 +21,21 @@ class Replay:
     """Of the steps; without those of initialization if ``empty_cache_after_init``."""
     init_reserved_bytes: int
     """Peak reserved bytes of initialization."""
-    num_events: int
     peak_event: int
     """Index, among the ledger's expanded events, of the allocation at the peak."""
-    at_peak: list[tuple[int, int]] = field(default_factory=list)
+    at_peak: list[tuple[int, int]]
     """Live allocations at the peak: (index of the storage, bytes)."""
 
 
 class UncachedAllocator:
-    """Allocator without a cache, for CPUs: live bytes, rounded to 512 each as ``measure`` counts them."""
+    """Allocator without a cache, for CPUs: live bytes, each rounded to 512 as ``measure`` does."""
 
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_reserved_bytes = self.num_retries = 0
         self._sizes: list[int] = []
 
     def malloc(self, num_bytes: int, stream: int = 0) -> int:
-        self._sizes.append(-(-num_bytes // MIN_BLOCK) * MIN_BLOCK)
+        self._sizes.append(rounded(num_bytes))
         self.allocated_bytes += self._sizes[-1]
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocated_bytes)
         return len(self._sizes) - 1
@@ -69,8 +67,7 @@ def replay(
     Raises:
         OutOfMemory: the allocator's capacity is exceeded.
     """
-    gpu = allocator
-    events = list(ledger.expand())
+    gpu, events = allocator, list(ledger.expand())
     peaks = [0] * len(ledger.segments)
     handles: dict[tuple[int, int], int] = {}
     peak, peak_index, segment, after_init, init_reserved = -1, 0, -1, 0, 0
@@ -80,7 +77,7 @@ def replay(
             before, after = (ledger.segments[s].step if s >= 0 else "" for s in (segment, event.segment))
             if before == "first" != after and ledger.empty_cache_every == 1:
                 gpu.empty_cache()
-            if before == "init":
+            if before in ("init", "setup"):
                 after_init, init_reserved = gpu.allocated_bytes, gpu.peak_reserved_bytes
                 if empty_cache_after_init:
                     gpu.empty_cache()
@@ -99,16 +96,14 @@ def replay(
             free(handles.pop(event.key))
     if more_steps:
         _repeat_steady_step(ledger, events, gpu, handles, more_steps)
-    phases = _phases(ledger, peaks, after_init)
     alive = _alive_at(events, peak_index)
     return Replay(
-        phases=phases,
+        phases=_phases(ledger, peaks, after_init),
         breakdown=_breakdown(alive, ledger, peak),
         peak_phase=".".join(ledger.segments[events[peak_index].segment]),
         peak_allocated_bytes=peak,
         peak_reserved_bytes=gpu.peak_reserved_bytes,
         init_reserved_bytes=init_reserved,
-        num_events=len(events),
         peak_event=peak_index,
         at_peak=alive,
     )
@@ -132,13 +127,15 @@ def _repeat_steady_step(
     steady = [event for event in events if ledger.segments[event.segment].step == "steady"]
     replaced = _replaced_state(ledger, steady)
     number, emptied, every = 2, ledger.empty_cache_every == 1, ledger.empty_cache_every
-    for _ in range(more_steps if replaced is not None else 0):
+    if replaced is None:
+        return
+    for _ in range(more_steps):
         if every is not None and number % every == 0:
             gpu.empty_cache()
             emptied = True
         number += 1
         before = gpu.num_retries, gpu.peak_reserved_bytes
-        for allocated, freed in replaced or ():
+        for allocated, freed in replaced:
             handles[freed] = handles.pop(allocated)
         for event in steady:
             if event.kind == ALLOCATE:
@@ -173,19 +170,17 @@ def _replaced_state(
 
 
 def _phases(ledger: Ledger, peaks: list[int], after_init: int) -> Phases:
-    highest: dict[tuple[str, str], int] = {}
-    for segment, peak in zip(ledger.segments, peaks, strict=True):
-        highest[segment] = max(highest.get(segment, 0), peak)
-
     def of(step: str) -> PhasePeaks:
-        return PhasePeaks(
-            **{phase: highest.get((step, phase), 0) for phase in ("forward", "backward", "optimizer")}
-        )
+        highest = dict.fromkeys(PHASES, 0)
+        for segment, peak in zip(ledger.segments, peaks, strict=True):
+            if segment.step == step and segment.phase in highest:
+                highest[segment.phase] = max(highest[segment.phase], peak)
+        return PhasePeaks(**highest)
 
     return Phases(after_init=after_init, first=of("first"), steady=of("steady"))
 
 
-def _alive_at(events: list, index: int) -> list[tuple[int, int]]:
+def _alive_at(events: list[LiveEvent], index: int) -> list[tuple[int, int]]:
     alive: dict[tuple[int, int], tuple[int, int]] = {}
     for event in events[: index + 1]:
         if event.kind == ALLOCATE:
@@ -199,6 +194,6 @@ def _breakdown(alive: list[tuple[int, int]], ledger: Ledger, peak: int) -> Memor
     """Return bytes by category; the unused ends of blocks that are not split count as temporary."""
     totals = dict.fromkeys(CATEGORIES, 0)
     for index, num_bytes in alive:
-        totals[ledger.storages[index].category] += -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+        totals[ledger.storages[index].category] += rounded(num_bytes)
     totals["temporary"] += peak - sum(totals.values())
     return MemoryBreakdown(**totals)

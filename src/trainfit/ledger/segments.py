@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Optional
 
 MIN_BLOCK = 512
-"""Every request is rounded up to a multiple of this (kMinBlockSize)."""
+"""Every request is rounded up to a multiple of this (kMinBlockSize); see ``rounded``."""
 SMALL_SIZE = 1 << 20
 """The largest request of the small pool (kSmallSize)."""
 SMALL_SEGMENT = 2 << 20
@@ -30,18 +30,23 @@ UNLIMITED_DEVICE = 1 << 50
 """Address space of an expandable segment without a capacity."""
 
 
+def rounded(num_bytes: int) -> int:
+    """Return the bytes that the allocator counts for a request: up to a multiple of MIN_BLOCK."""
+    return -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
+
+
 class Pool:
-    """Free blocks of one size class and stream.
+    """Free blocks of one size class.
 
     Attributes:
         free: sorted (bytes, address, block); best fit is the first that is large enough.
         unmapped: sorted (address, block) of expandable segments' address space without memory.
     """
 
-    __slots__ = ("free", "small", "stream", "unmapped")
+    __slots__ = ("free", "page", "small", "unmapped")
 
-    def __init__(self, small: bool, stream: int):
-        self.small, self.stream = small, stream
+    def __init__(self, small: bool):
+        self.small, self.page = small, SMALL_SEGMENT if small else LARGE_SEGMENT
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
 
@@ -163,7 +168,7 @@ class ExpandableSegments:
 
     def unmap_free(self, pool: Pool) -> int:
         """Unmap the pages that are wholly in free blocks and return their bytes (``unmap_block``)."""
-        page, released = _page(pool), 0
+        page, released = pool.page, 0
         for size, address, block in list(pool.free):
             base = block.address % self.span
             start, end = -(-base // page) * page, (base + size) // page * page
@@ -192,10 +197,9 @@ class ExpandableSegments:
 
     def _map(self, block: Block, size: int) -> bool:
         """Map the block's first ``size`` bytes, in whole pages, and merge it with free neighbours."""
-        pool, page = block.pool, _page(block.pool)
-        begin = block.address // page * page
+        pool, page = block.pool, block.pool.page
         end = -(-(block.address + size) // page) * page
-        mapped = min(end - begin, block.size)
+        mapped = min(end - block.address // page * page, block.size)
         if not self.reserve(mapped):
             return False
         _remove(pool.unmapped, block)
@@ -226,10 +230,6 @@ class ExpandableSegments:
 
 
 _address = itemgetter(0)
-
-
-def _page(pool: Pool) -> int:
-    return SMALL_SEGMENT if pool.small else LARGE_SEGMENT
 
 
 def _remove(unmapped: list[tuple[int, Block]], block: Block) -> None:

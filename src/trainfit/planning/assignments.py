@@ -10,14 +10,13 @@ what is saved.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.checkpointing.per_block import fits_share
-from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.ledger.segments import rounded
 from trainfit.planning.probe import Cost, Probe
 from trainfit.prediction.roofline import HOST_S_PER_OP, HOST_S_PER_RECOMPUTED_OP
 
@@ -51,53 +50,43 @@ def gone_bytes(cost: Cost, share: float) -> int:
         held += size
         if share and fits_share(size, gone, held, share):
             gone += size
-            total += -(-size // MIN_BLOCK) * MIN_BLOCK
+            total += rounded(size)
     return total
 
 
-@dataclass(frozen=True)
-class Table:
-    """Numbers of every block (first axis) under every option (second axis)."""
+COLUMNS: dict[str, Callable[[Cost, Option], float]] = {
+    "keeps": lambda cost, option: cost.forward.net_bytes,
+    "late": lambda cost, option: cost.late_bytes,
+    "forward_peak": lambda cost, option: cost.forward.peak_bytes,
+    "backward_peak": lambda cost, option: cost.backward.peak_bytes,
+    "backward_net": lambda cost, option: cost.backward.net_bytes,
+    "gone": lambda cost, option: gone_bytes(cost, option.share),
+    "forward_s": lambda cost, option: cost.forward_work.gpu_s,
+    "backward_s": lambda cost, option: cost.backward_work.gpu_s,
+    "num_ops": lambda cost, option: cost.forward_work.num_ops + cost.backward_work.num_ops,
+    "num_forward_ops": lambda cost, option: cost.forward_work.num_ops,
+    "num_products": lambda cost, option: cost.forward_work.num_products,
+    "num_again": lambda cost, option: cost.backward_work.num_again,
+}
+
+
+class Table(NamedTuple):
+    """Numbers of every block (first axis) under every option (second axis), by name as in COLUMNS."""
 
     options: tuple[Option, ...]
-    keeps: Array
-    late: Array
-    forward_peak: Array
-    backward_peak: Array
-    backward_net: Array
-    gone: Array
-    forward_s: Array
-    backward_s: Array
-    num_ops: Array
-    num_forward_ops: Array
-    num_products: Array
-    num_again: Array
+    columns: dict[str, Array]
 
 
 def table(probe: Probe, options: Sequence[Option]) -> Table:
     """Lay out the probe's numbers for ``evaluate``."""
 
-    def of(read: Callable[[Cost, Option], float]) -> Array:
+    def column(read: Callable[[Cost, Option], float]) -> Array:
         rows = {
             kind: [float(read(probe.costs[kind, o.level], o)) for o in options] for kind in set(probe.kinds)
         }
         return np.array([rows[kind] for kind in probe.kinds])
 
-    return Table(
-        tuple(options),
-        keeps=of(lambda c, o: c.forward.net_bytes),
-        late=of(lambda c, o: c.late_bytes),
-        forward_peak=of(lambda c, o: c.forward.peak_bytes),
-        backward_peak=of(lambda c, o: c.backward.peak_bytes),
-        backward_net=of(lambda c, o: c.backward.net_bytes),
-        gone=of(lambda c, o: gone_bytes(c, o.share)),
-        forward_s=of(lambda c, o: c.forward_work.gpu_s),
-        backward_s=of(lambda c, o: c.backward_work.gpu_s),
-        num_ops=of(lambda c, o: c.forward_work.num_ops + c.backward_work.num_ops),
-        num_forward_ops=of(lambda c, o: c.forward_work.num_ops),
-        num_products=of(lambda c, o: c.forward_work.num_products),
-        num_again=of(lambda c, o: c.backward_work.num_again),
-    )
+    return Table(tuple(options), {name: column(read) for name, read in COLUMNS.items()})
 
 
 def evaluate(
@@ -112,25 +101,23 @@ def evaluate(
     num_options = len(numbers.options)
     at = np.ascontiguousarray(assignments.T) + num_options * np.arange(len(probe.kinds))[:, None]
 
-    def pick(values: Array) -> Array:
-        return np.take(values, at)
+    def pick(name: str) -> Array:
+        return np.take(numbers.columns[name], at)
 
-    peaks = _peaks(probe, numbers, pick)
-    forward_s, backward_s = pick(numbers.forward_s), pick(numbers.backward_s)
-    gone = pick(numbers.gone)
+    forward_s, backward_s, gone = pick("forward_s"), pick("backward_s"), pick("gone")
     waits = accumulate * _waits(gone / copy_bytes_per_s, forward_s / accumulate, backward_s / accumulate)
     gpu_s = probe.rest.gpu_s + forward_s.sum(0) + backward_s.sum(0)
-    seconds = np.maximum(gpu_s, _host_s(probe, numbers, pick))
-    return Evaluation(seconds, waits, gone.sum(0), peaks)
+    seconds = np.maximum(gpu_s, _host_s(probe, pick))
+    return Evaluation(seconds, waits, gone.sum(0), _peaks(probe, pick))
 
 
-def _peaks(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
+def _peaks(probe: Probe, pick: Callable[[str], Array]) -> Array:
     """Return the highest allocated bytes.
 
     A block's offloaded bytes are freed once the next offloading block has run (checkpointing/per_block.py).
     """
-    gone, keeps, net = pick(numbers.gone), pick(numbers.keeps), pick(numbers.backward_net)
-    forward_peak, backward_peak = pick(numbers.forward_peak), pick(numbers.backward_peak)
+    gone, keeps, net = pick("gone"), pick("keeps"), pick("backward_net")
+    forward_peak, backward_peak = pick("forward_peak"), pick("backward_peak")
     depth, num = keeps.shape
     level = np.full(num, probe.start_bytes + probe.before.net_bytes, dtype=float)
     peak = np.full(num, probe.start_bytes + probe.before.peak_bytes, dtype=float)
@@ -142,7 +129,7 @@ def _peaks(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Arra
         level = level - np.where(given_up, leaving, 0)
         leaving = np.where(given_up, gone[i], leaving)
     peak = np.maximum(peak, level + probe.head.peak_bytes)
-    level = level + probe.head.net_bytes - pick(numbers.late).sum(0)
+    level = level + probe.head.net_bytes - pick("late").sum(0)
     peak = np.maximum(peak, level + probe.loss.peak_bytes)
     level = level + probe.loss.net_bytes
     for i in range(depth - 1, -1, -1):
@@ -180,11 +167,11 @@ def _waits(copy_s: Array, forward_s: Array, backward_s: Array) -> Array:
     return clock - forward_s.sum(0) - backward_s.sum(0)
 
 
-def _host_s(probe: Probe, numbers: Table, pick: Callable[[Array], Array]) -> Array:
+def _host_s(probe: Probe, pick: Callable[[str], Array]) -> Array:
     """Return the seconds that the host needs to issue everything, as ``prediction.roofline`` counts them."""
     rest = probe.rest
-    num_ops = rest.num_ops + pick(numbers.num_ops).sum(0)
-    products = rest.num_products + pick(numbers.num_products).sum(0)
-    again = rest.num_again + pick(numbers.num_again).sum(0)
-    recomputed = pick(numbers.num_forward_ops).sum(0) * again / np.maximum(products, 1)
-    return (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
+    products = rest.num_products + pick("num_products").sum(0)
+    again = rest.num_again + pick("num_again").sum(0)
+    recomputed = pick("num_forward_ops").sum(0) * again / np.maximum(products, 1)
+    plain = rest.num_ops + pick("num_ops").sum(0) - recomputed
+    return plain * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP

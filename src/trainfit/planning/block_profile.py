@@ -1,10 +1,11 @@
 """Cut a ledger at the borders of the decoder blocks: memory and work of each block and in between."""
 
 import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from trainfit.ledger.ledger import ALLOCATE, Ledger, Op
-from trainfit.ledger.segments import MIN_BLOCK
+from trainfit.ledger.segments import rounded
 from trainfit.prediction.roofline import op_s
 from trainfit.spec.hardware import Gpu
 
@@ -56,22 +57,20 @@ class Labels:
 
 
 def _size(ledger: Ledger, index: int) -> int:
-    return -(-ledger.storages[index].num_bytes // MIN_BLOCK) * MIN_BLOCK
+    return rounded(ledger.storages[index].num_bytes)
 
 
-def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, dict[int, int]]:
+def alive_bytes(ledger: Ledger, label: Labels, segment: int) -> tuple[int, Counter[int | None]]:
     """Return the bytes alive when a segment begins: in total, and by block."""
     alive: set[int] = set()
     for event in ledger.events:
         if event.segment >= segment:
             break
         (alive.add if event.kind == ALLOCATE else alive.discard)(event.storage)
-    by_block: dict[int, int] = {}
+    by_block: Counter[int | None] = Counter()
     for index in alive:
-        block = label.of_storage(index)
-        if block is not None:
-            by_block[block] = by_block.get(block, 0) + _size(ledger, index)
-    return sum(_size(ledger, index) for index in alive), by_block
+        by_block[label.of_storage(index)] += _size(ledger, index)
+    return by_block.total(), by_block
 
 
 def pieces_of(ledger: Ledger, label: Labels, segment: int, order: range) -> dict[int, Piece]:
@@ -97,7 +96,7 @@ def pieces_of(ledger: Ledger, label: Labels, segment: int, order: range) -> dict
     return pieces
 
 
-def late_bytes(ledger: Ledger, label: Labels, segment: int) -> dict[int, int]:
+def late_bytes(ledger: Ledger, label: Labels, segment: int) -> Counter[int | None]:
     """Return the bytes, by block, that a forward frees after its last block's last allocation."""
     events = [event for event in ledger.events if event.segment == segment]
     ends = max(
@@ -105,32 +104,29 @@ def late_bytes(ledger: Ledger, label: Labels, segment: int) -> dict[int, int]:
         default=0,
     )
     begins = next((i for i in range(ends + 1, len(events)) if events[i].kind == ALLOCATE), len(events))
-    late: dict[int, int] = {}
+    late: Counter[int | None] = Counter()
     for event in events[begins:]:
-        block = label.of_storage(event.storage)
-        if event.kind != ALLOCATE and block is not None:
-            late[block] = late.get(block, 0) + _size(ledger, event.storage)
+        if event.kind != ALLOCATE:
+            late[label.of_storage(event.storage)] += _size(ledger, event.storage)
     return late
 
 
-def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> dict[tuple[int | None, str], Work]:
+def work_by_block(ledger: Ledger, label: Labels, gpu: Gpu) -> defaultdict[tuple[int | None, str], Work]:
     """Return the work of a steady step by block and phase.
 
     (None, "optimizer") is the update, (None, "") all other work outside the blocks.
     """
-    works: dict[tuple[int | None, str], Work] = {}
-    for op in ledger.ops:
-        segment = ledger.segments[op.segment]
-        if segment.step != "steady":
-            continue
-        block = label.of_op(op)
-        key = (block, segment.phase)
-        if segment.phase == "optimizer" or block is None:
-            key = (None, "optimizer" if segment.phase == "optimizer" else "")
-        work = works.setdefault(key, Work())
+    works: defaultdict[tuple[int | None, str], Work] = defaultdict(Work)
+    for op in ledger.steady_ops:
+        block, phase = label.of_op(op), ledger.segments[op.segment].phase
+        if phase == "optimizer":
+            block = None
+        elif block is None:
+            phase = ""
+        work = works[block, phase]
         work.gpu_s += _seconds(op, gpu)
         work.num_ops += op.calls
-        if op.causal_flops and segment.phase == "forward":
+        if op.causal_flops and phase == "forward":
             work.num_products += 1
         if ledger.recomputes(op):
             work.num_again += 1

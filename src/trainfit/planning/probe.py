@@ -10,14 +10,13 @@ assigned in turn, as often as it takes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.names import CPU
 from trainfit.checkpointing.per_block import BLOCK_STATE
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (
@@ -31,13 +30,11 @@ from trainfit.planning.block_profile import (
     pieces_of,
     work_by_block,
 )
+from trainfit.prediction.trace import gpu_of, run_steps
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
 from trainfit.step import assemble
-from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
-from trainfit.virtual.cuda.scratch import GpuTraits
-from trainfit.virtual.gpu import virtual_gpu
 from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG, signature
 
 WATCHED = 1e-9
@@ -48,10 +45,10 @@ WATCHED = 1e-9
 class Cost:
     """One block saved in one way."""
 
-    forward: Piece = field(default_factory=Piece)
-    backward: Piece = field(default_factory=Piece)
-    forward_work: Work = field(default_factory=Work)
-    backward_work: Work = field(default_factory=Work)
+    forward: Piece
+    backward: Piece
+    forward_work: Work
+    backward_work: Work
     late_bytes: int = 0
     """Bytes left by its forward that are freed when the whole forward ends (autocast's copies of weights)."""
     held_bytes: tuple[int, ...] = ()
@@ -103,21 +100,19 @@ class _Traced:
     def __init__(self, recipe: Recipe, levels: Sequence[str], first: int):
         self.levels, self.first = levels, first
         self.gpu = find_gpu(recipe.hardware.gpu)
-        traits = None if self.gpu.name == CPU else GpuTraits.of(self.gpu)
         self.requested = recipe.recompute
         self.recipe = recipe.model_copy(update={"recompute": Layers(layers=(LayerRun(),))})
-        with virtual_gpu(traits, prefers_cudnn=prefers_cudnn(self.gpu)) as virtual:
+        with gpu_of(self.recipe) as virtual:
             self.virtual = virtual
             step = assemble(
-                self.recipe, torch.device("cpu"), on_model=self._choose, compiler=virtual.compiler
+                self.recipe,
+                torch.device("cpu"),
+                on_model=self._choose,
+                compiler=virtual.compiler,
+                mesh=virtual.mesh,
             )
             virtual.model_is_complete(step.model, [])
-            for name in ("first", "steady"):
-                virtual.begin(name, "data")
-                batches = step.random_batches()
-                step(batches, on_phase=lambda phase, name=name: virtual.begin(name, phase))
-                for optimizer in step.optimizers:
-                    virtual.own_state(optimizer)
+            run_steps(step, virtual)
             self.held = self._held(step.model)
             self.ledger = virtual.finish()
 
@@ -179,10 +174,8 @@ class _Traced:
             for phase in ("forward", "backward")
         }
         start_bytes, static = alive_bytes(self.ledger, label, last["forward"])
-        for kind in self.kinds:
-            start_bytes += static.get(self.traced.index(kind), 0)
-        for index in range(len(self.traced)):
-            start_bytes -= static.get(index, 0)
+        start_bytes += sum(static[self.traced.index(kind)] for kind in self.kinds)
+        start_bytes -= sum(static[index] for index in range(len(self.traced)))
         order = range(len(self.traced))
         forward = pieces_of(self.ledger, label, last["forward"], order)
         backward = pieces_of(self.ledger, label, last["backward"], order[::-1])
@@ -191,30 +184,20 @@ class _Traced:
         costs: dict[tuple[int, str], Cost] = {}
         for index in self._measured_blocks():
             costs[self.traced[index], self.chosen[index]] = Cost(
-                forward[index],
-                backward[index],
-                work.get((index, "forward"), Work()),
-                work.get((index, "backward"), Work()),
-                late.get(index, 0),
+                forward[index], backward[index], work[index, "forward"], work[index, "backward"], late[index],
                 self.held.get(index, ()),
-            )
+            )  # fmt: skip
         # What the outer blocks' forwards leave until the end is counted with each block, not with the head.
         for index in order:
             cost = costs.get((self.traced[index], self.chosen[index]))
-            forward[AFTER].net_bytes += cost.late_bytes if cost else late.get(index, 0)
-        rest, update = work.get((None, ""), Work()), work.get((None, "optimizer"), Work())
+            forward[AFTER].net_bytes += cost.late_bytes if cost else late[index]
+        rest, update = work[None, ""], work[None, "optimizer"]
         rest.gpu_s += update.gpu_s * self.times_update
         rest.num_ops += round(update.num_ops * self.times_update)
         return Probe(
-            self.kinds,
-            costs,
-            start_bytes,
-            forward[BEFORE],
-            forward[AFTER],
-            backward[BEFORE],
-            backward[AFTER],
-            rest,
-        )
+            self.kinds, costs, start_bytes, forward[BEFORE], forward[AFTER], backward[BEFORE],
+            backward[AFTER], rest,
+        )  # fmt: skip
 
 
 def _num_trained(model: nn.Module) -> int:

@@ -15,13 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.catalog.load import link
 from trainfit.planning.assignments import Array, Option, evaluate, table
 from trainfit.planning.candidates import Assignments, assignments, options, runs_of
 from trainfit.planning.probe import probe
 from trainfit.prediction.estimate import predict
+from trainfit.prediction.roofline import copy_bytes_per_s
 from trainfit.prediction.trace import trace_whole
-from trainfit.prediction.transfers import SUSTAINED
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import BudgetGib, Layers
@@ -117,14 +116,12 @@ def candidates(recipe: Recipe) -> Candidates:
     levels = COMPILED_LEVELS if recipe.compile else LEVELS
     found = probe(recipe, levels)
     choices = options(found, levels, offload_levels=_offload_levels(recipe))
-    copy_bytes_per_s = (
-        1.0 if gpu.vendor == "host" else link(gpu.host_link).bytes_per_s * SUSTAINED * COPY_SHARE
-    )
+    copy_rate = 1.0 if gpu.vendor == "host" else copy_bytes_per_s(gpu) * COPY_SHARE
     accumulate = recipe.batch.accumulate
-    rows = assignments(found, choices, copy_bytes_per_s, accumulate)
+    rows = assignments(found, choices, copy_rate, accumulate)
     numbers = table(found, choices)
     parts = [
-        evaluate(found, numbers, rows[start : start + BATCH], copy_bytes_per_s, accumulate)
+        evaluate(found, numbers, rows[start : start + BATCH], copy_rate, accumulate)
         for start in range(0, len(rows), BATCH)
     ]
     seconds, waits_s, gone_bytes, peak_bytes = (np.concatenate(part) for part in zip(*parts, strict=True))

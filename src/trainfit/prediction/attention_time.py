@@ -1,8 +1,8 @@
 """Attention's rate: the share of the dense peak that its kernel reached where it was measured. No torch here.
 
-Enters: operations of a ledger. Leaves: shares, and what was assumed for them. The rates are those of the
-catalog's attention.toml, of an H200: by kernel, dtype, head size and length, with a mask given as a tensor or
-without, forward and backward apart. On another GPU the same share of its own peak is taken.
+The rates are those of the catalog's attention.toml: by kernel, dtype, head size and length, with a mask given
+as a tensor or without, forward and backward apart. A GPU without its own takes the shares of the one that its
+column ``attention_rates_of`` names.
 """
 
 from functools import cache
@@ -12,7 +12,6 @@ from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.spec.hardware import Gpu
 
-MEASURED_GPU = "h200"
 MASKED = 0.22
 """Share of the peak in 16 bits where a mask is given as a tensor, not by is_causal, to a kernel that was not
 measured with one; every score counts. Median of the three measured eager steps of the truth suite of which
@@ -27,47 +26,42 @@ That of PyTorch's flash with long heads of 128.
 """
 
 
-def compute_share(op: Op) -> float:
-    """Of the peak of the op's dtype, what it reaches alone, not counting what the bandwidth forbids.
-
-    Raises:
-        AssertionError: no attention.
-    """
-    assert op.kernel
-    rate = _rate(op.kernel, op.dtype, _computed_head(op), op.seq, op.masked)
+def compute_share(op: Op, gpu: Gpu) -> float:
+    """Return the share of its dtype's peak that attention reaches where memory does not bound it."""
+    head, measured_on = _computed_head(op), gpu.attention_rates_of
+    rate = _rate(measured_on, op.kernel, op.dtype, head, op.seq, op.masked)
     if rate is None:
         return MASKED if _masked_in_16_bits(op.masked, op.dtype) else UNMEASURED
-    peak = find_gpu(MEASURED_GPU).peak_flops_per_s[rate.dtype]
-    reached = rate.flops_per_s(backward="backward" in op.name) / peak
-    return reached * op.head / _computed_head(op)
+    peak = find_gpu(measured_on).peak_flops_per_s[rate.dtype]
+    return rate.flops_per_s(backward="backward" in op.name) / peak * op.head / head
 
 
 def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
-    """Where the rates of the steady step's attention are from, one line a kernel."""
+    """Return the origin of the rates of the steady step's attention, one line a kernel."""
     ops = {
         (op.kernel, op.dtype, _computed_head(op), op.head, op.seq, op.masked)
-        for op in ledger.ops
-        if op.kernel and ledger.segments[op.segment].step == "steady"
+        for op in ledger.steady_ops
+        if op.kernel
     }
-    return tuple(dict.fromkeys(_told(*measured, gpu) for measured in sorted(ops)))
+    return tuple(dict.fromkeys(_origin(gpu, *measured) for measured in sorted(ops)))
 
 
-def _told(kernel: str, dtype: str, computed: int, head: int, seq: int, masked: bool, gpu: Gpu) -> str:
+def _origin(gpu: Gpu, kernel: str, dtype: str, computed: int, head: int, seq: int, masked: bool) -> str:
     of = f"attention's time, {kernel} kernel, {dtype}, heads of {head} at {seq}"
     of += ", with a mask:" if masked else ":"
-    rate = _rate(kernel, dtype, computed, seq, masked)
+    rate = _rate(gpu.attention_rates_of, kernel, dtype, computed, seq, masked)
     if rate is None and _masked_in_16_bits(masked, dtype):
         return f"{of} {MASKED:.0%} of the peak, where ten measured steps with cuDNN need 20% to 33%"
     if rate is None:
         return f"{of} nothing is measured; taken as {UNMEASURED:.0%} of the peak"
-    at = f"as measured on {MEASURED_GPU} with heads of {rate.head} at {rate.seq}"
+    at = f"as measured on {gpu.attention_rates_of} with heads of {rate.head} at {rate.seq}"
     if (rate.head, rate.seq) != (head, seq):
         at += ", the nearest measured"
     if computed != head:
         at += f" (it computes heads of {computed})"
     if masked and not rate.masked:
         at += ", without a mask"
-    return f"{of} {at}" + ("" if gpu.name == MEASURED_GPU else ", at the same share of the peak")
+    return f"{of} {at}" + ("" if gpu.name == gpu.attention_rates_of else ", at the same share of the peak")
 
 
 def _masked_in_16_bits(masked: bool, dtype: str) -> bool:
@@ -80,13 +74,13 @@ def _computed_head(op: Op) -> int:
 
 
 @cache
-def _rate(kernel: str, dtype: str, head: int, seq: int, masked: bool) -> AttentionRate | None:
+def _rate(gpu: str, kernel: str, dtype: str, head: int, seq: int, masked: bool) -> AttentionRate | None:
     """Return the nearest measured rate; for an unmeasured mask in fp32 that without one, in 16 bits None."""
     if dtype not in DTYPES:
         return None
     for with_mask in (True, False) if masked and not _masked_in_16_bits(masked, dtype) else (masked,):
         rate = nearest_rate(
-            attention_runs(), gpu=MEASURED_GPU, kernel=kernel, dtype=DTYPES[dtype], head=head, seq=seq,
+            attention_runs(), gpu=gpu, kernel=kernel, dtype=DTYPES[dtype], head=head, seq=seq,
             masked=with_mask,
         )  # fmt: skip
         if rate is not None:

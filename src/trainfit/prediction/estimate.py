@@ -25,15 +25,6 @@ CONVENTION = (
     "the dense peak of the matrix products' dtype"
 )
 
-CALIBRATED_GPU = "h200"
-CALIBRATED_BOUNDS = (0.65, 1.9)
-"""Lowest and highest measured step over the expected one."""
-CALIBRATED_BASIS = (
-    "0.65 to 1.9 times the expected time (compiled: the lower bound has no host time); "
-    "covers 265 of 266 measured H200 steps, "
-    "OLMoE with LoRA in fp16 took 2.4 times; a slower host or other clocks can exceed it"
-)
-
 LEAST_HEADROOM = 0.01
 """Share of the device; a prediction that fits with less is warned of. The worst predicted peak was off by
 0.08 % (docs/results/accuracy.md), what else is on a card (a display, another process's context) takes some
@@ -103,9 +94,7 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         time: the steady step's roofline; None: the GPU's speed is not known.
         fits: whether the replay stays within the GPU's memory.
     """
-    ops = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
-    model_flops = float(sum(ledger.times(op) * op.model_flops for op in ops))
-    hardware_flops = float(sum(ledger.times(op) * op.causal_flops for op in ops))
+    model_flops, hardware_flops = ledger.steady_sum("model_flops"), ledger.steady_sum("causal_flops")
     step_s = time.expected.total if time else None
     peak = peak_flops_per_s(gpu, matmul_dtype(ledger)) if time else None
     peak_device_bytes = replayed.peak_reserved_bytes + overhead_bytes(gpu, ledger)
@@ -178,8 +167,8 @@ def replay_on(gpu: Gpu, ledger: Ledger) -> tuple[Replay, bool]:
 def matmul_dtype(ledger: Ledger) -> str:
     """Dtype, as the catalog names it, in which most FLOPs of the steady step are done."""
     totals: dict[str, float] = {}
-    for op in ledger.ops:
-        if ledger.segments[op.segment].step == "steady" and op.causal_flops:
+    for op in ledger.steady_ops:
+        if op.causal_flops:
             dtype = PEAK_DTYPE.get(op.dtype, "fp32")
             totals[dtype] = totals.get(dtype, 0.0) + ledger.times(op) * op.causal_flops
     return max(totals, key=lambda name: totals[name]) if totals else "fp32"
@@ -240,15 +229,19 @@ def _emulated(recipe: Recipe, gpu: Gpu) -> tuple[str, ...]:
 def _bounds(time: Roofline | None, gpu: Gpu, recipe: Recipe) -> dict[str, Interval]:
     if time is None:
         return {}
-    expected = time.expected.total
-    if gpu.name == CALIBRATED_GPU:
-        low, high = (factor * expected for factor in CALIBRATED_BOUNDS)
-        if recipe.compile:
-            # The host's rates are those of eager code; compiled code needs less, by an unknown amount.
-            low = CALIBRATED_BOUNDS[0] * (expected - time.expected.host_s)
-        return {"step_s": Interval(low=max(low, time.lowest_s), high=high, basis=CALIBRATED_BASIS)}
-    basis = (
-        "low: every operation at the data sheet's rate; "
-        "high: 3 times the expectation, whose rates are an H200's and its host's"
-    )
-    return {"step_s": Interval(low=time.lowest_s, high=3 * expected, basis=basis)}
+    expected, measured = time.expected.total, gpu.step_time_range
+    if measured is None:
+        low, high = time.lowest_s, 3 * expected
+        basis = (
+            "low: every operation at the data sheet's rate; "
+            "high: 3 times the expectation, whose rates are an H200's and its host's"
+        )
+    else:
+        # The host's rates are those of eager code; compiled code needs less, by an unknown amount.
+        least = expected - time.expected.host_s if recipe.compile else expected
+        low, high = max(measured.low * least, time.lowest_s), measured.high * expected
+        basis = (
+            f"{measured.low:g} to {measured.high:g} times the expected time (compiled: the lower bound has "
+            f"no host time); {measured.basis}; a slower host or other clocks can exceed it"
+        )
+    return {"step_s": Interval(low=low, high=high, basis=basis)}

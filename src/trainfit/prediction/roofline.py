@@ -15,13 +15,13 @@ the peak. Measured over expected: 0.81 to 1.54, median 1.00. The 66 steps held o
 
 from dataclasses import dataclass
 
+from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Ledger, Op
 from trainfit.prediction.attention_time import compute_share
 from trainfit.prediction.communication import collectives_s
-from trainfit.prediction.transfers import SUSTAINED as TRANSFERS_SUSTAINED
-from trainfit.prediction.transfers import is_transfer, transfers_s
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
+from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
 
 PEAK_DTYPE = {
     "bfloat16": "bf16",
@@ -38,6 +38,9 @@ memory-bound kernels read strided, convert or reduce. Back to back for seconds u
 sustains 0.692 in bf16 and 0.645 in fp8 on the three products of an 8B model's layers (`trainfit bench gpu
 --only sustained=bf16,fp8`). Attention's are of its kernel, dtype, head size, length and mask
 (attention_time.py)."""
+TRANSFERS_SUSTAINED = 0.87
+"""Share of the link's rate that copies between the GPU and pinned host memory reach: 55 of 63 GB/s on one
+H200 (docs/log.md)."""
 KERNEL_S = 2.5e-6
 """Seconds that every kernel takes on top, to start and to drain the GPU."""
 HOST_S_PER_OP = 19e-6
@@ -65,12 +68,14 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
         return None
     matmul_s = memory_s = least_s = 0.0
     busy_s: dict[int, float] = {}
+    copies_s: dict[int, dict[str, float]] = {}
     num_ops = 0
-    ops = [op for op in ledger.ops if ledger.segments[op.segment].step == "steady"]
-    for op in ops:
+    for op in ledger.steady_ops:
         times = ledger.times(op)
         num_ops += times * op.calls
-        if is_transfer(op):
+        if op.name in COPY_DIRECTIONS:
+            both = copies_s.setdefault(op.segment, {"in": 0.0, "out": 0.0})
+            both[COPY_DIRECTIONS[op.name]] += times * op.num_bytes / copy_bytes_per_s(gpu)
             continue
         least_s += times * max(_least_s(op, gpu))
         op_time_s = times * op_s(op, gpu)
@@ -79,10 +84,9 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
             matmul_s += op_time_s
         else:
             memory_s += op_time_s
-    recomputed = _num_recomputed(ledger, ops)
+    recomputed = _num_recomputed(ledger)
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
     # Copies overlap the computation of a forward or backward: only the excess counts.
-    copies_s = transfers_s(ledger, ops, gpu)
     shown_s = sum(max(0.0, max(both.values()) - busy_s.get(at, 0.0)) for at, both in copies_s.items())
     for at, (all_s, first_s) in collectives_s(ledger, gpu).items():
         shown_s += max(first_s, all_s - busy_s.get(at, 0.0))
@@ -93,11 +97,16 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     return Roofline(expected, lowest_s, num_ops, recomputed)
 
 
+def copy_bytes_per_s(gpu: Gpu) -> float:
+    """Return the rate of copies between the GPU and pinned host memory, each way."""
+    return link(gpu.host_link).bytes_per_s * TRANSFERS_SUSTAINED
+
+
 def op_s(op: Op, gpu: Gpu) -> float:
     """Seconds that the GPU is expected to need for one operation, in one layer; its rates must be known."""
     compute_s, move_s = _least_s(op, gpu)
     if op.kernel:
-        busy_s = max(compute_s / compute_share(op), move_s / SUSTAINED["memory"])
+        busy_s = max(compute_s / compute_share(op, gpu), move_s / SUSTAINED["memory"])
     else:
         kind = "fp8" if PEAK_DTYPE.get(op.dtype) == "fp8" else "matmul"
         busy_s = max(compute_s, move_s) / SUSTAINED[kind if compute_s > move_s else "memory"]
@@ -105,15 +114,15 @@ def op_s(op: Op, gpu: Gpu) -> float:
 
 
 def _least_s(op: Op, gpu: Gpu) -> tuple[float, float]:
-    """Seconds at the data sheet's rates: to compute, and to move its bytes."""
+    """Return the seconds at the data sheet's rates: to compute, and to move its bytes."""
     assert gpu.memory_bytes_per_s is not None
-    return op.causal_flops / peak_flops_per_s(
-        gpu, PEAK_DTYPE.get(op.dtype, "fp32")
-    ), op.num_bytes / gpu.memory_bytes_per_s
+    peak = peak_flops_per_s(gpu, PEAK_DTYPE.get(op.dtype, "fp32"))
+    return op.causal_flops / peak, op.num_bytes / gpu.memory_bytes_per_s
 
 
-def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:
+def _num_recomputed(ledger: Ledger) -> float:
     """Return the forward operations that the backward recomputes: their products count for no model FLOPs."""
+    ops = ledger.steady_ops
     forward = [op for op in ops if ledger.segments[op.segment].phase == "forward"]
     num_forward = sum(ledger.times(op) * op.calls for op in forward)
     products = sum(ledger.times(op) for op in forward if op.causal_flops)
@@ -121,13 +130,16 @@ def _num_recomputed(ledger: Ledger, ops: list[Op]) -> float:
     return num_forward * again / products if products else 0.0
 
 
+WIDER = {
+    "fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
+    "fp16": ("fp16", "fp32", "bf16"), "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32"),
+}  # fmt: skip
+
+
 def peak_flops_per_s(gpu: Gpu, dtype: str) -> float:
-    """Dense peak of a dtype; where the data sheet has none, that of the next wider one it has."""
-    wider = {"fp8": ("fp8", "bf16", "fp16", "fp32"), "bf16": ("bf16", "fp32", "fp16"),
-             "fp16": ("fp16", "fp32", "bf16"),
-             "fp32": ("fp32", "bf16", "fp16"), "fp64": ("fp64", "fp32")}  # fmt: skip
+    """Return the dense peak of a dtype; where the data sheet has none, that of the next wider one it has."""
     peaks: dict[str, float] = {str(name): peak for name, peak in gpu.peak_flops_per_s.items()}
-    for name in wider[dtype]:
+    for name in WIDER[dtype]:
         if name in peaks:
             return peaks[name]
     raise ValueError(f"{gpu.name}: peak_flops_per_s has no {dtype}: add it to the catalog's row")

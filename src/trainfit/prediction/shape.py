@@ -1,7 +1,7 @@
 """The numbers of a decoder that closed forms need, read off a config.json mapping; no torch.
 
-Legend of the closed forms here and in calculators/: a heads, b sequences of a micro-batch, h hidden size,
-h_ff feed-forward size, L layers, s tokens of a sequence, v vocabulary, N parameters.
+Legend of the closed forms: a heads, b sequences of a micro-batch, h hidden size, h_ff feed-forward size,
+L layers, s tokens of a sequence, v vocabulary, N parameters.
 """
 
 from typing import Any, Literal

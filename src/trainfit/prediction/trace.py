@@ -2,8 +2,9 @@
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
 from trainfit.kernels.determinism import deterministic_kernels
-from trainfit.ledger.ledger import MIDDLE, Ledger, RepeatError, part_of, run_of
+from trainfit.ledger.ledger import Ledger, RepeatError
 from trainfit.models.layers import layer_lists, num_quantized
 from trainfit.prediction.config_failure import refuse_config
 from trainfit.prediction.versions import libraries_of, versions_of
@@ -35,14 +36,13 @@ from trainfit.virtual.trace.scope import NO_SCOPE, LayerGroups
 
 DETERMINISTIC = (
     "with kernels that repeat bit by bit, as train asks for by default: attention's are counted as they are, "
-    "what other "
-    "operations sort for it (experts' sums, for one) is not"
+    "what other operations sort for it (experts' sums, for one) is not"
 )
 
 LOSS_SET = (
     'the model\'s class names no loss, so loss_type is set to "ForCausalLM", as measure and train do; '
-    "without that transformers "
-    "warns inside the compiled model, which cuts its graph in two, and the step takes other memory"
+    "without that transformers warns inside the compiled model, which cuts its graph in two, and the step "
+    "takes other memory"
 )
 
 
@@ -94,8 +94,7 @@ def _shortened(recipe: Recipe) -> Ledger:
     if not trace_whole(recipe):
         try:
             ledger = _trace(recipe, whole=False)
-            for _ in ledger.expand():
-                pass
+            deque(ledger.expand(), maxlen=0)
             return ledger
         except RepeatError:
             pass  # The layers share more than the pattern shows: trace them all.
@@ -111,7 +110,9 @@ def _applied(recipe: Recipe) -> list[Technique]:
     return [technique for technique in registry.in_order() if technique.applies(recipe)]
 
 
-def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+@contextmanager
+def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
+    """Enter the virtual GPU of the recipe's hardware; of several, the first rank's."""
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
@@ -120,7 +121,13 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         mesh = stack.enter_context(fake_group(*mesh_of(recipe))) if recipe.hardware.count > 1 else None
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
         if mesh is not None:
+            virtual.mesh = mesh
             stack.enter_context(one_rank(virtual.tracer))
+        yield virtual
+
+
+def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
+    with gpu_of(recipe) as virtual:
         groups: list[LayerGroups] = []
         repeats: tuple[int, ...] = ()
         quantized = 0
@@ -144,14 +151,15 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
             )
 
-        step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=mesh)
+        step = assemble(
+            recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh
+        )
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):
                 scope = virtual.scope_of(step.hosted.parameters(index)[0])
                 virtual.tracer.own_host(step.hosted.ring.host(index), scope)
-        for name in ("first", "steady"):
-            _run(step, virtual, name)
+        run_steps(step, virtual)
         if not whole and virtual.compiler.captures_each_layer():
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
@@ -162,35 +170,40 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
             ledger.assumptions += (LOSS_SET,) if sets_loss(step.model) else ()
         ledger.empty_cache_every = recipe.empty_cache_every
         ledger.repeats = repeats
-        ledger.params, ledger.trainable_params = _count_parameters(step.model, repeats, virtual)
+        ledger.params, ledger.trainable_params = _count_parameters(step.model, ledger, virtual)
         ledger.params += quantized  # Codes are no parameters.
     return ledger
 
 
-def _run(step: Step, virtual: VirtualGpu, name: str) -> None:
-    virtual.begin(name, "data")
-    batches = step.random_batches()
+def run_steps(step: Step, virtual: VirtualGpu) -> None:
+    """Run a first and a steady step on the virtual GPU."""
+    for name in ("first", "steady"):
+        virtual.begin(name, "data")
+        batches = step.random_batches()
 
-    def on_phase(phase: str) -> None:
-        if phase == "optimizer":
-            for parameter in step.model.parameters():
-                if isinstance(parameter, DTensor) and parameter.grad is not None:
-                    # Reduce-scatter makes it, not autograd.
-                    virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
-        virtual.begin(name, phase)
+        def on_phase(phase: str, name: str = name) -> None:
+            if phase == "optimizer":
+                _own_sharded_gradients(step, virtual)
+            virtual.begin(name, phase)
 
-    step(batches, on_phase=on_phase)
-    for optimizer in step.optimizers:
-        virtual.own_state(optimizer)
-    for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
-        virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
+        step(batches, on_phase=on_phase)
+        for optimizer in step.optimizers:
+            virtual.own_state(optimizer)
+        for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
+            virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
 
 
-def _count_parameters(model: nn.Module, repeats: tuple[int, ...], virtual: VirtualGpu) -> tuple[int, int]:
+def _own_sharded_gradients(step: Step, virtual: VirtualGpu) -> None:
+    """Assign the gradients that a reduce-scatter made; autograd's hooks assign the others."""
+    for parameter in step.model.parameters():
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
+
+
+def _count_parameters(model: nn.Module, ledger: Ledger, virtual: VirtualGpu) -> tuple[int, int]:
     total = trainable = 0
     for parameter in model.parameters():
-        group = virtual.scope_of(parameter).group
-        times = repeats[run_of(group)] if part_of(group) == MIDDLE else 1
-        total += times * parameter.numel()
-        trainable += times * parameter.numel() if parameter.requires_grad else 0
+        num_elements = ledger.times_of_group(virtual.scope_of(parameter).group) * parameter.numel()
+        total += num_elements
+        trainable += num_elements if parameter.requires_grad else 0
     return total, trainable

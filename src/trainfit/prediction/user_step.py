@@ -7,12 +7,13 @@ no layer is repeated: what the callable executes is counted.
 import contextlib
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.ledger.allocator import OutOfMemory
-from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, replay
 from trainfit.prediction import attention_time
 from trainfit.prediction.device_overhead import overhead_bytes
@@ -29,9 +30,11 @@ from trainfit.virtual.user.memory_stats import EmptyCacheAllocator
 from trainfit.virtual.user.steps import TraceComplete
 
 NUM_HOLDERS = 10
-LIBRARY_WORKSPACE = (
-    "convolutions: cuDNN's workspaces are not modelled, nor the copies it makes of layouts it does not like"
-)
+NOT_MODELLED = {
+    "convolution": "convolutions: cuDNN's workspaces are not modelled, nor the copies it makes of layouts it "
+    "does not like",
+    "rnn": "recurrent layers: cuDNN's kernels are not modelled, neither what they save nor their FLOPs",
+}
 
 
 def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) -> Estimate:
@@ -68,11 +71,10 @@ def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) ->
             field="step",
             value=name,
         )
-    after_init = _after_setup(ledger)
     ledger.segments = segments
     ledger.params, ledger.trainable_params = virtual.steps.num_parameters, virtual.steps.num_trained
     ledger.assumptions = _assumptions(ledger, virtual, whole)
-    return _estimate(name, row, ledger, virtual, after_init, whole)
+    return _estimate(name, row, ledger, virtual, whole)
 
 
 def _name_of(step: Callable[..., Any]) -> str:
@@ -81,11 +83,9 @@ def _name_of(step: Callable[..., Any]) -> str:
     return getattr(step, "__qualname__", type(step).__name__)
 
 
-def _estimate(
-    name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, after_init: int, num_steps: int
-) -> Estimate:
+def _estimate(name: str, gpu: Gpu, ledger: Ledger, virtual: UserGpu, num_steps: int) -> Estimate:
     replayed, fits = _replay_on(gpu, ledger, virtual.memory_stats.emptied_at)
-    phases = replayed.phases.model_copy(update={"after_init": after_init})
+    phases = replayed.phases
     if num_steps <= 1:
         phases = phases.model_copy(update={"steady": phases.first})
         ledger.segments = [s._replace(step="steady") if s.step == "first" else s for s in ledger.segments]
@@ -124,32 +124,17 @@ def _replay_on(gpu: Gpu, ledger: Ledger, emptied_at: set[int]) -> tuple[Replay, 
         return free, False
 
 
-def _after_setup(ledger: Ledger) -> int:
-    """Allocated bytes when the first forward begins."""
-    allocator, handles = EmptyCacheAllocator(set()), {}
-    for event in ledger.events:
-        if event.segment:
-            break
-        if event.kind == ALLOCATE:
-            handles[event.storage] = allocator.malloc(ledger.storages[event.storage].num_bytes)
-        else:
-            allocator.free(handles.pop(event.storage))
-    return allocator.allocated_bytes
-
-
 def _holders(ledger: Ledger, replayed: Replay) -> tuple[PeakHolder, ...]:
-    totals: dict[tuple[str, str, str], int] = {}
+    totals: Counter[tuple[str, str, str]] = Counter()
     for index, num_bytes in replayed.at_peak:
-        storage = ledger.storages[index]
-        op = ledger.ops[storage.op] if storage.op >= 0 else None
-        known = storage.category in ("weights", "gradients", "optimizer") or op is None
-        name = "" if known or op is None else op.name.removeprefix("aten.").partition(".")[0]
-        key = (storage.category, "" if known or op is None else op.module, name)
-        totals[key] = totals.get(key, 0) + num_bytes
-    largest = sorted(totals.items(), key=lambda item: -item[1])[:NUM_HOLDERS]
+        storage, module, name = ledger.storages[index], "", ""
+        if storage.op >= 0 and storage.category not in ("weights", "gradients", "optimizer"):
+            op = ledger.ops[storage.op]
+            module, name = op.module, op.name.removeprefix("aten.").partition(".")[0]
+        totals[storage.category, module, name] += num_bytes
     return tuple(
         PeakHolder(num_bytes=size, category=category, module=module, operation=name)
-        for (category, module, name), size in largest
+        for (category, module, name), size in totals.most_common(NUM_HOLDERS)
     )
 
 
@@ -162,10 +147,5 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
         notes.append("no backward ran" if not virtual.steps.has_trained else "no whole step ran")
     elif whole == 1:
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
-    if any("convolution" in op.name for op in ledger.ops):
-        notes.append(LIBRARY_WORKSPACE)
-    if any("rnn" in op.name for op in ledger.ops):
-        notes.append(
-            "recurrent layers: cuDNN's kernels are not modelled, neither what they save nor their FLOPs"
-        )
+    notes += [line for kind, line in NOT_MODELLED.items() if any(kind in op.name for op in ledger.ops)]
     return (*notes, *sorted(virtual.tracer.notes))

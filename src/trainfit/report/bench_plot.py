@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from dataclasses import replace
+from itertools import cycle, product
 
 from trainfit.bench.harness.experiment import MEDIAN, Number, Plot
 from trainfit.report.bench_table import cell_text
@@ -33,40 +34,26 @@ def plot_of(result: BenchResult, plots: Sequence[Plot]) -> str | None:
 def panels_of(rows: Sequence[BenchRow], plot: Plot) -> list[Panel]:
     """Return a panel for each combination of values of ``plot.panels`` that has something to draw."""
     keys = {*plot.panels, *plot.x, *([plot.series] if plot.series else [])}
-    mine = [
-        row
-        for row in rows
-        if keys <= set(row.point) and all(row.point.get(key) in known for key, known in plot.where.items())
-    ]
+    mine = [row for row in rows if keys <= set(row.point)]
+    mine = [row for row in mine if all(row.point.get(key) in known for key, known in plot.where.items())]
     mine = in_order(mine, plot.order)
-    panels: list[Panel] = []
+    panels: list[Panel | None] = []
     for values in product(*(dict.fromkeys(row.point[key] for row in mine) for key in plot.panels)):
-        some = [
-            row
-            for row in mine
-            if all(row.point[key] == value for key, value in zip(plot.panels, values, strict=True))
-        ]
+        some = [row for row in mine if tuple(row.point[key] for key in plot.panels) == values]
         title = ", ".join(_name(plot, value) for value in values)
-        panel = _curves(some, title) if plot.y == CURVE else _panel(some, plot, title)
-        if panel is not None:
-            panels.append(panel)
-    return panels
+        panels.append(_curves(some, title) if plot.y == CURVE else _panel(some, plot, title))
+    return [panel for panel in panels if panel is not None]
 
 
 def in_order(rows: Sequence[BenchRow], order: Mapping[str, Sequence[Cell]]) -> list[BenchRow]:
     """Return rows sorted by the keys of ``order``; values that it does not list follow, numbers by size."""
 
-    def place(row: BenchRow) -> tuple[tuple[int, float], ...]:
-        found: list[tuple[int, float]] = []
-        for key, known in order.items():
-            cell = row.point.get(key, "")
-            if cell in known:
-                found.append((0, list(known).index(cell)))
-            else:
-                found.append((1, float(cell) if isinstance(cell, int | float) else 0.0))
-        return tuple(found)
+    def rank(cell: Cell, known: Sequence[Cell]) -> tuple[int, float]:
+        if cell in known:
+            return 0, list(known).index(cell)
+        return 1, float(cell) if isinstance(cell, int | float) else 0.0
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=lambda row: [rank(row.point.get(key, ""), known) for key, known in order.items()])
 
 
 def number(row: BenchRow, wanted: Number) -> float | None:
@@ -95,21 +82,16 @@ def _panel(rows: Sequence[BenchRow], plot: Plot, title: str) -> Panel | None:
 
 
 def _series(rows: Sequence[BenchRow], plot: Plot) -> Iterator[Series]:
+    if isinstance(plot.y, tuple):
+        for name, color in zip(plot.y, cycle(PART_COLORS), strict=False):
+            label = name.removesuffix("_share").replace("_", " ")
+            yield _one(rows, plot, name, Series(label, (), kind="bar", stack="all", color=color))
+        return
     kind = "bar" if plot.is_bar else "line"
-    stacked = isinstance(plot.y, tuple)
-    for index, name in enumerate(plot.y if isinstance(plot.y, tuple) else ()):
-        label = name.removesuffix("_share").replace("_", " ")
-        yield _one(
-            rows,
-            plot,
-            name,
-            Series(label, (), kind="bar", stack="all", color=PART_COLORS[index % len(PART_COLORS)]),
-        )
     groups: dict[str, list[BenchRow]] = {}
-    for row in () if stacked else rows:
+    for row in rows:
         groups.setdefault(_name(plot, row.point[plot.series]) if plot.series else "", []).append(row)
     for label, mine in groups.items():
-        assert not isinstance(plot.y, tuple)
         yield _one(mine, plot, plot.y, Series(label, (), kind=kind, stack=label if plot.is_bar else ""))
         if plot.bound:
             bounds = Series(plot.bound_label, (), kind="scatter", marker="|", color=INK)
@@ -126,10 +108,7 @@ def _one(rows: Sequence[BenchRow], plot: Plot, name: Number, like: Series) -> Se
             for row, value in zip(rows, values, strict=True)
         ]
     scaled = [None if value is None else value * plot.scale for value in values]
-    return Series(
-        like.label, scaled, [_x(row, plot) for row in rows], like.kind, text=text, stack=like.stack,
-        color=like.color, marker=like.marker,
-    )  # fmt: skip
+    return replace(like, y=scaled, x=[_x(row, plot) for row in rows], text=text)
 
 
 def _x(row: BenchRow, plot: Plot) -> float | str:
@@ -162,10 +141,5 @@ def _curves(rows: Sequence[BenchRow], title: str) -> Panel | None:
         if name in curve.columns
     ]
     begins = {float(curve.phases.index(phase)): phase for phase in dict.fromkeys(curve.phases)}
-    return Panel(
-        series,
-        title,
-        y_label="GiB",
-        events={at: name for at, name in begins.items() if at},
-        x_ticks={0.0: ""},
-    )
+    events = {at: name for at, name in begins.items() if at}
+    return Panel(series, title, y_label="GiB", events=events, x_ticks={0.0: ""})

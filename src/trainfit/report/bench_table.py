@@ -42,9 +42,8 @@ def grids(rows: Sequence[BenchRow], columns: Sequence[Column] = ()) -> list[Grid
     groups: dict[tuple[str, ...], list[BenchRow]] = {}
     for row in rows:
         groups.setdefault(tuple(row.point), []).append(row)
-    return [
-        _grid(keys, group, {column.value: column for column in columns}) for keys, group in groups.items()
-    ]
+    declared = {column.value: column for column in columns}
+    return [_grid(keys, group, declared) for keys, group in groups.items()]
 
 
 def _grid(keys: tuple[str, ...], rows: list[BenchRow], declared: dict[str, Column]) -> Grid:
@@ -62,10 +61,7 @@ def _grid(keys: tuple[str, ...], rows: list[BenchRow], declared: dict[str, Colum
         table += [(name, True, [cell[index] for cell in cells]) for index, name in enumerate(TIMES)]
     names = dict.fromkeys(name for row in rows for name in row.numbers)
     deviations = {column.deviation for column in declared.values()}
-    for name in [
-        *(name for name in declared if name in names),
-        *(name for name in names if name not in declared),
-    ]:
+    for name in dict.fromkeys([*(name for name in declared if name in names), *names]):
         if name not in deviations:
             is_text = any(isinstance(row.numbers.get(name), str) for row in rows)
             texts = [number_text(row, column_of(name)) for row in rows]
@@ -111,15 +107,11 @@ def cell_text(cell: Cell, name: str = "", spec: str = "") -> str:
     return f"{cell:.0f}" if abs(cell) >= 1e4 else f"{cell:.4g}"
 
 
-def spread(times: Spread) -> float:
-    """Return the range from the 10th to the 90th percentile over the median."""
-    return (times.high - times.low) / times.median if times.median > 0 else 0.0
-
-
 def _times(times: Spread | None) -> tuple[str, str, str]:
     if times is None:
         return "", "", ""
-    return format_seconds(times.median), f"{spread(times):.0%}", str(len(times.samples))
+    spread = (times.high - times.low) / times.median if times.median > 0 else 0.0
+    return format_seconds(times.median), f"{spread:.0%}", str(len(times.samples))
 
 
 def reasons(rows: Sequence[BenchRow]) -> list[str]:
@@ -129,22 +121,18 @@ def reasons(rows: Sequence[BenchRow]) -> list[str]:
         if row.status not in ("done", "unsteady"):
             point = ", ".join(f"{key} {cell_text(cell)}" for key, cell in row.point.items())
             points.setdefault(f"{row.status}: {row.message.partition(ADVICE)[0]}", []).append(point)
-    return [
-        f"{why} ({found[0]}{f', and {len(found) - 1} more' if len(found) > 1 else ''})"
-        for why, found in points.items()
-    ]
+    more = {why: f", and {len(found) - 1} more" if len(found) > 1 else "" for why, found in points.items()}
+    return [f"{why} ({found[0]}{more[why]})" for why, found in points.items()]
 
 
 def notes(rows: Sequence[BenchRow], columns: Sequence[Column]) -> list[str]:
     """Return the meaning of each column and status that the rows' tables show."""
     known = {name for row in rows for name in (*row.point, *row.numbers)}
-    found: list[str] = []
-    if any(row.times for row in rows):
-        found.append(SPREAD_NOTE)
-    if any(column.deviation in known for column in columns):
-        found.append(DEVIATION_NOTE)
-    if any(row.status == "unsteady" for row in rows):
-        found.append(UNSTEADY_NOTE)
-    return found + [
-        f"{title(column)}: {column.note}" for column in columns if column.note and column.value in known
-    ]
+    general = {
+        SPREAD_NOTE: any(row.times for row in rows),
+        DEVIATION_NOTE: any(column.deviation in known for column in columns),
+        UNSTEADY_NOTE: any(row.status == "unsteady" for row in rows),
+    }
+    noted = [column for column in columns if column.note and column.value in known]
+    found = [note for note, applies in general.items() if applies]
+    return found + [f"{title(column)}: {column.note}" for column in noted]

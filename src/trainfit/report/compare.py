@@ -71,8 +71,9 @@ class Comparison:
         """Where the prediction is for other versions than the measurement's, which; else empty."""
         if self.predicted is None or self.measured is None:
             return ""
-        ran = _versions(self.measured)
-        named = self.predicted.versions
+        where, named = self.measured.environment, self.predicted.versions
+        ran = {"torch": where.torch.partition("+")[0]}  # Without its build (``+cu128``).
+        ran |= {"transformers": where.transformers.partition("+")[0]} if where.transformers else {}
         other = [name for name in named if name in ran and named[name] != ran[name]]
         predicted, measured = (", ".join(f"{name} {held[name]}" for name in other) for held in (named, ran))
         return f"predicted for {predicted}, measured with {measured}" if other else ""
@@ -94,8 +95,8 @@ class Comparison:
             return None
         if name == "peak_device_bytes" and self.measured.environment.cuda is None:
             return None
-        pair = [_value(side, name) for side in (self.predicted, self.measured)]
-        return None if pair[0] is None or not pair[1] else (pair[0] - pair[1]) / pair[1]
+        predicted, measured = (_value(side, name) for side in (self.predicted, self.measured))
+        return None if predicted is None or not measured else (predicted - measured) / measured
 
     def phase_errors(self) -> dict[str, float]:
         """Return the error by phase (``after_init``, ``first.forward`` ...), where known."""
@@ -105,10 +106,8 @@ class Comparison:
 
     def breakdown(self, side: str) -> dict[str, int] | None:
         """Return the bytes by category at the peak of a side, ``predicted`` or ``measured``."""
-        held = self.predicted if side == "predicted" else self.measured
-        if held is None or held.breakdown is None:
-            return None
-        return {name: getattr(held.breakdown, name) for name in CATEGORIES}
+        held = getattr(getattr(self, side), "breakdown", None)
+        return {name: getattr(held, name) for name in CATEGORIES} if held else None
 
     def utilisation(self, name: str) -> float | None:
         """Return the measured ``mfu`` or ``hfu``; without one, the predicted FLOPs over the measured time."""
@@ -121,12 +120,6 @@ class Comparison:
         if share is None or step_s is None or not self.measured.step_s:
             return None
         return share * step_s / self.measured.step_s  # FLOPs / peak, over the time it really took
-
-
-def _versions(measured: Measurement) -> dict[str, str]:
-    """The versions that a measurement names, without their builds (``+cu128``)."""
-    named = {name: getattr(measured.environment, name) for name in ("torch", "transformers")}
-    return {name: version.partition("+")[0] for name, version in named.items() if version}
 
 
 def _value(side: Estimate | Measurement, name: str) -> float | None:
@@ -176,17 +169,17 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     Raises:
         InputError: there is neither a prediction nor a measurement among the records.
     """
-    predicted: dict[str, list[Record]] = {}
-    measured: dict[str, dict[str, Record]] = {}
-    recipes: dict[str, Record] = {}
+    predicted: dict[str, list[Estimate]] = {}
+    measured: dict[str, dict[str, Measurement]] = {}
     for record in sorted(records, key=lambda one: one.created_at):
         if record.estimate is not None:
-            predicted.setdefault(record.recipe_id, []).append(record)
+            predicted.setdefault(record.recipe_id, []).append(record.estimate)
         if record.measurement is not None:
             device = record.measurement.environment.device
-            measured.setdefault(record.recipe_id, {})[device] = record
+            measured.setdefault(record.recipe_id, {})[device] = record.measurement
+    recipes: dict[str, Record] = {}
     for record in records:
-        if record.estimate is not None or record.measurement is not None:
+        if record.recipe_id in predicted or record.recipe_id in measured:
             recipes.setdefault(record.recipe_id, record)
     if not recipes:
         raise InputError(
@@ -196,13 +189,12 @@ def compare(records: Sequence[Record]) -> list[Comparison]:
     found = []
     for recipe_id, record in recipes.items():
         recipe = parse(Recipe, record.recipe, file=f"record of {record.created_at}")
-        estimates = [one.estimate for one in predicted.get(recipe_id, [])]
-        measurements = [one.measurement for one in measured.get(recipe_id, {}).values()] or [None]
-        found += [_joined(recipe, estimates, one) for one in measurements]
+        estimates = predicted.get(recipe_id, [])
+        found += [_joined(recipe, estimates, one) for one in measured.get(recipe_id, {}).values() or [None]]
     return found
 
 
-def _joined(recipe: Recipe, estimates: Sequence[Estimate | None], measured: Measurement | None) -> Comparison:
+def _joined(recipe: Recipe, estimates: Sequence[Estimate], measured: Measurement | None) -> Comparison:
     """Join a measurement with the newest of the estimates (oldest first) that is for its versions."""
     newest = [Comparison(recipe, one, measured) for one in reversed(estimates)]
     same = [one for one in newest if not one.other_versions]

@@ -1,4 +1,4 @@
-"""Draw plots from declared panels and series, as SVG or PNG, with matplotlib (the extra ``plots``)."""
+"""Draw plots from declared panels and series, as SVG, with matplotlib (the extra ``plots``)."""
 
 import io
 import math
@@ -103,46 +103,25 @@ def can_draw() -> bool:
     return is_installed("matplotlib")
 
 
-def draw(panels: Sequence[Panel], name: str, **options: Any) -> str:
-    """Return panels as one SVG element on white.
-
-    Args:
-        name: keeps the ids of several plots on one page apart.
-        options: ``title``; ``columns``: panels a row; ``size``: inches of the figure; ``share_x`` and
-            ``share_y``: one scale for all panels; ``is_themed``: no background, and colors of text and lines
-            from the page's CSS variables.
-    """
-    themed = options.pop("is_themed", False)
-    text = _render(panels, "svg", name, **options).decode()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text)
-    # Outlines to a tenth of a point, and no indents: a third fewer bytes.
-    text = re.sub(r' d="[^"]+"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
-    text = re.sub(r"\n +", "\n", text)
-    if themed:
-        for color, variable in PAGE_COLORS.items():
-            text = text.replace(color, f"var(--{variable}, {color})")
-    label = re.sub(r'[<>&"]', " ", options.get("title") or name)
-    style = "" if themed else 'style="background: #fff" '
-    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style}', 1)
-
-
-def draw_png(panels: Sequence[Panel], name: str, **options: Any) -> bytes:
-    """Return panels as a PNG file on white; the arguments are those of ``draw``."""
-    return _render(panels, "png", name, **options)
-
-
-def _render(
+def draw(
     panels: Sequence[Panel],
-    file_format: str,
     name: str,
     *,
     title: str = "",
     columns: int = 0,
     size: tuple[float, float] | None = None,
-    share_x: bool = False,
     share_y: bool = False,
-) -> bytes:
+    is_themed: bool = False,
+) -> str:
+    """Return panels as one SVG element on white.
+
+    Args:
+        name: keeps the ids of several plots on one page apart.
+        columns: panels a row; 0: all in one row.
+        size: inches of the figure.
+        share_y: one scale for all panels.
+        is_themed: no background, and colors of text and lines from the page's CSS variables.
+    """
     matplotlib: Any = optional("matplotlib", EXTRA)
     matplotlib.use("Agg")
     plt: Any = optional("matplotlib.pyplot", EXTRA)
@@ -152,7 +131,7 @@ def _render(
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
         figure, grid = plt.subplots(
             num_rows, columns, figsize=size or _size(panels, columns, num_rows), squeeze=False,
-            sharex=share_x, sharey=share_y, layout="constrained",
+            sharey=share_y, layout="constrained",
         )  # fmt: skip
         looks = _looks(panels)
         for panel, axes in zip(panels, grid.flat, strict=False):
@@ -164,13 +143,26 @@ def _render(
         _draw_heads(figure, grid, title)
         for panel, axes in zip(panels, grid.flat, strict=False):
             _draw_texts(figure, axes, panel)
-        out = io.BytesIO()
-        metadata = {"Date": None, "Creator": None} if file_format == "svg" else None
-        face = "none" if file_format == "svg" else "white"
-        options = {"format": file_format, "metadata": metadata, "facecolor": face, "dpi": 144}
-        figure.savefig(out, bbox_inches="tight", **options)
+        file = io.StringIO()
+        metadata = {"Date": None, "Creator": None}
+        figure.savefig(file, format="svg", metadata=metadata, facecolor="none", dpi=144, bbox_inches="tight")
         plt.close(figure)
-    return out.getvalue()
+    text = file.getvalue()
+    return _embedded(text[text.index("<svg") :], name, title or name, is_themed=is_themed)
+
+
+def _embedded(text: str, name: str, title: str, *, is_themed: bool) -> str:
+    """Return the SVG element for a page: ids of its own, fewer bytes, its colors or the page's."""
+    text = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", text)
+    # Outlines to a tenth of a point, and no indents: a third fewer bytes.
+    text = re.sub(r' d="[^"]+"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found[0]), text)
+    text = re.sub(r"\n +", "\n", text)
+    if is_themed:
+        for color, variable in PAGE_COLORS.items():
+            text = text.replace(color, f"var(--{variable}, {color})")
+    label = re.sub(r'[<>&"]', " ", title)
+    style = "" if is_themed else 'style="background: #fff" '
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" {style}', 1)
 
 
 def _named(panel: Panel) -> Panel:
@@ -182,10 +174,10 @@ def _named(panel: Panel) -> Panel:
         replace(one, x=[at[x] if isinstance(x, str) else x for x in one.x] if one.x else range(len(one.y)))
         for one in panel.series
     ]
-    return replace(panel, names=[_short(name) for name in names], series=series)
+    return replace(panel, names=[short(name) for name in names], series=series)
 
 
-def _short(text: str, limit: int = 64) -> str:
+def short(text: str, limit: int = 64) -> str:
     """Return the text on one line, cut to ``limit`` characters."""
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -216,13 +208,11 @@ def _draw_panel(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) -
     value, name = ("x", "y") if panel.is_horizontal else ("y", "x")
     scales = {f"{name}scale": panel.x_log, f"{value}scale": panel.y_log}
     axes.set(**{key: "log" for key, is_log in scales.items() if is_log})
-    draw_span, draw_line = (
-        (axes.axvspan, axes.axvline) if panel.is_horizontal else (axes.axhspan, axes.axhline)
-    )
     if panel.span is not None:
+        draw_span = axes.axvspan if panel.is_horizontal else axes.axhspan
         draw_span(*panel.span, color=PREDICTED, alpha=0.12, linewidth=0)
     for at in panel.lines:
-        draw_line(at, color=MUTED, linewidth=0.8)
+        (axes.axvline if panel.is_horizontal else axes.axhline)(at, color=MUTED, linewidth=0.8)
     _draw_series(axes, panel, looks)
     axes.set(**{f"{name}label": panel.x_label, f"{value}label": panel.y_label})
     axes.set_title(panel.title, fontsize=9, loc="left")
@@ -282,8 +272,10 @@ def _draw_series(axes: Any, panel: Panel, looks: Mapping[str, tuple[str, str]]) 
                 style |= {"markersize": 14, "markeredgewidth": 1.8}
             x, y = zip(*known, strict=True) if known else ((), ())
             axes.plot(*((y, x) if panel.is_horizontal else (x, y)), **style)
-            if one.low:
-                _draw_errors(axes, one, color, is_horizontal=panel.is_horizontal)
+            for x, *ends in zip(one.x, one.low, one.high, strict=True) if one.low else ():
+                if None not in ends:
+                    line = (ends, (x, x)) if panel.is_horizontal else ((x, x), ends)
+                    axes.plot(*line, color=color, linewidth=5, alpha=0.35, solid_capstyle="round")
 
 
 def _bars(panel: Panel) -> dict[int, list[tuple[float, float, float, float]]]:
@@ -304,23 +296,15 @@ def _bars(panel: Panel) -> dict[int, list[tuple[float, float, float, float]]]:
     return found
 
 
-def _draw_errors(axes: Any, one: Series, color: str, *, is_horizontal: bool) -> None:
-    for x, low, high in zip(one.x, one.low, one.high, strict=True):
-        if low is not None and high is not None:
-            ends, at = (low, high), (x, x)
-            line = (ends, at) if is_horizontal else (at, ends)
-            axes.plot(*line, color=color, linewidth=5, alpha=0.35, solid_capstyle="round")
-
-
 def _name_positions(axes: Any, panel: Panel) -> None:
     """Name the positions of x; where they run down, the first is at the top."""
-    places = range(len(panel.names))
+    positions = range(len(panel.names))
     if panel.is_horizontal:
-        axes.set_yticks(places, panel.names)
+        axes.set_yticks(positions, panel.names)
         axes.set_ylim(len(panel.names) - 0.4, -0.6)
         axes.spines["left"].set_visible(False)
     else:
-        axes.set_xticks(places, panel.names)
+        axes.set_xticks(positions, panel.names)
         axes.set_xlim(-0.6, len(panel.names) - 0.4)
     axis = "y" if panel.is_horizontal else "x"
     axes.tick_params(axis=axis, length=0, labelcolor=INK)
@@ -392,7 +376,7 @@ def _texts(one: Series) -> Iterator[tuple[Any, str, bool]]:
     """Yield point, text and whether the text must be drawn, which holds on lines."""
     for x, y, text in zip(one.x, one.y, one.text, strict=False):
         if y is not None and text:
-            yield (x, y), _short(text, 34), one.kind != "scatter"
+            yield (x, y), short(text, 34), one.kind != "scatter"
 
 
 def _draw_bar_text(axes: Any, panel: Panel, at: float, end: float, text: str) -> None:

@@ -10,7 +10,7 @@ from trainfit.report.console import notes as bullets
 from trainfit.report.precision import meaning
 from trainfit.report.words import describe, holds_for, quantity
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate
+from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Phases
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 
@@ -129,9 +129,11 @@ def _memory(out: Console, estimate: Estimate) -> None:
 
     sizes = {name: getattr(estimate.breakdown, name) for name in CATEGORIES}
     lines = [line(name, size, f"{size / peak:.1%}") for name, size in sizes.items() if size]
-    lines.append(line("allocated", peak, "100.0%"))
-    lines.append(line("reserved", estimate.peak_reserved_bytes))
-    lines.append(line("on the device", estimate.peak_device_bytes))
+    lines += [
+        line("allocated", peak, "100.0%"),
+        line("reserved", estimate.peak_reserved_bytes),
+        line("on the device", estimate.peak_device_bytes),
+    ]
     if whole >= estimate.device_bytes:
         lines.append(line("the device", estimate.device_bytes))
     if estimate.host_bytes:
@@ -150,16 +152,19 @@ def _phases(out: Console, estimate: Estimate) -> None:
     blocks, width = can_draw(out), max(0, min(40, out.width - 44))
     whole = _full_bar(estimate)
     heading(out, "Highest allocated bytes by phase")
-    filled = bar(phases.after_init / whole, width, blocks=blocks)
-    lines = [
-        ["", "first step", "steady step", ""],
-        ["after init", format_bytes(phases.after_init), "", filled],
-    ]
-    for phase in PHASES:
-        first, steady = getattr(phases.first, phase), getattr(phases.steady, phase)
-        filled = bar(steady / whole, width, blocks=blocks)
-        lines.append([phase, format_bytes(first), format_bytes(steady), filled])
+    sizes = [phases.after_init, *(getattr(phases.steady, phase) for phase in PHASES)]
+    bars = ["", *(bar(size / whole, width, blocks=blocks) for size in sizes)]
+    lines = [[*line, filled] for line, filled in zip(phase_lines(phases), bars, strict=True)]
     rows(out, lines, "left", "right", "right", "left")
+
+
+def phase_lines(phases: Phases) -> list[list[str]]:
+    """Return the table of the highest allocated bytes by phase, in the first and in the steady step."""
+    lines = [["", "first step", "steady step"], ["after init", format_bytes(phases.after_init), ""]]
+    for phase in PHASES:
+        sizes = (getattr(phases.first, phase), getattr(phases.steady, phase))
+        lines.append([phase, *map(format_bytes, sizes)])
+    return lines
 
 
 def _holders(out: Console, estimate: Estimate) -> None:

@@ -11,7 +11,7 @@ from trainfit.report.console import console, heading, notes, rows
 from trainfit.report.html import render
 from trainfit.report.words import describe, quantity
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, PHASES, Estimate, Measurement
+from trainfit.spec.result import CATEGORIES, Estimate, Measurement
 from trainfit.spec.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -55,33 +55,21 @@ def _ending(value: Any) -> str:
 
 
 def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None = None) -> None:
-    """Print a measurement: status, memory by phase, times with their spread, device and versions.
-
-    Args:
-        out: the console; None: standard output.
-    """
+    """Print a measurement: status, memory by phase, times with their spread, device and versions."""
     out = out or console()
     out.print(describe(recipe), style="bold")
     built = f"{format_count(result.params)} parameters · " if result.params else ""
     out.print(f"{built}recipe {result.recipe_id}")
     where = result.environment
-    versions = {
-        "torch": where.torch,
-        "CUDA": where.cuda,
-        "driver": where.driver,
-        "transformers": where.transformers,
-    }
+    names = {"torch": "torch", "CUDA": "cuda", "driver": "driver", "transformers": "transformers"}
+    versions = {name: getattr(where, field) for name, field in names.items()}
     software = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     out.print(f"{where.device} ({format_bytes(where.device_bytes)}) · {software}")
     out.print()
     out.print(_ending(result), style="bold green" if result.status == "done" else "bold red")
-    if (held := result.phases) is not None:
+    if result.phases is not None:
         heading(out, "Highest allocated bytes by phase")
-        lines = [["", "first step", "steady step"], ["after init", format_bytes(held.after_init), ""]]
-        for phase in PHASES:
-            steps = (getattr(held.first, phase), getattr(held.steady, phase))
-            lines.append([phase, *map(format_bytes, steps)])
-        rows(out, lines, "left", "right", "right")
+        rows(out, predictions.phase_lines(result.phases), "left", "right", "right")
     heading(out, "One step")
     rows(out, _measured(result), "left", "right", "wrap")
 
@@ -101,11 +89,7 @@ def _measured(result: Measurement) -> list[Line]:
 
 
 def show_training(recipe: Recipe, summary: "TrainSummary", *, out: Console | None = None) -> None:
-    """Print a training run: status, losses, speed, memory, its newest checkpoint.
-
-    Args:
-        out: the console; None: standard output.
-    """
+    """Print a training run: status, losses, speed, memory, its newest checkpoint."""
     out = out or console()
     heading(out, describe(recipe))
     good = summary.status in {"done", "stopped"}
@@ -132,12 +116,7 @@ def _trained(summary: "TrainSummary") -> list[Line]:
 
 
 def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:
-    """Print the numbers of ``trainfit.mfu``.
-
-    Args:
-        found: by name, as the command's JSON has them.
-        out: the console; None: standard output.
-    """
+    """Print the numbers of ``trainfit.mfu``, by their names in the command's JSON."""
     out = out or console()
     if "mfu" in found:
         trained = found["trainable_params"]
@@ -147,9 +126,8 @@ def show_usage(found: dict[str, Any], *, out: Console | None = None) -> None:
         if isinstance(found["closed_form"], dict):
             out.print(f"  closed form: {found['closed_form']['convention']}", soft_wrap=True)
         if found["mfu"] > 1:
-            out.print(
-                "  more than the peak allows: check --step-s, --count and --precision", style="bold red"
-            )
+            why = "more than the peak allows: check --step-s, --count and --precision"
+            out.print(f"  {why}", style="bold red")
         notes(out, "Operations without a FLOP rule (counted as 0)", found["ops_without_flops"])
     if "run_s" in found:
         heading(out, f"A run over {format_count(found['tokens'])} tokens")

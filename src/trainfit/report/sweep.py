@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw
+from trainfit.report.plot import MEASURED, MUTED, PREDICTED, Kind, Panel, Series, draw, short
 from trainfit.report.table import NOTHING, Column, Table, number_text, percent, share_text
 from trainfit.spec.result import Outcome
 from trainfit.spec.sweep import RUNNING, WAITING, Frontier, Row, front, frontier
@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     import rich.table
 
 KINDS = {
-    "done": "good",
-    WAITING: "waiting",
-    RUNNING: "running",
-    "refused": "warning",
-    "out-of-memory": "warning",
-}
+    "done": "good", WAITING: "waiting", RUNNING: "running", "refused": "warning", "out-of-memory": "warning",
+}  # fmt: skip
 """Kinds of cells by status; those of other statuses are bad."""
 VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
 LONGEST_MESSAGE = 160
@@ -54,8 +50,11 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     def predicted(rank: int, otherwise: int) -> int:
         return otherwise if any(row.samples_per_s for row in rows) else rank
 
+    def verdict(row: Row) -> str:
+        return VERDICTS.get(row.verdict or "", "")
+
     every = [
-        Column("verdict", lambda row: row.verdict or NOTHING, False, 0, _verdict_kind),
+        Column("verdict", lambda row: row.verdict or NOTHING, False, kind=verdict),
         Column(f"device {name}", memory(lambda row: row.predicted_device_bytes), rank=predicted(3, 0)),
         Column(f"headroom {name}", memory(lambda row: row.headroom_bytes), rank=2),
         Column(f"predicted {name}", memory(lambda row: row.predicted_bytes, 3), rank=4),
@@ -72,15 +71,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     ]  # fmt: skip
     filled = Table(every, rows).filled().columns
     variant = Column("variant", lambda row: row.variant, False)
-    return [variant, *filled, Column("status", lambda row: row.status, False, kind=_kind)]
-
-
-def _verdict_kind(row: Row) -> str:
-    return VERDICTS.get(row.verdict or "", "")
-
-
-def _kind(row: Row) -> str:
-    return KINDS.get(row.status, "bad")
+    status = Column("status", lambda row: row.status, False, kind=lambda row: KINDS.get(row.status, "bad"))
+    return [variant, *filled, status]
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -193,11 +185,8 @@ def perplexity_bars(rows: Sequence[Row]) -> str | None:
 
 def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str, digits: str) -> str | None:
     """Draw horizontal bars, a group for each row; a row without a value names its status."""
-    shown = {
-        side: values[:MAX_ROWS]
-        for side, values in sides.items()
-        if any(value is not None for value in values)
-    }
+    known = {side: values for side, values in sides.items() if any(value is not None for value in values)}
+    shown = {side: values[:MAX_ROWS] for side, values in known.items()}
     if not shown:
         return None
     pairs = [pair for pair in zip(*shown.values(), strict=True) if None not in pair]
@@ -210,7 +199,7 @@ def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str
         )
         for side, values in shown.items()
     ]  # fmt: skip
-    names = [_short(row.variant) for row in rows[:MAX_ROWS]]
+    names = [short(row.variant, 34) for row in rows[:MAX_ROWS]]
     panel = Panel(series, y_label=axis, names=names, is_horizontal=True, y_limits=(0, None))
     return draw([panel], name, title=axis, is_themed=True)
 
@@ -227,7 +216,7 @@ def _bar_text(row: Row, side: str, value: float | None, most: float, digits: str
 
 def front_scatter(rows: Sequence[Row]) -> str | None:
     """Draw measured memory against speed, with the front of the variants."""
-    points = {row.variant: place for row in rows if (place := row.place()) is not None}
+    points = {row.variant: point for row in rows if (point := row.place()) is not None}
     return _scatter(rows, points, front(rows), "peak allocated, measured", "measured")
 
 
@@ -235,12 +224,11 @@ def predicted_scatter(rows: Sequence[Row]) -> str | None:
     """Draw predicted bytes on the device against speed, of the variants that fit, where none is measured."""
     best = frontier(rows)
     points = {
-        row.variant: (row.predicted_device_bytes, row.predicted_tokens_per_s)
-        for row in rows
-        if best.is_predicted
-        and row.verdict == "fits"
-        and row.predicted_device_bytes
-        and row.predicted_tokens_per_s
+        row.variant: (size, speed)
+        for row in (rows if best.is_predicted else ())
+        if row.verdict == "fits"
+        and (size := row.predicted_device_bytes)
+        and (speed := row.predicted_tokens_per_s)
     }
     return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted")
 
@@ -254,19 +242,20 @@ def _scatter(
     shown = [row for row in rows if row.variant in points]
     (name, size), by = unit(shown), _speed_unit(shown)
     per_token = {row.variant: _per_sample(row, by) / row.recipe["batch"]["seq"] for row in shown}
-    places = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
-    groups: dict[str, tuple[Kind, list[str]]] = {
-        "front: nothing else is both smaller and faster": ("step", list(best)),
-        "dominated": ("scatter", [variant for variant in places if variant not in best]),
-    }
+    at = {variant: (x / size, y * per_token[variant]) for variant, (x, y) in points.items()}
+    groups: dict[str, tuple[Kind, str, list[str]]] = {
+        "front: nothing else is both smaller and faster":
+            ("step", PREDICTED if side == "predicted" else MEASURED, list(best)),
+        "dominated": ("scatter", MUTED, [variant for variant in at if variant not in best]),
+    }  # fmt: skip
     series = [
         Series(
-            label, [places[one][1] for one in group], [places[one][0] for one in group], kind, text=group,
-            color=MUTED if kind == "scatter" else PREDICTED if side == "predicted" else MEASURED,
+            label, [at[one][1] for one in group], [at[one][0] for one in group], kind, text=group, color=color
         )
-        for label, (kind, group) in groups.items() if group
-    ]  # fmt: skip
-    wide = [max(values) > SPREAD * min(values) for values in zip(*places.values(), strict=True)]
+        for label, (kind, color, group) in groups.items()
+        if group
+    ]
+    wide = [max(values) > SPREAD * min(values) for values in zip(*at.values(), strict=True)]
     panel = Panel(
         series, x_label=f"{x_label}, {name} (less is better)", x_log=wide[0], y_log=wide[1],
         y_label=f"{by} a second, {side} (more is better)",
@@ -280,7 +269,3 @@ def _speed_unit(rows: Sequence[Row]) -> str:
 
 def _per_sample(row: Row, by: str) -> int:
     return 1 if by == "samples" else row.recipe["batch"]["seq"]
-
-
-def _short(text: str, limit: int = 34) -> str:
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -30,6 +30,15 @@ class Link(Value):
     source: Source
 
 
+class StepTimeRange(Value):
+    """Measured step times of a GPU over the expected ones."""
+
+    low: PositiveFloat
+    high: PositiveFloat
+    basis: str
+    """Steps that the range covers."""
+
+
 class Cuda(NamedTuple):
     """Columns that every row of an NVIDIA GPU has."""
 
@@ -63,6 +72,8 @@ class Gpu(Value):
     link: str  # Name of the Link to its neighbours in one host
     host_link: str  # Name of the Link to its host's memory
     gpus_per_host: PositiveInt = 8
+    step_time_range: StepTimeRange | None = None  # None: no step was measured on it
+    attention_rates_of: str = "h200"  # Its measured rates are taken, as shares of the dense peak
     price_per_hour: PositiveFloat | None = None  # US dollars, on demand, one accelerator
     price_source: Source | None = None
     source: Source

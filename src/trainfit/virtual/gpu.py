@@ -1,7 +1,6 @@
 """The virtual GPU: enter it, build and run a step on ``torch.device("cpu")``, and read its ledger.
 
-Inside, tensors are fake (shape and dtype, no data), composite operations decompose as on CUDA, and the tracer
-records every operation. No GPU is needed, and no memory for the tensors.
+Inside, tensors are fake, composite operations decompose as on CUDA, and the tracer records every operation.
 """
 
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual.compile import VirtualCompiler
@@ -31,6 +31,8 @@ class VirtualGpu:
         self.tracer, self._scopes = tracer, scopes
         self.compiler = compiler
         self._notes = notes
+        self.mesh: DeviceMesh | None = None
+        """Of a virtual cluster: its ranks by replica and shard."""
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind the ledger."""
@@ -73,7 +75,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
 
     Args:
         traits: None for a virtual CPU, whose operations are a real CPU's.
-        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention_backend.choose_backend``).
+        prefers_cudnn: see ``attention_backend.choose_backend``.
     """
     scopes = ScopeTracker()
     notes: set[str] = set()

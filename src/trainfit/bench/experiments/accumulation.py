@@ -27,34 +27,33 @@ SUMS = (
 )
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 NUM_FLOATS = {"tiny": 500, "full": 100_000}
+RULE = Rule(warmup=1, min_samples=6, max_samples=20, spread=0.05, cap_s=5.0, flush=False)
 
 
 def run(bench: Bench) -> Iterator[BenchRow]:
     """Yield the four sums, then five ways to add many floats."""
     for into, addend, cast, why in SUMS:
         point: Point = {"sum": into, "addend": addend, "cast": cast}
-        yield from bench.find(point, partial(_total, into, addend, cast, why))
+        how = (into, addend, cast)
+        yield from bench.find(
+            point, lambda how=how, why=why: {"total": thousand_hundredths(*how), "why": why}
+        )
+    count = NUM_FLOATS[bench.form]
     for name, add in METHODS.items():
-        yield from _method(bench, name, add)
+        numbers: dict[str, Cell] = {}
+        build = partial(_built, add, count, numbers)
+        part = Part({"method": name, "floats": count})
+        yield from bench.time([part], build, RULE, numbers=numbers, on_host=True)
 
 
-def _total(into: str, addend: str, cast: bool, why: str) -> dict[str, Cell]:
-    return {"total": thousand_hundredths(into, addend, cast), "why": why}
-
-
-def _method(bench: Bench, name: str, add: Callable[[np.ndarray], np.float32]) -> Iterator[BenchRow]:
-    """Yield the time of one way to add, and its error against the exact sum."""
-    numbers: dict[str, Cell] = {}
-
-    def build() -> Callable[[Lap], object]:
-        floats = spread_out(NUM_FLOATS[bench.form])
-        exact = math.fsum(floats.astype(np.float64).tolist())
-        numbers["relative_error"] = abs(float(add(floats)) - exact) / exact
-        return lambda lap: add(floats)
-
-    rule = Rule(warmup=1, min_samples=6, max_samples=20, spread=0.05, cap_s=5.0, flush=False)
-    part = Part({"method": name, "floats": NUM_FLOATS[bench.form]})
-    yield from bench.time([part], build, rule, numbers=numbers, on_host=True)
+def _built(
+    add: Callable[[np.ndarray], np.float32], count: int, numbers: dict[str, Cell]
+) -> Callable[[Lap], object]:
+    """Return a run of one way to add; its error against the exact sum goes into ``numbers``."""
+    floats = spread_out(count)
+    exact = math.fsum(floats.astype(np.float64).tolist())
+    numbers["relative_error"] = abs(float(add(floats)) - exact) / exact
+    return lambda lap: add(floats)
 
 
 def thousand_hundredths(into: str, addend: str, cast: bool) -> float:
@@ -78,11 +77,6 @@ def naive(floats: np.ndarray) -> np.float32:
     for one in floats:
         total += one
     return total
-
-
-def ascending(floats: np.ndarray) -> np.float32:
-    """Add one after the other, the smallest first."""
-    return naive(np.sort(floats))
 
 
 def pairwise(floats: np.ndarray) -> np.float32:
@@ -114,12 +108,9 @@ def smallest_two(floats: np.ndarray) -> np.float32:
 
 
 METHODS: dict[str, Callable[[np.ndarray], np.float32]] = {
-    "naive": naive,
-    "sorted": ascending,
-    "pairwise": pairwise,
-    "Kahan": kahan,
+    "naive": naive, "sorted": lambda floats: naive(np.sort(floats)), "pairwise": pairwise, "Kahan": kahan,
     "smallest two first": smallest_two,
-}
+}  # fmt: skip
 """Plain Python over fp32 scalars: their times compare only with each other."""
 
 EXPERIMENT = Experiment(

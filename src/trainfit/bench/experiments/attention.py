@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from trainfit.bench.harness.bench import Bench
 from trainfit.bench.harness.experiment import MEDIAN, Experiment, Plot
-from trainfit.bench.workloads.attention import COLUMNS, Case, MaskKind, rows, rule_of, unsynchronised
+from trainfit.bench.workloads.attention import COLUMNS, Case, MaskKind, rows, unsynchronised
 from trainfit.spec.bench import BenchRow
 
 BATCH = {"tiny": 2, "full": 8}
@@ -64,12 +64,12 @@ def run(bench: Bench) -> Iterator[BenchRow]:
         if set(left) <= {HOLDS_NO_SCORES}:
             continue
         for name in left:
-            for row in _rows(bench, _case(bench, dtype, d, n, name)):
+            for row in rows(bench, _case(bench, dtype, d, n, name)):
                 if row.status == "out-of-memory":
                     full_up.add((dtype, d, name))
                 yield row
     for case in kernel_cases(bench.form):
-        yield from _rows(bench, case)
+        yield from rows(bench, case)
 
 
 def _shapes(form: str) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
@@ -103,10 +103,6 @@ def _without(body: str, form: str) -> tuple[str, ...]:
 
 def _case(bench: Bench, dtype: str, d: int, n: int, name: str) -> Case:
     return Case(name, dtype, BATCH[bench.form], 1, n, d, is_causal=False)
-
-
-def _rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
-    yield from rows(bench, case, bench.rule if bench.tiny else rule_of(case))
 
 
 EXPERIMENT = Experiment(

@@ -119,10 +119,9 @@ def batches_of(
             return repeat(one.to(device))
         return repeat(one.pin_memory() if point["pinned"] else one)
     workers = int(point["workers"])
-    ahead: dict[str, Any] = {"prefetch_factor": int(point["prefetch"])} if workers else {}
-    return iter(
-        DataLoader(source, batch_size=None, num_workers=workers, pin_memory=bool(point["pinned"]), **ahead)
-    )
+    options: dict[str, Any] = {"prefetch_factor": int(point["prefetch"])} if workers else {}
+    options |= {"num_workers": workers, "pin_memory": bool(point["pinned"])}
+    return iter(DataLoader(source, batch_size=None, **options))
 
 
 EXPERIMENT = Experiment(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from trainfit.bench.harness.bench import Bench
 from trainfit.bench.harness.experiment import Experiment, Plot
-from trainfit.bench.workloads.attention import COLUMNS, Case, rows, rule_of
+from trainfit.bench.workloads.attention import COLUMNS, Case, rows
 from trainfit.spec.bench import BenchRow
 
 HEADS = 16
@@ -53,7 +53,7 @@ def cases(form: str) -> Iterator[Case]:
 def run(bench: Bench) -> Iterator[BenchRow]:
     """Yield rows of every case."""
     for case in cases(bench.form):
-        yield from rows(bench, case, bench.rule if bench.tiny else rule_of(case))
+        yield from rows(bench, case)
 
 
 EXPERIMENT = Experiment(

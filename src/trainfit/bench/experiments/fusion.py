@@ -114,11 +114,7 @@ def inputs(n: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 def checked(chain: Body, x: Tensor, weight: Tensor, into: Tensor) -> dict[str, Cell]:
-    """Return the body's error against fp64, |y - exact| / |exact|.
-
-    Raises:
-        ArithmeticError: it is more than ``TIMES_EAGER_ERROR`` times the eager chain's, or no number.
-    """
+    """Return the body's error against fp64, |y - exact| / |exact|."""
     y = chain(x, weight, into)
     off = eager_off = whole = 0.0
     for some, got in zip(x.split(CHUNK_ROWS), y.split(CHUNK_ROWS), strict=True):
@@ -170,11 +166,7 @@ def moved_bytes(run: Callable[[], object]) -> int:
 def compiled_bytes(first_run: Callable[[], object]) -> int:
     """Return the bytes that the kernels compiled by ``first_run`` read and write, as Inductor counts them.
 
-    Inductor counts only where its log of metrics is on, and compiles only what is in no cache.
-
-    Raises:
-        RuntimeError: nothing was compiled.
-    """
+    Inductor counts only where its log of metrics is on, and compiles only what is in no cache."""
     from torch._inductor import compile_fx, config, metrics
 
     log = compile_fx.inductor_metrics_log

@@ -55,9 +55,8 @@ NUM_HOLDERS = 5
 def run(bench: Bench) -> Iterator[BenchRow]:
     """Yield both precisions of each case: forward only, then whole steps, of one model."""
     if bench.folder is not None and bench.device.type != "cuda":
-        raise InputError(
-            "snapshots are of CUDA's allocator", "leave it out", field="files", value=str(bench.folder)
-        )
+        why = "snapshots are of CUDA's allocator"
+        raise InputError(why, "leave it out", field="files", value=str(bench.folder))
     points: list[Point] = [
         {"model": MODEL[bench.form], "attention": attention, "context": context, "precision": mode}
         for attention, context in CASES[bench.form]
@@ -145,9 +144,8 @@ def _measured(
         batches = step.random_batches()
         runs = {FORWARD_ONLY: forward_only, WHOLE_STEP: whole_step}
         assert isinstance(step.model, NativeDecoder)
-        hook = step.model.layers[-1].register_forward_pre_hook(
-            lambda _, inputs: seen.append(inputs[0].to("meta"))
-        )
+        last = step.model.layers[-1]
+        hook = last.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].to("meta")))
         for kind in kinds:
             once = partial(runs[kind], step, batches)
             found[kind] = measure(bench, step, batches, once, built, held, snapshot_name(point, kind))
@@ -192,18 +190,14 @@ def holder_rows(point: Point, alive: list[Piece]) -> Iterator[BenchRow]:
     groups: dict[tuple[str, str], list[Piece]] = {}
     for piece in alive:
         if piece.phase != BEFORE:
-            groups.setdefault(
-                (piece.where, piece.op.removeprefix("aten.").removesuffix(".default")), []
-            ).append(piece)
+            op = piece.op.removeprefix("aten.").removesuffix(".default")
+            groups.setdefault((piece.where, op), []).append(piece)
     largest = sorted(groups.items(), key=lambda item: -_total(item[1]))[:NUM_HOLDERS]
     for (where, op), pieces in largest:
         yield value(
-            {**point, "made at": where, "operation": op},
-            category=pieces[0].category,
-            count=len(pieces),
-            largest_bytes=max(piece.num_bytes for piece in pieces),
-            together_bytes=_total(pieces),
-        )
+            {**point, "made at": where, "operation": op}, category=pieces[0].category, count=len(pieces),
+            largest_bytes=max(piece.num_bytes for piece in pieces), together_bytes=_total(pieces),
+        )  # fmt: skip
 
 
 def _total(pieces: list[Piece]) -> int:
@@ -214,15 +208,11 @@ def _residual_row(point: Point, recipe: Recipe, residual: torch.Tensor) -> Bench
     """Return the size of the residual stream at the last block: batch x context x d_model x itemsize."""
     batch, context, width = residual.shape
     assert (batch, context) == (recipe.batch.micro, recipe.batch.seq)
+    size = residual.nbytes
     return value(
-        {**point, "tensor": "residual stream"},
-        dtype=str(residual.dtype).removeprefix("torch."),
-        shape=f"{batch} x {context} x {width}",
-        bytes=residual.nbytes,
-        MiB=residual.nbytes / MIB,
-        MB=residual.nbytes / MB,
-        GB=residual.nbytes / GB,
-    )
+        {**point, "tensor": "residual stream"}, dtype=str(residual.dtype).removeprefix("torch."),
+        shape=f"{batch} x {context} x {width}", bytes=size, MiB=size / MIB, MB=size / MB, GB=size / GB,
+    )  # fmt: skip
 
 
 EXPERIMENT = Experiment(

@@ -200,11 +200,7 @@ def timed(bench: Bench, name: str, make: Callable[[Bench], Case], *, in_two: boo
 
 
 def check(case: Case, device: torch.device) -> None:
-    """Run it both ways.
-
-    Raises:
-        ArithmeticError: the results differ.
-    """
+    """Run it both ways."""
     runs = (one_stream(case), two_streams(case, device))
     found = []
     for do in runs:

@@ -205,9 +205,9 @@ class Bench:
         return BenchRow(**known, status=timing.status, message=timing.message, numbers=rates)
 
     def tidy(self) -> None:
-        """Free what a point left, so that the next one has the whole memory."""
-        gc.collect()
+        """Free what a point left on a GPU, so that the next one has its whole memory."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -1,7 +1,7 @@
 """Measure the memory of a step: the allocator's peaks on CUDA, the timeline of every storage, a snapshot."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class Measured:
     """Measured memory of one kind of run, and what held its peak."""
 
     memory: RunMemory
-    at_peak: list[Piece] = field(default_factory=list)
+    at_peak: list[Piece]
 
 
 def forward_only(step: Step, batches: list[Batch], begin: Begin) -> object:
@@ -68,20 +68,18 @@ def measure(
         held: bytes of the harness.
     """
     start_afresh(bench)
-    if bench.device.type != "cuda":
-        first_account, account = (follow(step, batches, once) for _ in range(2))
-        first, steady = first_account.peaks(), account.peaks()
-        before = first[BEFORE]
-        steady.pop(BEFORE)
-    else:
+    if bench.device.type == "cuda":
         before = built
         first, steady = (AllocatorPeaks(bench.device, held).of(once) for _ in range(2))
         account = follow(step, batches, once)
+    else:
+        first, account = follow(step, batches, once).peaks(), follow(step, batches, once)
+        steady, before = account.peaks(), first[BEFORE]
+        steady.pop(BEFORE)
     if snapshot:
         bench.keep(snapshot, partial(write_snapshot, once))
-    return Measured(
-        RunMemory(before, steady, max(first.values()), account.curve(NUM_POINTS)), account.at_peak()
-    )
+    memory = RunMemory(before, steady, max(first.values()), account.curve(NUM_POINTS))
+    return Measured(memory, account.at_peak())
 
 
 class AllocatorPeaks:

@@ -70,8 +70,8 @@ def ranges(model: nn.Module) -> Iterator[None]:
     _wrap(model.lm_head, "head")
     for block in model.layers:
         inside: Any = block
-        for module in (inside.attention_norm, inside.mlp_norm):
-            _wrap(module, "norms")
+        _wrap(inside.attention_norm, "norms")
+        _wrap(inside.mlp_norm, "norms")
         _wrap(inside.attention, "RoPE and copies")
         _wrap(inside.attention.qkv, "projections")
         _wrap(inside.attention.out, "projections")
@@ -140,12 +140,7 @@ def profiler(device: torch.device) -> profile:
 
 
 def launches(events: Iterable[Any], *, on_gpu: bool) -> list[Launch]:
-    """Return what ran, from the events of ``profile.events()``.
-
-    Raises:
-        RuntimeError: the profiler saw no kernel on a GPU, or a kernel has no single operation that launched
-            it.
-    """
+    """Return what ran, from the events of ``profile.events()``."""
     events = list(events)
     found = [
         Launch(*at, event.name, name, seconds)
@@ -175,7 +170,7 @@ def _working(
         # A range's "kernels" are the range on the GPU; overhead events repeat those of an operation.
         if _is_range(event) or event.name in OVERHEADS:
             continue
-        ran = _kernels(event) if on_gpu else _itself(event)
+        ran = _ran(event, on_gpu=on_gpu)
         if ran and not (on_gpu and event.id in seen):
             seen.add(event.id)
             yield event, _phase_and_part(event, parts), ran
@@ -198,12 +193,10 @@ def _is_range(event: Any) -> bool:
     return event.is_user_annotation or event.name.startswith((PHASE, PART, "Optimizer."))
 
 
-def _kernels(event: Any) -> list[tuple[str, float]]:
-    return [(kernel.name, kernel.duration / 1e6) for kernel in event.kernels]
-
-
-def _itself(event: Any) -> list[tuple[str, float]]:
-    """Return a CPU operation as its own kernel, without the time of operations that it calls."""
+def _ran(event: Any, *, on_gpu: bool) -> list[tuple[str, float]]:
+    """Return the event's kernels; a CPU's operation is its own, without the time of those that it calls."""
+    if on_gpu:
+        return [(kernel.name, kernel.duration / 1e6) for kernel in event.kernels]
     return [(event.name, event.self_cpu_time_total / 1e6)] if event.name.startswith("aten::") else []
 
 

@@ -117,10 +117,8 @@ def _left(chosen: Experiment, bench: Bench, rows: list[BenchRow], cause: BaseExc
     reason = f"{cause} ended the run" if ended else f"the run ended: {failure_of(cause)[1]}"
     left: list[Point] = []
     with suppress(Exception):  # It may fail where the run did, which ``run`` raises.
-        for row in _all_points(chosen, bench):
-            if bench.wants(row.point) and tuple(row.point.items()) not in done:
-                left.append(row.point)
-    return list(failures(left, "not-run", reason))
+        left += (row.point for row in _all_points(chosen, bench) if tuple(row.point.items()) not in done)
+    return list(failures(bench.wanted(left), "not-run", reason))
 
 
 def _all_points(chosen: Experiment, bench: Bench) -> Iterator[BenchRow]:
@@ -131,11 +129,7 @@ def _all_points(chosen: Experiment, bench: Bench) -> Iterator[BenchRow]:
 def _only(
     name: str, chosen: Experiment, bench: Bench, only: Mapping[str, Sequence[str]]
 ) -> dict[str, frozenset[str]]:
-    """Return ``only``, checked against the experiment's points.
-
-    Raises:
-        InputError: there is no such key or value.
-    """
+    """Return ``only``, checked against the experiment's points."""
     known: dict[str, dict[str, None]] = {}
     for row in _all_points(chosen, bench) if only else ():
         for key, cell in row.point.items():
@@ -143,11 +137,9 @@ def _only(
     for key, values in only.items():
         if key not in known:
             raise InputError(f"{name} has no such key", f"use {', '.join(known)}", field="only", value=key)
-        for one in values:
-            if one not in known[key]:
-                raise InputError(
-                    f"no {key} is so", f"use {', '.join(known[key])}", field="only", value=f"{key}={one}"
-                )
+        for one in (value for value in values if value not in known[key]):
+            remedy = f"use {', '.join(known[key])}"
+            raise InputError(f"no {key} is so", remedy, field="only", value=f"{key}={one}")
     return {key: frozenset(values) for key, values in only.items()}
 
 
@@ -158,9 +150,8 @@ def _make(folder: Path, name: str, chosen: Experiment) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"cannot be made: {error.strerror}", "name a folder", field="files", value=str(folder)
-        ) from error
+        why = f"cannot be made: {error.strerror}"
+        raise InputError(why, "name a folder", field="files", value=str(folder)) from error
 
 
 def _device(name: str) -> torch.device:

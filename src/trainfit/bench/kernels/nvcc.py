@@ -34,11 +34,7 @@ def nvcc() -> str:
 
 
 def compiled(name: str, capability: tuple[int, int], into: Path, *kind: str) -> None:
-    """Compile ``cuda/NAME.cu`` for one compute capability; ``kind``: options of the output, as ``-cubin``.
-
-    Raises:
-        RuntimeError: it failed; its first error.
-    """
+    """Compile ``cuda/NAME.cu`` for one compute capability; ``kind``: options of the output, as ``-cubin``."""
     number = f"{capability[0]}{capability[1]}"
     target = f"-gencode=arch=compute_{number},code=sm_{number}"
     command = [nvcc(), "-O3", "-std=c++17", target, *kind, "-o", str(into), str(SOURCES / f"{name}.cu")]
@@ -62,12 +58,7 @@ def launch(name: str, *arguments: Tensor | ctypes._SimpleCData) -> None:
     """Call the function NAME of ``cuda/NAME.cu`` in the current stream of the first argument's GPU.
 
     Args:
-        arguments: tensors, passed as pointers, and C values.
-
-    Raises:
-        InputError: there is no nvcc.
-        RuntimeError: the launch failed.
-    """
+        arguments: tensors, passed as pointers, and C values."""
     device = next(one.device for one in arguments if isinstance(one, Tensor))
     passed = [ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else one for one in arguments]
     with torch.cuda.device(device):

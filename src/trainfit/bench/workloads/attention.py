@@ -42,11 +42,9 @@ MASKABLE = ("pytorch", "cudnn", "efficient")
 CUDA_ONLY = ("cudnn", "efficient", "flex", "plain")
 MaskKind = Literal["none", "boolean", "additive"]
 """none: ``is_causal`` alone; boolean: True where a key is seen; additive: 0 or -inf in the query's dtype."""
+BODY_NOTE = "ours: what attention: triton runs here; plain: without Hopper's features; others: torch's"
 COLUMNS = (
-    Column(
-        "body",
-        note="ours: what attention: triton runs here; plain: without Hopper's features; others: torch's",
-    ),
+    Column("body", note=BODY_NOTE),
     Column("tflops_per_s", "TFLOP/s"),
     Column("host_s", "host", note="host time to issue the pass"),
     Column("before_backward_bytes", "before backward", note="held by the forward's output and saved tensors"),
@@ -116,15 +114,13 @@ def flex(attention: Callable[..., Any]) -> Body:
     """Return FlexAttention with a causal block mask, created in the first run of a length."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-    masks: dict[int, BlockMask] = {}
-
-    def block_mask(n: int, device: torch.device) -> BlockMask:
-        if n not in masks:
-            masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
-        return masks[n]
+    masks: dict[int, BlockMask | None] = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return attention(q, k, v, block_mask=block_mask(q.shape[-2], q.device) if is_causal else None)
+        n = q.shape[-2] if is_causal else 0
+        if is_causal and n not in masks:
+            masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=q.device)
+        return attention(q, k, v, block_mask=masks.get(n))
 
     return run
 
@@ -177,32 +173,22 @@ def body_of(case: Case, device: torch.device) -> Body:
 
 
 def check(case: Case, device: torch.device) -> None:
-    """Check that the body supports the case on this device.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Check that the body supports the case on this device."""
     if case.body in CUDA_ONLY and device.type != "cuda":
         raise InputError(f"{case.body} trains on CUDA only", "use a GPU", field="body", value=case.body)
     if case.mask not in (None, "none") and case.body not in MASKABLE:
-        raise InputError(
-            "this body takes no mask", f"use {', '.join(MASKABLE)}", field="body", value=case.body
-        )
+        remedy = f"use {', '.join(MASKABLE)}"
+        raise InputError("this body takes no mask", remedy, field="body", value=case.body)
     if case.body in HALF_ONLY and device.type == "cuda" and case.dtype == "fp32":
-        raise InputError(
-            "this kernel takes fp16 and bf16 only", "use pytorch or ours", field="body", value=case.body
-        )
+        why = "this kernel takes fp16 and bf16 only"
+        raise InputError(why, "use pytorch or ours", field="body", value=case.body)
 
 
 def mask_of(kind: str, batch: int, n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a causal mask [batch, 1, n, n] of a sliding window of n / 2, as transformers passes it to SDPA.
 
     A boolean mask is expanded over the batch; an additive one is contiguous, as SDPA's conversion leaves it.
-    No kernel of PyTorch skips what such a mask hides, so the window's width changes no time.
-
-    Raises:
-        ValueError: ``kind`` is no mask.
-    """
+    No kernel of PyTorch skips what such a mask hides, so the window's width changes no time."""
     if kind not in ("boolean", "additive"):
         raise ValueError(f"kind = {kind}: must be boolean or additive")
     at = torch.arange(n, device=device)
@@ -217,14 +203,10 @@ def mask_of(kind: str, batch: int, n: int, dtype: torch.dtype, device: torch.dev
 # -- work --
 
 
-def pairs(n: int, is_causal: bool) -> float:
-    """Return the number of query and key pairs: all, or half where causal, as published rates count."""
-    return n * n / 2 if is_causal else n * n
-
-
 def flops(case: Case, products: int) -> float:
-    """Return the FLOPs of ``products`` products of n x n x d, 2 a multiply-add."""
-    return 2.0 * products * case.batch * case.heads * case.head * pairs(case.seq, case.is_causal)
+    """Return the FLOPs of ``products`` products of n x n x d, half of each where causal, as published."""
+    pairs = case.seq**2 / 2 if case.is_causal else case.seq**2
+    return 2.0 * products * case.batch * case.heads * case.head * pairs
 
 
 def _work(case: Case, which: str) -> Work:
@@ -259,19 +241,14 @@ def rule_of(case: Case) -> Rule:
 # -- rows --
 
 
-def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
+def rows(bench: Bench, case: Case) -> Iterator[BenchRow]:
     """Yield forward, backward and both; with the forward the bytes held before the backward, on a GPU."""
     held: dict[str, Cell] = {}
 
     def part(which: str) -> Part:
-        return Part(
-            {**case.point, "pass": which},
-            LAP[which],
-            _work(case, which),
-            of_work(flops(case, PRODUCTS[which])),
-            held if which == "forward" else {},
-            has_host_time=True,
-        )
+        rates, mine = of_work(flops(case, PRODUCTS[which])), held if which == "forward" else {}
+        point: Point = {**case.point, "pass": which}
+        return Part(point, LAP[which], _work(case, which), rates, mine, has_host_time=True)
 
     def build() -> Callable[[Lap], object]:
         check(case, bench.device)
@@ -279,6 +256,7 @@ def rows(bench: Bench, case: Case, rule: Rule) -> Iterator[BenchRow]:
         held.update(before_backward(run, bench.device))
         return run
 
+    rule = bench.rule if bench.tiny else rule_of(case)
     with fp32_products("fp32"):
         yield from bench.time([part(which) for which in PASSES], build, rule)
 

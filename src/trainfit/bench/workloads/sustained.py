@@ -215,11 +215,7 @@ def _column_major(x: Tensor) -> Tensor:
 
 
 def _compiled_layer(x: Tensor, w: Tensor, g: Tensor) -> Callable[[Lap], object]:
-    """Return a run of torchao's tensorwise float8 layer, compiled.
-
-    Raises:
-        InputError: torchao is not installed.
-    """
+    """Return a run of torchao's tensorwise float8 layer, compiled."""
     float8: Any = optional("torchao.float8", "torchao", field="sustained", value="fp8-casts")
     linear = nn.Sequential(nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta"))
     linear.load_state_dict({"0.weight": w}, assign=True)

@@ -7,7 +7,7 @@ activations follow Korthikanti et al., "Reducing Activation Recomputation in Lar
 h_ff feed-forward, L layers, s tokens, v vocabulary, k optimizer bytes a parameter, t tensor-parallel, d
 data-parallel.
 
-Nothing here is corrected: compare.py says what it leaves out.
+Nothing here is corrected: docs/reference/calculators.md lists what it leaves out.
 """
 
 from typing import Annotated, Literal

@@ -8,8 +8,7 @@ from trainfit.virtual.trace.tracer import Tracer
 class MemoryStats:
     """A caching allocator that replays new events on demand.
 
-    Attributes:
-        emptied_at: numbers of events before which the code called ``torch.cuda.empty_cache``.
+    ``emptied_at``: numbers of events before which the code called ``torch.cuda.empty_cache``.
     """
 
     def __init__(self, tracer: Tracer, capacity_bytes: int):
@@ -44,9 +43,9 @@ class EmptyCacheAllocator(CachingAllocator):
         super().__init__(capacity_bytes)
         self._emptied_at, self._num_calls = emptied_at, 0
 
-    def malloc(self, num_bytes: int, stream: int = 0) -> int:
+    def malloc(self, num_bytes: int) -> int:
         self._count()
-        return super().malloc(num_bytes, stream)
+        return super().malloc(num_bytes)
 
     def free(self, handle: int) -> None:
         self._count()

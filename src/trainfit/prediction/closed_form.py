@@ -1,15 +1,25 @@
-"""FLOPs of a step in closed form, term by term what the virtual GPU counts; no torch.
+"""FLOPs of a step in closed form, counted by products or by the published 6N; no torch.
 
-A weight that is multiplied costs 6 FLOPs a token (4 where it is frozen); tables that are only looked up cost
-nothing. A query-key pair costs 6 H (Q + V) in each layer: H heads, Q and V the head sizes of keys and values
-(arXiv:2204.02311, appendix B). Of a sequence of s tokens a causal layer sees s(s+1)/2 pairs, one with a
-sliding window or chunks fewer.
+A multiply-add is two FLOPs. A weight in a product costs 2 FLOPs a token in the forward and 4 in the backward,
+half of them for its own gradient, which frozen weights do not need. Products of queries and keys cost
+6 H (Q + V) a layer and pair: H heads, Q and V the head sizes of keys and values (PaLM,
+https://arxiv.org/abs/2204.02311, appendix B). Recomputation counts one more forward, in the hardware's FLOPs
+only.
+
+- ``product_step_flops`` counts what the virtual GPU counts: multiplied weights, and the pairs that causal
+  masks, windows and chunks leave: s(s+1)/2 of a causal sequence.
+- ``step_flops`` is the published convention: N is all parameters, also of tables that are only looked up;
+  windows are not followed, and a causal token sees half of the sequence.
 """
 
-from typing import Any
+from typing import Any, Literal
 
-from trainfit.prediction.flops_accounting import AttentionCount, Recomputed, StepFlops, Trained
 from trainfit.prediction.shape import Shape, shape_of
+from trainfit.spec.value import Flops, Value
+
+AttentionCount = Literal["causal", "full", "none"]
+Trained = Literal["all", "adapter"]
+Recomputed = Literal["none", "full"]
 
 DEFAULT_WINDOWS = {"mistral": 4096, "gemma2": 4096, "gemma3_text": 4096, "gpt_oss": 128}
 """Tokens of a window where the config does not say, as in transformers' configuration classes."""
@@ -19,6 +29,61 @@ SWITCHED = ("qwen2", "qwen3", "qwen3_moe", "smollm3")
 """Model types whose window counts only with ``use_sliding_window``."""
 PARALLEL = ("gpt_neox", "gptj", "phi", "falcon")
 """Model types whose feed-forward network reads the same input as attention."""
+
+WHOLE_FORWARD = {"none": "", "full": "; recomputation as one whole forward, an upper bound"}
+"""A block's last product and the output head are not run again."""
+
+
+class StepFlops(Value):
+    """FLOPs of one optimizer step over all its tokens, and the convention they are counted by."""
+
+    model_flops: Flops
+    hardware_flops: Flops
+    convention: str
+
+
+def step_flops(
+    config: dict[str, Any],
+    params: int,
+    *,
+    batch: int,
+    seq: int,
+    attention: AttentionCount = "causal",
+    trained: Trained = "all",
+    recomputed: Recomputed = "none",
+) -> StepFlops:
+    """Return the FLOPs of a step of ``batch`` sequences of ``seq`` tokens by the published convention.
+
+    Args:
+        params: the base model's parameters, N. A mixture's idle experts are subtracted here.
+        attention: the part of the scores that counts.
+        trained: ``all`` weights (6N) or an ``adapter`` on frozen ones (4N; its own few FLOPs are left out).
+        recomputed: ``full`` adds one more forward to the hardware's FLOPs.
+    """
+    tokens, active = batch * seq, active_params(config, params)
+    scores = attention_flops_per_token(shape_of(config), seq, attention) * tokens
+    per_param = 6 if trained == "all" else 4
+    model = per_param * active * tokens + scores
+    count = "N" if active == params else "N active"
+    return StepFlops(
+        model_flops=model,
+        hardware_flops=model + (2 * active * tokens + scores / 3 if recomputed == "full" else 0),
+        convention=f"{per_param}{count} + {attention} attention a token, N = {active:,} parameters, "
+        f"embedding included{WHOLE_FORWARD[recomputed]}",
+    )
+
+
+def active_params(config: dict[str, Any], params: int) -> int:
+    """Return the parameters that one token meets: of a mixture, without the experts not chosen."""
+    shape = shape_of(config)
+    idle = (shape.layers - shape.dense_layers) * (shape.experts - shape.experts_per_token)
+    return params - idle * 3 * shape.hidden * shape.expert_feed_forward
+
+
+def attention_flops_per_token(shape: Shape, seq: int, attention: AttentionCount) -> float:
+    """Return the forward and backward FLOPs of scores and weighted values: 6 L H (Q + V) T."""
+    seen = {"full": 1.0, "causal": 0.5, "none": 0.0}[attention] * seq
+    return 6.0 * shape.layers * shape.heads * (shape.head_dim + shape.value_dim) * seen
 
 
 def product_step_flops(
@@ -31,33 +96,21 @@ def product_step_flops(
     recomputed: Recomputed = "none",
     adapter_params: int = 0,
 ) -> StepFlops:
-    """FLOPs of a step of ``batch`` sequences of ``seq`` tokens.
+    """Return the FLOPs of a step by its products; arguments as ``step_flops`` takes them.
 
     Args:
-        attention: ``causal`` counts the pairs that causal masks, windows and chunks leave, ``full`` all
-        pairs.
-        trained: ``all`` weights, or an ``adapter`` on frozen ones.
-        recomputed: ``full`` adds one more forward to the hardware's FLOPs.
         adapter_params: weights of the adapter, each in a product.
 
     Raises:
         InputError: a model type whose layers are not known here, or a size that is missing.
     """
-    shape = shape_of(config)
-    tokens, weights = batch * seq, multiplied_params(config)
-    scores = (
-        2
-        * batch
-        * shape.heads
-        * (shape.head_dim + shape.value_dim)
-        * _all_pairs(config, shape, seq, attention)
-    )
+    shape, tokens, weights = shape_of(config), batch * seq, multiplied_params(config)
+    pairs = _all_pairs(config, shape, seq, attention)
+    scores = 2 * batch * shape.heads * (shape.head_dim + shape.value_dim) * pairs
     forward = 2 * (weights + adapter_params) * tokens + scores
-    excluded = ""
-    if trained == "all":
-        model = 3 * forward
-        convention = "6N"
-    else:
+    convention, excluded = "6N", ""
+    model = 3 * forward
+    if trained == "adapter":
         # Nothing before the first block is trained, so its input needs no gradient.
         unneeded = 2 * _first_inputs(config, shape) * tokens
         model = (4 * weights + 6 * adapter_params) * tokens + 3 * scores - unneeded
@@ -68,15 +121,12 @@ def product_step_flops(
         model_flops=model,
         hardware_flops=model + (forward if recomputed == "full" else 0),
         convention=f"{convention} + {attention} attention a token, windows followed, "
-        f"N = {weights:,} multiplied weights{excluded}",
+        f"N = {weights:,} multiplied weights{excluded}{WHOLE_FORWARD[recomputed]}",
     )
 
 
 def multiplied_params(config: dict[str, Any]) -> int:
-    """Return the number of weights that one token is multiplied with.
-
-    No tables or norms, a tied head once.
-    """
+    """Return the number of weights that one token is multiplied with: no tables, a tied head once."""
     shape = shape_of(config)
     blocks = shape.layers * sum(_attention_inputs(config, shape))
     for layer in range(shape.layers):
@@ -106,11 +156,8 @@ def _layer_kinds(config: dict[str, Any], model_type: str, layers: int) -> list[s
     if config.get("layer_types"):
         return list(config["layer_types"])
     if model_type in ALTERNATING:
-        period = (
-            config.get("sliding_window_pattern", ALTERNATING[model_type])
-            if model_type == "gemma3_text"
-            else 2
-        )
+        named = config.get("sliding_window_pattern") if model_type == "gemma3_text" else None
+        period = named or ALTERNATING[model_type]
         return ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
     if model_type in ("qwen2", "qwen3"):
         first = config.get("max_window_layers", 28)
