@@ -9,6 +9,7 @@ from trainfit.bench.harness.discovery import experiment
 from trainfit.bench.workloads.steps import PRECISIONS, SIZES
 from trainfit.records import load
 from trainfit.report.bench_plot import in_order, number, plot_of
+from trainfit.report.table import markdown_grid
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.units import GIB, KIB, format_bytes
 
@@ -55,12 +56,6 @@ def having(some: Sequence[BenchRow], point: Mapping[str, Cell]) -> list[BenchRow
     return [row for row in some if point.items() <= row.point.items()]
 
 
-def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]], num_text: int = 1) -> str:
-    """Return a Markdown table whose first ``num_text`` columns are text and whose others are numbers."""
-    rule = ["---" if index < num_text else "---:" for index in range(len(heads))]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, rule, *lines))
-
-
 def of_number(name: str, spec: str, scale: float = 1.0) -> Text:
     """Return a function that formats a number of a row; ``*`` marks an unsteady one."""
 
@@ -92,7 +87,7 @@ def pivot(
         at = tuple(_cell(row.point[key]) for key in keys)
         lines.setdefault(at, {})[row.point[across]] = text(row)
     found = [(*at, *(cells.get(value, "") for value in names)) for at, cells in lines.items()]
-    return markdown([*keys.values(), *names.values()], found, len(keys))
+    return markdown_grid([*keys.values(), *names.values()], found, len(keys))
 
 
 def _cell(cell: Cell) -> str:
@@ -151,15 +146,10 @@ def attention_memory() -> str:
             if any(cells):
                 lines.append((dtype, f"{seq:,}", *cells))
     heads = (
-        "dtype",
-        "tokens",
-        "written out, ms",
-        "compiled, ms",
-        "trainfit, ms",
-        "held, written out",
+        "dtype", "tokens", "written out, ms", "compiled, ms", "trainfit, ms", "held, written out",
         "held, trainfit",
-    )
-    return markdown(heads, lines, 2)
+    )  # fmt: skip
+    return markdown_grid(heads, lines, 2)
 
 
 def _first(some: Sequence[BenchRow], text: Text) -> str:
@@ -195,16 +185,10 @@ def step_parts() -> str:
             (str(at["model"]), str(at["precision"]), *cells, "" if busy is None else f"{100 * busy:.1f}")
         )
     heads = (
-        "model",
-        "precision",
-        "MLP %",
-        "projections %",
-        "attention's core %",
-        "optimizer %",
-        "rest %",
+        "model", "precision", "MLP %", "projections %", "attention's core %", "optimizer %", "rest %",
         "GPU busy %",
-    )
-    return markdown(heads, lines, 2)
+    )  # fmt: skip
+    return markdown_grid(heads, lines, 2)
 
 
 def memory() -> str:
@@ -218,15 +202,10 @@ def memory() -> str:
             (str(row.point["attention"]), f"{row.point['context']:,}", str(row.point["precision"]), *cells)
         )
     heads = (
-        "attention",
-        "context",
-        "precision",
-        "first step, measured",
+        "attention", "context", "precision", "first step, measured", "predicted", "later steps, measured",
         "predicted",
-        "later steps, measured",
-        "predicted",
-    )
-    return markdown(heads, lines, 3)
+    )  # fmt: skip
+    return markdown_grid(heads, lines, 3)
 
 
 def _gib(row: BenchRow, name: str) -> str:
@@ -245,14 +224,14 @@ def bandwidth() -> str:
         for row in rows("gpu")
         if "level" in row.point
     ]
-    return markdown(("level", "set", "GB/s"), lines)
+    return markdown_grid(("level", "set", "GB/s"), lines)
 
 
 def products() -> str:
     """TFLOP/s of matrix products of 8,192, and the share of the data sheet."""
     some = [row for row in rows("gpu") if row.point.get("size") == 8192]
     rate, share = of_number("tflops_per_s", ",.0f"), of_number("of_data_sheet", ".0f", 100.0)
-    return markdown(
+    return markdown_grid(
         ("dtype", "TFLOP/s", "% of data sheet"),
         [(str(row.point["dtype"]), rate(row), share(row)) for row in some],
     )
@@ -269,7 +248,7 @@ def sustained() -> str:
         for row in in_order(some, {"sustained": ("bf16", "fp8", "fp8-casts")})
     ]  # fmt: skip
     heads = ("kind", "layer", "TFLOP/s", "% of data sheet", "SM MHz", "W")
-    return markdown(heads, lines, 2)
+    return markdown_grid(heads, lines, 2)
 
 
 SUSTAINED = (
@@ -290,7 +269,7 @@ def streams() -> str:
     """Gain of a second stream and its bound."""
     gain, bound = of_number("gain", ".2f"), of_number("at_most", ".2f")
     some = having(rows("streams"), {"streams": "two"})
-    return markdown(
+    return markdown_grid(
         ("case", "gain", "at most"), [(str(row.point["case"]), gain(row), bound(row)) for row in some]
     )
 
@@ -308,7 +287,7 @@ def accumulation() -> str:
     """Error and time of five orders of addition."""
     some = [row for row in rows("accumulation") if "method" in row.point]
     error = of_number("relative_error", ".1e")
-    return markdown(
+    return markdown_grid(
         ("order", "relative error", "ms"),
         [(str(row.point["method"]), error(row), milliseconds(row)) for row in some],
     )

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables.bench import markdown
+from trainfit.report.table import markdown_grid
 
 FILE = Path(__file__).parents[2] / "results/kernels/h200.jsonl"
 OPERATIONS = {
@@ -44,7 +44,7 @@ def loss() -> str:
                 f"{row['extra_bytes'] / 1e9:.2f}",
             )
         )
-    return markdown(("way", "ms", "TFLOP/s", "extra GB"), lines)
+    return markdown_grid(("way", "ms", "TFLOP/s", "extra GB"), lines)
 
 
 def blocks() -> str:
@@ -59,7 +59,7 @@ def blocks() -> str:
         for part in PARTS
         if (case, part) != ("update", "both")
     ]
-    return markdown(("operation", "pass", "eager, ms", "compiled, ms", "trainfit, ms"), lines, 2)
+    return markdown_grid(("operation", "pass", "eager, ms", "compiled, ms", "trainfit, ms"), lines, 2)
 
 
 def errors() -> str:
@@ -67,7 +67,7 @@ def errors() -> str:
     lines = [
         (name, f"{_worst(case):.2f}") for case, name in {"loss": "linear cross-entropy", **OPERATIONS}.items()
     ]
-    return markdown(("operation", "error over eager's"), lines)
+    return markdown_grid(("operation", "error over eager's"), lines)
 
 
 def _worst(case: str) -> float:

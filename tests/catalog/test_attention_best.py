@@ -387,13 +387,6 @@ def test_rates_with_a_mask_are_rates_of_their_own(tmp_path: Path) -> None:
     assert masked.flops_per_s(backward=False) == pytest.approx(4 * 64 * 8 * 16 * 1024**2 / 2e-3)
 
 
-def test_a_mask_and_is_causal_are_refused_together() -> None:
-    rate: dict[str, Any] = {**SHAPE, "kernel": "cudnn", "forward": 1e-3, "backward": 1e-3, "masked": True}
-    with pytest.raises(InputError, match="SDPA takes one of them"):
-        parse(AttentionRate, rate)
-    assert parse(AttentionRate, rate | {"causal": False}).masked
-
-
 def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = (row("flash", 3e-3), row("ours", 1e-3))
     for useless in (record(*rows, form="tiny"), record(*rows, gpu=None), record(rows[0])):
@@ -401,6 +394,9 @@ def test_records_without_such_rows_are_refused(tmp_path: Path, capsys: pytest.Ca
             runs_of([useless])
     assert attention_table.main([str(tmp_path / "nothing.jsonl")]) == 65
     assert "nothing.jsonl" in capsys.readouterr().err
+    rate: dict[str, Any] = {**SHAPE, "kernel": "cudnn", "forward": 1e-3, "backward": 1e-3, "masked": True}
+    with pytest.raises(InputError, match="SDPA takes one of them"):
+        parse(AttentionRate, rate)
 
 
 def test_a_gpu_that_is_not_named_takes_no_other_gpus_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
-"""``attention: triton`` on a real GPU: gradients against fp64, deterministic if required, peaks to the byte
-as predicted."""
+"""``attention: triton`` on a real GPU: gradients against fp64, determinism, and predicted peaks."""
 
 import gc
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.error_location import where_wrong
+from attention_runs import RESULTS, computed, wrong_results
 from driver_addresses import Run, differences, measured_runs, predictions
 from trainfit.kernels.flash_attention.op import flash_attention
 from trainfit.spec.recipe import Recipe
@@ -34,8 +32,7 @@ def _nothing_left() -> Iterator[None]:
 
 
 def tensors(d: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
-    """q, k, v and a gradient of two sequences of 333 tokens, 4 heads and 2 key heads, as models lay them
-    out."""
+    """q, k, v and a gradient of two sequences of 333 tokens, 4 heads and 2 key heads, in models' layouts."""
     torch.manual_seed(d)
     if layout == "qkv":
         whole = torch.randn(2, 333, 8 * d, device=CARD, dtype=dtype)
@@ -46,24 +43,6 @@ def tensors(d: int, dtype: torch.dtype, layout: str) -> list[Tensor]:
     return [x.transpose(1, 2) for x in (*parts, gradient)]
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ v
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flash_attention(q, k, v, True)
-
-
-def results(function: Any, given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients, computed in ``dtype``."""
-    q, k, v, gradient = (x.to(dtype) for x in given)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves)
-    return [out, *torch.autograd.grad(out, leaves, gradient)]
-
-
 @pytest.mark.parametrize("layout", ["bshd", "qkv"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("d", "dtype"), [(128, BF16), (64, BF16), (64, FP16), (80, BF16), (64, FP32)])
@@ -71,16 +50,14 @@ def test_gradients_are_as_near_to_fp64_as_written_out_ones(
     d: int, dtype: torch.dtype, deterministic: bool, layout: str
 ) -> None:
     given = tensors(d, dtype, layout)
-    exact, plain = results(written_out, given, torch.float64), results(written_out, given, dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     try:
-        found, again = (results(causal, given, dtype) for _ in range(2))
+        wrong = wrong_results(flash_attention, given, True, slack=1e-5)
+        found, again = (computed(flash_attention, given, True, dtype) for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
-    for name, ours, theirs, right, twice in zip(
-        ("out", "dq", "dk", "dv"), found, plain, exact, again, strict=True
-    ):
-        assert where_wrong(name, ours, right, 2 * (theirs - right).abs().max().item() + 1e-5) == ""
+    assert not wrong, "\n".join(wrong)
+    for name, ours, twice in zip(RESULTS, found, again, strict=True):
         assert not deterministic or torch.equal(ours, twice), f"{name} differs from run to run"
 
 
@@ -147,8 +124,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 def test_the_peak_is_the_predicted_one(
     name: str, predicted: dict[str, Record], measured: dict[str, Run]
 ) -> None:
-    """Of each phase of the first and the steady step to the byte, with segments where the driver put them;
-    else within 1 %."""
+    """To the byte in each phase, with segments where the driver put them; else within 1 %."""
     run, estimate = measured[ASKED[name].id], predicted[ASKED[name].id].estimate
     assert differences(ASKED[name], run) == {}
     assert estimate is not None

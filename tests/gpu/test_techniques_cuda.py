@@ -1,9 +1,4 @@
-"""Every technique on a real GPU: as on a CPU, equal to the step without it, never waiting for the GPU, as
-large as predicted.
-
-What a CPU cannot show: streams and pinned memory, autograd's own thread, Triton kernels, hidden waits, the
-allocator. What kernels compute alone is in the tests of each.
-"""
+"""Techniques on a real GPU: losses of a CPU, results without the technique, no waits, predicted peaks."""
 
 import gc
 import subprocess
@@ -111,8 +106,7 @@ TOGETHER = [(name, code) for name, case in CASES.items() for code in case.codes]
 
 
 def recipe(fields: dict[str, Any], code: str, *, precision: str = "bf16", larger: bool = False) -> Recipe:
-    """64 tokens a sequence: attention's backward then has one block of keys, whose sums have a fixed
-    order."""
+    """64 tokens a sequence: attention's backward then has one block of keys and adds in a fixed order."""
     base = {
         "model": {"config": LARGER if larger else LLAMA, "implementation": code},
         "batch": {"micro": 4, "seq": 256 if larger else 64},
@@ -152,8 +146,7 @@ def test_a_gpu_trains_as_a_cpu_does(name: str, code: str):
 
 @pytest.mark.parametrize(("name", "code"), [(n, c) for n, c in TOGETHER if CASES[n].same_as is not None])
 def test_what_changes_no_result_changes_no_bit(name: str, code: str):
-    """Copies and recomputation overlap the computation, in autograd's thread: a missed wait would change a
-    loss."""
+    """Copies and recomputation overlap the computation: a missed wait would change a loss."""
     case = CASES[name]
     assert case.same_as is not None
     plain, changed = (assemble(recipe(fields, code), CARD) for fields in (case.same_as, case.fields))
@@ -166,8 +159,7 @@ def test_what_changes_no_result_changes_no_bit(name: str, code: str):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.waits])
 def test_a_steady_step_never_waits_for_the_gpu(name: str):
-    """The host must run ahead: a wait in each step would leave the GPU idle, and hide every missed wait
-    above."""
+    """A wait in each step would leave the GPU idle, and hide every missed wait above."""
     step = assemble(recipe(CASES[name].fields, "native", precision=CASES[name].precision), CARD)
     batches = step.random_batches()
     for _ in range(2):
@@ -218,8 +210,7 @@ def predicted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    """By the recipe's id, each from a new process: segments that others left decide which cached block
-    fits."""
+    """By the recipe's id, each from a new process without segments of others."""
     how = ("--measure-only", "--device", "cuda", "--steps", "0", "--warmup", "2")
     return swept(tmp_path_factory.mktemp("measured"), *how)
 

@@ -1,9 +1,7 @@
-"""Every kernel over more than 2^31 elements: the last of them are what the same kernel makes of a tensor that
-ends with them.
+"""Every kernel over more than 2^31 elements gives the last of them the results that they have alone.
 
-On a GPU, where 32 bits would overflow (4.3 GB a bf16 tensor, up to 50 GB a case); in Triton's interpreter the
-same tests run on small tensors, so that they are known to hold. The loss's kernel is in
-test_kernel_benchmark.py.
+On a GPU (4.3 GB per bf16 tensor, up to 50 GB per case), and in Triton's interpreter on small tensors. The
+loss is in test_kernel_benchmark.py.
 """
 
 from collections.abc import Callable
@@ -143,8 +141,7 @@ def byte_rows(n: int, c: int, randn: Randn) -> Results:
 
 
 def weighted_sum(n: int, c: int, randn: Randn) -> Results:
-    """Rounded at random, each element by bits of its own: what is to be rounded is a bf16 number, so that all
-    are that."""
+    """Each element is rounded by its own random bits, so all values are numbers of bf16."""
     p, g = (randn(n, c).to(torch.bfloat16) for _ in range(2))
     stochastic_rounding.triton_add_rounded(p, g, 0.0, -2.0, 7)
     return last(p), [-2 * x for x in last(g)]
@@ -171,7 +168,7 @@ def attention(d: int, forward: Any, backward: Any, n: int, c: int, randn: Randn)
 
 
 def one_sequence(d: int, forward: Any, backward: Any, n: int, c: int, randn: Randn) -> Results:
-    """``n`` rows of a head of ``d`` that lie ``c`` elements apart, and the same side by side."""
+    """``n`` rows of a head of ``d`` that lie ``c`` elements apart, and the same contiguous."""
     whole = randn(n, c)
     apart = [whole[:, d * each : d * (each + 1)][None, None] for each in range(4)]
     results = []

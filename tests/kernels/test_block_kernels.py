@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from block_definitions import EPS, angles, gated, randn, results, rms, turned
 from kernel_runs import interpreted
 from trainfit.kernels import custom_op
 from trainfit.kernels.rms_norm import op as rms_norm
@@ -15,58 +15,19 @@ from trainfit.kernels.rope import op as rope
 from trainfit.kernels.swiglu import op as swiglu
 from trainfit.spec.errors import InputError
 
-EPS = 1e-6
 ERROR = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 TRITON = (torch.float32, torch.float16)
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def agree(
     run: Callable[..., Any], definition: Callable[..., Any], given: list[Tensor], dtype: torch.dtype
 ) -> None:
-    """Results and gradients, relative to the largest, against the definition in fp64 from the same values."""
-    results = []
-    for function, kind in ((run, dtype), (definition, torch.float64)):
-        leaves = [x.to(kind).requires_grad_() for x in given]
-        out = function(*leaves)
-        outs = out if isinstance(out, tuple) else (out,)
-        upstream = [randn(*x.shape, dtype=dtype).to(kind) for x in outs]
-        results.append([*outs, *torch.autograd.grad(outs, leaves, upstream)])
-    for got, want in zip(*results, strict=True):
+    """Compare results and gradients, relative to the largest."""
+    for got, want in results(run, definition, given, dtype):
         assert got.dtype == dtype
         assert got.shape == want.shape
         # A row of one element has a norm of 1: its gradient is a difference of numbers of size 1.
         assert (got.double() - want).abs().max() <= ERROR[dtype] * max(want.abs().max().item(), 1.0)
-
-
-def rms(x: Tensor, w: Tensor) -> Tensor:
-    return F.rms_norm(x, w.shape, w, EPS)
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def angles(n: int, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    turns = torch.arange(n)[:, None] * 10.0 ** -torch.arange(half)
-    return turns.cos().to(dtype), turns.sin().to(dtype)
-
-
-def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers' rule: x cos + rotate_half(x) sin over the first r, both halves with the same angles."""
-    r = 2 * cos.shape[-1]
-    cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x[..., :r].chunk(2, -1)
-        rotated = x[..., :r] * cos + torch.cat((-second, first), -1) * sin
-        return torch.cat((rotated, x[..., r:]), -1)
-
-    return turn(q), turn(k)
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""No loop of a kernel hands one name's value to another that begins with the same value.
+"""No loop of a kernel assigns to a name the value of another that starts with the same value.
 
-Triton (3.6, 3.7) carries a name from step to step only if the first reading of the loop's body gives it
-another object. In ``last, tile = begin, begin`` before the loop and ``last = tile`` in it, ``last`` gets the
-one it has: it stays ``begin`` for good.
+Triton (3.6, 3.7) treats such a name as constant: after ``last, tile = begin, begin``, ``last = tile`` in the
+loop has no effect.
 """
 
 import ast

@@ -1,5 +1,4 @@
-"""Models with our block kernels are the models without them: same numbers, less memory; other forms are
-refused."""
+"""Models with our block kernels: same numbers as without, less memory; other forms are refused."""
 
 from typing import Any
 
@@ -53,8 +52,7 @@ def same(recipe: Recipe, rel: float = 1e-5, compiler: Any = None) -> None:
 
 
 SGD = Optimizer(name="sgd", lr=0.1)
-"""Its update is in proportion to the gradient: AdamW's would make much of gradients that are rounding
-alone."""
+"""Its update is in proportion to the gradient; AdamW's would enlarge gradients that are rounding alone."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,8 +96,7 @@ def test_qk_norms_and_unfused_spellings_of_native():
 
 @pytest.mark.parametrize(("code", "compiled"), [("hf", "block"), ("native", False)])
 def test_every_norm_gate_and_rotation_runs_ours(code: Any, compiled: Any):
-    """2 norms a block and the last one, forward; none of the standard kernels is left. Compiled blocks call
-    the same operations."""
+    """2 norms a block and the last one; no standard kernel is left, in compiled blocks neither."""
     config = {**TINY_LLAMA, "num_hidden_layers": 5}
     options = {"block_kernels": "triton", "compile": compiled}
     ledger = trace(recipe_of(config, code, batch=Batch(micro=1, seq=32), **options))

@@ -8,7 +8,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainfit.models.build import build_model
-from trainfit.models.layers import layer_lists
 from trainfit.models.native.build import build_native
 from trainfit.models.native.decoder import NativeDecoder
 from trainfit.models.native.families import native_config
@@ -229,19 +228,6 @@ def test_initial_weights_and_loss() -> None:
         sum(p.numel() for p in own({"tie_word_embeddings": one}).parameters()) for one in (True, False)
     )
     assert untied - tied == 97 * 32
-
-
-def test_peft_lora_trains_only_the_adapter() -> None:
-    from peft import LoraConfig, get_peft_model
-
-    targets = ["qkv", "out", "up", "down"]
-    wrapped = get_peft_model(own({}), LoraConfig(r=2, target_modules=targets))  # type: ignore[arg-type]
-    [(name, blocks)] = layer_lists(wrapped)
-    assert (name.rpartition(".")[2], len(blocks)) == ("layers", 2)
-    wrapped(ids(), ids()).loss.backward()
-    trained = [name for name, parameter in wrapped.named_parameters() if parameter.grad is not None]
-    assert len(trained) == 2 * 4 * 2
-    assert all("lora_" in name for name in trained)
 
 
 @pytest.mark.parametrize(

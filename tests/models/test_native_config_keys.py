@@ -1,5 +1,4 @@
-"""Keys of a config.json one by one: native computes what transformers computes of them, or refuses them in
-one line."""
+"""Keys of a config.json one by one: native computes the same as transformers, or refuses them."""
 
 import copy
 from pathlib import Path
@@ -13,8 +12,7 @@ from trainfit.models.hf import build_hf
 from trainfit.models.native.build import build_native
 from trainfit.models.native.config import NativeConfig
 from trainfit.models.native.families import FAMILIES
-from trainfit.models.native.layout import mapped_tensors, tensor_of
-from trainfit.models.native.safetensors_io import load_safetensors
+from trainfit.models.native.safetensors_io import load_safetensors, mapped_tensors, tensor_of
 from trainfit.spec.errors import InputError
 
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True}

@@ -1,5 +1,4 @@
-"""The native decoder against transformers: equal logits, losses and gradients, weights through files both
-ways."""
+"""The native decoder against transformers: equal logits and losses, weights through files both ways."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Quantised frozen bases: the layer against F.linear with the weight that its codes stand for, what learns
-over it, and the model's bytes against the closed form.
-"""
+"""Quantised frozen bases: the layer against F.linear, training over it, bytes against the closed form."""
 
 from typing import Any
 
@@ -90,13 +88,11 @@ def test_native_starts_from_the_weights_that_the_seed_gives_unquantised(kind: st
         assert all(torch.equal(a, b) for a, b in zip(found.buffers(), twin.buffers(), strict=True))
     for name, parameter in made.named_parameters():
         assert torch.equal(parameter, whole.get_parameter(name)), name
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(made.state_dict().values(), again.state_dict().values(), strict=True)
-    )
+    twice = zip(made.state_dict().values(), again.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in twice)
 
 
-DENSE = {name: config for name, config in FAMILIES.items() if name != "mixtral"}
+DENSE = {name: FAMILIES[name] for name in ("gpt2", "opt", "gemma2")}
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -105,15 +101,10 @@ def test_other_families_are_quantised_and_adapted(family: str):
     spec = ModelSpec(config=DENSE[family])
     torch.manual_seed(0)
     whole = build_model(spec, dtype=torch.float32, device="cpu")
-    matrices = [
-        parameter.numel()
-        for _, blocks in layer_lists(whole)
-        for parameter in blocks.parameters()
-        if parameter.dim() == 2
-    ]
-    recipe = tiny_recipe(
-        quantize="int8", adapter=LORA, batch=Batch(micro=2, seq=8), optimizer=Optimizer(lr=1e-2)
-    )
+    ((_, blocks),) = layer_lists(whole)
+    matrices = [parameter.numel() for parameter in blocks.parameters() if parameter.dim() == 2]
+    options = {"quantize": "int8", "adapter": LORA, "batch": Batch(micro=2, seq=8)}
+    recipe = tiny_recipe(**options, optimizer=Optimizer(lr=1e-2))
     step, losses = learned(recipe.model_copy(update={"model": spec, "recompute": "full"}))
     assert num_quantized(step.model) == sum(matrices)
     assert not any(t.is_meta for t in (*step.model.parameters(), *step.model.buffers()))
@@ -148,12 +139,10 @@ def test_an_adapter_learns_over_a_quantised_base(code: Any, kind: Any, precision
     assert {p.dtype for p in step.model.parameters() if p.requires_grad} == {expected}
 
 
-@pytest.mark.parametrize("kind", ["nf4"])
-def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None, kind: Any):
-    """Ten equal blocks, two graphs (the first block's input needs no gradient); no kept tensor has a weight's
-    size."""
+def test_compiled_equals_eager_and_keeps_no_weights(fresh_compiler: None):
+    """Equal blocks, two graphs (the first's input needs no gradient); nothing kept has a weight's size."""
     # 3 x 16 tokens: no activation has a weight's shape.
-    recipe = tiny_recipe("native", 10, adapter=LORA, quantize=kind, batch=Batch(micro=3, seq=16))
+    recipe = tiny_recipe("native", 4, adapter=LORA, quantize="nf4", batch=Batch(micro=3, seq=16))
     expected = trajectory(recipe, 2)[1]
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -173,13 +162,10 @@ def test_predicted_bytes_of_an_8b_base():
     quantized = 32 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336))
     num_rows = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
     whole = 2 * 128_256 * 4096 + 65 * 4096
-    for kind, code, num_bytes in (
-        ("nf4", "native", quantized * 4.127 / 8),
-        ("int8", "hf", quantized + 4 * num_rows),
-    ):
+    for kind, num_bytes in (("nf4", quantized * 4.127 / 8), ("int8", quantized + 4 * num_rows)):
         adapter, batch = Adapter(kind="lora", dtype="base"), Batch(seq=128)
         recipe = recipe_of(
-            "llama-3.1-8b", code, adapter=adapter, quantize=kind, precision="bf16", batch=batch
+            "llama-3.1-8b", "native", adapter=adapter, quantize=kind, precision="bf16", batch=batch
         )
         ledger = trace(recipe)
         assert ledger.params == quantized + whole + ledger.trainable_params
@@ -189,8 +175,7 @@ def test_predicted_bytes_of_an_8b_base():
 
 
 def test_a_step_with_few_layers_tells_the_whole_models():
-    """The middle layers stand for the others, codes included; and what init leaves behind is no more than a
-    block."""
+    """The middle layers stand for the others, codes included; init leaves no more than a block behind."""
     config = with_layers("llama-3.2-1b", 5)
     recipe = recipe_of(config, "native", adapter=LORA, quantize="nf4", precision="bf16", recompute="full")
     short, whole = sums(trace(recipe)), sums(trace(recipe, whole=True))

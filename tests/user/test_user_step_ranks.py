@@ -44,7 +44,6 @@ def accelerated() -> None:
 
 SEVERAL: dict[str, Callable[[], Any]] = {
     "environment": lambda: dist.init_process_group("nccl"),
-    "gloo": lambda: dist.init_process_group(backend="gloo", init_method="env://"),
     "argument": lambda: dist.init_process_group(
         "nccl", init_method="tcp://127.0.0.1:1", rank=1, world_size=4
     ),
@@ -65,26 +64,20 @@ def test_several_ranks_are_refused(way: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_one_rank_runs(backend: str, tmp_path: Path) -> None:
+def test_one_rank_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"file://{tmp_path}/store"
-    found = traced(lambda: dist.init_process_group(backend, init_method=url, rank=0, world_size=1))
+    found = traced(lambda: dist.init_process_group("nccl", init_method=url, rank=0, world_size=1))
     assert found.peak_allocated_bytes >= traced(lambda: None).peak_allocated_bytes
     assert not dist.is_initialized()
-
-
-def test_one_launched_rank_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     launched(monkeypatch, 1)
     assert traced(dist.init_process_group).code.num_steps == 1
     assert not dist.is_initialized()
 
 
-def test_processes_are_refused() -> None:
+def test_processes_and_data_parallel_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one process"):
         traced(lambda: torch.multiprocessing.spawn(print, nprocs=2))  # pyright: ignore
 
-
-def test_data_parallel_is_refused(tmp_path: Path) -> None:
     def setup() -> None:
         dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
         torch.nn.parallel.DistributedDataParallel(mlp().cuda())

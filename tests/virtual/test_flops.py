@@ -64,19 +64,13 @@ def _image_model() -> torch.Tensor:
     )
 
 
-def _eager_attention() -> torch.Tensor:
-    q, k, v = (torch.empty(2, 4, 128, 32, requires_grad=True) for _ in range(3))
-    weights = torch.softmax(q @ k.transpose(-1, -2) / 32**0.5, -1)
-    return (F.dropout(weights, 0.1) @ v).square().mean()
-
-
 def _transformer_layer() -> torch.Tensor:
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return layer(torch.empty(2, 16, 64, requires_grad=True)).sum()
 
 
-@pytest.mark.parametrize("model", [_mlp, _image_model, _eager_attention, _transformer_layer])
+@pytest.mark.parametrize("model", [_mlp, _image_model, _transformer_layer])
 def test_a_step_counts_as_torch_counts_it(model: Any) -> None:
     counter = Counter()
     with FlopCounterMode(display=False) as theirs, counter:
@@ -85,37 +79,26 @@ def test_a_step_counts_as_torch_counts_it(model: Any) -> None:
     assert counter.unknown == set()
 
 
-@pytest.mark.parametrize(
-    ("name", "backward"),
-    [
-        ("_scaled_dot_product_flash_attention", False),
-        ("_scaled_dot_product_efficient_attention", False),
-        ("_scaled_dot_product_cudnn_attention", False),
-        ("_scaled_dot_product_flash_attention_backward", True),
-        ("_scaled_dot_product_efficient_attention_backward", True),
-        ("_scaled_dot_product_cudnn_attention_backward", True),
-    ],
-)
-def test_fused_attention_counts_as_torch_counts_it(name: str, backward: bool) -> None:
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("suffix", ["", "_backward"])
+def test_fused_attention_counts_as_torch_counts_it(kernel: str, suffix: str) -> None:
     q, kv = torch.empty(2, 8, 100, 64), torch.empty(2, 8, 72, 64)
-    func = getattr(aten, name)
-    args = (q, q, kv, kv) if backward else (q, kv, kv)
+    func = getattr(aten, f"_scaled_dot_product_{kernel}_attention{suffix}")
+    args = (q, q, kv, kv) if suffix else (q, kv, kv)
     found = count(func.default, args, {}, None)
     assert found is not None
-    assert found.full == flop_registry[func](*args, *([None] * 10 if backward else []), out_val=None)
+    assert found.full == flop_registry[func](*args, *([None] * 10 if suffix else []), out_val=None)
 
 
-def test_an_op_of_every_product_counts_as_torch_counts_it() -> None:
+def test_every_product_counts_as_torch_counts_it() -> None:
     a, b = torch.empty(30, 40), torch.empty(40, 50)
     batch_a, batch_b = torch.empty(3, 30, 40), torch.empty(3, 40, 50)
-    for func, args in [
-        (aten.mm, (a, b)),
-        (aten.addmm, (torch.empty(50), a, b)),
-        (aten.bmm, (batch_a, batch_b)),
-        (aten.baddbmm, (torch.empty(3, 30, 50), batch_a, batch_b)),
-    ]:
+    for func, *args in (
+        (aten.mm, a, b), (aten.addmm, torch.empty(50), a, b), (aten.bmm, batch_a, batch_b),
+        (aten.baddbmm, torch.empty(3, 30, 50), batch_a, batch_b),
+    ):  # fmt: skip
         out = func.default(*args)
-        assert count(func.default, args, {}, out) == (flop_registry[func](*args, out_val=out),) * 4
+        assert count(func.default, tuple(args), {}, out) == (flop_registry[func](*args, out_val=out),) * 4
 
 
 # -- closed forms --------------------------------------------------------------------------------------------
@@ -140,25 +123,14 @@ def test_causal_attention_is_the_triangle() -> None:
 def test_a_fused_backward_computes_the_scores_once_more() -> None:
     q = torch.empty(1, 2, 256, 64)
     found = count(aten._scaled_dot_product_flash_attention_backward.default, (q, q, q, q), {}, None)
-    forward = count(aten._scaled_dot_product_flash_attention.default, (q, q, q), {}, None)
+    forward = ours(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q)
     assert found is not None
     assert forward is not None
     assert (found.full, found.model_full) == (forward.full * 5 // 2, forward.full * 2)
 
 
-def test_cpu_flash_attention_is_counted() -> None:
-    # torch's counter counts 0 here (184.4 of 215.2 TFLOP of an 8B step).
-    q = torch.empty(1, 2, 256, 64)
-    found = ours(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q, 0.0, True)
-    assert found is not None
-    assert found.full == 4 * 2 * 256 * 256 * 64
-
-
 def test_grouped_products_count_every_token_once() -> None:
-    tokens, experts = (
-        torch.empty(4096, 512, dtype=torch.bfloat16),
-        torch.empty(8, 512, 256, dtype=torch.bfloat16),
-    )
+    tokens, experts = torch.empty(4096, 512), torch.empty(8, 512, 256)
     out = torch.empty(4096, 256)
     assert count(aten._grouped_mm.default, (tokens, experts), {}, out) == (2 * 4096 * 512 * 256,) * 4
     # The weight's gradient: [512, 4096] x [4096, 256], tokens shared among the experts.
@@ -172,14 +144,6 @@ def test_grouped_convolutions_count_their_own_channels() -> None:
         F.conv2d(x, torch.empty(16, 1, 3, 3, requires_grad=True), padding=1, groups=16).sum().backward()
     depthwise = 2 * 8 * 8 * 16 * 9
     assert counter.total.full == 3 * depthwise
-
-
-def test_a_linear_training_step_is_6_n_tokens() -> None:
-    weight = torch.empty(300, 200, requires_grad=True)
-    counter = Counter()
-    with counter:
-        F.linear(torch.empty(50, 200, requires_grad=True), weight).sum().backward()
-    assert counter.total.full == 6 * weight.numel() * 50
 
 
 # -- what has no rule ----------------------------------------------------------------------------------------
@@ -233,12 +197,6 @@ def test_bytes_of_products_views_and_elementwise_work() -> None:
     assert moved(aten.max.default, a.t()) == 3 * a.numel() * 4 + 4
 
 
-def test_a_broadcast_input_is_read_once() -> None:
-    x, row = torch.empty(100, 200), torch.empty(200)
-    assert moved(aten.add.Tensor, x, row) == (2 * 100 * 200 + 200) * 4
-    assert moved(aten.clone.default, row.expand(100, 200)) == (200 + 100 * 200) * 4
-
-
 def test_indexing_touches_the_rows_it_names() -> None:
     table, index = torch.empty(128_000, 512), torch.empty(64, dtype=torch.int64)
     assert moved(aten.embedding.default, table, index) == 64 * 8 + 2 * 64 * 512 * 4
@@ -246,8 +204,17 @@ def test_indexing_touches_the_rows_it_names() -> None:
     values = torch.empty(64, 512)
     assert moved(aten.index_add_.default, table, 0, index, values) == 64 * 8 + 3 * 64 * 512 * 4
 
+    # A broadcast input is read once.
+    x, row = torch.empty(100, 200), torch.empty(200)
+    assert moved(aten.add.Tensor, x, row) == (2 * 100 * 200 + 200) * 4
+    assert moved(aten.clone.default, row.expand(100, 200)) == (200 + 100 * 200) * 4
 
-def test_adamw_reads_four_tensors_and_writes_three_of_them() -> None:
+
+def test_lists_are_summed() -> None:
+    """AdamW reads four tensors and writes three of them."""
+    xs = [torch.empty(10), torch.empty(20)]
+    assert moved(aten._foreach_mul_.Scalar, xs, 2.0) == 2 * 30 * 4
+    assert moved(aten._foreach_add.List, xs, xs) == 3 * 30 * 4
     p, g, m, v = (torch.empty(1000) for _ in range(4))
     step = torch.empty(())
     found = moved(
@@ -255,9 +222,3 @@ def test_adamw_reads_four_tensors_and_writes_three_of_them() -> None:
         lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
     assert found == 7 * 4000 + 4
-
-
-def test_foreach_lists_are_summed() -> None:
-    xs = [torch.empty(10), torch.empty(20)]
-    assert moved(aten._foreach_mul_.Scalar, xs, 2.0) == 2 * 30 * 4
-    assert moved(aten._foreach_add.List, xs, xs) == 3 * 30 * 4

@@ -29,10 +29,9 @@ FIRST_STEP_GB, STEADY_STEP_GB = 55.3, 69.7
 SIZES = {"d": 2560, "f": 10240, "layers": 32, "heads": 32, "v": 10_000}
 
 
-@pytest.mark.parametrize("context", FORWARD_GB)
-def test_the_published_program_to_every_digit(context: int) -> None:
-    """The program itself on the virtual GPU, forward alone, without loss: 32 MiB of cuBLAS workspace say
-    Hopper."""
+def test_the_published_program_to_every_digit() -> None:
+    """The program itself, forward alone, without loss: 32 MiB of cuBLAS workspace say Hopper."""
+    context = 512
     with virtual_gpu(GpuTraits.of(gpu("h100-sxm")), prefers_cudnn=True) as virtual:
         model = WrittenOut(context=512, **SIZES)
         virtual.model_is_complete(model, [])
@@ -51,15 +50,12 @@ def shipped(name: str, **fields: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("context", FORWARD_GB)
-def test_forward_of_the_shipped_recipe(context: int) -> None:
-    recipe = shipped("2.7b-fp32-eager", batch=Batch(micro=4, seq=context))
-    assert predict(recipe).phases.first.forward / GB == pytest.approx(FORWARD_GB[context], rel=0.002)
-
-
-def test_first_step_and_steady_step() -> None:
-    """The published figure is a first step: no optimizer state while activations are alive. Later steps need
-    more."""
-    phases = predict(shipped("2.7b-fp32-eager")).phases
+def test_the_shipped_recipe(context: int) -> None:
+    """The published step is a first one: no optimizer state while activations are alive."""
+    phases = predict(shipped("2.7b-fp32-eager", batch=Batch(micro=4, seq=context))).phases
+    assert phases.first.forward / GB == pytest.approx(FORWARD_GB[context], rel=0.002)
+    if context != shipped("2.7b-fp32-eager").batch.seq:
+        return
     assert phases.first.peak == phases.first.optimizer
     assert phases.first.peak / GB == pytest.approx(FIRST_STEP_GB, rel=0.01)
     assert phases.steady.peak == phases.steady.backward
@@ -78,9 +74,9 @@ def forward_bytes(context: int, implementation: str = "native", **switches: str)
     return predict(recipe).phases.first.forward
 
 
-@pytest.mark.parametrize("context", [128, 512])
-def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
+def test_what_separates_other_programs_of_the_same_shape() -> None:
     """Fused operations keep less. Each difference is a closed form in b = 4 sequences, fp32."""
+    context = 512
     fused = forward_bytes(context)
     token = 4 * context * SIZES["layers"] * 4
     kept_by = {
@@ -98,10 +94,8 @@ def test_what_separates_other_programs_of_the_same_shape(context: int) -> None:
     # transformers' Llama: its norms are written out, its softmax and SiLU are not.
     of_transformers = forward_bytes(context, "hf")
     assert of_transformers == pytest.approx(fused + kept_by["norm"], rel=0.005)
-    assert of_transformers / GB / FORWARD_GB[context] == pytest.approx(
-        {128: 0.952, 512: 0.837}[context], abs=0.002
-    )
-    assert fused / GB / FORWARD_GB[context] == pytest.approx({128: 0.933, 512: 0.804}[context], abs=0.002)
+    assert of_transformers / GB / FORWARD_GB[context] == pytest.approx(0.837, abs=0.002)
+    assert fused / GB / FORWARD_GB[context] == pytest.approx(0.804, abs=0.002)
 
 
 DEEP_ONE_GIB = {"fp32": 21.165, "bf16": 12.418}
@@ -127,17 +121,13 @@ def test_deep_one(precision: str, in_backward: bool) -> None:
     assert estimate.peak_allocated_bytes / GIB == pytest.approx(DEEP_ONE_GIB[precision], rel=0.03)
 
 
-def test_deep_one_as_other_programs_would_hold_it() -> None:
-    """What the choice amounts to: neither one alone, nor none, is within 3 % of both rows."""
-    others = [
-        {"norm": "rmsnorm", "alibi_bias": "shared"},
-        {"norm": "rmsnorm", "alibi_bias": "per_layer"},
-        {"norm": "rmsnorm_unfused", "alibi_bias": "shared"},
-        {"norm": "layernorm", "alibi_bias": "per_layer"},
-    ]
-    for config in others:
-        ratios = [
-            deep_one(precision, precision == "bf16", **config).peak_allocated_bytes / GIB / published
-            for precision, published in DEEP_ONE_GIB.items()
-        ]
-        assert min(ratios) < 0.97, config
+@pytest.mark.parametrize(
+    "config",
+    [{"norm": "rmsnorm", "alibi_bias": "per_layer"}, {"norm": "rmsnorm_unfused", "alibi_bias": "shared"}],
+)
+def test_deep_one_without_either_choice_is_too_small(config: dict[str, str]) -> None:
+    ratios = (
+        deep_one(precision, precision == "bf16", **config).peak_allocated_bytes / GIB / published
+        for precision, published in DEEP_ONE_GIB.items()
+    )
+    assert min(ratios) < 0.97

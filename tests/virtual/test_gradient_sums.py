@@ -63,16 +63,10 @@ def train() -> None:
         optimizer.step()
 
 
-def test_the_virtual_gpu_does_as_the_engine(monkeypatch: Any) -> None:
-    """Weight and both gradients: no third one for the sum."""
+def test_the_virtual_gpu_adds_in_place_as_the_engine(monkeypatch: Any) -> None:
     monkeypatch.setattr(Scaled, "keep", lambda t: None)
+    # Weight and both gradients: no third one for the sum.
     assert trainfit.trace(train).phases.first.backward // SQUARE == 3
-
-
-def test_an_expanded_gradient_cannot_be_written_into(monkeypatch: Any) -> None:
-    """The first gradient is an expanded scalar, so the sum needs a new tensor."""
-
-    monkeypatch.setattr(Scaled, "keep", lambda t: None)
 
     def step() -> None:
         model = Twice().to("cuda")
@@ -80,4 +74,5 @@ def test_an_expanded_gradient_cannot_be_written_into(monkeypatch: Any) -> None:
             (model() * 0 + model.weight.sum()).backward()
             model.weight.grad = None
 
+    # Here one gradient is an expanded scalar, so the sum needs a new tensor.
     assert trainfit.trace(step).phases.first.backward // SQUARE == 3

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainfit.catalog.load import gpus
 from trainfit.spec.errors import InputError
-from trainfit.spec.hardware import Gpu, Source
 from trainfit.virtual.cuda.scratch import GpuTraits, output_bytes, scratch_bytes
 from trainfit.virtual.cuda.scratch.attention import flash_splits, head_dim_rounded
 from trainfit.virtual.cuda.scratch.call import Registry
@@ -20,9 +20,9 @@ from trainfit.virtual.cuda.scratch.libraries import (
 
 aten = torch.ops.aten
 MIB = 1 << 20
-H200 = GpuTraits((9, 0), 132, 2048, 227 * 1024, (2, 11))
-A100 = GpuTraits((8, 0), 108, 2048, 163 * 1024, (2, 11))
-L40S = GpuTraits((8, 9), 142, 1536, 99 * 1024, (2, 11), l2_cache_bytes=96 << 20)
+H200 = GpuTraits(torch_version=(2, 11))
+A100 = GpuTraits((8, 0), 108, 2048, 163 * 1024, torch_version=(2, 11))
+L40S = GpuTraits((8, 9), 142, 1536, 99 * 1024, 96 << 20, (2, 11))
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +42,11 @@ def bf16(*shape: int) -> torch.Tensor:
 # -- workspaces ----------------------------------------------------------------------------------------------
 
 
-def test_cublas_workspace_is_32_mib_on_hopper_and_4096_2_16_8_elsewhere() -> None:
-    assert cublas_workspace_bytes(H200) == 32 * MIB
-    assert cublas_workspace_bytes(A100) == 8_519_680
-    assert cublas_workspace_bytes(GpuTraits((10, 0), 148, 2048, 227 * 1024, (2, 13))) == 32 * MIB
-
-
-def test_cublaslt_has_a_workspace_of_its_own_only_in_torch_2_11() -> None:
-    assert cublaslt_workspace_bytes(H200) == MIB
-    assert cublaslt_workspace_bytes(GpuTraits(torch_version=(2, 13))) == 0
+def test_workspaces_by_gpu_and_version() -> None:
+    """32 MiB on Hopper and ":4096:2:16:8" elsewhere; a second one of cuBLASLt before torch 2.12."""
+    blackwell = GpuTraits((10, 0), 148, torch_version=(2, 13))
+    assert [cublas_workspace_bytes(gpu) for gpu in (H200, A100, blackwell)] == [32 * MIB, 8_519_680, 32 * MIB]
+    assert (cublaslt_workspace_bytes(H200), cublaslt_workspace_bytes(blackwell)) == (MIB, 0)
 
 
 def test_which_products_use_cublaslt() -> None:
@@ -64,27 +60,17 @@ def test_which_products_use_cublaslt() -> None:
 
 
 def test_traits_of_a_catalog_row() -> None:
-    row = Gpu(
-        name="l40s", title="L40S", vendor="nvidia", architecture="Ada Lovelace", compute_capability=(8, 9),
-        num_sms=142, threads_per_sm=1536, shared_memory_per_block_bytes=99 << 10, l2_cache_bytes=96 << 20,
-        memory_bytes=1, usable_bytes=1, memory_bytes_per_s=1.0, peak_flops_per_s={"bf16": 1.0}, link="pcie",
-        host_link="pcie",
-        source=Source(url="https://example.org", accessed="2026-11-01"),
-    )  # fmt: skip
-    assert GpuTraits.of(row, (2, 11)) == L40S
+    assert GpuTraits.of(gpus()["l40s"], (2, 11)) == L40S
     with pytest.raises(InputError, match="hardware.gpu"):
-        GpuTraits.of(row.model_copy(update={"num_sms": None, "name": "mi300x"}))
+        GpuTraits.of(gpus()["mi300x"])
 
 
 # -- embedding and indexing ----------------------------------------------------------------------------------
 
 
-def test_embedding_backward_of_few_tokens_takes_nothing() -> None:
+def test_embedding_backward_of_many_tokens_keeps_partial_sums_in_fp32() -> None:
     args = (bf16(3, 1024, 4096), torch.empty(3, 1024, dtype=torch.int64), 128256, -1, False)
     assert scratch(aten.embedding_dense_backward.default, *args) == ()
-
-
-def test_embedding_backward_keeps_partial_sums_in_fp32() -> None:
     # 4096 tokens of width 4096: at most 4096 segments and 409 + 4096 partial sums.
     args = (bf16(1, 4096, 4096), torch.empty(1, 4096, dtype=torch.int64), 128256, -1, False)
     found = scratch(aten.embedding_dense_backward.default, *args)
@@ -114,9 +100,7 @@ def test_products_copy_only_what_cublas_cannot_take() -> None:
     assert scratch(aten.mm.default, bf16(256, 1024)[:, ::2], w) == (256 * 512 * 2,)
     assert scratch(aten.mm.default, bf16(512).expand(256, 512), w) == (256 * 512 * 2,)
     assert scratch(aten.addmm.default, bf16(128), x, w) == ()
-
-
-def test_batched_products_take_expanded_batches_but_not_strided_rows() -> None:
+    # Batched products support expanded batches but not strided rows.
     keys = bf16(2, 64, 128)
     assert scratch(aten.bmm.default, bf16(1, 32, 64).expand(2, 32, 64), keys) == ()
     assert scratch(aten.bmm.default, bf16(2, 32, 128)[:, :, ::2], keys) == (2 * 32 * 64 * 2,)
@@ -156,14 +140,12 @@ def test_a_row_mean_needs_no_buffer_and_a_whole_sum_a_small_one() -> None:
     assert scratch(aten.sum.default, x) == (4 * 528, 4)
 
 
-def test_a_mask_is_converted_before_it_is_counted() -> None:
+def test_a_mask_is_converted_before_it_is_summed() -> None:
     mask = torch.empty(8, 512, dtype=torch.bool)
     assert scratch(aten.sum.default, mask)[0] == 8 * 512 * 8
     # 16-bit floats summed into fp32 are not.
     assert scratch(aten.sum.dim_IntList, bf16(8, 512), [1], dtype=torch.float32) == ()
-
-
-def test_foreach_norm_keeps_one_partial_per_chunk_of_the_largest() -> None:
+    # A list's norm keeps one partial per chunk of the largest tensor.
     tensors = [bf16(1000, 1000), bf16(10)]
     assert scratch(aten._foreach_norm.Scalar, tensors, 2) == (2 * 16 * 4,)
 
@@ -214,6 +196,7 @@ def flash_backward(q: torch.Tensor, k: torch.Tensor, grad: torch.Tensor | None =
 
 
 def test_flash_backward_accumulates_dq_in_fp32() -> None:
+    assert [head_dim_rounded(dim) for dim in (64, 80, 128, 144, 256)] == [64, 96, 128, 192, 256]
     q = heads(2, 32, 1000, 128)
     assert flash_backward(q, q) == (2 * 32 * 1024 * 4, 2 * 32 * 1024 * 128 * 4)
 
@@ -224,13 +207,6 @@ def test_flash_backward_of_grouped_heads_expands_dk_and_dv() -> None:
     assert flash_backward(q, k) == (32 * 4096 * 4, 32 * 4096 * 128 * 4, expanded, expanded)
     grad = bf16(1, 32, 4096, 128)  # Heads outside, as a gradient that was not transposed back.
     assert flash_backward(q, k, grad)[0] == expanded
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "rounded"), [(64, 64), (80, 96), (128, 128), (144, 192), (192, 192), (256, 256)]
-)
-def test_flash_rounds_head_sizes(head_dim: int, rounded: int) -> None:
-    assert head_dim_rounded(head_dim) == rounded
 
 
 def test_flash_forward_splits_keys_when_the_gpu_would_idle() -> None:
@@ -293,25 +269,17 @@ def test_cudnn_backward_workspace_and_outputs() -> None:
 # -- the rest ------------------------------------------------------------------------------------------------
 
 
-def test_routing_of_experts() -> None:
+def test_sorts_scans_and_losses() -> None:
     scores = torch.empty(4096, 64)
     assert scratch(aten.topk.default, scores, 8) == ()
     chosen = torch.empty(4096 * 8, dtype=torch.int64)
     assert scratch(aten.sort.default, chosen) == (4096 * 8 * 8, 4096 * 8 * 16)
     assert scratch(aten.sort.default, torch.empty(10, 4096)) == ()
     assert scratch(aten.cumsum.default, torch.empty(64, dtype=torch.int32), 0) == (64 * 8,)
-
-
-def test_an_averaged_loss_keeps_its_elements_first() -> None:
+    # An averaged loss keeps its elements.
     x = torch.empty(8, 1000)
     assert scratch(aten.mse_loss.default, x, x) == (8 * 1000 * 4,)
     assert scratch(aten.mse_loss.default, x, x, 0) == ()
-
-
-def test_an_op_without_a_rule_takes_nothing() -> None:
-    x = bf16(8, 8)
-    assert scratch(aten.add.Tensor, x, x) == ()
-    assert output_bytes(aten.add.Tensor, (x, x), {}, x) == {}
 
 
 def test_two_rules_for_one_op_are_refused() -> None:

@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules import module as module_globals
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from compiled_blocks import (
     CPU,
@@ -26,11 +23,13 @@ from compiled_blocks import (
 )
 from tiny_recipe import tiny_recipe
 from trainfit.ledger.allocator import CachingAllocator
-from trainfit.ledger.ledger import ALLOCATE, Ledger
+from trainfit.ledger.ledger import ALLOCATE, FREE, Event, Ledger, Segment, Storage
 from trainfit.ledger.replay import replay
 from trainfit.prediction.trace import _trace, trace
 from trainfit.spec.recipe import Adapter, Batch, Recipe
-from virtual_runs import recipe_of, sums, with_layers
+from trainfit.virtual.compile.pad_matmul import MARGIN, is_padding_faster
+from trainfit.virtual.compile.tuning import Kernel, Tuning, headroom, read
+from virtual_runs import recipe_of, steady_sum, sums, with_layers
 
 MEASURED = Path(__file__).parents[1] / "data" / "compiled_on_h200.jsonl"
 """Recipe and peak bytes of the steady step's phases, and of the first step's where no cache was there,
@@ -58,20 +57,12 @@ class Head(nn.Module):
 
 
 def test_a_feed_forward_block_keeps_what_its_products_read() -> None:
-    """norm(x), gate, up and their product, and one fp32 scale a token: read in the backward; and the
-    output."""
+    """norm(x), gate, up and their product, and one fp32 scale a token, as torch's partitioner saves."""
     saved = TOKENS * E * 4 + 3 * TOKENS * FF * 4 + TOKENS * 4
     output = TOKENS * E * 4
     alive = kept(step_of(SwiGlu, (1, TOKENS, E), compiled=True))
     assert sum(alive.values()) == saved + output + CUBLAS_WORKSPACE
-
-
-def test_saved_bytes_are_those_of_torchs_partitioner() -> None:
-    """A real module, compiled after a virtual one, by the same rules."""
-    alive = kept(step_of(SwiGlu, (1, TOKENS, E), compiled=True))
-    output = TOKENS * E * 4
-    ours = sum(alive.values()) - output - CUBLAS_WORKSPACE
-    assert ours == kept_by_torch(SwiGlu, (1, TOKENS, E))
+    assert kept_by_torch(SwiGlu, (1, TOKENS, E)) == saved  # A real module, compiled after a virtual one.
 
 
 def test_a_fused_chain_allocates_its_output_alone() -> None:
@@ -104,56 +95,37 @@ def test_a_product_that_tensor_cores_cannot_take_is_padded() -> None:
 @pytest.mark.parametrize(
     ("mode", "fields"),
     [
-        pytest.param("block", {"precision": "amp-bf16"}, id="block-amp-bf16"),
-        pytest.param("block", {"recompute": "full", "precision": "bf16"}, id="block-recompute"),
+        pytest.param("block", {"precision": "amp-bf16", "recompute": "full"}, id="block-amp-recompute"),
         pytest.param("block", {"batch": Batch(micro=2, seq=16, accumulate=2)}, id="block-accumulate"),
-        pytest.param("block", {"adapter": Adapter(kind="lora", rank=4)}, id="block-lora"),
-        pytest.param("model", {}, id="model-fp32"),
         pytest.param("model", {"recompute": "full", "precision": "bf16"}, id="model-recompute"),
     ],
 )
 def test_compiled_code_saves_no_more_and_computes_the_same(mode: Any, fields: dict[str, Any]) -> None:
     recipe = tiny_recipe(layers=2, **fields)
-    eager = trace(recipe)
-    compiled = trace(recipe.model_copy(update={"compile": mode}))
+    eager, compiled = trace(recipe), trace(recipe.model_copy(update={"compile": mode}))
     assert activation_bytes(compiled) <= activation_bytes(eager)
-    # transformers gives a whole compiled model a mask: then attention's masked half is computed too.
-    assert (
-        flops(eager) == flops(compiled)
-        if mode == "block"
+    eager_flops, compiled_flops = steady_sum(eager, "model_flops"), steady_sum(compiled, "model_flops")
+    if mode == "block":
+        assert eager_flops == compiled_flops
+    else:
+        # transformers gives a whole compiled model a mask: then attention's masked half is computed too.
         # RoPE's product, 128 FLOP a forward here, may become an elementwise kernel.
-        else 0.999 * flops(eager) <= flops(compiled) < 1.1 * flops(eager)
-    )
+        assert 0.999 * eager_flops <= compiled_flops < 1.1 * eager_flops
     assert compiled.params == eager.params
     assert any("Inductor" in text for text in compiled.assumptions)
     assert any(op.name.startswith("triton_") for op in compiled.ops)
 
 
 def activation_bytes(ledger: Ledger) -> int:
-    """What the steady forward leaves to the backward."""
-    steady = [
-        s
-        for i, s in enumerate(ledger.storages)
-        if s.category == "activations" and phase_of(ledger, i) == ("steady", "forward")
-    ]
-    return sum(s.num_bytes for s in steady)
-
-
-def phase_of(ledger: Ledger, storage: int) -> tuple[str, str]:
-    op = ledger.storages[storage].op
-    if op < 0:
-        return "", ""
-    segment = ledger.segments[ledger.ops[op].segment]
-    return segment.step, segment.phase
-
-
-def flops(ledger: Ledger) -> float:
-    return sum(op.model_flops for op in ledger.ops if ledger.segments[op.segment].step == "steady")
+    """Return the bytes that the steady forward leaves to the backward."""
+    forward = next(i for i, segment in enumerate(ledger.segments) if segment == ("steady", "forward"))
+    kept = (s for s in ledger.storages if s.category == "activations" and s.op >= 0)
+    return sum(s.num_bytes for s in kept if ledger.ops[s.op].segment == forward)
 
 
 def test_an_update_in_the_backward_frees_gradients() -> None:
     """By block the gradients of one block are alive at a time; nothing is left for the optimizer's phase."""
-    recipe = tiny_recipe(layers=4, compile="block")
+    recipe = tiny_recipe(layers=2, compile="block")
     in_backward = recipe.model_copy(
         update={"optimizer": recipe.optimizer.model_copy(update={"in_backward": True})}
     )
@@ -162,67 +134,25 @@ def test_an_update_in_the_backward_frees_gradients() -> None:
     assert early.optimizer < ordinary.optimizer
 
 
-def test_the_second_step_compiles_nothing() -> None:
-    """One block's graph serves all blocks and both steps."""
+def test_one_graph_serves_all_blocks_and_both_steps() -> None:
     from trainfit.step import assemble
 
     with on_h200() as virtual:
-        step = assemble(tiny_recipe(layers=4, compile="block"), CPU, compiler=virtual.compiler)
+        step = assemble(tiny_recipe(compile="block"), CPU, compiler=virtual.compiler)
         virtual.model_is_complete(step.model, [])
-        batches = step.random_batches()
-        step(batches)
-        assert virtual.compiler.num_graphs == 1
-        step(batches)
-        assert virtual.compiler.num_graphs == 1
+        for batches in 2 * [step.random_batches()]:
+            step(batches)
+            assert virtual.compiler.num_graphs == 1
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, id="all"),
-        pytest.param({"adapter": Adapter(kind="lora", rank=4)}, id="lora", marks=pytest.mark.slow),
-        pytest.param({"recompute": "full"}, id="recompute", marks=pytest.mark.slow),
-    ],
-)
-def test_blocks_that_repeat_equal_all_of_them(fields: dict[str, Any]) -> None:
-    recipe = tiny_recipe(layers=8, compile="block", **fields)
+@pytest.mark.parametrize("adapter", [None, Adapter(kind="lora", rank=4)], ids=["all", "lora"])
+def test_blocks_that_repeat_equal_all_of_them(adapter: Adapter | None) -> None:
+    recipe = tiny_recipe(layers=5, compile="block", adapter=adapter)
     folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
     assert folded.repeat > 1
     a, b = sums(folded), sums(whole)
-    a.pop("calls"), b.pop("calls")  # an optimizer's list is one call a group
+    a.pop("calls"), b.pop("calls")  # An optimizer's list is one call a group.
     assert a == b
-
-
-def test_everything_is_put_back() -> None:
-    recipe = tiny_recipe(layers=2, compile="block")
-    before = state()
-    trace(recipe)
-    assert state() == before
-
-
-def test_everything_is_put_back_after_an_error() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.view(7, 11)
-
-    before = state()
-    with pytest.raises(RuntimeError):
-        step_of(Fails, (TOKENS, E), compiled=True)
-    assert state() == before
-
-
-def state() -> tuple[Any, ...]:
-    """What compiling on the virtual GPU changes for a while."""
-    from torch._dynamo import device_interface
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.scheduler import Scheduler
-
-    return (
-        torch.cuda.get_device_properties, torch.cuda.is_available, Scheduler.enter_context,
-        GraphLowering.compile_to_module,
-        dict(device_interface.device_interfaces), len(module_globals._global_forward_hooks),
-        _get_current_function_mode_stack(), _get_current_dispatch_mode_stack(),
-    )  # fmt: skip
 
 
 def test_a_real_module_compiles_afterwards() -> None:
@@ -234,13 +164,10 @@ def test_a_real_module_compiles_afterwards() -> None:
     assert torch.equal(module(x), ((x * 2).sin() + 1).exp())
 
 
-def measured() -> list[Any]:
-    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-    slow = {"model": pytest.mark.slow}
-    return [pytest.param(row, id=row["id"], marks=slow.get(row["recipe"]["compile"], ())) for row in rows]
+ROWS = [json.loads(line) for line in MEASURED.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("row", measured())
+@pytest.mark.parametrize("row", ROWS, ids=[row["id"] for row in ROWS])
 def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
     """Peak bytes of the phases: within 0.1 % by the Inductor that was measured, within 6 % by another.
 
@@ -252,20 +179,138 @@ def test_peaks_are_those_of_an_h200(row: dict[str, Any]) -> None:
 
     same_inductor = torch.__version__.startswith("2.11.")
     recipe: Recipe = recipe_from(row["recipe"])
-    replayed = replay(trace(recipe), CachingAllocator(), empty_cache_after_init=True).phases
+    ledger = trace(recipe)
+    assert not ledger.ops_without_flops
+    replayed = replay(ledger, CachingAllocator(), empty_cache_after_init=True).phases
     within = 0.06 if not same_inductor else 0.005 if row["id"].startswith("gpt2-hf-model") else 0.001
     for step in ("first", "steady"):
         for phase, num_bytes in row.get(step, {}).items():
-            assert getattr(getattr(replayed, step), phase) == pytest.approx(num_bytes, rel=within), (
-                step,
-                phase,
-            )
+            found = getattr(getattr(replayed, step), phase)
+            assert found == pytest.approx(num_bytes, rel=within), (step, phase)
 
 
-def test_models_of_several_kinds_compile() -> None:
-    """A model with dropout (GPT-2), one with eager attention (Bloom), one with two kinds of layers."""
-    for name in ("gpt2", "bloom-560m", "gemma-3-1b"):
-        recipe = recipe_of(with_layers(name, 2), compile="block")
-        ledger = trace(recipe)
-        assert any(op.name.startswith("triton_") for op in ledger.ops), name
-        assert not ledger.ops_without_flops, name
+def test_a_model_with_two_kinds_of_layers_compiles() -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    ledger = trace(recipe_of(with_layers("gemma-3-1b", 2) | kinds, compile="block"))
+    assert any(op.name.startswith("triton_") for op in ledger.ops)
+    assert not ledger.ops_without_flops
+
+
+# -- choices that a GPU makes by benchmark: padded products, and what tuning allocates ----------------------
+
+BENCHMARKED = Path(__file__).parents[1] / "data" / "padding_on_h200.jsonl"
+"""What ``pad_mm``'s benchmark found on an H200 with torch 2.11: milliseconds of a product as it is, and
+padded with the copies that it needs. "10": the first operand's padding costs nothing."""
+A_TIE = 0.02
+L2 = 1 << 20
+POINTWISE = """
+import triton
+
+@triton_heuristics.pointwise(
+    size_hints={'x': %d},
+    filename=__file__,
+    triton_meta={'signature': {}, 'device': DeviceProperties(type='cuda', index=0, multi_processor_count=132,
+    cc=90,
+                 major=9, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, warp_size=32)},
+    inductor_meta={'autotune_hints': set(), 'mutated_arg_names': ['in_out_ptr0'], 'optimize_mem': %s},
+    min_elem_per_thread=0
+)
+@triton.jit
+def kernel(in_ptr0, in_out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+"""
+
+
+def test_products_are_padded_as_on_an_h200() -> None:
+    rows = [json.loads(line) for line in BENCHMARKED.read_text().splitlines()]
+    decisions = [(row, free) for row in rows for free in row["padded_ms"]]
+    assert [(row, free) for row, free in decisions if not agrees(row, free)] == []
+
+
+def agrees(row: dict[str, Any], free: str) -> bool:
+    gain = row["ms"] / row["padded_ms"][free]
+    if abs(gain / MARGIN - 1) < A_TIE:
+        return True  # Another benchmark may decide otherwise.
+    m, k, n, dtype = row["m"], row["k"], row["n"], getattr(torch, row["dtype"])
+    mat1 = matrix(k, m, dtype).t() if row["kind"] == "dw" else matrix(m, k, dtype)
+    mat2 = matrix(n, k, dtype).t() if row["kind"] == "fwd" else matrix(k, n, dtype)
+    return is_padding_faster(mat1, mat2, free1=free[0] == "1", free2=free[1] == "1") == (gain > MARGIN)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+
+def test_layer_norm_keeps_its_statistics_in_fp32() -> None:
+    """Mean and 1/deviation, 4 bytes a token each; on a CPU they are of the input's dtype."""
+    dtype = torch.bfloat16
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(E, device=CPU, dtype=dtype)
+            self.linear = nn.Linear(E, E, False, CPU, dtype)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.norm(x.to(dtype)))
+
+    ledger = step_of(Normed, (TOKENS, E), compiled=True)
+    sizes = sorted(kept(ledger).values())
+    assert sizes[:2] == [TOKENS * 4, TOKENS * 4]
+
+
+def test_one_product_in_a_batch_is_a_product() -> None:
+    class Product(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, x.transpose(1, 2))
+
+    ledger = step_of(Product, (1, 64, 32), compiled=True, trains=False)
+    names = {op.name for op in ledger.ops if op.flops}
+    assert names == {"aten.mm.default"} or names == {"aten.mm.out"}, names
+
+
+def test_kernels_are_read_as_torch_describes_them() -> None:
+    # ``pointwise``: one dimension, autotune_pointwise.
+    assert read(POINTWISE % (1 << 20, True)) == Kernel(num_configs=2, changed=(1,), spares_memory=True)
+
+
+def test_tuning_allocates_a_cache_and_clones_once() -> None:
+    tuning, source = Tuning(L2), POINTWISE % (1 << 20, False)
+    x = torch.empty(3000)
+    y = torch.empty(4000)[1000:]
+    expected = [(4 * 4000,), (L2, 4 * 4000)]
+    assert tuning.scratch(source, (x, y, 3000), Ledger()) == expected
+    assert tuning.scratch(source, (x, y, 3000), Ledger()) == []
+    assert tuning.scratch(POINTWISE % (1 << 21, False), (x, y, 3000), Ledger()) == expected
+
+
+@pytest.mark.parametrize(("room", "clones"), [(4096, ()), (16384, (16000,))])
+def test_clones_that_would_raise_the_peak_go_to_the_host(room: int, clones: tuple[int, ...]) -> None:
+    """``copy_args_to_cpu_if_needed``: 16000 bytes fit below the highest point if that is as far above."""
+    ledger = ledger_with(room)
+    assert headroom(ledger) == room
+    found = Tuning(L2).scratch(POINTWISE % (1 << 20, True), (None, torch.empty(4000), 4000), ledger)
+    assert found == [clones, (L2, *clones)]
+
+
+def ledger_with(room: int) -> Ledger:
+    """In the running phase ``room`` bytes, in sizes that no block has, were allocated and freed."""
+    ledger = Ledger()
+    ledger.segments += [Segment("first", "forward"), Segment("first", "backward")]
+    ledger.storages += [
+        Storage(1 << 30, "temporary", -1, -1, "before"),
+        Storage(room - 1, "temporary", -1, -1, "here"),
+    ]
+    ledger.events += [Event(ALLOCATE, 0, -1, 0), Event(ALLOCATE, 1, -1, 1), Event(FREE, 1, -1, 1)]
+    return ledger
+
+
+def test_only_the_first_step_tunes() -> None:
+    """One kernel in a layer, one buffer as large as an H200's L2 cache, and none when it runs again."""
+
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).sin().exp()
+
+    ledger = step_of(Twice, (TOKENS, E), compiled=True, trains=False)
+    assert [s.num_bytes for s in ledger.storages if "/tuning/" in s.path] == [60 << 20]

@@ -42,31 +42,20 @@ GEMMA2 = with_layers("gemma-2-2b", 4) | {
 ADAFACTOR = Optimizer(name="adafactor")
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "fp32": (LLAMA, "hf", {"precision": "fp32"}),
-    "fp32-native": (LLAMA, "native", {"precision": "fp32"}),
-    "bf16": (LLAMA, "hf", {}),
     "bf16-native": (LLAMA, "native", {}),
-    "amp-bf16": (LLAMA, "hf", {"precision": "amp-bf16"}),
     "amp-fp16": (LLAMA, "hf", {"precision": "amp-fp16"}),
     "recompute": (LLAMA, "hf", {"recompute": "full"}),
     "accumulate": (LLAMA, "hf", {"batch": Batch(micro=2, seq=64, accumulate=3)}),
     "adamw-foreach": (LLAMA, "hf", {"optimizer": Optimizer(implementation="foreach")}),
-    "adamw-forloop": (LLAMA, "hf", {"optimizer": Optimizer(implementation="forloop")}),
     "in-backward": (LLAMA, "hf", {"optimizer": Optimizer(in_backward=True)}),
     "sgd-momentum": (
         LLAMA,
         "hf",
         {"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
     ),
-    "sgd-momentum-fused": (LLAMA, "hf", {"optimizer": Optimizer(name="sgd", momentum=0.9)}),
-    "muon-amp-fp16": (LLAMA, "native", {"optimizer": Optimizer(name="muon"), "precision": "amp-fp16"}),
     "adafactor": (LLAMA, "hf", {"optimizer": ADAFACTOR}),
-    "adafactor-in-backward": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
-    "lora": (LLAMA, "hf", {"adapter": Adapter(kind="lora", rank=4)}),
-    "lora-native": (LLAMA, "native", {"adapter": Adapter(kind="lora", rank=4, dtype="base")}),
     "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora", rank=4), "recompute": "full"}),
-    "eager": (LLAMA, "hf", {"attention": "eager", "precision": "fp32"}),
     "math": (LLAMA, "hf", {"attention": "math"}),
-    "triton": (LLAMA, "hf", {"attention": "triton", "recompute": "full"}),
     "triton-native": (LLAMA, "native", {"attention": "triton", "precision": "amp-bf16"}),
     "gpt2": (GPT2, "hf", {"precision": "fp32"}),
     "gpt2-amp": (GPT2, "hf", {"precision": "amp-bf16"}),
@@ -83,7 +72,7 @@ def on_cpu(case: str) -> Recipe:
     )
 
 
-BREAKDOWNS = ("fp32", "bf16-native", "amp-bf16", "accumulate", "in-backward", "lora", "gpt2")
+BREAKDOWNS = ("fp32", "bf16-native", "accumulate", "in-backward", "gpt2-amp")
 """Cases whose breakdown is compared; with recomputation ``measure`` cannot separate activations and
 scratch."""
 
@@ -104,14 +93,12 @@ def test_every_phase_to_the_byte(case: str) -> None:
 def test_what_data_decides_stays_within_two_blocks() -> None:
     """transformers' Adafactor keeps a scalar if a weight's mean is above a bound: a block of 512 bytes,
     unknowable."""
-    config, implementation, _ = CASES["bf16"]
+    config, implementation, _ = CASES["fp32"]
     optimizer = Optimizer(name="adafactor", momentum=0.9)
     recipe = recipe_of(config, implementation, optimizer=optimizer, hardware=Hardware(gpu="cpu"))
     predicted, measured = predict(recipe), measure(recipe, steps=0, device="cpu", start=forked)
     assert measured.phases is not None
     for step in ("first", "steady"):
+        ours, theirs = getattr(predicted.phases, step), getattr(measured.phases, step)
         for phase in ("forward", "backward", "optimizer"):
-            off = getattr(getattr(predicted.phases, step), phase) - getattr(
-                getattr(measured.phases, step), phase
-            )
-            assert abs(off) <= 2 * 512, (step, phase)
+            assert abs(getattr(ours, phase) - getattr(theirs, phase)) <= 2 * 512, (step, phase)

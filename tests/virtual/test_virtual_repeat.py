@@ -1,6 +1,7 @@
 """A ledger of a few layers, the middle ones repeated, equals the ledger of the whole model: every sum, byte
 for byte."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,23 +10,53 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainfit.prediction.trace import trace
-from trainfit.spec.hardware import Gpu
+from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer
 from trainfit.virtual.trace.repeated_layers import find_period
 from virtual_runs import recipe_of, steady, sums, with_layers
 
-FAMILIES = [
-    ("gpt2", 5), ("pythia-160m", 5), ("opt-125m", 5), ("bloom-560m", 5), ("falcon-7b", 5), ("gpt-j-6b", 6),
-    ("llama-3.2-1b", None), ("mistral-7b-v0.1", 8), ("mixtral-8x7b", 8), ("qwen2.5-0.5b", 8),
-    ("qwen3-0.6b", 8), ("gemma-2-2b", 10), ("gemma-3-1b", None), ("phi-2", 6), ("phi-3-mini-4k", 8),
-    ("qwen3-30b-a3b", 8), ("deepseek-v2-lite", 8), ("gpt-oss-20b", 8), ("olmo-2-7b", 6),
-]  # fmt: skip
-"""Catalog name and number of layers; None: all."""
+FAMILIES = {
+    "gpt2": 5, "bloom-560m": 5, "falcon-7b": 5, "mixtral-8x7b": 5, "qwen3-0.6b": 5, "gemma-2-2b": 8,
+    "phi-2": 5, "deepseek-v2-lite": 6, "gpt-oss-20b": 8,
+}  # fmt: skip
+"""Catalog name and number of layers."""
+LLAMA, GPT2 = with_layers("llama-3.2-1b", 5), with_layers("gpt2", 5)
+Case = tuple[dict[str, Any], str, dict[str, Any]]
+CASES: dict[str, Case] = {name: (with_layers(name, layers), "hf", {}) for name, layers in FAMILIES.items()}
+CASES |= {
+    "two-embeddings-of-positions": (
+        with_layers("gemma-3-1b", 8) | {"layer_types": ["sliding_attention", "full_attention"] * 4}, "hf", {},
+    ),
+    "fp32-forloop": (LLAMA, "hf", {"precision": "fp32", "optimizer": Optimizer(implementation="forloop")}),
+    "amp-bf16-sgd": (LLAMA, "hf", {"precision": "amp-bf16", "optimizer": Optimizer(name="sgd")}),
+    "amp-fp16-gpt2-foreach": (
+        GPT2, "hf", {"precision": "amp-fp16", "optimizer": Optimizer(implementation="foreach")},
+    ),
+    "adafactor-foreach": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", implementation="foreach")}),
+    "adafactor-momentum": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
+    "in-backward-foreach-recompute": (
+        LLAMA, "hf", {"optimizer": Optimizer(in_backward=True, implementation="foreach"),
+        "recompute": "full"},
+    ),
+    "in-backward-adafactor": (LLAMA, "native", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
+    "accumulate-fp16": (
+        GPT2, "hf", {"precision": "amp-fp16", "batch": Batch(micro=2, seq=32, accumulate=2)},
+    ),
+    "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora"), "recompute": "full"}),
+    "lora-dropout-gpt2": (GPT2, "hf", {"adapter": Adapter(kind="lora", dropout=0.1)}),
+    "lora-native-base": (LLAMA, "native", {"adapter": Adapter(kind="lora", dtype="base")}),
+    "attention-math": (LLAMA, "native", {"attention": "math"}),
+    "attention-eager": (LLAMA, "hf", {"attention": "eager"}),
+    "sliding-pattern-recompute": (with_layers("gemma-2-2b", 8), "hf", {"recompute": "full"}),
+    "native-post-norm-alibi": (with_layers("deep-one-1.6b", 5), "native", {"precision": "amp-bf16"}),
+    "virtual-cpu": (LLAMA, "native", {"hardware": Hardware(gpu="cpu")}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "layers"), FAMILIES, ids=[name for name, _ in FAMILIES])
-def test_families(name: str, layers: int | None) -> None:
-    recipe = recipe_of(with_layers(name, layers))
+@pytest.mark.parametrize("case", CASES)
+def test_families_and_techniques(case: str) -> None:
+    config, implementation, fields = CASES[case]
+    recipe = recipe_of(config, implementation, **fields)
     repeated, whole = trace(recipe), trace(recipe, whole=True)
     assert repeated.repeat > 1
     assert len(repeated.ops) < len(whole.ops)
@@ -38,57 +69,6 @@ def test_more_layers_cost_no_more_to_trace() -> None:
     # Only building the model takes longer: its operations, made before the layers are cut out, are in the
     # ledger.
     assert len(steady(deep)) == len(steady(shallow))
-
-
-LLAMA, GPT2 = with_layers("llama-3.2-1b", 6), with_layers("gpt2", 6)
-FP16_SCALED = {"precision": "amp-fp16"}
-TECHNIQUES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "fp32": (LLAMA, "hf", {"precision": "fp32"}),
-    "amp-bf16": (LLAMA, "hf", {"precision": "amp-bf16"}),
-    "amp-fp16-gpt2-foreach": (GPT2, "hf", {**FP16_SCALED, "optimizer": Optimizer(implementation="foreach")}),
-    "adamw-foreach": (LLAMA, "hf", {"optimizer": Optimizer(implementation="foreach")}),
-    "adamw-forloop": (LLAMA, "hf", {"optimizer": Optimizer(implementation="forloop")}),
-    "sgd": (LLAMA, "hf", {"optimizer": Optimizer(name="sgd")}),
-    "sgd-momentum-foreach": (
-        LLAMA, "hf", {"optimizer": Optimizer(name="sgd", momentum=0.9, implementation="foreach")},
-    ),
-    "adafactor-foreach": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", implementation="foreach")}),
-    "adafactor-momentum": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", momentum=0.9)}),
-    "recompute": (LLAMA, "hf", {"recompute": "full"}),
-    "recompute-native": (LLAMA, "native", {"recompute": "full"}),
-    "in-backward": (LLAMA, "hf", {"optimizer": Optimizer(in_backward=True)}),
-    "in-backward-foreach-recompute": (
-        LLAMA, "hf", {"optimizer": Optimizer(in_backward=True, implementation="foreach"),
-        "recompute": "full"},
-    ),
-    "in-backward-adafactor": (LLAMA, "hf", {"optimizer": Optimizer(name="adafactor", in_backward=True)}),
-    "accumulate": (LLAMA, "hf", {"batch": Batch(micro=2, seq=32, accumulate=3)}),
-    "accumulate-fp16": (GPT2, "hf", {**FP16_SCALED, "batch": Batch(micro=2, seq=32, accumulate=2)}),
-    "lora": (LLAMA, "hf", {"adapter": Adapter(kind="lora")}),
-    "lora-recompute": (LLAMA, "hf", {"adapter": Adapter(kind="lora"), "recompute": "full"}),
-    "lora-dropout-gpt2": (GPT2, "hf", {"adapter": Adapter(kind="lora", dropout=0.1)}),
-    "lora-native-base": (LLAMA, "native", {"adapter": Adapter(kind="lora", dtype="base")}),
-    "attention-math": (LLAMA, "hf", {"attention": "math"}),
-    "attention-eager": (LLAMA, "hf", {"attention": "eager"}),
-    "attention-flash": (LLAMA, "hf", {"attention": "flash"}),
-    "attention-efficient": (GPT2, "hf", {"attention": "efficient"}),
-    "sliding-pattern-recompute": (with_layers("gemma-2-2b", 8), "hf", {"recompute": "full"}),
-    "experts-foreach": (
-        with_layers("qwen3-30b-a3b", 6), "hf", {"optimizer": Optimizer(implementation="foreach")},
-    ),
-    "native-post-norm-alibi": (with_layers("deep-one-1.6b", 6), "native", {"precision": "amp-bf16"}),
-    "virtual-cpu": (LLAMA, "hf", {"hardware": Hardware(gpu="cpu"),
-    "optimizer": Optimizer(implementation="forloop")}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TECHNIQUES)
-def test_techniques(case: str) -> None:
-    config, implementation, fields = TECHNIQUES[case]
-    recipe = recipe_of(config, implementation, **fields)
-    repeated, whole = trace(recipe), trace(recipe, whole=True)
-    assert repeated.repeat > 1
-    assert sums(repeated) == sums(whole)
 
 
 class Layer(nn.Module):
@@ -108,11 +88,6 @@ class Layer(nn.Module):
         return x + y
 
 
-class Output:
-    def __init__(self, loss: Tensor):
-        self.loss = loss
-
-
 class Stack(nn.Module):
     """A language model of such layers, as the step calls one."""
 
@@ -124,11 +99,11 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(64, 50, device=device)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Output:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return Output(F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+        return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
 
 
 def made_of(widths: list[int], **settings: Any) -> Any:
@@ -157,36 +132,21 @@ def test_patterns_are_found(pattern: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert sums(repeated) == sums(whole)
 
 
-@pytest.mark.parametrize("parity", [0, 1])
-def test_layers_that_ask_for_their_number_are_noticed(parity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_whose_forward_depends_on_their_index_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     # Their parameters and settings are equal; only the forward differs, by layer_idx.
-    monkeypatch.setattr("trainfit.step.build_model", made_of([128] * 8, doubled_at=parity))
+    monkeypatch.setattr("trainfit.step.build_model", made_of([128] * 8, doubled_at=0))
     recipe = recipe_of({"model_type": "synthetic"}, precision="fp32")
     noticed, whole = trace(recipe), trace(recipe, whole=True)
     assert noticed.repeat == 1
     assert sums(noticed) == sums(whole)
 
 
-def test_experts_in_every_other_layer() -> None:
-    config = {
-        "model_type": "qwen2_moe", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 64, "num_hidden_layers": 10, "num_attention_heads": 4,
-        "num_experts": 4,
-        "num_key_value_heads": 2, "num_experts_per_tok": 2, "decoder_sparse_step": 2, "vocab_size": 256,
-    }  # fmt: skip
-    recipe = recipe_of(config)
-    repeated, whole = trace(recipe), trace(recipe, whole=True)
-    assert repeated.repeat == 3
-    assert sums(repeated) == sums(whole)
-
-
 @pytest.mark.parametrize(
     ("targets", "num_adapted"),
     [
-        (r".*layers\.[45]\.self_attn\.q_proj", 2),
-        (("layers.5.self_attn.q_proj",), 1),
-        (r".*\.\d\.mlp\.up_proj", 6),
-        ("all-linear", 42),
+        (r".*layers\.[34]\.self_attn\.q_proj", 2),
+        (("layers.4.self_attn.q_proj",), 1),
+        ("all-linear", 35),
     ],
 )
 def test_adapters_of_some_layers(targets: Any, num_adapted: int) -> None:
@@ -206,9 +166,5 @@ def test_find_period() -> None:
 
 
 def test_gpu_without_cuda_is_refused() -> None:
-    from trainfit.catalog.load import gpus
-    from trainfit.spec.errors import InputError
-
-    amd: Gpu = gpus()["mi300x"]
     with pytest.raises(InputError, match=r"hardware\.gpu"):
-        trace(recipe_of(GPT2, hardware=Hardware(gpu=amd.name)))
+        trace(recipe_of(GPT2, hardware=Hardware(gpu="mi300x")))

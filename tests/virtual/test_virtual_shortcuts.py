@@ -1,79 +1,75 @@
-"""The virtual GPU's shorter ways give what the long ones give."""
+"""Shortcuts of the virtual GPU (meta kernels, a frozen garbage collector) and its process-wide patches."""
 
 import gc
+import logging
+import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import flop_counter
+from transformers import masking_utils
 
+from trainfit.models.hf_attention import no_packed_sequences
+from trainfit.techniques.precision import fp8
+from trainfit.techniques.recompute.budget import grouped_heads_counted
 from trainfit.virtual.cuda import fake_impls as fake_run
 from trainfit.virtual.trace.process_state import frozen_gc
 
 aten = torch.ops.aten
-CASES: dict[str, Callable[[], tuple]] = {
-    "mm": lambda: (aten.mm.default, (_fake(4, 6), _fake(8, 6).t())),
-    "mul, broadcast and promoted": lambda: (
-        aten.mul.Tensor,
-        (_fake(3, 1, 5), _fake(4, 1, dtype=torch.bfloat16)),
-    ),
-    "mul, by a number": lambda: (aten.mul.Tensor, (_fake(3, dtype=torch.bfloat16), 2.0)),
-    "add, transposed": lambda: (aten.add.Tensor, (_fake(4, 6).t(), _fake(6, 4))),
-    "sub": lambda: (aten.sub.Tensor, (_fake(4, 6), _fake(6))),
-    "neg": lambda: (aten.neg.default, (_fake(4, 6).t(),)),
-    "pow": lambda: (aten.pow.Tensor_Scalar, (_fake(4, dtype=torch.int64), 0.5)),
-    "sum": lambda: (aten.sum.dim_IntList, (_fake(4, 6, dtype=torch.int32), [0], True)),
-    "detach": lambda: (aten.detach.default, (_fake(4, 6),)),
-    "t": lambda: (aten.t.default, (_fake(4, 6),)),
-    "view": lambda: (aten.view.default, (_fake(4, 6), [2, -1])),
-    "unsafe view": lambda: (aten._unsafe_view.default, (_fake(4, 6), [24])),
-    "transpose": lambda: (aten.transpose.int, (_fake(4, 6, 2), 0, -1)),
-    "slice": lambda: (aten.slice.Tensor, (_fake(4, 6), 1, 2, 9223372036854775807)),
-    "unsqueeze": lambda: (aten.unsqueeze.default, (_fake(4, 6), 1)),
-    "expand": lambda: (aten.expand.default, (_fake(4, 1), [3, 4, 5])),
-    "as strided": lambda: (aten.as_strided.default, (_fake(4, 6), [2, 3], [1, 2], 4)),
-    "empty": lambda: (
-        aten.empty.memory_format,
-        ([2, 3, 4, 5],),
-        {"device": torch.device("cpu"), "memory_format": torch.channels_last},
-    ),
-    "ones": lambda: (
-        aten.ones.default,
-        ([7],),
-        {"device": torch.device("cpu"), "dtype": torch.float16, "pin_memory": False},
-    ),
-    "zeros": lambda: (aten.zeros.default, ([],), {"device": torch.device("cpu")}),
-}
+CPU = torch.device("cpu")
+Case = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def cases() -> list[Case]:
+    """Return calls of every shortened operation, on fake tensors."""
+    matrix, tall, half = _fake(4, 6), _fake(4, 1), _fake(3, dtype=torch.bfloat16)
+    calls: list[tuple[Any, ...]] = [
+        (aten.mm.default, matrix, _fake(8, 6).t()), (aten.mul.Tensor, _fake(3, 1, 5), tall.bfloat16()),
+        (aten.mul.Tensor, half, 2.0), (aten.add.Tensor, matrix.t(), _fake(6, 4)),
+        (aten.sub.Tensor, matrix, _fake(6)), (aten.neg.default, matrix.t()),
+        (aten.pow.Tensor_Scalar, _fake(4, dtype=torch.int64), 0.5),
+        (aten.sum.dim_IntList, _fake(4, 6, dtype=torch.int32), [0], True), (aten.detach.default, matrix),
+        (aten.t.default, matrix), (aten.view.default, matrix, [2, -1]),
+        (aten._unsafe_view.default, matrix, [24]),
+        (aten.transpose.int, _fake(4, 6, 2), 0, -1), (aten.slice.Tensor, matrix, 1, 2, 9223372036854775807),
+        (aten.unsqueeze.default, matrix, 1), (aten.expand.default, tall, [3, 4, 5]),
+        (aten.as_strided.default, matrix, [2, 3], [1, 2], 4),
+    ]  # fmt: skip
+    factories: list[Case] = [
+        (aten.empty.memory_format, ([2, 3, 4, 5],), {"memory_format": torch.channels_last}),
+        (aten.ones.default, ([7],), {"dtype": torch.float16, "pin_memory": False}),
+        (aten.zeros.default, ([],), {}),
+    ]
+    found: list[Case] = [(func, tuple(args), {}) for func, *args in calls]
+    return found + [(func, args, {"device": CPU, **kwargs}) for func, args, kwargs in factories]
 
 
 def _fake(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_by_its_meta_kernel_an_operation_gives_what_fake_tensor_mode_gives(name: str) -> None:
+def test_an_operations_meta_kernel_gives_what_fake_tensor_mode_gives() -> None:
     with FakeTensorMode():
-        func, args, *kwargs = CASES[name]()
-        keywords = kwargs[0] if kwargs else {}
-        assert func in fake_run.PLAIN | fake_run.FACTORIES
-        short = fake_run._by_meta_kernel(func, args, keywords)
-        long = func(*args, **keywords)
-        assert isinstance(short, FakeTensor)
-        assert short is not args[0]
-        for notes in ("shape", "dtype", "device", "layout"):
-            assert getattr(short, notes) == getattr(long, notes), notes
-        assert short.stride() == long.stride()
-        assert short.storage_offset() == long.storage_offset()
-        assert short.untyped_storage().nbytes() == long.untyped_storage().nbytes()
-        of = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
-        assert (short.untyped_storage()._cdata == of) == (long.untyped_storage()._cdata == of)
-
-
-def test_every_shortened_operation_is_compared() -> None:
-    with FakeTensorMode():
-        assert {case()[0] for case in CASES.values()} == fake_run.PLAIN | fake_run.FACTORIES
+        for func, args, kwargs in cases():
+            short, long = fake_run._by_meta_kernel(func, args, kwargs), func(*args, **kwargs)
+            assert isinstance(short, FakeTensor)
+            assert short is not args[0]
+            for read in (
+                Tensor.size,
+                Tensor.stride,
+                Tensor.storage_offset,
+                lambda t: (t.dtype, t.device, t.layout),
+            ):
+                assert read(short) == read(long), func
+            assert short.untyped_storage().nbytes() == long.untyped_storage().nbytes()
+            of = args[0].untyped_storage()._cdata if isinstance(args[0], Tensor) else None
+            assert (short.untyped_storage()._cdata == of) == (long.untyped_storage()._cdata == of)
+        assert {func for func, *_ in cases()} == fake_run.PLAIN | fake_run.FACTORIES
 
 
 def test_with_a_real_tensor_fake_tensor_mode_decides() -> None:
@@ -89,7 +85,7 @@ class _Knot:
         self.itself = self
 
 
-def test_what_was_there_is_set_aside_and_new_cycles_are_still_found() -> None:
+def test_frozen_collection_still_finds_new_cycles() -> None:
     num_before = len(gc.get_objects())
     with frozen_gc(), frozen_gc():
         assert gc.get_freeze_count() > 0.9 * num_before
@@ -101,7 +97,7 @@ def test_what_was_there_is_set_aside_and_new_cycles_are_still_found() -> None:
     assert len(gc.get_objects()) > 0.9 * num_before
 
 
-def test_what_the_caller_froze_stays_frozen() -> None:
+def test_objects_that_the_caller_froze_stay_frozen() -> None:
     gc.freeze()
     try:
         with frozen_gc():
@@ -109,3 +105,26 @@ def test_what_the_caller_froze_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("patch", [no_packed_sequences, grouped_heads_counted, fp8._quiet])
+def test_a_second_thread_waits_for_a_process_wide_patch(patch: Callable[[], Any]) -> None:
+    """Nested in time, the second thread would restore the first one's patch."""
+
+    def state() -> tuple[Any, ...]:
+        functions = masking_utils.find_packed_sequence_indices, flop_counter.sdpa_flop_count
+        return *functions, logging.root.manager.disable
+
+    def enter() -> None:
+        with patch():
+            entered.set()
+
+    before, entered = state(), threading.Event()
+    with patch():
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.1)
+        assert state() != before
+    other.join(60)
+    assert entered.is_set()
+    assert state() == before

@@ -1,8 +1,7 @@
-"""Declare the custom operators ``torch.ops.trainfit.NAME``.
+"""Declare the custom operators ``torch.ops.trainfit.NAME`` in PyTorch's dispatcher.
 
-They are registered in PyTorch's dispatcher directly. A call takes 10 us on the host; through
-``torch.library.custom_op``, whose autograd is in Python, it takes 50 to 90. Optimizers make up to three a
-weight.
+A call takes 10 us on the host; through ``torch.library.custom_op``, whose autograd is in Python, 50 to 90.
+Optimizers make up to three per weight.
 """
 
 from collections.abc import Callable, Collection
@@ -63,10 +62,7 @@ def declare(
 
 
 def triton_kernels(module: str) -> Any:
-    """Return the module ``trainfit.MODULE`` of Triton kernels, whose constexpr parameters take plain values.
-
-    It is imported at the first launch, because Triton need not be installed.
-    """
+    """Import ``trainfit.MODULE`` of Triton kernels at a launch, because Triton need not be installed."""
     return import_module(f"trainfit.{module}")
 
 

@@ -1,8 +1,7 @@
 """Run a kernel's launcher without a GPU or Triton: tensors are allocated, kernels are not launched.
 
-A dry launcher is the launcher's own code, in which every import from Triton and every kernel of this package
-is replaced by a stand-in that accepts any call. Given fake tensors it allocates and frees the same tensors in
-the same order as on a GPU. The virtual GPU takes scratch memory from it.
+A dry launcher is the launcher's own code, with a stand-in that accepts any call for every import from Triton
+and every kernel of this package. Given fake tensors it allocates and frees the tensors in the order of a GPU.
 """
 
 from __future__ import annotations
@@ -31,22 +30,14 @@ def holds_kernels(package: str, module: str) -> bool:
 class StandIn:
     """Object with every attribute, every call and the arithmetic that launchers do on constants."""
 
-    def __getattr__(self, name: str) -> StandIn:
-        return self
-
-    def __getitem__(self, key: Any) -> StandIn:
-        return self
-
     def __call__(self, *args: Any, **kwargs: Any) -> StandIn:
-        return self
-
-    def __mul__(self, other: Any) -> StandIn:
         return self
 
     def __gt__(self, other: Any) -> bool:
         return False
 
-    __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __mul__
+    __getattr__ = __getitem__ = __mul__ = __rmul__ = __add__ = __radd__ = __call__
+    __sub__ = __rsub__ = __floordiv__ = __rfloordiv__ = __call__
 
 
 def dry_launcher(launcher: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,11 +25,7 @@ REMEDY = "use block_kernels: standard"
 
 
 def use_block_kernels(model: nn.Module) -> None:
-    """Replace the forward of every norm, feed-forward part and attention of the model.
-
-    Raises:
-        InputError: The model, or a part of it, is not Llama-like.
-    """
+    """Replace the forward of norms, feed-forward parts and attention; models unlike Llama are refused."""
     for kernel in (rms_norm, swiglu, rope):
         kernel.register()  # torch.compile cannot trace this.
     replacements = dict(_of_native(model) if isinstance(model, NativeDecoder) else _of_transformers(model))
@@ -76,7 +72,7 @@ def _of_native(model: NativeDecoder) -> Iterator[tuple[nn.Module, type[nn.Module
         ("position_embedding", config.position_embedding, ("rope",)),
     ):
         if value not in known:
-            supported = " or ".join(str(one) for one in known)
+            supported = " or ".join(map(str, known))
             raise _refusal(f"the kernels support {field} {supported}, and this model has {value}")
     for module in model.modules():
         for kind, replacement in NATIVE.items():

@@ -37,14 +37,12 @@ def build_model(
     """Build the model of ``spec`` with parameters on ``device`` in ``dtype``.
 
     Args:
-        attention: The recipe's value. ``eager`` computes softmax(QK^T)V with all scores, ``triton`` runs
-            trainfit's kernels; the others call ``F.scaled_dot_product_attention``, whose backend the caller
-            selects.
+        attention: The recipe's value. ``eager`` computes all scores, ``triton`` runs trainfit's kernels; the
+            others call ``F.scaled_dot_product_attention``, whose backend the caller selects.
         quantize: nf4, int8 or fp8: format of the decoder blocks' frozen linear layers (quantized.py).
 
     Raises:
-        InputError: Unknown catalog name, unknown or unsupported ``model_type``, or a key that its config
-            refuses.
+        InputError: Unknown catalog name, unsupported ``model_type``, or a key that its config refuses.
     """
     config = model_config(spec.config)
     if spec.implementation == "native":
@@ -89,11 +87,7 @@ def build_on_host(
 ) -> tuple[nn.Module, HostBlocks]:
     """Build the model with its decoder blocks' weights on the host, ``num_buffers`` at a time on ``device``.
 
-    Args:
-        on_model: Called with the model while it is on ``meta``; it may remove blocks.
-
-    Raises:
-        InputError: As in ``build_model``, or the model has no list of repeated blocks.
+    ``on_model`` is called with the model while it is on ``meta``; it may remove blocks.
     """
     model = build_model(spec, dtype=dtype, device="meta", attention=attention)
     blocks = require_blocks(model, "offload.weights", True, "set offload.weights: false")

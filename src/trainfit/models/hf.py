@@ -40,10 +40,6 @@ def build_hf(
 
     With ``attention: sdpa`` transformers chooses SDPA, or eager for families that SDPA cannot express (Bloom,
     Gemma 2), for which a named backend is refused.
-
-    Raises:
-        InputError: An unknown ``model_type`` or one that is no causal LM, a value that its config class
-            refuses, or an attention implementation that the model lacks.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -94,12 +90,7 @@ def _wrong_type(model_type: Any, problem: str, remedy: str) -> InputError:
 
 
 def hf_config_from(config: dict[str, Any]) -> Any:
-    """Return the transformers config object of a config.json mapping, with the key-value cache disabled.
-
-    Raises:
-        InputError: Unknown ``model_type`` (with near names, or because its code is remote), or a value that
-            its config class refuses.
-    """
+    """Return the transformers config object of a config.json mapping, with the key-value cache disabled."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.flash_attention.op import MAX_HEAD_SIZE, attend, register
 from trainfit.spec.errors import InputError
+from trainfit.virtual.trace.exclusive import exclusive
 
 NAME = "trainfit_triton"
 """Name in transformers' registry, which treats names with "flash", "sdpa" or "flex" as its own."""
@@ -40,46 +41,35 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, own_mask)
 
 
-def own_mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **more: Any,
-) -> Tensor | None:
-    """Return None for plain causal attention, also under torch.compile, else SDPA's mask.
-
-    Args:
-        local_size: Tokens of a sliding window.
-        allow_is_causal_skip: False if the caller also masks something else.
-    """
+def own_mask(*, q_length: int, kv_length: int, **more: Any) -> Tensor | None:
+    """Return None for plain causal attention, also under torch.compile, else SDPA's mask."""
     from transformers.masking_utils import sdpa_mask
 
-    is_unlimited = local_size is None or local_size > kv_length
-    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and is_unlimited:
+    # False if the caller also masks something else.
+    is_causal = more.get("allow_is_causal_skip", True) and more.get("attention_mask") is None
+    window = more.get("local_size")
+    if is_causal and q_length == kv_length and (window is None or window > kv_length):
         return None
-    return sdpa_mask(
-        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, **more,
-    )  # fmt: skip
+    return sdpa_mask(q_length=q_length, kv_length=kv_length, **more)
 
 
 @contextmanager
 def no_packed_sequences() -> Iterator[None]:
     """Disable transformers' search for packed sequences in the position ids.
 
-    It reads their values, or builds a mask where it cannot, in a model that is compiled whole.
+    It reads their values, or builds a mask where it cannot, in a model that is compiled whole. The function
+    is process-wide, so traces in other threads wait.
     """
     from transformers import masking_utils
 
-    original = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _none_packed
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = original
+    with exclusive():
+        original = masking_utils.find_packed_sequence_indices
+        # The same function in each step: Dynamo compiles again for another.
+        masking_utils.find_packed_sequence_indices = _none_packed
+        try:
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices = original
 
 
 def _none_packed(position_ids: Tensor) -> None:
@@ -87,11 +77,7 @@ def _none_packed(position_ids: Tensor) -> None:
 
 
 def refuse_config(config: Any) -> None:
-    """Check that the model takes attention from transformers' registry and the kernels support it.
-
-    Raises:
-        InputError: A class with its own attention, or a key for dropout or capped scores.
-    """
+    """Refuse a model class with attention of its own, and keys for dropout or capped scores."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -121,8 +107,7 @@ def own_attention(
 ) -> tuple[Tensor, None]:
     """Return the output [b, s, h, d] for query [b, h, s, d], key and value [b, k, s, d].
 
-    Raises:
-        InputError: A mask, dropout, unequal head sizes or lengths, or an unknown argument.
+    Masks, dropout, unequal head sizes or lengths, and unknown arguments are refused.
     """
     if attention_mask is not None:
         _stop("the model needs a mask: a sliding window shorter than the sequence, padding or a prefix")

@@ -57,12 +57,8 @@ class NativeBody(nn.Module):
 def language_head(model: nn.Module, loss: str) -> LanguageHead:
     """Return the body and output layer of a model of ``build_model``, also wrapped by PEFT.
 
-    Args:
-        loss: The recipe's loss, for messages.
-
     Raises:
-        InputError: An unknown family, an output layer that is not a linear layer, or a loss with a router
-            term.
+        InputError: Unknown family, output layer that is not linear, or router term in the model's loss.
     """
     if hasattr(model, "get_base_model"):  # PEFT puts adapters inside the model's modules.
         model = model.get_base_model()  # pyright: ignore[reportCallIssue]
@@ -76,11 +72,7 @@ def language_head(model: nn.Module, loss: str) -> LanguageHead:
 
 
 def refuse_router_loss(model: nn.Module, field: str, value: Any) -> None:
-    """Check that the model's loss is cross-entropy alone.
-
-    Raises:
-        InputError: It also balances experts, and ``field: value`` of the recipe replaces it.
-    """
+    """Refuse a model whose loss also balances experts, where ``field: value`` of the recipe replaces it."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):

@@ -45,8 +45,7 @@ class QuantizedLinear(nn.Linear):
     ):
         nn.Module.__init__(self)  # nn.Linear would allocate a full-precision weight.
         self.in_features, self.out_features, self.kind = in_features, out_features, kind
-        self.compute_dtype = dtype
-        """The name that PEFT reads."""
+        self.compute_dtype = dtype  # The name that PEFT reads.
         own_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.bias = None if own_bias is None else nn.Parameter(own_bias, requires_grad=False)
         if kind == "nf4":
@@ -63,13 +62,10 @@ class QuantizedLinear(nn.Linear):
         """Quantise a weight ([out, in], on the layer's device) into the layer's memory, and copy the bias."""
         if weight.shape != self.shape:
             raise ValueError(f"weight {list(weight.shape)}: the layer has {self.shape[0]} x {self.shape[1]}")
-        weight = weight.contiguous()
-        if self.kind == "nf4":
-            parts: Any = nf4.quantize_nf4(weight)
-        else:
-            parts = rows.quantize_rows(weight, ROW_CODES[self.kind])
-        for own, part in zip(self._parts(), parts, strict=True):
-            own.copy_(part)
+        own = weight.contiguous()
+        parts = nf4.quantize_nf4(own) if self.kind == "nf4" else rows.quantize_rows(own, ROW_CODES[self.kind])
+        for memory, part in zip(self._parts(), parts, strict=True):
+            memory.copy_(part)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
@@ -127,8 +123,7 @@ class _Product(torch.autograd.Function):
 def _dequantize(like: Tensor, parts: Any, shape: tuple[int, int]) -> Tensor:
     """Return the weight in the dtype of ``like``.
 
-    The operator takes a tensor instead of a dtype, so in the backward it depends on the gradient: a compiler
-    neither merges it with the forward's call nor saves that result.
+    ``like`` is a tensor so that in the backward a compiler does not reuse the forward's result.
     """
     if len(parts) == len(rows.Rows._fields):
         return torch.ops.trainfit.dequantize_rows(like, *parts)
@@ -167,10 +162,8 @@ def linears_on_meta() -> Iterator[None]:
 def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, initialize: Initialize) -> None:
     """Initialise the linear layers of a model built under ``linears_on_meta``; those of blocks are quantised.
 
-    Args:
-        initialize: Called with every module of a block, children first, then with each linear layer outside,
-            in the order of an unquantised model. So equal seeds give native models the same weights before
-            quantisation; transformers' constructors draw more random numbers.
+    ``initialize`` is called in the order of an unquantised model, so equal seeds give native models the same
+    weights before quantisation; transformers' constructors draw more random numbers.
 
     Raises:
         InputError: No decoder blocks, or blocks with matrices outside linear layers.
@@ -190,11 +183,7 @@ def fill_quantized(model: nn.Module, kind: str, device: torch.device | str, init
 
 
 def replace_linears(blocks: list[nn.Module], kind: str) -> dict[nn.Module, QuantizedLinear]:
-    """Replace the blocks' linear layers by quantised ones on meta; return the new layer of each old one.
-
-    Raises:
-        InputError: Blocks with matrices outside linear layers.
-    """
+    """Replace the blocks' linear layers by quantised ones on meta; return the new layer of each old one."""
     _refuse_other_weights(blocks, kind)
     new: dict[nn.Module, QuantizedLinear] = {}
     for parent, name, child in _linears(blocks):

@@ -7,6 +7,7 @@ another block takes the buffer.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ class HostBlocks:
     def __init__(self, blocks: list[nn.Module], device: torch.device, num_buffers: int):
         self.blocks, self.copy_streams = blocks, CopyStreams(device)
         self._layouts = [_layout(block) for block in blocks]
-        self.ring = DeviceRing(
-            self.copy_streams, num_buffers, max(num_bytes for _, num_bytes in self._layouts)
-        )
+        largest_bytes = max(num_bytes for _, num_bytes in self._layouts)
+        self.ring = DeviceRing(self.copy_streams, num_buffers, largest_bytes)
         self.moments = DeviceRing(self.copy_streams, num_buffers)
         """Optimizer state of the weights (offload/optimizer_state.py)."""
         for index, block in enumerate(blocks):
@@ -44,8 +44,8 @@ class HostBlocks:
                 owner._parameters[name] = nn.Parameter(value, requires_grad=tensor.requires_grad)
             else:
                 owner._buffers[name] = value
-        block.register_state_dict_post_hook(self._saving(index))
-        block.register_load_state_dict_pre_hook(self._loading(index))
+        block.register_state_dict_post_hook(partial(self._save, index))
+        block.register_load_state_dict_pre_hook(partial(self._load, index))
 
     def store(self, index: int) -> None:
         """Store what was written into block ``index``'s parameters while the model is built."""
@@ -66,22 +66,16 @@ class HostBlocks:
         found = [owner._parameters.get(name) for owner, name, _, _ in self._layouts[index][0]]
         return [parameter for parameter in found if parameter is not None]
 
-    def _saving(self, index: int) -> Any:
-        def read_host(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-            for name, value in self.values(index):
-                if prefix + name in state:
-                    state[prefix + name] = value
+    def _save(self, index: int, _: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name, value in self.values(index):
+            if prefix + name in state:
+                state[prefix + name] = value
 
-        return read_host
-
-    def _loading(self, index: int) -> Any:
-        def write_host(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-            # The parameters themselves, which loading also writes, are overwritten by the next block.
-            for name, value in self.values(index):
-                if prefix + name in state:
-                    value.copy_(state[prefix + name])
-
-        return write_host
+    def _load(self, index: int, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        # The parameters themselves, which loading also writes, are overwritten by the next block.
+        for name, value in self.values(index):
+            if prefix + name in state:
+                value.copy_(state[prefix + name])
 
 
 def is_moment(value: Any, parameter: Tensor) -> bool:

@@ -27,11 +27,9 @@ Event = Any
 
 def host_empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, like: Tensor) -> Tensor:
     """Return uninitialised host memory: pinned if ``like`` is on CUDA, on ``meta`` if it is fake."""
-    if isinstance(like, FakeTensor):
-        return torch.empty(shape, dtype=dtype, device="meta")
-    if like.is_cuda:
+    if like.is_cuda and not isinstance(like, FakeTensor):
         return _pinned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty(shape, dtype=dtype, device="meta" if isinstance(like, FakeTensor) else "cpu")
 
 
 def _pinned(num_bytes: int) -> Tensor:

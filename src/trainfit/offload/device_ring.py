@@ -1,8 +1,7 @@
 """A ring of S device buffers for entries whose values live in pinned host memory: entry i uses buffer i % S.
 
 An entry is a block's weights or its optimizer state, as flat bytes on the host. Its buffer holds a copy from
-``acquire`` until another entry takes the buffer. Which buffer holds which entry depends only on the order of
-the calls.
+``acquire`` until another entry takes the buffer, so contents depend only on the order of calls.
 """
 
 from dataclasses import dataclass
@@ -21,11 +20,11 @@ class _Buffer:
     """Device memory for one entry at a time."""
 
     flat: Tensor
+    last_use: Event
+    """End of the last use, its copy to the host included; at first, of any earlier use of the memory."""
     entry: int | None = None
     copied_in: Event = None
     """End of the copy to the device; None once the computation waits for it."""
-    last_use: Event = None
-    """End of the last use, its copy to the host included; at first, of any earlier use of the memory."""
 
 
 class DeviceRing:
@@ -41,20 +40,19 @@ class DeviceRing:
         self._copy_streams, self._num_buffers, self._min_bytes = copy_streams, num_buffers, min_bytes
         self._buffers: dict[int, _Buffer] = {}
         self._host: dict[int, Tensor] = {}
-        self._written: dict[int, Event] = {}
+        self._written: dict[int | None, Event] = {}
         """By entry: the copy after which its host memory holds its newest value."""
 
     def add(self, index: int, num_bytes: int) -> Tensor:
         """Add an entry: return uninitialised host memory, and make its buffer large enough."""
         buffer = self._buffers.get(index % self._num_buffers)
         if buffer is None or buffer.flat.numel() < num_bytes:
-            if buffer is not None:
-                wait(buffer.copied_in)
-                wait(buffer.last_use)
+            for event in (buffer.copied_in, buffer.last_use) if buffer else ():
+                wait(event)
             size = max(num_bytes, self._min_bytes)
             flat = torch.empty(size, dtype=torch.uint8, device=self._copy_streams.device)
             # The computation may still be reading freed memory that the allocator returns.
-            self._buffers[index % self._num_buffers] = _Buffer(flat, last_use=self._copy_streams.now())
+            self._buffers[index % self._num_buffers] = _Buffer(flat, self._copy_streams.now())
         self._host[index] = self._copy_streams.host_empty((num_bytes,), torch.uint8)
         self.invalidate(index)
         return self._host[index]
@@ -116,17 +114,13 @@ class DeviceRing:
         self._written[index] = buffer.last_use
 
     def _copy_in(self, index: int) -> None:
-        buffer = self._of(index)
-        if buffer.entry == index:
-            return
-        host = self._host[index]
-        own, previous = self._written.get(index), None
-        if buffer.entry is not None:
-            previous = self._written.get(buffer.entry)  # Its copy out may have started before its last use.
-        buffer.copied_in = self._copy_streams.to_device.copy(
-            buffer.flat[: host.numel()], host, buffer.last_use, own, previous
-        )
-        buffer.entry = index
+        buffer, host = self._of(index), self._host[index]
+        if buffer.entry != index:
+            # The copy out of the previous entry may have started before its last use.
+            after = buffer.last_use, self._written.get(index), self._written.get(buffer.entry)
+            into = buffer.flat[: host.numel()]
+            buffer.copied_in = self._copy_streams.to_device.copy(into, host, *after)
+            buffer.entry = index
 
     def _of(self, index: int) -> _Buffer:
         return self._buffers[index % self._num_buffers]

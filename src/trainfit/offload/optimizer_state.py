@@ -63,37 +63,32 @@ class HostMoments:
     def _adopt(self, index: int) -> None:
         """Move new state to the host: after a first update, or after loading."""
         found = list(self._found(index))
-        known = self._moments.get(index, [])
-        if [(p, k) for p, k, _ in found] == [(m.parameter, m.key) for m in known] and all(
-            value is moment.host for (_, _, value), moment in zip(found, known, strict=True)
-        ):
+        known = [
+            (id(moment.parameter), moment.key, id(moment.host)) for moment in self._moments.get(index, [])
+        ]
+        if [(id(parameter), key, id(value)) for parameter, key, value in found] == known:
             return
-        starts, end = [], 0
+        starts = [0]
         for _, _, value in found:
-            starts.append(end)
-            end += padded(value.numel() * value.element_size())
-        self._hosted.copy_streams.synchronize()
-        host = self._ring.add(index, end)
+            starts.append(starts[-1] + padded(value.numel() * value.element_size()))
+        streams = self._hosted.copy_streams
+        streams.synchronize()
+        host = self._ring.add(index, starts[-1])
         self._moments[index] = []
-        for (parameter, key, value), start in zip(found, starts, strict=True):
+        for (parameter, key, value), start in zip(found, starts, strict=False):
             moment = _Moment(parameter, key, view(host, start, value), start)
-            self._store(index, value, moment.host)
+            if value.device == moment.host.device:
+                moment.host.copy_(value)  # From other host memory.
+            else:
+                # Once per state tensor and run: the computation waits, so the device memory can be freed.
+                event = streams.to_host.copy(moment.host, value, streams.now())
+                wait(event)
+                self._ring.record_write(index, event)
             self._state(parameter)[key] = moment.host
             self._moments[index].append(moment)
 
     def _on_device(self, index: int, moment: _Moment) -> Tensor:
         return view(self._ring.buffer(index), moment.start, moment.host)
-
-    def _store(self, index: int, value: Tensor, host: Tensor) -> None:
-        """Copy a value from the device, or from other host memory, into the block's host memory."""
-        if value.device == host.device:
-            host.copy_(value)
-        else:
-            copy_streams = self._hosted.copy_streams
-            # Once per state tensor and run: the computation waits, so the device memory can be freed.
-            event = copy_streams.to_host.copy(host, value, copy_streams.now())
-            wait(event)
-            self._ring.record_write(index, event)
 
     def _found(self, index: int) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
         for parameter in self._hosted.parameters(index):

@@ -101,26 +101,25 @@ def table(comparisons: Sequence[Comparison]) -> Table:
 
 def text_table(comparisons: Sequence[Comparison]) -> rich.table.Table:
     """Return a table for 80 columns: several lines a recipe, then the numbers."""
+
+    def error(one: Comparison) -> str:
+        return SHORT_OUTCOMES.get(one.status) or percent(one.error("peak_allocated_bytes"))
+
+    def kind(one: Comparison) -> str:
+        return "warning" if one.status in SHORT_OUTCOMES else _kind(one, "peak_allocated_bytes")
+
     by_title = {column.title: column for column in COLUMNS}
     shown = [
         ("recipe", by_title["model"]),
         ("predicted", by_title["allocated predicted"]),
         ("measured", by_title["allocated measured"]),
-        ("error", replace(by_title["allocated error"], cell=_short_error, kind=_short_kind)),
+        ("error", replace(by_title["allocated error"], cell=error, kind=kind)),
         ("step", by_title["step measured"]),
         ("tokens/s", by_title["tokens/s"]),
         ("MFU", by_title["MFU"]),
     ]
     columns = [replace(column, title=title) for title, column in shown]
     return Table(columns, comparisons).rich(summarise(comparisons).text(), name=_name)
-
-
-def _short_error(one: Comparison) -> str:
-    return SHORT_OUTCOMES.get(one.status) or percent(one.error("peak_allocated_bytes"))
-
-
-def _short_kind(one: Comparison) -> str:
-    return "warning" if one.status in SHORT_OUTCOMES else _kind(one, "peak_allocated_bytes")
 
 
 def _name(one: Comparison) -> Text:
@@ -163,9 +162,8 @@ def scatter(comparisons: Sequence[Comparison]) -> str | None:
 
 def error_bars(comparisons: Sequence[Comparison]) -> str | None:
     """Draw the error of each recipe's predicted peak, the largest first, with the band of the goal."""
-    errors = [
-        (one, error * 100) for one in comparisons if (error := one.error("peak_allocated_bytes")) is not None
-    ]
+    found = [(one, one.error("peak_allocated_bytes")) for one in comparisons]
+    errors = [(one, 100 * error) for one, error in found if error is not None]
     if not errors:
         return None
     errors = sorted(errors, key=lambda item: -abs(item[1]))[:MAX_ROWS]
@@ -193,14 +191,12 @@ def breakdown_bars(comparisons: Sequence[Comparison]) -> str | None:
     if not shown:
         return None
     sides = {side: [one.breakdown(side) for one in shown] for side in ("predicted", "measured")}
-    series = [
-        Series(
-            name, [held[name] / GIB if held else None for held in rows], kind="bar", stack=side, color=color
-        )
-        for name, color in CATEGORY_COLORS.items()
-        for side, rows in sides.items()
-        if any(held and held[name] for held in [*sides["predicted"], *sides["measured"]])
-    ]
+    series: list[Series] = []
+    for name, color in CATEGORY_COLORS.items():
+        if any(held and held[name] for rows in sides.values() for held in rows):
+            for side, rows in sides.items():
+                sizes = [held[name] / GIB if held else None for held in rows]
+                series.append(Series(name, sizes, kind="bar", stack=side, color=color))
     for side, rows in sides.items():
         whole = [_side(one, side, "peak_allocated_bytes") for one in shown]
         unsplit = [size / GIB if size and not held else None for size, held in zip(whole, rows, strict=True)]
@@ -222,13 +218,9 @@ def time_bars(comparisons: Sequence[Comparison]) -> str | None:
         low=[one and one.low for one in times], high=[one and one.high for one in times], color=MEASURED,
     )  # fmt: skip
     seconds = [_side(one, "predicted", "step_s") if one.on_its_device else None for one in shown]
-    predicted = (
-        [Series("predicted", seconds, kind="scatter", marker="D", color=PREDICTED)] if any(seconds) else []
-    )
-    panel = Panel(
-        [measured, *predicted], y_label="seconds a step", names=[_label(one) for one in shown],
-        is_horizontal=True, y_log=True,
-    )  # fmt: skip
+    predicted = Series("predicted", seconds, kind="scatter", marker="D", color=PREDICTED)
+    names, series = [_label(one) for one in shown], [measured, *([predicted] if any(seconds) else [])]
+    panel = Panel(series, y_label="seconds a step", names=names, is_horizontal=True, y_log=True)
     return draw([panel], "times", title="Time of a step", is_themed=True)
 
 

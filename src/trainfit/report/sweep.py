@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     import rich.table
 
 KINDS = {
-    "done": "good",
-    WAITING: "waiting",
-    RUNNING: "running",
-    "refused": "warning",
-    "out-of-memory": "warning",
-}
+    "done": "good", WAITING: "waiting", RUNNING: "running", "refused": "warning", "out-of-memory": "warning",
+}  # fmt: skip
 """Kinds of cells by status; those of other statuses are bad."""
 VERDICTS = {"fits": "good", "tight": "warning", "does not fit": "bad"}
 LONGEST_MESSAGE = 160
@@ -54,8 +50,11 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     def predicted(rank: int, otherwise: int) -> int:
         return otherwise if any(row.samples_per_s for row in rows) else rank
 
+    def verdict(row: Row) -> str:
+        return VERDICTS.get(row.verdict or "", "")
+
     every = [
-        Column("verdict", lambda row: row.verdict or NOTHING, False, 0, _verdict_kind),
+        Column("verdict", lambda row: row.verdict or NOTHING, False, kind=verdict),
         Column(f"device {name}", memory(lambda row: row.predicted_device_bytes), rank=predicted(3, 0)),
         Column(f"headroom {name}", memory(lambda row: row.headroom_bytes), rank=2),
         Column(f"predicted {name}", memory(lambda row: row.predicted_bytes, 3), rank=4),
@@ -72,15 +71,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     ]  # fmt: skip
     filled = Table(every, rows).filled().columns
     variant = Column("variant", lambda row: row.variant, False)
-    return [variant, *filled, Column("status", lambda row: row.status, False, kind=_kind)]
-
-
-def _verdict_kind(row: Row) -> str:
-    return VERDICTS.get(row.verdict or "", "")
-
-
-def _kind(row: Row) -> str:
-    return KINDS.get(row.status, "bad")
+    status = Column("status", lambda row: row.status, False, kind=lambda row: KINDS.get(row.status, "bad"))
+    return [variant, *filled, status]
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -193,11 +185,8 @@ def perplexity_bars(rows: Sequence[Row]) -> str | None:
 
 def _bars(rows: Sequence[Row], sides: Mapping[str, Values], axis: str, name: str, digits: str) -> str | None:
     """Draw horizontal bars, a group for each row; a row without a value names its status."""
-    shown = {
-        side: values[:MAX_ROWS]
-        for side, values in sides.items()
-        if any(value is not None for value in values)
-    }
+    known = {side: values for side, values in sides.items() if any(value is not None for value in values)}
+    shown = {side: values[:MAX_ROWS] for side, values in known.items()}
     if not shown:
         return None
     pairs = [pair for pair in zip(*shown.values(), strict=True) if None not in pair]
@@ -235,12 +224,11 @@ def predicted_scatter(rows: Sequence[Row]) -> str | None:
     """Draw predicted bytes on the device against speed, of the variants that fit, where none is measured."""
     best = frontier(rows)
     points = {
-        row.variant: (row.predicted_device_bytes, row.predicted_tokens_per_s)
-        for row in rows
-        if best.is_predicted
-        and row.verdict == "fits"
-        and row.predicted_device_bytes
-        and row.predicted_tokens_per_s
+        row.variant: (size, speed)
+        for row in (rows if best.is_predicted else ())
+        if row.verdict == "fits"
+        and (size := row.predicted_device_bytes)
+        and (speed := row.predicted_tokens_per_s)
     }
     return _scatter(rows, points, best.variants, "peak on the device, predicted", "predicted")
 

@@ -165,7 +165,7 @@ class Appender:
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def lock(self, *, wait: bool = True) -> None:
-        """Take the file for this process alone; a BlockingIOError if it is taken and ``wait`` is off."""
+        """Take the file for this process; raises BlockingIOError if it is taken and ``wait`` is off."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
     def append(self, piece: bytes, *, sync: bool = False) -> None:

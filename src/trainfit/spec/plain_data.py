@@ -30,12 +30,7 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: Path) -> Any:
-    """Return a file's one YAML 1.2 document as plain data.
-
-    Raises:
-        InputError: refused content.
-        OSError: the file cannot be read.
-    """
+    """Return a file's one YAML 1.2 document as plain data; refused content is an InputError."""
     return parse_yaml(files.read_text(path, MAX_FILE_BYTES), str(path))
 
 
@@ -67,7 +62,7 @@ def parse_yaml(text: str, file: str = "") -> Any:
 
 
 def read_json(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> Any:
-    """Return a file's one JSON document as plain data; raises as ``read_yaml``."""
+    """Return a file's one JSON document as plain data; refused content is an InputError."""
     data = parse_json(files.read_text(path, limit_bytes), str(path))
     if _num_values(data) > MAX_NODES:
         raise InputError("too many values", f"write at most {MAX_NODES:,}", file=str(path))

@@ -1,8 +1,6 @@
-"""Text for a terminal, with control characters of names, paths, files and error messages escaped.
+"""Text for a terminal, with control characters escaped, which could recolour, overwrite or hide output.
 
-A terminal acts on control characters: an escape sequence in a model's name could recolour, overwrite or hide
-output. ``say`` prints plain lines; ``trainfit.spec.terminal.Terminal`` is the console for tables and progress
-bars.
+``say`` prints plain lines; ``trainfit.spec.terminal.Terminal`` is the console for tables and progress bars.
 """
 
 import sys

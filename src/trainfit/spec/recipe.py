@@ -77,32 +77,26 @@ class Batch(Value):
 
 
 class LossTerms(Value):
-    """Terms of the training loss; evaluation reports the cross-entropy alone.
-
-    ``label_smoothing`` s: the target is 1 - s of the token and s of all tokens alike. ``z_loss`` z: adds z
-    times the mean square of the logits' log-sum-exp.
-    """
+    """Terms of the training loss; evaluation reports the cross-entropy alone."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """s: the target is 1 - s of the token and s of all tokens alike."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0  # z: adds z times the mean square of log-sum-exp of logits
 
 
 class Offload(Value):
-    """Tensors kept in pinned host memory until they are needed, copied while the GPU computes.
+    """Tensors kept in pinned host memory until they are needed, copied while the GPU computes."""
 
-    ``activations``: tensors that the forward saves for the backward. ``weights``: the decoder blocks' weights
-    (and what their optimizer keeps), a few blocks at a time on the GPU, for models larger than the card.
-    """
-
-    activations: bool = False
+    activations: bool = False  # Tensors that the forward saves for the backward
     weights: bool = False
+    """Blocks' weights and optimizer state, a few blocks at a time on the GPU, for models larger than it."""
 
 
 class Loader(Value):
-    """Data loading: worker processes, batches that each prefetches, and pinned memory."""
+    """Data loading."""
 
-    workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    prefetch: PositiveInt = 2
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0  # Processes
+    prefetch: PositiveInt = 2  # Batches of each process
     pin_memory: bool = True
 
 

@@ -36,11 +36,11 @@ def load_recipe(
     over: dict[str, Any] | None = None,
     notes: list[str] | None = None,
 ) -> Recipe:
-    """Read a recipe file and what it extends, apply ``settings`` (``a.b=c``) and check it.
+    """Read a recipe file and those it extends, apply ``settings`` (``a.b=c``) and check it.
 
     Args:
         over: fields laid on it, as those of a recipe that extends it; ``settings`` are applied after them.
-        notes: gets a line for each name that leaves something open, with what it was taken for.
+        notes: gets a line for each ambiguous name, with the row it was taken for.
 
     Raises:
         InputError: bad content; one line with file, field, value and remedy.

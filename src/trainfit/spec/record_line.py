@@ -32,11 +32,8 @@ def to_line(record: Record) -> str:
 def from_line(line: str, where: str) -> Record:
     """Return the record of a line that ``to_line`` wrote, or of one without a digest.
 
-    Args:
-        where: file and line, or file and row, for the error.
-
     Raises:
-        InputError: not a record, or its content is not what was written.
+        InputError: not a record, or changed content; ``where`` is its file and line.
     """
     try:
         data = json.loads(line)

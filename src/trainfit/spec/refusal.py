@@ -1,6 +1,8 @@
 """Turn a pydantic ValidationError into one InputError: first wrong field, its value, problem and remedy."""
 
 import difflib
+import functools
+import operator
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -67,12 +69,10 @@ def _path(location: Iterable[Any], kind: str, data: Any) -> list[Any]:
 
 
 def _lookup(data: Any, path: Iterable[Any]) -> Any:
-    for part in path:
-        try:
-            data = data[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return data
+    try:
+        return functools.reduce(operator.getitem, path, data)
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _unknown_key(kind: type[BaseModel], data: Any, path: list[Any]) -> tuple[str, str]:

@@ -1,7 +1,6 @@
 """The virtual GPU: enter it, build and run a step on ``torch.device("cpu")``, and read its ledger.
 
-Inside, tensors are fake (shape and dtype, no data), composite operations decompose as on CUDA, and the tracer
-records every operation. No GPU is needed, and no memory for the tensors.
+Inside, tensors are fake, composite operations decompose as on CUDA, and the tracer records every operation.
 """
 
 from collections.abc import Iterator
@@ -73,7 +72,7 @@ def virtual_gpu(traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[Vi
 
     Args:
         traits: None for a virtual CPU, whose operations are a real CPU's.
-        prefers_cudnn: whether SDPA tries cuDNN first (see ``attention_backend.choose_backend``).
+        prefers_cudnn: see ``attention_backend.choose_backend``.
     """
     scopes = ScopeTracker()
     notes: set[str] = set()

@@ -1,9 +1,4 @@
-"""Attention of 131,072 tokens: rows of the output and of the gradients against fp32, and memory that grows
-with the length only.
-
-More than 2^31 elements are in test_beyond_32_bits.py. The reference itself is held against autograd at a
-length that a CPU has time for.
-"""
+"""Attention of 131,072 tokens: rows of output and gradients against fp32, and memory linear in the length."""
 
 import math
 from typing import NamedTuple
@@ -17,10 +12,9 @@ from trainfit.kernels.flash_attention.op import flash_attention
 HEAD = 64
 LONG = 131_072
 ROWS = (200, 4_095, 65_535, 65_536, 100_003, LONG - 1)
-"""Ends and beginnings of tiles, and none of the first rows, whose gradients are differences of nearly equal
-numbers."""
+"""Ends and beginnings of tiles; gradients of the first rows are differences of nearly equal numbers."""
 WORST = 1e-2
-"""Of |difference| / |row|: bf16 rounds the scores' exponentials by 2^-9 each, and the result once more."""
+"""Of |difference| / |row|: bf16 rounds each exponential by 2^-9, and the result once more."""
 
 
 class Rows(NamedTuple):
@@ -33,8 +27,7 @@ class Rows(NamedTuple):
 
 
 def reference(given: list[Tensor], is_causal: bool, rows: Tensor, tile: int) -> Rows:
-    """q, k, v and the output's gradient [n, d]: in their dtype widened to fp32, ``tile`` query rows at
-    once."""
+    """From q, k, v and the gradient of the output, [n, d], in fp32, ``tile`` query rows at once."""
     q, k, v, gradient = (x.float() for x in given)
     scale, at = 1 / math.sqrt(q.shape[1]), torch.arange(q.shape[0], device=q.device)
 
@@ -97,8 +90,7 @@ def test_rows_and_memory_of_131072_tokens(is_causal: bool) -> None:
     before = torch.cuda.memory_allocated()
     found = forward_and_backward(given, is_causal)
     peak_bytes = torch.cuda.max_memory_allocated() - before
-    # Output, three gradients and dQ's sums in fp32 are 1.5 times the inputs; scores of one byte each would be
-    # 256 times.
+    # Output, gradients and dQ's sums in fp32 are 1.5 times the inputs; scores of one byte would be 256 times.
     assert peak_bytes <= 2.5 * sum(x.nbytes for x in given)
     rows = torch.tensor(ROWS, device="cuda")
     for name, got, want in zip(Rows._fields, found, reference(given, is_causal, rows, 2048), strict=True):

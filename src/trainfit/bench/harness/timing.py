@@ -127,7 +127,7 @@ def take(
     count, issue_s, start = 0, 0.0, clock()
     while count < rule.warmup and (count == 0 or clock() - start <= rule.cap_s):
         begun = stopwatch.host_now()
-        run(_no_lap)
+        run(lambda name: None)
         issue_s = stopwatch.host_now() - begun  # Of the last run: the first may compile.
         stopwatch.wait()
         count += 1
@@ -155,13 +155,10 @@ def take(
             return Timing("failed", why)
         if _enough(timing, rule) or _hopeless(timing, rule, lost_rested):
             break
-        if clock() - start > rule.cap_s and _tried(timing, rule):
+        # The time cap ends the run once a sample was kept, or too many were lost.
+        if clock() - start > rule.cap_s and (timing.runs or timing.discarded >= rule.min_samples):
             break
     return judge(timing, rule)
-
-
-def _no_lap(name: str) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -204,11 +201,6 @@ def lap_seconds(marks: Sequence[tuple[str, Any]], between: Callable[[Any, Any], 
         if name != TOTAL:
             seconds[name] = seconds.get(name, 0.0) + between(begin, end)
     return seconds
-
-
-def _tried(timing: Timing, rule: Rule) -> bool:
-    """Return whether the time cap may end the run: a sample was kept, or too many were lost."""
-    return bool(timing.runs) or timing.discarded >= rule.min_samples
 
 
 def _hopeless(timing: Timing, rule: Rule, lost_rested: int) -> bool:

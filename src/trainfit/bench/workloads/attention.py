@@ -114,15 +114,13 @@ def flex(attention: Callable[..., Any]) -> Body:
     """Return FlexAttention with a causal block mask, created in the first run of a length."""
     from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-    masks: dict[int, BlockMask] = {}
-
-    def block_mask(n: int, device: torch.device) -> BlockMask:
-        if n not in masks:
-            masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=device)
-        return masks[n]
+    masks: dict[int, BlockMask | None] = {}
 
     def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return attention(q, k, v, block_mask=block_mask(q.shape[-2], q.device) if is_causal else None)
+        n = q.shape[-2] if is_causal else 0
+        if is_causal and n not in masks:
+            masks[n] = create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device=q.device)
+        return attention(q, k, v, block_mask=masks.get(n))
 
     return run
 

@@ -3,11 +3,8 @@
 Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
 The forward computes a chunk's loss and gradients together and drops its logits; the backward scales the
-gradients. The matrix products are those of an ordinary loss: three of 2 n e v FLOPs.
-
-Memory besides hidden states and weight: one chunk's logits in the dtype of the products and in fp32 (6 bytes
-per logit in bf16, 4 in fp32, 8 with a soft cap), and the gradients of hidden states, weight and bias in their
-dtypes, which are saved for backward.
+gradients. Memory: one chunk's logits in the dtype of the products and in fp32 (6 bytes per logit in bf16, 4
+in fp32, 8 with a soft cap), and the gradients, which are saved for backward.
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient 0.31 % with one chunk, 0.42 % with 8,
@@ -19,11 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainfit.kernels.cross_entropy.gradients_in_forward import (
-    IGNORED_LABEL,
-    Gradients,
-    loss_with_gradients,
-)
+from trainfit.kernels.cross_entropy.gradients_in_forward import IGNORED_LABEL, Gradients, loss_with_gradients
 
 MIN_ROWS = 1024
 """Minimum tokens per chunk. Reading and writing the weight's gradient (4 e v bytes at 3.5 TB/s) takes as long
@@ -68,8 +61,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: [n, e], floating point.
-        targets: int64 [n]; IGNORED_LABEL does not count. If all are ignored, the loss is NaN. Any other value
-            outside the vocabulary makes loss and gradients NaN, without synchronising with the device.
+        targets: int64 [n]; IGNORED_LABEL does not count. If all are ignored, the loss is NaN. Other values
+            outside the vocabulary give NaN, without synchronising with the device.
         expected_gradient: The gradient that the backward will most likely receive.
         rows: Tokens per chunk; None: ``chunk_rows``.
     """

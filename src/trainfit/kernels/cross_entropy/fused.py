@@ -3,13 +3,11 @@
 Shapes: n tokens, c tokens per chunk, e hidden size, v vocabulary.
 
 Per chunk: logits = hidden W^T; one kernel writes c losses and replaces the logits by their gradient; two
-products give the gradients of hidden states and, accumulated, of the weight. These are the three products of
-2 n e v FLOPs that any implementation needs; the backward only scales the gradients.
+products give the gradients of hidden states and, accumulated, of the weight. The backward only scales them.
 
-Memory: hidden states [n, e], weight [v, e] and gradients of their sizes and dtypes, which are saved for
-backward; one chunk's logits in the dtype of the products (2 c v bytes in bf16, at most LOGITS_BYTES unless
-one token has more) and 12 n bytes. Autocast adds the weight in that dtype and one product of its shape (2 e v
-bytes each).
+Memory: the gradients, which are saved for backward; one chunk's logits in the dtype of the products (2 c v
+bytes in bf16, at most LOGITS_BYTES unless one token has more) and 12 n bytes. Autocast adds the weight in
+that dtype and one product of its shape (2 e v bytes each).
 
 Softmax and loss are in fp32 (fp64 for fp64). The weight's gradient is accumulated over chunks in the weight's
 dtype, so bf16 rounds once per chunk: relative error of the gradient against fp64 0.27 % with one chunk, 0.32
@@ -34,8 +32,7 @@ from trainfit.spec.errors import InputError
 
 LOGITS_BYTES = 2**29
 """Limit of one chunk's logits: 2,048 tokens of 131,072 bf16 logits. On an H200 twice the limit takes 1 % less
-time, half of it 3.5 % more (docs/results/kernels.md), because each chunk reads and writes the weight's
-gradient (4 e v bytes)."""
+time, half of it 3.5 % more (docs/results/kernels.md): each chunk reads and writes the weight's gradient."""
 ALIGNMENT = 128
 """Multiple of a chunk's tokens: a tile of the matrix products."""
 ROW_ALIGNMENT = 16
@@ -66,8 +63,7 @@ def fused_linear_cross_entropy(
     Args:
         hidden: [n, e], floating point.
         targets: int64 [n]; ``ignore_index`` does not count. If all are ignored, the loss is NaN and the
-            gradients 0. Any other value outside the vocabulary makes the loss and the gradients that depend
-            on it NaN, without synchronising with the device.
+            gradients 0. Other values outside the vocabulary give NaN, without synchronising with the device.
         expected_gradient: The gradient that the backward will most likely receive.
         rows: Tokens per chunk; None: ``fused_rows``.
 
@@ -117,11 +113,9 @@ def plain_linear_cross_entropy(
 
 @cache
 def register() -> None:
-    """Declare ``torch.ops.trainfit.cross_entropy_``.
+    """Declare ``torch.ops.trainfit.cross_entropy_``, which returns the losses [c] of logits [c, v] in fp32.
 
-    It takes logits [c, v] (contiguous rows), targets int64 [c] and a scalar factor, and returns c losses in
-    fp32 (fp64 for fp64). With ``wants_gradient`` it overwrites the logits with ``factor`` times the gradient
-    of the losses.
+    With ``wants_gradient`` it overwrites the logits with ``factor`` times the gradient of the losses.
     """
     declare("cross_entropy_", _run, _fake, mutates=("logits",))
 

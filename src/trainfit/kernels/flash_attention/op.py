@@ -5,8 +5,7 @@ d]. Any n and m, d up to 256, any strides; fp16, bf16, fp32 (fp64 in PyTorch onl
 and layout. Source: Dao, FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2.
 
 Saved for backward: q, k, v, the output and one fp32 log-sum-exp per row. The backward allocates three
-gradients and two fp32 values per row; the Gluon kernels also an fp32 dQ. dispatch.py chooses the kernels;
-design: docs/internals/attention.md.
+gradients and two fp32 values per row; the Gluon kernels also an fp32 dQ (docs/internals/attention.md).
 """
 
 import math

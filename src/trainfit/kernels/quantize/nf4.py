@@ -52,11 +52,6 @@ def make_levels(device: torch.device | str) -> Tensor:
     return torch.tensor([*LEVELS, *codebook.levels(8, signed=True)], dtype=torch.float32).to(device)
 
 
-def midpoints(levels: Tensor) -> Tensor:
-    """Return the boundaries between levels; a value on a boundary takes the lower level."""
-    return (levels[1:] + levels[:-1]) / 2
-
-
 def empty_nf4(num_weights: int, device: torch.device | str) -> Nf4:
     """Allocate an ``Nf4`` of this many weights; only the codebooks are filled."""
     num_blocks = -(-num_weights // BLOCK)
@@ -78,14 +73,19 @@ def quantize_nf4(weight: Tensor) -> Nf4:
 
 
 def _quantize_magnitudes(magnitudes: Tensor, levels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise the magnitudes; return codes, group scales and mean."""
+    """Return codes, group scales and mean of the magnitudes."""
     offset = magnitudes.mean(dim=0, keepdim=True)
     padded = torch.nn.functional.pad(magnitudes - offset, (0, -magnitudes.numel() % GROUP)).view(-1, GROUP)
     scales = torch.linalg.vector_norm(padded, ord=float("inf"), dim=1)
     shares = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    codes = torch.bucketize(shares, midpoints(levels), out_int32=True).to(torch.uint8)
+    codes = _nearest(shares, levels)
     # A view would keep the padding in memory.
     return codes.view(-1)[: magnitudes.numel()].clone(), scales, offset
+
+
+def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+    """Return the indices of the nearest levels, uint8; halfway between two, of the lower."""
+    return torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
 
 
 def reference_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def reference_quantize_blocks(weight: Tensor, levels: Tensor) -> tuple[Tensor, T
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     magnitudes = blocks.abs().amax(1)
     shares = blocks / magnitudes.masked_fill(magnitudes == 0, 1.0)[:, None]
-    codes = torch.bucketize(shares, midpoints(levels[:16]), out_int32=True).to(torch.uint8)
+    codes = _nearest(shares, levels[:16])
     return (codes[:, 0::2] << 4 | codes[:, 1::2]).view(-1), magnitudes
 
 

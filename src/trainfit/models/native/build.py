@@ -12,11 +12,7 @@ from trainfit.models.native.families import native_config
 def build_native(
     config: dict[str, Any], *, dtype: torch.dtype, device: torch.device | str, attention: str = "sdpa"
 ) -> NativeDecoder:
-    """Build the native decoder of ``config``, randomly initialised and in training mode.
-
-    Raises:
-        InputError: A model type or key that the native decoder does not support.
-    """
+    """Build the native decoder of ``config``, randomly initialised and in training mode."""
     if attention == "triton":
         register()  # torch.compile cannot trace this.
     return NativeDecoder(native_config(config), kind=attention, dtype=dtype, device=torch.device(device))

@@ -57,7 +57,8 @@ class Rope(Value):
                 f"{self.high_freq_factor:g}: make the second larger"
             )
         if self.rope_type == "yarn" and self.rope_theta <= 1:
-            raise ValueError(f"yarn divides by log(rope_theta {self.rope_theta:g}): write more than 1")
+            problem = f"yarn divides by the logarithm of rope_theta {self.rope_theta:g}"
+            raise ValueError(f"{problem}: write more than 1")
         return self
 
 

@@ -26,11 +26,7 @@ OWN_KEYS = ("norm_placement", "position_embedding", "norm", "gated_mlp", "qk_nor
 
 
 def native_config(config: dict[str, Any]) -> NativeConfig:
-    """Return the native config of a config.json mapping.
-
-    Raises:
-        InputError: An unsupported model type, an unknown key of ``trainfit``, or a wrong value.
-    """
+    """Return the native config of a config.json mapping; unsupported types, keys and values are refused."""
     model_type = config.get("model_type")
     if model_type == "trainfit":
         return from_own_keys(config)
@@ -40,7 +36,7 @@ def native_config(config: dict[str, Any]) -> NativeConfig:
 
 
 def from_transformers(config: dict[str, Any]) -> NativeConfig:
-    """Return the native config of a mapping of one of FAMILIES; unsupported keys and values are refused."""
+    """Return the native config of a mapping of one of FAMILIES."""
     family = config["model_type"]
     for key in OWN_KEYS:
         if key in config:

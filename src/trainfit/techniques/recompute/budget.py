@@ -1,34 +1,25 @@
 """Compiler budget: torch.compile chooses what to recompute within a share of the activations it would keep.
 
-1 keeps what compiled code keeps anyway, 0 only the inputs of the compiled region; between them the
-partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
-pytorch/pytorch#126320). A prediction runs the same partitioner. Its objective is not the peak, so less
-budget can mean more memory.
+The partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
+pytorch/pytorch#126320). A prediction runs the same partitioner.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.virtual.trace.exclusive import replaced
 
 
 def check(recipe: Recipe) -> None:
     """Refuse eager code: only the compiler can spend the budget."""
-    assert isinstance(recipe.recompute, Budget)
     if not recipe.compile:
-        raise InputError(
-            "only compiled code has a budget to keep to",
-            "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}",
-            field="recompute.budget",
-            value=recipe.recompute.budget,
-        )
+        remedy = "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}"
+        raise refusal(recipe, "recompute.budget", "only compiled code has a budget to keep to", remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -43,7 +34,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
 @contextmanager
 def grouped_heads_counted() -> Iterator[None]:
-    """Within this context torch counts the FLOPs of fused attention over grouped key heads.
+    """Within this context and thread torch counts the FLOPs of fused attention over grouped key heads.
 
     The partitioner weighs attention by them. torch 2.11 raised "shapes are incompatible" for unequal
     numbers of heads. Here each key head counts once for every query head that reads it, as in torch 2.13.
@@ -56,11 +47,8 @@ def grouped_heads_counted() -> Iterator[None]:
         k, v = ((shape[0], q_bhsd[1], *shape[2:]) for shape in (k_bksd, v_bksd))
         return original(q_bhsd, k, v)
 
-    flop_counter.sdpa_flop_count = count
-    try:
+    with replaced(flop_counter, "sdpa_flop_count", count):
         yield
-    finally:
-        flop_counter.sdpa_flop_count = original
 
 
 def _describe(recipe: Recipe) -> str:
@@ -76,7 +64,6 @@ TECHNIQUE = Technique(
     name="recompute_budget",
     order=100,
     title="Compiler budget",
-    fields=("recompute",),
     covers={"recompute": ("budget",)},
     check=check,
     apply=apply,

@@ -15,6 +15,7 @@ from trainfit.virtual.compile.joint_graph import cuda_choices, decompositions
 from trainfit.virtual.compile.program import Program
 from trainfit.virtual.compile.tuning import Tuning
 from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.trace.process_state import paused_gc
 from trainfit.virtual.trace.repeated_layers import signature
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
@@ -23,8 +24,7 @@ from trainfit.virtual.trace.tracer import Tracer
 class VirtualCompiler:
     """``compiler(module)`` compiles a module in place, as ``module.compile()`` does on a GPU.
 
-    The module is captured when it is first called, once for each set of guards. A context manager that resets
-    Dynamo at the end.
+    A context manager that resets Dynamo at the end.
     """
 
     def __init__(self, gpu: GpuTraits | None, tracer: Tracer, scopes: ScopeTracker):
@@ -52,10 +52,7 @@ class VirtualCompiler:
             torch._dynamo.reset()
 
     def captures_each_layer(self) -> bool:
-        """Return whether equal modules were captured separately, beyond a first one that differs.
-
-        Then Dynamo's limit of graphs per function matters, and with it the number of layers.
-        """
+        """Return whether equal modules were captured separately, so that Dynamo's limit of graphs matters."""
         return self.num_graphs > 2 * len(self._signatures)
 
     def assumptions(self) -> tuple[str, ...]:
@@ -73,7 +70,7 @@ class VirtualCompiler:
 
         num_graphs = self.num_graphs
         try:
-            with self._scopes.within_compiled(module), _no_function_modes():
+            with self._scopes.within_compiled(module), _no_function_modes(), paused_gc():
                 return _with_room(compiled, *args, **kwargs)
         except TorchDynamoException as error:
             refused = _refusal(error)

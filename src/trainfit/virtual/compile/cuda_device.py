@@ -27,6 +27,7 @@ REGISTERS_PER_SM = 65536
 @contextmanager
 def as_cuda(gpu: GpuTraits) -> Iterator[None]:
     """Make device 0 this GPU, with Triton available."""
+    import torch._inductor.codecache as codecache
     import torch._inductor.scheduler as scheduler
     import torch._subclasses.fake_tensor as fake_tensor
     import torch.utils._triton as triton
@@ -35,7 +36,11 @@ def as_cuda(gpu: GpuTraits) -> Iterator[None]:
     from torch._inductor.runtime.hints import DeviceProperties
 
     device_interface.get_interface_for_device("cuda")  # Fills the registry below.
-    functions = _device_functions(gpu)
+    functions = device_functions(gpu, "virtual GPU") | {
+        # Seed and offset of a recomputed random operation, on the host.
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+        "is_available": lambda: False,  # Avoids calls of the driver.
+    }
     static = {name: staticmethod(function) for name, function in functions.items()}
     major, minor = gpu.compute_capability
     real = device_interface.CudaInterface
@@ -58,6 +63,8 @@ def as_cuda(gpu: GpuTraits) -> Iterator[None]:
         stack.enter_context(replaced(scheduler, "has_triton", yes))
         stack.enter_context(replaced(pad_mm, "has_triton", yes))
         stack.enter_context(replaced(triton, "triton_hash_with_backend", lambda *args, **kwargs: "virtual"))
+        # Would hash Triton's files, and remember this GPU for later real compilations.
+        stack.enter_context(replaced(codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": ""})))
         # Would create a CUDA context for a backward on tensors of this device.
         stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
         DeviceProperties.create.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
@@ -67,13 +74,9 @@ def as_cuda(gpu: GpuTraits) -> Iterator[None]:
 
 @contextmanager
 def _device_guard() -> Iterator[None]:
-    """Register a device guard for CUDA in a CPU build.
+    """Register a device guard for CUDA in a CPU build: that of meta tensors, which does nothing.
 
-    A CUDA build without a GPU registers a guard that does nothing (``c10::impl::ensureCUDADeviceGuardSet``).
-    A CPU build has none, so it gets that of meta tensors, which does nothing either.
-
-    Raises:
-        RuntimeError: the library does not export the registry of guards (Windows).
+    A CUDA build without a GPU registers such a guard itself (``c10::impl::ensureCUDADeviceGuardSet``).
     """
     if torch.backends.cuda.is_built():
         yield
@@ -96,22 +99,20 @@ def _device_guard() -> Iterator[None]:
         guards[CUDA_TYPE] = None
 
 
-def _device_functions(gpu: GpuTraits) -> dict[str, Any]:
+def device_functions(gpu: GpuTraits, name: str, **more: Any) -> dict[str, Any]:
+    """Return the functions of ``torch.cuda`` that describe a machine's only GPU, with ``more`` properties."""
     major, minor = gpu.compute_capability
     properties = SimpleNamespace(
-        name="virtual GPU", major=major, minor=minor, multi_processor_count=gpu.num_sms, warp_size=32,
+        name=name, major=major, minor=minor, multi_processor_count=gpu.num_sms, warp_size=32,
         max_threads_per_multi_processor=gpu.threads_per_sm, max_threads_per_block=1024,
         regs_per_multiprocessor=REGISTERS_PER_SM, shared_memory_per_block_optin=gpu.shared_memory_bytes,
-        gcnArchName="",
+        gcnArchName="", **more,
     )  # fmt: skip
     return {
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: gpu.compute_capability,
-        # Seed and offset of a recomputed random operation, on the host.
-        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "current_device": lambda: 0,
         "device_count": lambda: 1,
-        "is_available": lambda: False,  # Avoids calls of the driver.
     }
 
 

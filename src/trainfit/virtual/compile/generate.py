@@ -1,7 +1,7 @@
 """Generate Inductor's program for one graph of AOTAutograd.
 
-Torch's ``codegen_and_compile`` runs up to the compilation of kernels. The result has the source and, for each
-scheduled kernel, its bytes and modules (``Kernel``); the program calls ``_at(n)`` before kernel n.
+Torch's ``codegen_and_compile`` runs up to the compilation of kernels; the program calls ``_at(n)`` before
+kernel n.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,6 @@ class Source:
     text: str
     kernels: tuple[Kernel, ...]
     constants: dict[str, torch.Tensor]
-    is_backward: bool
     graph: fx.Graph | None = None
     """The lowered graph, with Inductor's rewrites."""
 
@@ -60,7 +59,7 @@ def generate(
     Args:
         gm, example_inputs: on the CPU, from AOTAutograd; for a GPU ``gm`` is moved to CUDA in place.
         gpu: None for a CPU program.
-        graph_kwargs: keyword arguments of ``compile_fx``'s inner compiler.
+        graph_kwargs: of ``compile_fx``'s inner compiler.
     """
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext
@@ -98,7 +97,7 @@ def _stopping_at_the_source(runnable: Callable[[Source], Callable[[list[Any]], A
 
     def source_only(graph: Any) -> Any:
         text = graph.codegen()[0].value
-        source = Source(text, tuple(kernels), dict(graph.constants), graph.is_backward, graph.module.graph)
+        source = Source(text, tuple(kernels), dict(graph.constants), graph.module.graph)
         return SimpleNamespace(call=runnable(source), runner=None)
 
     with ExitStack() as stack:

@@ -12,12 +12,7 @@ from trainfit.virtual.trace.masks.tracker import Mark, MaskTracker
 
 
 class GraphMasks:
-    """Propagates masks from a graph's inputs through its nodes to its outputs.
-
-    Args:
-        graph: as lowered, with fake results in ``meta["val"]``.
-        outer: the tracker of the program's inputs and outputs.
-    """
+    """Propagates masks from a lowered graph's inputs to its outputs, of the program that ``outer`` traces."""
 
     def __init__(self, graph: fx.Graph, outer: MaskTracker):
         self._nodes, self._outer = list(graph.nodes), outer

@@ -34,12 +34,14 @@ def cuda_choices() -> Iterator[None]:
 
     yes = lambda *args, **kwargs: True  # noqa: E731
     with ExitStack() as stack:
-        stack.enter_context(replaced(pad_mm, "check_device", yes))
-        stack.enter_context(replaced(pad_mm, "has_triton", yes))
-        stack.enter_context(replaced(pad_mm, "_should_pad", should_pad))
-        stack.enter_context(replaced(fuse_attention, "_sfdp_params_check", may_fuse))
-        # Used by bmm_to_mm alone.
-        stack.enter_context(replaced(joint_graph, "check_device", yes))
+        for module, name, function in (
+            (pad_mm, "check_device", yes),
+            (pad_mm, "has_triton", yes),
+            (pad_mm, "_should_pad", should_pad),
+            (fuse_attention, "_sfdp_params_check", may_fuse),
+            (joint_graph, "check_device", yes),  # Used by bmm_to_mm alone.
+        ):
+            stack.enter_context(replaced(module, name, function))
         yield
 
 

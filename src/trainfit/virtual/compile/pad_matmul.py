@@ -1,8 +1,8 @@
 """Choice of matrix products that Inductor pads for tensor cores (``torch/_inductor/fx_passes/pad_mm.py``).
 
-On a GPU a benchmark in the first step decides: pad if the product takes over 1.1 times as long as the padded
-one with its copies. Here the times are calculated from shares of a GPU's peaks, measured with that benchmark
-on an H200 (torch 2.11). Of 152 recorded decisions 151 agree (tests/data/padding_on_h200.jsonl).
+On a GPU a benchmark decides: pad if the product takes over 1.1 times as long as the padded one with its
+copies. Here times follow from shares of a GPU's peaks, measured with that benchmark on an H200 (torch 2.11).
+Of 152 recorded decisions 151 agree (tests/data/padding_on_h200.jsonl).
 """
 
 from typing import Any
@@ -33,8 +33,7 @@ def should_pad(match: Any, mat1: torch.Tensor, mat2: torch.Tensor, op: Any, inpu
 def is_padding_faster(mat1: torch.Tensor, mat2: torch.Tensor, *, free1: bool, free2: bool) -> bool:
     """Return whether padding ``mat1 @ mat2`` ([m, k] x [k, n], optionally batched) is faster.
 
-    Args:
-        free1, free2: whether the kernel that computes an operand can write it padded.
+    ``free1``, ``free2``: the kernel that computes the operand can write it padded.
     """
     if mat1.dtype not in (torch.float16, torch.bfloat16):
         return False  # In fp32 unaligned sizes cost almost nothing.

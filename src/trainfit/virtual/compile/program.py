@@ -1,8 +1,7 @@
-"""Run Inductor's program on the virtual GPU.
+"""Run Inductor's program, a Python module, on the virtual GPU.
 
-The program is a Python module that allocates buffers, launches Triton kernels, calls PyTorch's operations and
-deletes buffers. It runs unchanged with substituted imports: a buffer is a fake tensor, a Triton kernel an
-entry in the ledger, and other operations run on fake tensors under the tracer.
+Its imports are substituted: a buffer is a fake tensor, a Triton kernel an entry in the ledger, and other
+operations run on fake tensors under the tracer.
 """
 
 import builtins
@@ -53,16 +52,14 @@ class Program:
         }
         exec(compile(source.text, "<inductor program>", "exec"), names)
         names.update(source.constants)
-        ops = _Overlaid(torch.ops, higher_order=_RandomOps)
+        ops = _Overlaid(torch.ops, higher_order=RANDOM_OPS)
         names |= {
-            "torch": _Overlaid(torch, cuda=_Stub(), device=_device, ops=ops),
-            "device": _device,
+            "torch": _Overlaid(torch, cuda=_Stub(), device=lambda *_, **__: CPU, ops=ops),
+            "device": lambda *_, **__: CPU,
             "empty_strided_cuda": _empty_strided,
             "empty_strided_cpu": _empty_strided_on_host if self._tracer.gpu else _empty_strided,
             "reinterpret_tensor": _reinterpret,
-            "assert_size_stride": _nothing,
-            "assert_alignment": _nothing,
-            "get_raw_stream": _nothing,
+            **dict.fromkeys(("assert_size_stride", "assert_alignment", "get_raw_stream"), _nothing),
             AT: self._begin_kernel,
         }
         return names["call"]
@@ -118,16 +115,13 @@ class _Kernels:
         """Do nothing."""
 
 
-class _RandomOps:
-    """Operations that save and restore the random state, which is on the host."""
-
-    @staticmethod
-    def run_and_save_rng_state(op: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        return torch.empty(0, dtype=torch.uint8, device="cpu"), op(*args, **kwargs)
-
-    @staticmethod
-    def run_with_rng_state(state: torch.Tensor, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+RANDOM_OPS = SimpleNamespace(
+    run_and_save_rng_state=lambda op, *args, **kwargs: (
+        torch.empty(0, dtype=torch.uint8, device="cpu"), op(*args, **kwargs)
+    ),
+    run_with_rng_state=lambda state, op, *args, **kwargs: op(*args, **kwargs),
+)  # fmt: skip
+"""Operations that save and restore the random state, which is on the host."""
 
 
 class _Overlaid:
@@ -159,10 +153,6 @@ class _Stub:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
-
-
-def _device(*args: Any, **kwargs: Any) -> torch.device:
-    return CPU
 
 
 def _empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:

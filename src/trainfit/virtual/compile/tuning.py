@@ -1,9 +1,8 @@
-"""Scratch of autotuning Inductor's kernels at their first launch.
+"""Scratch of autotuning Inductor's kernels at their first launch, with empty caches on disk.
 
-A kernel with several configurations benchmarks each of them, with a buffer of the L2 cache's size to flush it
-and clones of the arguments that it changes (``CachingAutotuner.bench`` and ``copy_args_to_cpu_if_needed`` in
-``torch/_inductor/runtime/triton_heuristics.py``, ``InductorBenchmarker`` in ``benchmarking.py``). The number
-of configurations comes from torch's heuristics. Caches on disk are assumed to be empty.
+Each configuration is benchmarked with a buffer of the L2 cache's size to flush it and clones of the arguments
+that it changes (``CachingAutotuner.bench`` and ``copy_args_to_cpu_if_needed`` in
+``torch/_inductor/runtime/triton_heuristics.py``, ``InductorBenchmarker`` in ``benchmarking.py``).
 """
 
 import ast
@@ -41,7 +40,6 @@ class Tuning:
 
         Args:
             source: as Inductor passes it to the compiler.
-            args: of the launch, with tensors of the GPU's sizes and storage offsets.
             ledger: the run so far; its last segment is the current phase.
         """
         if source in self._launched:
@@ -50,10 +48,13 @@ class Tuning:
         kernel = read(source)
         if kernel.num_configs < 2:
             return []
-        changed = [args[index] for index in kernel.changed]
-        if kernel.spares_memory:
-            changed = _within(headroom(ledger), changed)
-        clones = tuple(_extent(t, int(t.storage_offset())) for t in changed)
+        clones: tuple[int, ...] = ()
+        budget = headroom(ledger) if kernel.spares_memory else 0
+        for t in (args[index] for index in kernel.changed):
+            num_bytes = _extent(t, 0)
+            if not kernel.spares_memory or num_bytes <= budget:
+                budget -= num_bytes
+                clones += (_extent(t, int(t.storage_offset())),)
         # The warm-up runs before the buffer is allocated.
         return [clones, (self._l2_cache_bytes, *clones)]
 
@@ -120,17 +121,6 @@ def _is_heuristic(decorator: ast.expr) -> bool:
         and isinstance(decorator.func.value, ast.Name)
         and decorator.func.value.id == "triton_heuristics"
     )
-
-
-def _within(budget: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that fit into the budget, in order."""
-    fitting = []
-    for t in tensors:
-        num_bytes = _extent(t, 0)
-        if num_bytes <= budget:
-            budget -= num_bytes
-            fitting.append(t)
-    return fitting
 
 
 def _extent(t: torch.Tensor, offset: int) -> int:

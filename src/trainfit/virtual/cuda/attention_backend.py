@@ -40,8 +40,7 @@ def choose_backend(query: Query, capability: tuple[int, int], prefers_cudnn: boo
     """Return the first of PyTorch's backends that can run: cudnn, flash, efficient or math.
 
     Args:
-        capability: CUDA compute capability of the GPU.
-        prefers_cudnn: whether cuDNN is first (Hopper and datacentre Blackwell).
+        prefers_cudnn: cuDNN is first (Hopper and datacentre Blackwell).
     Raises:
         InputError: no enabled backend can run it.
     """

@@ -1,9 +1,7 @@
 """CUDA's autocast policy for fake CPU tensors.
 
-CPU autocast keeps layer norms, softmax, pow and sums in the low precision; CUDA runs them in fp32. CPU
-autocast runs cross-entropy and pooling in fp32 and casts concatenated tensors; CUDA does not. The lists are
-those of PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
-AT_FORALL_PROMOTE), restricted to the operations for which the installed version has a policy.
+The lists are those of PyTorch's aten/src/ATen/autocast_mode.h (AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE,
+AT_FORALL_PROMOTE). CPU autocast differs: it keeps norms, softmax, pow and sums in the low precision.
 """
 
 from collections.abc import Callable
@@ -36,8 +34,7 @@ LOWER = """
 
 def install(library: "torch.library.Library") -> None:
     """Register CUDA's policy for the CPU's autocast key, until the library is destroyed."""
-    policies = ((FP32, _in_fp32), (FP32_OUTPUT, _fp32_output), (PROMOTE, _promote), (LOWER, _lower))
-    for names, policy in policies:
+    for names, policy in POLICIES:
         for name in names:
             if (op := _find(name)) is not None and has_policy(f"aten::{name}", "AutocastCUDA"):
                 override(library, name, policy(op), "AutocastCPU")
@@ -72,12 +69,20 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def _in_fp32(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _off():
-            return op(*_cast(args, torch.float32), **{k: _cast(v, torch.float32) for k, v in kwargs.items()})
+def _casting(dtype_for: Callable[[tuple[Any, ...]], torch.dtype]) -> Callable[[Any], Callable[..., Any]]:
+    """Return the policy that casts an operation's arguments to the dtype that ``dtype_for`` returns."""
 
-    return kernel
+    def policy(op: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with _off():
+                dtype = dtype_for(args)
+                return op(
+                    *_cast(args, dtype), **{name: _cast(value, dtype) for name, value in kwargs.items()}
+                )
+
+        return kernel
+
+    return policy
 
 
 def _fp32_output(op: Any) -> Callable[..., Any]:
@@ -91,25 +96,23 @@ def _fp32_output(op: Any) -> Callable[..., Any]:
             given = kwargs.get("dtype") if keyword_only or len(args) <= position else args[position]
             if given is not None or not (first.is_floating_point() and first.dtype != torch.float64):
                 return op(*args, **kwargs)
-            if keyword_only:
-                return op(*args, **{**kwargs, "dtype": torch.float32})
-            return op(*args[:position], **{**kwargs, "dtype": torch.float32})
+            positional = args if keyword_only else args[:position]
+            return op(*positional, **{**kwargs, "dtype": torch.float32})
 
     return kernel
 
 
-def _promote(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _off():
-            is_fp32 = any(t.dtype == torch.float32 for t in tensors_of(args))
-            return op(*_cast(args, torch.float32 if is_fp32 else torch.get_autocast_dtype("cpu")), **kwargs)
-
-    return kernel
+def _low(_: Any = None) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
 
 
-def _lower(op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _off():
-            return op(*_cast(args, torch.get_autocast_dtype("cpu")), **kwargs)
+def _widest(args: tuple[Any, ...]) -> torch.dtype:
+    return torch.float32 if any(t.dtype == torch.float32 for t in tensors_of(args)) else _low()
 
-    return kernel
+
+POLICIES = (
+    (FP32, _casting(lambda _: torch.float32)),
+    (FP32_OUTPUT, _fp32_output),
+    (PROMOTE, _casting(_widest)),
+    (LOWER, _casting(_low)),
+)

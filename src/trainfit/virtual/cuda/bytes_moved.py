@@ -29,6 +29,10 @@ GRADIENTS = 1
 """Position of a fused optimizer's gradients, which are written only with a loss scale, unlike in its
 schema."""
 
+KINDS = {
+    "write": FACTORIES, "like": LIKE, "gather": GATHERS, "host copy": HOST_COPIES, "copy": {"copy"},
+}  # fmt: skip
+
 
 def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the bytes read and written by one call on fake tensors."""
@@ -68,28 +72,16 @@ def _kind(func: Any) -> tuple[str, tuple[int, ...]]:
         return "whole", ()
     if func.is_view or name in FREE | BY_ONE | UNWRITTEN or func._schema.name.startswith(ELSEWHERE):
         return "free", ()
-    if name in FACTORIES:
-        return "write", ()
-    if name in LIKE:
-        return "like", ()
-    if name in GATHERS:
-        return "gather", ()
-    if name in HOST_COPIES:
-        return "host copy", ()
+    for kind, names in KINDS.items():
+        if name in names:
+            return kind, ()
     arguments = func._schema.arguments
-    written = tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-    if name.startswith("_fused_"):
-        written = tuple(i for i in written if i != GRADIENTS)
-    if name == "copy":
-        return "copy", ()
-    return "each", written
+    written = (i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+    return "each", tuple(i for i in written if i != GRADIENTS or not name.startswith("_fused_"))
 
 
 def _indexed(args: tuple[Any, ...], out: Any) -> int:
-    """Count indices and selected elements of a gather or scatter, and its output or values.
-
-    The rest of a scatter's target counts only if the result is a new tensor.
-    """
+    """Count indices, selected elements and output of a gather or scatter; the rest only of a new tensor."""
     tensors = tensors_of(args)
     target, others = tensors[0], tensors[1:]
     if isinstance(out, Tensor) and out is target:

@@ -43,11 +43,7 @@ READS_VALUE = {aten._local_scalar_dense.default, aten.item.default}
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the operation's fake result.
-
-    Raises:
-        InputError: an embedding index is out of range.
-    """
+    """Return the operation's fake result; an embedding index out of range is an InputError."""
     if func in FILLS and type(args[0]) is FakeTensor and args[0].constant is None:
         return args[0]
     if func in PROFILING:
@@ -69,10 +65,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _by_meta_kernel(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the result of the meta kernel, faster than FakeTensorMode with its cache.
-
-    None for symbolic sizes, constants and several devices.
-    """
+    """Return the meta kernel's result, faster than FakeTensorMode; None where that must decide."""
     if func in PLAIN:
         tensors: list[Any] = [value for value in args if isinstance(value, Tensor)]
         if any(type(t) is not FakeTensor or t.constant is not None for t in tensors):
@@ -129,10 +122,8 @@ def read(t: Tensor) -> Any:
 
 @contextmanager
 def report_fallbacks(notes: set[str]) -> Iterator[None]:
-    """Report operations without a fake kernel, which PyTorch runs for real on zeros.
+    """Add a note for each operation without a fake kernel, which PyTorch runs for real on zeros.
 
-    Args:
-        notes: gets a sentence for each such operation.
     Raises:
         InputError: inside, where the inputs exceed ``LARGEST_FALLBACK_BYTES``.
     """

@@ -1,9 +1,8 @@
 """FLOPs of an operation: matrix products and attention; elementwise work counts as 0.
 
 A multiplication and an addition are 2 FLOPs. Attention counts all query-key pairs (``full``) or only those
-that the kernel does not skip (``causal``): s(s+1)/2 of a sequence of s tokens. A fused backward recomputes
-the scores (our two-pass backward also their gradient), which model FLOPs leave out. Rules agree with
-``torch.utils.flop_counter`` where both know an operation (tests/virtual/test_flops.py).
+that the kernel does not skip (``causal``). A fused backward recomputes the scores, which model FLOPs leave
+out. Rules agree with ``torch.utils.flop_counter`` where both know an operation (tests/virtual/test_flops.py).
 """
 
 from collections.abc import Callable
@@ -17,11 +16,7 @@ from trainfit.virtual.cuda.op_kinds import does_no_matrix_work
 
 
 class OpFlops(NamedTuple):
-    """FLOPs of one operation.
-
-    ``full``, ``causal``: executed by the device, for all pairs and for the unmasked pairs of attention.
-    ``model_full``, ``model_causal``: the same without recomputation in a fused backward.
-    """
+    """FLOPs for all pairs and for the unmasked pairs of attention; ``model_``: without recomputation."""
 
     full: int
     causal: int
@@ -36,11 +31,7 @@ _RULES: dict[str, Rule] = {}
 
 
 def flop_rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a function as the FLOP rule of operations, named with their namespace (``aten::mm``).
-
-    Raises:
-        ValueError: an operation has a rule already.
-    """
+    """Register a function as the FLOP rule of operations (``aten::mm``); a second rule is a ValueError."""
 
     def add(rule: Rule) -> Rule:
         for name in names:
@@ -57,14 +48,17 @@ def count(
 ) -> OpFlops | None:
     """Return the FLOPs of one call; None for an operation that may multiply matrices and has no rule.
 
-    Args:
-        kernel: which of our kernels computes attention (virtual/cuda/attention_kernel.py).
+    ``kernel``: which of our kernels computes attention (virtual/cuda/attention_kernel.py).
     """
     rule = _RULES.get(func._schema.name)
     if rule is None:
         return NONE if does_no_matrix_work(func) else None
     counted = rule(args, kwargs, out)
-    return _in_two_passes(counted) if counted and is_in_two_passes(func, kernel) else counted
+    if counted and kernel == "plain" and func._schema.name == "trainfit::flash_attention_backward":
+        # Two passes (kernels/flash_attention/triton_launch.py): both compute the scores and the weights'
+        # gradient, seven products for five.
+        return counted._replace(full=counted.full // 5 * 7, causal=counted.causal // 5 * 7)
+    return counted
 
 
 def plain(flops: int) -> OpFlops:
@@ -135,11 +129,9 @@ def pairs(seq_q: int, seq_k: int, causal: bool, window: int | None = None) -> in
 
 
 def attention(batch_heads: int, seen: int, every: int, dim_qk: int, dim_v: int, *, backward: bool) -> OpFlops:
-    """Count the scores and their product with v; in the backward two gradients of each, and the scores again.
+    """Count the scores and their product with v, of ``seen`` visible and of ``every`` pair.
 
-    Args:
-        seen, every: visible pairs and all pairs.
-        dim_qk, dim_v: head sizes of q and k, and of v.
+    The backward has two gradients of each product, and the scores again.
     """
     score, weighted = 2 * batch_heads * dim_qk, 2 * batch_heads * dim_v
     needed = 2 * (score + weighted) if backward else score + weighted
@@ -184,42 +176,23 @@ def own_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpF
     return _heads_first(args[1:4], args[6], backward=True, last=True)
 
 
-def is_in_two_passes(func: Any, kernel: str) -> bool:
-    """Return whether it is our two-pass backward (kernels/flash_attention/triton_launch.py)."""
-    return kernel == "plain" and func._schema.name == "trainfit::flash_attention_backward"
+def _unpacked_rule(packed_at: int, causal_at: int, *, backward: bool) -> Rule:
+    def rule(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
+        packed = args[packed_at]
+        if packed is not None and not (isinstance(packed, Tensor) and not packed.numel()):
+            return None  # Packed sequences, of unknown lengths.
+        qkv = args[1:4] if backward else args[:3]
+        # Mask types 1 and 2 of the efficient kernel are causal.
+        return _seq_first(qkv, args[causal_at] > 0, kwargs.get("window_size_left"), backward=backward)
+
+    return rule
 
 
-def _in_two_passes(once: OpFlops) -> OpFlops:
-    """Count seven products for five: both passes compute the scores and the weights' gradient."""
-    return once._replace(full=once.full // 5 * 7, causal=once.causal // 5 * 7)
-
-
-@flop_rule("aten::_flash_attention_forward")
-def flash_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
-    """Count tensors [batch, seq, heads, head_dim]; None for packed sequences, of unknown lengths."""
-    if args[3] is not None:
-        return None
-    return _seq_first(args[:3], bool(args[8]), kwargs.get("window_size_left"), backward=False)
-
-
-@flop_rule("aten::_flash_attention_backward")
-def flash_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
-    """Count as the forward's rule."""
-    if isinstance(args[6], Tensor) and args[6].numel():
-        return None
-    return _seq_first(args[1:4], bool(args[11]), kwargs.get("window_size_left"), backward=True)
-
-
-@flop_rule("aten::_efficient_attention_forward")
-def efficient_forward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
-    """Count tensors [batch, seq, heads, head_dim]; mask types 1, 2 are causal. None for packed sequences."""
-    return None if args[4] is not None else _seq_first(args[:3], args[9] > 0, None, backward=False)
-
-
-@flop_rule("aten::_efficient_attention_backward")
-def efficient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OpFlops | None:
-    """Count as the forward's rule."""
-    return None if args[6] is not None else _seq_first(args[1:4], args[14] > 0, None, backward=True)
+for _name, _packed_at, _position in (
+    ("flash_attention_forward", 3, 8), ("flash_attention_backward", 6, 11),
+    ("efficient_attention_forward", 4, 9), ("efficient_attention_backward", 6, 14),
+):  # fmt: skip
+    flop_rule(f"aten::_{_name}")(_unpacked_rule(_packed_at, _position, backward="backward" in _name))
 
 
 def _seq_first(qkv: tuple[Any, ...], causal: bool, window: int | None, *, backward: bool) -> OpFlops:

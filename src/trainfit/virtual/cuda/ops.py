@@ -1,8 +1,7 @@
-"""CUDA's decompositions of composite operations for fake CPU tensors.
+"""CUDA's decompositions of composite operations (attention, dropout, norms, softmax) for fake CPU tensors.
 
-PyTorch decomposes composite operations in C++ by device, and fake tensors are CPU tensors. These overrides of
-the dispatcher's kernels (attention, dropout, RMS norm, half-precision softmax, autocast) are registered while
-a virtual GPU is entered, for the tracing thread alone (thread_kernels.py).
+PyTorch decomposes them in C++ by device, and fake tensors are CPU tensors. These overrides of the
+dispatcher's kernels hold while a virtual GPU is entered, for the tracing thread alone (thread_kernels.py).
 """
 
 import warnings

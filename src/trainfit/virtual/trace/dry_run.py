@@ -1,12 +1,11 @@
-"""Allocations inside our own kernels, found by a dry run.
+"""Allocations inside our own kernels, by running their launchers on fake tensors without launches.
 
-An operation with an attribute ``dry_run`` (kernels/custom_op.py) runs its launcher on fake tensors, without
-launches. The storages that it allocates and frees are recorded in order.
+An operation has a launcher as its attribute ``dry_run`` (kernels/custom_op.py).
 """
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,19 +14,13 @@ from trainfit.virtual.cuda.fake_impls import run
 from trainfit.virtual.trace.tensors import tensors_of
 
 
-class Change(NamedTuple):
-    """An allocation or a free of a storage, by its number in the dry run."""
-
-    storage: int
-    is_free: bool
-
-
 class DryRun(TorchDispatchMode):
     """Records allocations and frees while it is entered."""
 
     def __init__(self, inputs: Iterable[Tensor]):
         super().__init__()
-        self.changes: list[Change] = []
+        self.changes: list[tuple[int, bool]] = []
+        """Number of a storage and whether it was freed, in order."""
         self.num_bytes: list[int] = []
         """By number of the storage."""
         self._live = {t.untyped_storage()._cdata: -1 for t in inputs}
@@ -52,13 +45,13 @@ class DryRun(TorchDispatchMode):
         storage = t.untyped_storage()
         address, number = storage._cdata, len(self.num_bytes)
         self.num_bytes.append(storage.nbytes())
-        self.changes.append(Change(number, is_free=False))
+        self.changes.append((number, False))
         self._live[address] = number
 
         def freed(_: Any) -> None:
             self._live.pop(address, None)
             self._refs.pop(number, None)
-            self.changes.append(Change(number, is_free=True))
+            self.changes.append((number, True))
 
         self._refs[number] = weakref.ref(storage, freed)
 

@@ -1,7 +1,6 @@
-"""One trace at a time in a process; PyTorch's functions replaced for the tracing thread alone.
+"""One trace at a time in a process: ``exclusive`` is a re-entrant lock.
 
-Tracing replaces process-wide kernels and functions. ``exclusive`` serialises traces by a re-entrant lock, and
-``replaced`` affects the tracing thread alone, so that another thread can train meanwhile.
+``replaced`` changes PyTorch's functions for the tracing thread alone, so that another thread can train.
 """
 
 import functools
@@ -56,8 +55,8 @@ is_tracing_thread._dynamo_marked_constant = True  # pyright: ignore[reportFuncti
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute while entered, within ``exclusive``.
 
-    Functions, methods and properties are replaced for the tracing thread alone, other values (classes,
-    tables) for every thread.
+    Functions, methods and properties change for the tracing thread alone, classes and tables for every
+    thread.
     """
     with exclusive():
         inherited = name not in vars(owner)
@@ -76,13 +75,20 @@ def _for_tracing_thread(value: Any, original: Any) -> Any:
     if isinstance(value, staticmethod):
         return staticmethod(_for_tracing_thread(value.__func__, original))
     if isinstance(value, property):
-        return _property_for_tracing_thread(value, original)
+        get = chosen_by_thread(value.__get__, original.__get__)
+        return property(lambda self: get(self, type(self)), value.fset)
     if isinstance(value, FunctionType | MethodType) and callable(original) and not isinstance(original, type):
         return chosen_by_thread(value, original)
     return value
 
 
-def chosen_by_thread(value: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _nothing(*_: Any) -> None:
+    """Do nothing: a hook on another thread."""
+
+
+def chosen_by_thread(
+    value: Callable[..., Any], original: Callable[..., Any] = _nothing
+) -> Callable[..., Any]:
     """Return a function that calls ``value`` on the tracing thread and ``original`` on any other."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,10 +96,3 @@ def chosen_by_thread(value: Callable[..., Any], original: Callable[..., Any]) ->
 
     # Dynamo inspects the signature of some of the replaced functions.
     return functools.update_wrapper(call, value, assigned=(), updated=())
-
-
-def _property_for_tracing_thread(value: property, original: Any) -> property:
-    def get(self: Any) -> Any:
-        return value.__get__(self, type(self)) if is_tracing_thread() else original.__get__(self, type(self))
-
-    return property(get, value.fset)

@@ -1,9 +1,8 @@
 """In-place gradient accumulation of the autograd engine, which fake tensors would do out of place.
 
 The gradients of a tensor used twice are added in place if only the engine refers to the first one, but never
-for tensor subclasses or under a dispatch mode (torch/csrc/autograd/input_buffer.cpp:
-``can_accumulate_inplace``, ``accumulate``). A gradient that only Python code refers to (a hook that stores
-it) is taken for unreferenced.
+under a dispatch mode (torch/csrc/autograd/input_buffer.cpp: ``can_accumulate_inplace``, ``accumulate``). A
+gradient that only a Python hook stores is taken for unreferenced.
 """
 
 import sys
@@ -52,7 +51,7 @@ def _counts(t: Any) -> tuple[int, int]:
 def sole_reference_counts() -> tuple[int, int]:
     """Return a tensor's and its storage's reference counts, in a dispatch mode, if only the engine has it.
 
-    They depend on PyTorch's version, so they are observed. The first call must be outside a dispatch.
+    They are observed, as they depend on PyTorch's version; first called outside a dispatch.
     """
     with _disable_current_modes(), FakeTensorMode(), torch.enable_grad(), _CountsMode() as mode:
         x = torch.empty(2, 2, requires_grad=True)

@@ -1,7 +1,4 @@
-"""A separate random generator for a trace's host tensors.
-
-Restoring the process's default CPU generator after a trace would also undo the draws of other threads.
-"""
+"""A separate random generator for a trace's host tensors, so that other threads' draws stay as they are."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +17,8 @@ _own: list[torch.Generator] = []
 def own_generator() -> Iterator[None]:
     """Give the tracing thread its own generator, with the default one's current state.
 
-    ``torch.manual_seed``, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.random.fork_rng`` act
-    on it; traced operations on host tensors draw from it (``draw``).
+    ``torch.manual_seed``, ``torch.get_rng_state`` and ``torch.random.fork_rng`` act on it, and ``draw`` draws
+    from it.
     """
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())

@@ -1,15 +1,14 @@
 """Host tensors and known values inside the virtual GPU.
 
-Fake tensors are on the device and real ones on the host. A factory without a device, or with the text "cpu",
-makes a host tensor (AdamW's step counters, ``torch.tensor(0.0)``). A factory with a torch.device, or inside
-``with torch.device(...)``, makes a device tensor, and so does ``.to(device)``.
-
-Small device tensors computed from host values alone (positions, masks of ones) carry their values, so that
-code which reads them (``if mask.all():``) branches as on the GPU.
+Fake tensors are on the device, real ones on the host. A factory without a device, or with the text "cpu",
+makes a host tensor (AdamW's step counters); one with a torch.device, or inside ``with torch.device(...)``, a
+device tensor. Small device tensors computed from host values alone (positions, masks of ones) carry their
+values, so that code which reads them (``if mask.all():``) branches as on the GPU.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from trainfit.virtual.cuda.op_kinds import UNWRITTEN, base_name
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.trace.host_random import draw
+from trainfit.virtual.trace.tensors import tensors_of
 
 FACTORIES = frozenset(
     getattr(torch, name)
@@ -40,10 +40,7 @@ OVERWRITTEN = "_trainfit_overwritten"
 
 
 class HostTensorMode(TorchFunctionMode):
-    """Tracks which factory calls make host tensors and which host tensors move to the device.
-
-    Entered before ``with torch.device(...)`` blocks, so those have already set the device.
-    """
+    """Tracks which factory calls make host tensors and which host tensors move to the device."""
 
     def __init__(self, placement: "PlacementState"):
         super().__init__()
@@ -78,29 +75,28 @@ class HostTensorMode(TorchFunctionMode):
 
 
 class PlacementState:
-    """Flags: new tensors are host tensors; a host tensor is being moved to the device."""
+    """Where the running call puts tensors: each context sets its flag."""
 
     def __init__(self) -> None:
         self.on_host = False
+        """New tensors are host tensors."""
         self.is_moving = False
+        """A host tensor is being moved to the device."""
+        self.is_leaving = False
+        """A device tensor of user code is being moved to the host, as a fake one."""
 
-    def host(self) -> "_Flag":
-        return _Flag(self, "on_host")
+    @contextmanager
+    def _during(self, flag: str) -> Iterator[None]:
+        before = getattr(self, flag)
+        setattr(self, flag, True)
+        try:
+            yield
+        finally:
+            setattr(self, flag, before)
 
-    def moving(self) -> "_Flag":
-        return _Flag(self, "is_moving")
-
-
-class _Flag:
-    def __init__(self, owner: PlacementState, name: str):
-        self._owner, self._name = owner, name
-
-    def __enter__(self) -> None:
-        self._before = getattr(self._owner, self._name)
-        setattr(self._owner, self._name, True)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self._owner, self._name, self._before)
+    host = partialmethod(_during, "on_host")
+    moving = partialmethod(_during, "is_moving")
+    leaving = partialmethod(_during, "is_leaving")
 
 
 def is_host(value: Any) -> bool:
@@ -122,49 +118,31 @@ def carry_values(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         return
     if torch.Tag.nondeterministic_seeded in func.tags or base_name(func) in UNWRITTEN:
         return
-    try:
-        for arg in args:
-            if isinstance(arg, Tensor):
-                _value(arg)  # Raises early in the common case.
-        real_args, real_kwargs = tree_map_only(Tensor, _value, (args, kwargs))
-    except LookupError:
+    if any(carried_values(t) is None for t in tensors_of((args, kwargs))):
         known = getattr(out, VALUE, None)
         if known is not None and func._schema.is_mutable:
             setattr(known.untyped_storage(), OVERWRITTEN, True)
         return
+    real_args, real_kwargs = tree_map_only(Tensor, carried_values, (args, kwargs))
     setattr(out, VALUE, on_host(func, real_args, real_kwargs))
 
 
 def known_value(t: Tensor) -> Any:
     """Return the Python value of a one-element tensor; None if unknown."""
-    try:
-        return on_host(_value(t).item, (), {})
-    except LookupError:
-        return None
+    values = carried_values(t)
+    return None if values is None else on_host(values.item, (), {})
 
 
 def known_highest(t: Tensor) -> int | None:
-    """Return the largest value of an integer tensor; None if unknown."""
-    try:
-        value = _value(t)
-        return on_host(lambda: value.max().item(), (), {}) if t.numel() else None
-    except LookupError:
-        return None
+    """Return the largest value of an integer tensor; None if unknown or empty."""
+    values = carried_values(t)
+    return None if values is None or not t.numel() else on_host(lambda: values.max().item(), (), {})
 
 
 def carried_values(t: Tensor) -> Tensor | None:
     """Return a tensor's values, its own or those it carries; None if unknown."""
-    try:
-        return _value(t)
-    except LookupError:
-        return None
-
-
-def _value(t: Tensor) -> Tensor:
-    value = t if is_host(t) else getattr(t, VALUE, None)
-    if value is None or hasattr(value.untyped_storage(), OVERWRITTEN):
-        raise LookupError
-    return value
+    values = t if is_host(t) else getattr(t, VALUE, None)
+    return None if values is None or hasattr(values.untyped_storage(), OVERWRITTEN) else values
 
 
 def _names_device(args: Any, kwargs: Any) -> bool:

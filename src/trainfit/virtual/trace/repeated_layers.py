@@ -1,7 +1,4 @@
-"""Find repeated layers of a model and trim them to a first, one middle and a last group.
-
-Layers are equal if their classes, parameter and buffer shapes and plain attributes are.
-"""
+"""Find repeated layers (equal classes, shapes and plain attributes), and trim them to three groups."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +21,7 @@ def trim_layers(
     """Remove repeated layers from the model's list of layers; a model with several lists stays whole.
 
     Args:
-        first_differs: whether the first layer works differently from equal ones, because of what precedes it.
+        first_differs: the first layer works differently, because of what precedes it.
         least_period: minimum layers of a group, for layers that affect others than their neighbours.
     Returns:
         The groups of each run of equal layers (none: nothing was removed), how many groups each middle one

@@ -1,11 +1,11 @@
 """Attribute each operation to a module, a group of layers and a phase.
 
-In the forward the scope is that of the innermost running module. In the backward it follows from the sequence
-number of autograd's current node: the numbers at which modules began and ended in the forward are recorded.
+In the forward the scope is the innermost running module's. In the backward it follows from the sequence
+number of autograd's current node, as modules' first and last numbers are recorded in the forward.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -82,6 +82,8 @@ class ScopeTracker:
         self._marks: list[Scope] = []
         self._handles: list[Any] = []
         self.on_recomputed = lambda: None
+        self.on_outermost: Callable[[nn.Module], None] = lambda module: None
+        """Called before an outermost module's forward."""
         self.override: Scope | None = None
         """The scope that compiled code sets; None: from hooks and autograd."""
 
@@ -139,8 +141,8 @@ class ScopeTracker:
         module = torch.nn.modules.module
         self._handles = [
             # Called by every thread's modules.
-            module.register_module_forward_pre_hook(chosen_by_thread(self._begin, _ignore)),
-            module.register_module_forward_hook(chosen_by_thread(self._end, _ignore), always_call=True),
+            module.register_module_forward_pre_hook(chosen_by_thread(self._begin)),
+            module.register_module_forward_hook(chosen_by_thread(self._end), always_call=True),
         ]
         return self
 
@@ -162,6 +164,8 @@ class ScopeTracker:
                 self._end(module, None, None)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
+        if not self._stack:
+            self.on_outermost(module)
         scope = self._of_module.get(id(module), self._stack[-1] if self._stack else NO_SCOPE)
         self._after_layer = None
         self._stack.append(scope)
@@ -186,7 +190,3 @@ class ScopeTracker:
         else:
             self._numbers.append(number)
             self._marks.append(scope)
-
-
-def _ignore(*_: Any) -> None:
-    """Ignore another thread's module."""

@@ -1,7 +1,4 @@
-"""Live storages, their categories and owners: the ledger's allocations and frees.
-
-A weak reference to each storage records its free, so frees are in autograd's own order.
-"""
+"""Live storages, their categories and owners; a weak reference to each records its free."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -131,10 +128,7 @@ class LiveStorages:
         return [index for index in self._live.values() if self._segments[index] == segment]
 
     def owners_of(self, args: Any) -> list[Scope]:
-        """Return the owner of the first tensor argument, or of each tensor if it is a list.
-
-        A tensor without an owner (a new state tensor) is taken for the last parameter's.
-        """
+        """Return the owner of the first tensor argument, or of each tensor of a list; else the last owner."""
         owners = [self._last_owner]
         for arg in args:
             tensors = tensors_of(arg)
@@ -163,8 +157,8 @@ class LiveStorages:
             label: name of the result among the operation's results.
             op: index of the operation in the ledger.
             num_bytes: on CUDA, if not the storage's own.
-            is_owned: whether the scope is that of the parameter that it belongs to.
-            is_listed: whether the operation works on a list of several parameters.
+            is_owned: the scope is that of the parameter that it belongs to.
+            is_listed: the operation works on a list of several parameters.
             source: the tensor that it was converted from.
         """
         storage = t.untyped_storage()
@@ -233,8 +227,7 @@ class LiveStorages:
 def prepend_grad_hook(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Register a post-accumulate-grad hook that runs before those already there, which may free the gradient.
 
-    The engine walks the hooks in insertion order (``PyDict_Next`` in torch/csrc/autograd/python_hook.cpp) and
-    ignores the order that ``OrderedDict.move_to_end`` sets.
+    The engine walks the hooks in insertion order (``PyDict_Next`` in torch/csrc/autograd/python_hook.cpp).
     """
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: Any = parameter._post_accumulate_grad_hooks

@@ -34,10 +34,9 @@ DEVICE = torch.ops.prim.device.default
 
 
 class Tracer(TorchDispatchMode):
-    """Records operations while it is entered. Enter it inside a FakeTensorMode and a ``ScopeTracker``.
+    """Records operations while it is entered, inside a FakeTensorMode and a ``ScopeTracker``.
 
-    Args:
-        gpu: the CUDA GPU whose scratch and workspaces are recorded; None for a CPU, whose scratch is not.
+    ``gpu``: whose scratch and workspaces are recorded; None for a CPU, whose scratch is not.
     """
 
     def __init__(self, gpu: GpuTraits | None, scopes: ScopeTracker, placement: PlacementState):
@@ -90,10 +89,7 @@ class Tracer(TorchDispatchMode):
         self.ledger.ops.append(Op(name, scope.module, segment, scope.group, 0, 0, 0, 0, num_bytes, dtype))
 
     def tuned(self, scratch: Sequence[tuple[int, ...]]) -> None:
-        """Record the scratch of a kernel's autotuning: each tuple is allocated and freed together.
-
-        Autotuning runs once per kernel, so it belongs to no group of layers.
-        """
+        """Record a kernel's autotuning, which belongs to no group: each tuple is freed together."""
         scope = self.scopes.current()
         if part_of(scope.group) == MIDDLE:
             return  # The first group launches the same kernels.

@@ -1,7 +1,7 @@
 """User code that trains on "cuda", traced on the virtual GPU.
 
-Inside ``user_gpu`` device tensors are fake CPU tensors that report ``cuda:0``. Host tensors are real, except
-the parameters of a model built on the host, which are fake and marked.
+Device tensors are fake CPU tensors that report ``cuda:0``. Host tensors are real, except a model's
+parameters, which are fake and marked.
 """
 
 from trainfit.virtual.user.gpu import UserGpu, user_gpu

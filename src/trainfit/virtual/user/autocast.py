@@ -12,10 +12,7 @@ from trainfit.virtual.trace.exclusive import replaced
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Map the autocast state of "cuda", which PyTorch and its compiler read and set, to the CPU's.
-
-    User code's autocast for "cpu" has no effect.
-    """
+    """Map the autocast state of "cuda" to the CPU's; user code's autocast for "cpu" has no effect."""
     autocast = torch.amp.autocast_mode.autocast
     original = autocast.__init__
     is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype

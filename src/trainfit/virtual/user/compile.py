@@ -1,8 +1,7 @@
 """``torch.compile`` in user code, compiled for the virtual GPU (virtual/compile).
 
 Modules, and functions called in a forward or an optimizer, run as Inductor's programs. Other compiled code
-(another backend, a function called elsewhere, code compiled before the trace) runs eagerly, which is
-reported.
+runs eagerly, which is reported.
 """
 
 import functools
@@ -97,16 +96,16 @@ class UserCompiler(VirtualCompiler):
         original = eval_frame._callback_from_stance
 
         def callback(current: Any) -> Any:
-            if current in (None, False) or self._is_own(eval_frame.innermost_backend(current)):
+            if current in (None, False):
+                return original(current)
+            backend = eval_frame.innermost_backend(current)
+            if getattr(backend, "compiler_fn", backend) == self._backend:
                 return original(current)
             self._notes.add(EAGER_EARLIER)
             return None
 
         with replaced(eval_frame, "_callback_from_stance", callback):
             yield
-
-    def _is_own(self, backend: Any) -> bool:
-        return getattr(backend, "compiler_fn", backend) == self._backend
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments for ``torch.compile``; None: run eagerly."""
@@ -148,30 +147,25 @@ class UserCompiler(VirtualCompiler):
             ) from error
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
-        for part in gm.modules():
-            if isinstance(part, torch.fx.GraphModule):
-                _put_on_cpu(part)
+        for part in (each for each in gm.modules() if isinstance(each, torch.fx.GraphModule)):
+            for node in part.graph.nodes:
+                if node.op in ("call_method", "call_function"):
+                    node.target, node.args, node.kwargs = _on_cpu(node.target, node.args, node.kwargs)
+            part.recompile()
         return super()._backend(gm, example_inputs)
-
-
-def _placed(value: Any) -> Any:
-    return CPU if isinstance(value, torch.device | str) and names_cuda(value) else value
 
 
 def _on_cpu(target: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """Replace "cuda" by the CPU in a captured call that creates or moves a tensor."""
+
+    def placed(value: Any) -> Any:
+        return CPU if isinstance(value, torch.device | str) and names_cuda(value) else value
+
     if target == "cuda":
         return "to", (args[0], CPU), {}
     if target is torch.amp._enter_autocast:
         return target, args, kwargs
-    return (target, *tree_map(_placed, (args, kwargs)))
-
-
-def _put_on_cpu(gm: torch.fx.GraphModule) -> None:
-    for node in gm.graph.nodes:
-        if node.op in ("call_method", "call_function"):
-            node.target, node.args, node.kwargs = _on_cpu(node.target, node.args, node.kwargs)
-    gm.recompile()
+    return (target, *tree_map(placed, (args, kwargs)))
 
 
 @contextmanager
@@ -183,11 +177,8 @@ def _as_dynamo_sees(tracer: UserTracer) -> Iterator[None]:
     capture, specialize, run_node = convert_frame._compile, TensorVariable.specialize, utils.run_node
 
     def captured(*args: Any, **kwargs: Any) -> Any:
-        outer, tracer.is_inside = tracer.is_inside, True
-        try:
+        with tracer.inside():
             return capture(*args, **kwargs)
-        finally:
-            tracer.is_inside = outer
 
     def specialized(value: torch.Tensor) -> dict[str, Any]:
         known = specialize(value)

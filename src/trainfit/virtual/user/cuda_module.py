@@ -4,14 +4,14 @@ Other functions would call the driver and raise InputError.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.hardware import Gpu
+from trainfit.virtual.compile.cuda_device import device_functions
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.exclusive import replaced
 from trainfit.virtual.user.memory_stats import MemoryStats
@@ -29,7 +29,7 @@ def cuda_module(gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats) -> Itera
         (torch.cuda, cuda | _state(traits)),
         (torch.cuda.memory, _memory(memory_stats)),
         (torch.cuda.random, _random()),
-        (torch.cuda.nvtx, nvtx | {"range": _context}),
+        (torch.cuda.nvtx, nvtx | {"range": _Context}),
         (torch.accelerator, _accelerator(traits) | _memory(memory_stats)),
         (torch, {"Generator": _Generator}),
     )  # fmt: skip
@@ -43,9 +43,8 @@ def cuda_module(gpu: Gpu, traits: GpuTraits, memory_stats: MemoryStats) -> Itera
 
 def _state(traits: GpuTraits) -> Functions:
     return {
+        **_no_ops("_lazy_call init"),
         "_lazy_init": _refuse,
-        "_lazy_call": _nothing,
-        "init": _nothing,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: traits.compute_capability >= (8, 0),
@@ -59,70 +58,51 @@ def _state(traits: GpuTraits) -> Functions:
 
 
 def _properties(gpu: Gpu, traits: GpuTraits) -> Functions:
-    major, minor = traits.compute_capability
-    properties = SimpleNamespace(
-        name=gpu.title, major=major, minor=minor, total_memory=gpu.usable_bytes, warp_size=32,
-        multi_processor_count=traits.num_sms, max_threads_per_multi_processor=traits.threads_per_sm,
-        shared_memory_per_block_optin=traits.shared_memory_bytes, gcnArchName="",
-    )  # fmt: skip
-    return {
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": _nothing,
-        "get_device_name": lambda device=None: gpu.title,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (major, minor),
-    }
+    functions = device_functions(traits, gpu.title, total_memory=gpu.usable_bytes)
+    return functions | {"set_device": _nothing, "get_device_name": lambda device=None: gpu.title}
 
 
 def _memory(memory_stats: MemoryStats) -> Functions:
+    now = memory_stats.now
+    capacity = memory_stats.capacity_bytes
+    fields = {
+        "memory_allocated": "allocated_bytes", "max_memory_allocated": "peak_allocated_bytes",
+        "memory_reserved": "reserved_bytes", "memory_cached": "reserved_bytes",
+        "max_memory_reserved": "peak_reserved_bytes", "max_memory_cached": "peak_reserved_bytes",
+    }  # fmt: skip
+
+    def reading(field: str) -> Callable[..., int]:
+        return lambda device=None: getattr(now(), field)
+
     def statistics(device: Any = None) -> dict[str, int]:
-        now = memory_stats.now()
         return {
-            "allocated_bytes.all.current": now.allocated_bytes,
-            "allocated_bytes.all.peak": now.peak_allocated_bytes,
-            "reserved_bytes.all.current": now.reserved_bytes,
-            "reserved_bytes.all.peak": now.peak_reserved_bytes,
+            "allocated_bytes.all.current": now().allocated_bytes,
+            "allocated_bytes.all.peak": now().peak_allocated_bytes,
+            "reserved_bytes.all.current": now().reserved_bytes,
+            "reserved_bytes.all.peak": now().peak_reserved_bytes,
             "num_alloc_retries": 0,
             "num_ooms": 0,
         }
 
     def free_and_total(device: Any = None) -> tuple[int, int]:
-        return max(
-            0, memory_stats.capacity_bytes - memory_stats.now().reserved_bytes
-        ), memory_stats.capacity_bytes
+        return max(0, capacity - now().reserved_bytes), capacity
 
-    reserved: Callable[..., int] = lambda device=None: memory_stats.now().reserved_bytes  # noqa: E731
-
-    def max_reserved(device: Any = None) -> int:
-        return memory_stats.now().peak_reserved_bytes
-
-    reset: Callable[..., None] = lambda device=None: memory_stats.now().reset_peaks()  # noqa: E731
-    return {
-        "memory_allocated": lambda device=None: memory_stats.now().allocated_bytes,
-        "max_memory_allocated": lambda device=None: memory_stats.now().peak_allocated_bytes,
-        "memory_reserved": reserved,
-        "memory_cached": reserved,
-        "max_memory_reserved": max_reserved,
-        "max_memory_cached": max_reserved,
-        "reset_peak_memory_stats": reset,
-        "reset_max_memory_allocated": reset,
-        "reset_max_memory_cached": reset,
-        "reset_accumulated_memory_stats": _nothing,
+    resets = "reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached".split()
+    unused = _no_ops("reset_accumulated_memory_stats ipc_collect set_per_process_memory_fraction")
+    return unused | {
+        **{name: reading(field) for name, field in fields.items()},
+        **dict.fromkeys(resets, lambda device=None: now().reset_peaks()),
         "memory_stats": statistics,
         "memory_summary": lambda *_, **__: str(statistics()),
         "mem_get_info": free_and_total,
         "get_memory_info": free_and_total,
         "empty_cache": lambda: memory_stats.empty_cache(),
-        "ipc_collect": _nothing,
-        "set_per_process_memory_fraction": _nothing,
         "get_per_process_memory_fraction": lambda device=None: 1.0,
     }
 
 
 def _streams() -> Functions:
-    return {
-        "synchronize": _nothing,
+    return _no_ops("synchronize set_stream") | {
         "Stream": _Stream,
         "ExternalStream": _Stream,
         "Event": _Event,
@@ -130,7 +110,6 @@ def _streams() -> Functions:
         "StreamContext": _StreamContext,
         "current_stream": lambda device=None: _Stream(),
         "default_stream": lambda device=None: _Stream(),
-        "set_stream": _nothing,
     }
 
 
@@ -165,10 +144,6 @@ def _no_ops(names: str) -> Functions:
     return dict.fromkeys(names.split(), _nothing)
 
 
-def _context(*_: Any, **__: Any) -> Any:
-    return nullcontext()
-
-
 def _refuse(*_: Any, **__: Any) -> None:
     raise InputError(
         "the code calls a CUDA function that the virtual GPU does not support",
@@ -184,7 +159,7 @@ class _Context:
         pass
 
     def __enter__(self) -> Any:
-        return None
+        return self
 
     def __exit__(self, *_: object) -> None:
         return None
@@ -200,32 +175,8 @@ class _StreamContext(_Context):
     """``torch.cuda.stream(s)``; a type, for an isinstance check of PyTorch's compiler."""
 
 
-class _Stream(_Context):
-    """A stream of the virtual GPU, on which all work is done."""
-
-    cuda_stream = 0
-    device = CUDA
-
-    def __enter__(self) -> "_Stream":
-        return self
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-    synchronize = wait_event = wait_stream = _nothing
-
-
-class _Event:
+class _Event(_Context):
     """An event of the virtual GPU; times are unknown, so 1 ms is between any two."""
-
-    def __init__(self, *_: Any, **__: Any):
-        pass
 
     def query(self) -> bool:
         return True
@@ -234,6 +185,21 @@ class _Event:
         return 1.0
 
     record = wait = synchronize = _nothing
+
+
+class _Stream(_Event):
+    """A stream of the virtual GPU, on which all work is done."""
+
+    cuda_stream = 0
+    device = CUDA
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    wait_event = wait_stream = _nothing
 
 
 class _Generator(torch._C.Generator):

@@ -17,8 +17,9 @@ from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import transformers_sees_real_tensors
 from trainfit.virtual.trace.exclusive import exclusive, replaced
 from trainfit.virtual.trace.host_random import own_generator
-from trainfit.virtual.trace.host_tensors import is_host
+from trainfit.virtual.trace.host_tensors import PlacementState, is_host
 from trainfit.virtual.trace.process_state import restored_random, restored_settings, restored_switches
+from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.user.autocast import cuda_autocast
 from trainfit.virtual.user.compile import compiling, learn_torch_cuda
 from trainfit.virtual.user.cuda_module import cuda_module
@@ -26,8 +27,8 @@ from trainfit.virtual.user.libraries import libraries
 from trainfit.virtual.user.memory_stats import MemoryStats
 from trainfit.virtual.user.placement import CUDA, is_device, is_marked
 from trainfit.virtual.user.process_groups import one_rank
-from trainfit.virtual.user.steps import StepFollower, UserScopeTracker
-from trainfit.virtual.user.tensors import UserPlacementState, UserTensorMode, real_of
+from trainfit.virtual.user.steps import StepFollower
+from trainfit.virtual.user.tensors import UserTensorMode, real_of
 from trainfit.virtual.user.tracer import UserTracer
 
 
@@ -40,13 +41,7 @@ class UserGpu:
 
 @contextmanager
 def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
-    """Enter a virtual GPU named "cuda".
-
-    Args:
-        gpu: a row of the catalog.
-        prefers_cudnn: whether SDPA tries cuDNN first.
-        max_steps: optimizer steps after which ``steps.TraceComplete`` is raised.
-    """
+    """Enter a virtual GPU named "cuda"; after ``max_steps`` optimizer steps ``TraceComplete`` is raised."""
     with exclusive(), _user_gpu(gpu, prefers_cudnn, max_steps) as virtual:
         yield virtual
 
@@ -54,7 +49,7 @@ def user_gpu(gpu: Gpu, *, prefers_cudnn: bool, max_steps: int) -> Iterator[UserG
 @contextmanager
 def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu]:
     traits = GpuTraits.of(gpu)
-    scopes, placement = UserScopeTracker(), UserPlacementState()
+    scopes, placement = ScopeTracker(), PlacementState()
     # Imports PyTorch's compiler, which must see the real torch.cuda.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     learn_torch_cuda()
@@ -87,10 +82,7 @@ def _user_gpu(gpu: Gpu, prefers_cudnn: bool, max_steps: int) -> Iterator[UserGpu
 
 @contextmanager
 def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
-    """Make parameters on the host fake, and keep Parameter objects when a module moves, as with CUDA.
-
-    ``steps`` is notified of new parameters and optimizers.
-    """
+    """Make parameters on the host fake, and keep Parameter objects when a module moves, as with CUDA."""
     original: Callable[..., Any] = nn.Parameter.__new__
 
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -117,7 +109,7 @@ def _fake_parameters(tracer: UserTracer, steps: StepFollower) -> Iterator[None]:
 def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Apply ``fn`` as ``nn.Module._apply`` does between CPU and CUDA, replacing each parameter's data.
 
-    PyTorch swaps the objects of fake parameters, which fails with weak references to them.
+    PyTorch swaps fake parameters' objects, which fails with weak references to them.
     """
     for module in self.children() if recurse else ():
         module._apply(fn)

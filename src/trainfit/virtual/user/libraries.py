@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,11 +21,7 @@ CACHED_QUERIES = ("torch", "cuda", "grouped_mm", "flash")
 
 @contextmanager
 def libraries(notes: set[str]) -> Iterator[None]:
-    """Let transformers and accelerate find the virtual GPU, load data in this process and save nothing.
-
-    Args:
-        notes: gets a sentence if the code saves something.
-    """
+    """Let transformers and accelerate find the virtual GPU, load data in this process and save nothing."""
     write = torch.save
 
     def save(obj: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,10 +31,12 @@ def libraries(notes: set[str]) -> Iterator[None]:
         notes.add("torch.save wrote nothing: there are no values to keep")
 
     _clear_queries()
-    states = _take_states()
+    before = [dict(state) for state in _accelerate_states()]
+    for state in _accelerate_states():
+        state.clear()
     with ExitStack() as stack:
         stack.callback(_clear_queries)
-        stack.callback(_restore_states, states)
+        stack.callback(_restore_states, before)
         stack.enter_context(replaced(DataLoader, "_get_iterator", _in_this_process))
         stack.enter_context(replaced(torch, "save", save))
         stack.enter_context(replaced(torch, "load", _loading(torch.load)))
@@ -84,20 +83,11 @@ def _clear_queries() -> None:
                 query.cache_clear()
 
 
-def _take_states() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Clear accelerate's process-wide states and return each with its content."""
-    taken = []
-    for state in _accelerate_states():
-        taken.append((state, dict(state)))
+def _restore_states(before: list[dict[str, Any]]) -> None:
+    """Restore accelerate's process-wide states; those of a module imported since are emptied."""
+    for state, content in zip_longest(_accelerate_states(), before, fillvalue={}):
         state.clear()
-    return taken
-
-
-def _restore_states(taken: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for state in _accelerate_states():
-        state.clear()
-    for state, before in taken:
-        state.update(before)
+        state.update(content)
 
 
 def _accelerate_states() -> list[dict[str, Any]]:

@@ -8,8 +8,7 @@ from trainfit.virtual.trace.tracer import Tracer
 class MemoryStats:
     """A caching allocator that replays new events on demand.
 
-    Attributes:
-        emptied_at: numbers of events before which the code called ``torch.cuda.empty_cache``.
+    ``emptied_at``: numbers of events before which the code called ``torch.cuda.empty_cache``.
     """
 
     def __init__(self, tracer: Tracer, capacity_bytes: int):

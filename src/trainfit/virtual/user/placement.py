@@ -1,7 +1,7 @@
 """Placement of a tensor in user code: host or device.
 
-A real tensor is on the host. A fake one is on the device unless its storage is marked: parameters of a model
-built on the host are fake too, which takes no memory and draws no random numbers.
+A real tensor is on the host, a fake one on the device unless its storage is marked: a host model's parameters
+are fake too, which takes no memory and draws no random numbers.
 """
 
 from typing import Any

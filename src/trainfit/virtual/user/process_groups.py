@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -19,31 +19,63 @@ REMEDY = (
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Refuse a second process, and destroy a process group that the code leaves.
-
-    Raises:
-        InputError: inside, for more than one rank, ``torch.multiprocessing.spawn`` or
-            DistributedDataParallel.
-    """
+    """Refuse several ranks or processes, and destroy a process group that the code leaves."""
     dist: Any = torch.distributed
     if not dist.is_available():
         yield
         return
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     spawn = importlib.import_module("torch.multiprocessing.spawn")
+    rendezvous, new_group, init_store = (
+        c10d.rendezvous,
+        c10d._new_process_group_helper,
+        dist.TCPStore.__init__,
+    )
+
+    def checked_rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+        _refuse_ranks(_world_size(str(url), world_size))
+        return rendezvous(url, rank, world_size, **kwargs)
+
+    def checked_group(
+        group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        _refuse_ranks(group_size)
+        # NCCL needs a GPU; one rank does not communicate.
+        backend = c10d.Backend("gloo") if str(backend) == "nccl" else backend
+        return new_group(group_size, group_rank, ranks, backend, *args, **kwargs)
+
+    def checked_store(
+        self: Any, host_name: str, port: int, world_size: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        _refuse_ranks(world_size or 1)
+        init_store(self, host_name, port, world_size, *args, **kwargs)
+
+    def refused_processes(*_: Any, **__: Any) -> None:
+        raise InputError(
+            "torch.multiprocessing starts processes: a trace follows one process on one GPU",
+            "call the function of one rank itself in the traced callable",
+            field="step",
+            value="torch.multiprocessing.spawn",
+        )
+
+    def refused_data_parallel(*_: Any, **__: Any) -> None:
+        raise InputError(
+            "its buckets and reductions are not modelled yet",
+            "train the module itself in the traced callable",
+            field="step",
+            value="DistributedDataParallel",
+        )
+
     had_group = dist.is_initialized()
     with ExitStack() as stack:
-        # Module globals of init_process_group.
-        stack.enter_context(replaced(c10d, "rendezvous", _checked_rendezvous(c10d.rendezvous)))
-        stack.enter_context(
-            replaced(c10d, "_new_process_group_helper", _checked_group(c10d._new_process_group_helper))
-        )
-        # Created directly, a store waits for its clients.
-        stack.enter_context(replaced(dist.TCPStore, "__init__", _checked_store(dist.TCPStore.__init__)))
-        stack.enter_context(replaced(spawn, "start_processes", _refuse_processes))
-        stack.enter_context(
-            replaced(torch.nn.parallel.DistributedDataParallel, "__init__", _refuse_data_parallel)
-        )
+        for owner, name, function in (
+            (c10d, "rendezvous", checked_rendezvous),
+            (c10d, "_new_process_group_helper", checked_group),
+            (dist.TCPStore, "__init__", checked_store),  # Created directly, a store waits for its clients.
+            (spawn, "start_processes", refused_processes),
+            (torch.nn.parallel.DistributedDataParallel, "__init__", refused_data_parallel),
+        ):
+            stack.enter_context(replaced(owner, name, function))
         try:
             yield
         finally:
@@ -51,49 +83,14 @@ def one_rank() -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def _checked_rendezvous(original: Any) -> Any:
-    def rendezvous(url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
-        _refuse_ranks(_world_size(str(url), world_size))
-        return original(url, rank, world_size, **kwargs)
-
-    return rendezvous
-
-
-def _checked_store(original: Any) -> Any:
-    def init(
-        self: Any, host_name: str, port: int, world_size: int | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        _refuse_ranks(world_size or 1)
-        original(self, host_name, port, world_size, *args, **kwargs)
-
-    return init
-
-
 def _world_size(url: str, given: int) -> int:
     """Return the number of ranks as PyTorch's rendezvous finds it: the argument, the URL, the environment."""
     named = re.search(r"[?&]world_size=(\d+)", url)
     if named:
         return int(named[1])
-    if given == -1 and url.startswith("env://"):
-        value = os.environ.get("WORLD_SIZE", "")
-        return int(value) if value.isdecimal() else given
-    return given
-
-
-def _checked_group(original: Any) -> Any:
-    def new_group(
-        group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        _refuse_ranks(group_size)
-        return original(group_size, group_rank, ranks, _on_host(backend), *args, **kwargs)
-
-    return new_group
-
-
-def _on_host(backend: Any) -> Any:
-    """Return Gloo for NCCL, which needs a GPU; one rank does not communicate."""
-    c10d = importlib.import_module("torch.distributed.distributed_c10d")
-    return c10d.Backend("gloo") if str(backend) == "nccl" else backend
+    value = os.environ.get("WORLD_SIZE", "")
+    from_environment = given == -1 and url.startswith("env://") and value.isdecimal()
+    return int(value) if from_environment else given
 
 
 def _refuse_ranks(number: int) -> None:
@@ -104,21 +101,3 @@ def _refuse_ranks(number: int) -> None:
             field="step",
             value=f"world_size={number}",
         )
-
-
-def _refuse_processes(*_: Any, **__: Any) -> NoReturn:
-    raise InputError(
-        "torch.multiprocessing starts processes: a trace follows one process on one GPU",
-        "call the function of one rank itself in the traced callable",
-        field="step",
-        value="torch.multiprocessing.spawn",
-    )
-
-
-def _refuse_data_parallel(*_: Any, **__: Any) -> NoReturn:
-    raise InputError(
-        "its buckets and reductions are not modelled yet",
-        "train the module itself in the traced callable",
-        field="step",
-        value="DistributedDataParallel",
-    )

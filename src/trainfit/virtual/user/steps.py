@@ -5,7 +5,7 @@ update. The first optimizer that steps counts the steps.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,19 +23,6 @@ class TraceComplete(BaseException):
     """Ends the traced callable; a BaseException, so that its ``except Exception`` blocks do not catch it."""
 
 
-class UserScopeTracker(ScopeTracker):
-    """Also reports calls of outermost modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_outermost: Callable[[nn.Module], None] = lambda module: None
-
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
-        if not self._stack:
-            self.on_outermost(module)
-        super()._begin(module, inputs)
-
-
 class SegmentStart(NamedTuple):
     """Phase of a segment, and the updates and backward-to-forward turns before it."""
 
@@ -45,13 +32,9 @@ class SegmentStart(NamedTuple):
 
 
 class StepFollower:
-    """Tracks the phases. Enter it around the callable.
+    """Tracks the phases, and raises ``TraceComplete`` at the first forward after ``max_steps`` steps."""
 
-    Args:
-        max_steps: raise ``TraceComplete`` at the beginning of the forward after so many steps.
-    """
-
-    def __init__(self, tracer: UserTracer, scopes: UserScopeTracker, max_steps: int):
+    def __init__(self, tracer: UserTracer, scopes: ScopeTracker, max_steps: int):
         self._tracer, self._scopes, self._max_steps = tracer, scopes, max_steps
         self._starts = [SegmentStart("init", 0, 0)]
         self._parameters: list[weakref.ref[Tensor]] = []
@@ -61,7 +44,6 @@ class StepFollower:
         self._num_updates = self._num_turns = self._engine_depth = 0
         self._turned = False
         self._handles: list[Any] = []
-        self.has_trained = False
         self.has_optimizer = False
         """Steps are updates rather than backwards."""
         self.num_parameters = self.num_trained = 0
@@ -70,8 +52,8 @@ class StepFollower:
 
     def __enter__(self) -> "StepFollower":
         self._handles = [
-            register_optimizer_step_pre_hook(chosen_by_thread(self._update_begins, _ignore)),
-            register_optimizer_step_post_hook(chosen_by_thread(self._update_ended, _ignore)),
+            register_optimizer_step_pre_hook(chosen_by_thread(self._update_begins)),
+            register_optimizer_step_post_hook(chosen_by_thread(self._update_ended)),
         ]
         return self
 
@@ -88,7 +70,6 @@ class StepFollower:
         """Track a run of autograd's engine."""
         if self._engine_depth == 0 and self._scopes.phase != "optimizer":
             self._begin("backward")
-            self.has_trained = True
         self._engine_depth += 1
         try:
             yield
@@ -140,14 +121,13 @@ class StepFollower:
             self._scopes.bind(module, [])
         held = [p for ref in self._parameters if (p := ref()) is not None]
         self._parameters = [weakref.ref(p) for p in held]
-        for tensor in (*held, *module.buffers()):
-            if is_device(tensor):
-                self._tracer.live.own(tensor, "weights", NO_SCOPE)
-        for parameter in held:
-            if parameter.requires_grad and id(parameter) not in self._watched and is_device(parameter):
+        on_device = [p for p in held if is_device(p)]
+        for tensor in (*on_device, *filter(is_device, module.buffers())):
+            self._tracer.live.own(tensor, "weights", NO_SCOPE)
+        for parameter in on_device:
+            if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 self._tracer.live.watch_gradient(parameter, NO_SCOPE)
-        on_device = [p for p in held if is_device(p)]
         self.num_parameters = sum(p.numel() for p in on_device)
         self.num_trained = sum(p.numel() for p in on_device if p.requires_grad)
         if len(self._starts) == 1:
@@ -178,7 +158,3 @@ class StepFollower:
         if number >= whole:
             return "rest"
         return "first" if number == 0 else "steady" if number == whole - 1 else "later"
-
-
-def _ignore(*_: Any) -> None:
-    """Ignore another thread's optimizer."""

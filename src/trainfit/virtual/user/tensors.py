@@ -36,22 +36,6 @@ LIKE = frozenset(
 )
 
 
-class UserPlacementState(PlacementState):
-    """Also whether a device tensor is being moved to the host, as a fake one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_leaving = False
-
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
-        self.is_leaving = True
-        try:
-            yield
-        finally:
-            self.is_leaving = False
-
-
 class UserTensorMode(HostTensorMode):
     """Translates devices in calls of user code.
 
@@ -61,7 +45,7 @@ class UserTensorMode(HostTensorMode):
     """
 
     def __init__(
-        self, placement: UserPlacementState, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]
+        self, placement: PlacementState, on_engine: Callable[[], Any], twin: Callable[[Tensor], Tensor]
     ):
         super().__init__(placement)
         self._placement, self._on_engine, self._twin = placement, on_engine, twin
@@ -92,15 +76,16 @@ class UserTensorMode(HostTensorMode):
             return self._make_alike(func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _in_engine(self) -> Any:
-        return _Both(super()._in_engine(), self._on_engine())
+    @contextmanager
+    def _in_engine(self) -> Iterator[None]:
+        with super()._in_engine(), self._on_engine():
+            yield
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None and func is not torch.from_numpy:
-            device = (
-                default_device.CURRENT_DEVICE
-            )  # From torch.set_default_device or ``with torch.device(...)``.
+            # From torch.set_default_device or ``with torch.device(...)``.
+            device = default_device.CURRENT_DEVICE
         kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         if func in FROM_DATA and args and isinstance(args[0], Tensor):
             target = device_of(args[0]) if device is None else device
@@ -212,18 +197,3 @@ def _getter(name: str) -> Any:
 
 def _setter(name: str) -> Any:
     return getattr(torch.Tensor, name).__set__
-
-
-class _Both:
-    """Two contexts in one."""
-
-    def __init__(self, first: Any, second: Any):
-        self._contexts = (first, second)
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(*error)

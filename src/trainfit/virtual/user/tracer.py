@@ -1,9 +1,10 @@
 """The tracer of user code: translates "cuda" to the virtual GPU and ignores fake host tensors.
 
-``UserTensorMode`` translates calls above autograd. This mode sees calls inside PyTorch's Python code
-(``torch.nn.functional``) and operations on parameters on the host.
+``UserTensorMode`` translates calls above autograd; this mode sees calls inside PyTorch's Python code.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,20 +17,21 @@ from trainfit.spec.errors import InputError
 from trainfit.virtual.cuda.fake_impls import READS_VALUE
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.trace.dry_run import DryRun
-from trainfit.virtual.trace.host_tensors import carried_values, carry_values, is_host, on_host
+from trainfit.virtual.trace.host_tensors import (
+    PlacementState,
+    carried_values,
+    carry_values,
+    is_host,
+    on_host,
+)
 from trainfit.virtual.trace.scope import ScopeTracker
 from trainfit.virtual.trace.tensors import tensors_of
 from trainfit.virtual.trace.tracer import LIFTS, Tracer
 from trainfit.virtual.user.placement import CPU, CUDA, is_device, is_marked, mark, names_cuda
-from trainfit.virtual.user.tensors import UserPlacementState
 
 aten = torch.ops.aten
-INDEXING = (
-    "aten::index",
-    "aten::index_put",
-    "aten::index_put_",
-    "aten::_index_put_impl_",
-    "aten::_unsafe_index",
+INDEXING = tuple(
+    f"aten::{name}" for name in "index index_put index_put_ _index_put_impl_ _unsafe_index".split()
 )
 ACROSS_SIDES = (*INDEXING, "aten::copy_", "aten::_to_copy", "aten::set_", "aten::is_same_size", "aten::equal")
 """Operations whose tensors may be on different devices."""
@@ -39,21 +41,24 @@ ALL_SELECTED = "a mask that depends on the data is taken to select everything"
 class UserTracer(Tracer):
     """Records operations on the virtual GPU; those on the host run unrecorded."""
 
-    def __init__(
-        self, gpu: GpuTraits, scopes: ScopeTracker, placement: UserPlacementState, fake: FakeTensorMode
-    ):
+    def __init__(self, gpu: GpuTraits, scopes: ScopeTracker, placement: PlacementState, fake: FakeTensorMode):
         super().__init__(gpu, scopes, placement)
         self._fake = fake
-        self._placement = placement
         self.is_inside = False
         """True while PyTorch's own code runs, which must see fake tensors on the CPU."""
         self.notes: set[str] = set()
         """Deviations of the trace from a real run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.inside():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Let fake tensors report the CPU."""
         outer, self.is_inside = self.is_inside, True
         try:
-            return self._dispatch(func, types, args, kwargs or {})
+            yield
         finally:
             self.is_inside = outer
 
@@ -63,38 +68,28 @@ class UserTracer(Tracer):
             kwargs = {**kwargs, "device": CPU}
             if func is aten._to_copy.default and is_device(args[0]) and _changes_nothing(args[0], kwargs):
                 return aten.alias.default(args[0])
-            return self._on_device(func, types, args, kwargs)
+            with self.placement.moving():
+                return self._traced(func, types, args, kwargs)
         tensors = tensors_of((args, kwargs))
         if func in LIFTS and is_host(args[0]):
             return on_host(func, args, kwargs)  # from_numpy and torch.tensor, which move the result later
-        if self._placement.is_leaving:
+        if self.placement.is_leaving:
             return _marked(func(*args, **kwargs))
-        if self._placement.is_moving or not any(is_marked(t) for t in tensors):
-            return self._traced(func, types, args, kwargs)
-        if any(is_device(t) for t in tensors):
+        if self.placement.is_moving or not any(map(is_marked, tensors)) or any(map(is_device, tensors)):
             return self._traced(func, types, args, kwargs)
         if func in READS_VALUE:
             return 0.0 if args[0].is_floating_point() else 0
         return _marked(func(*args, **kwargs))
 
-    def _on_device(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        with self._placement.moving():
-            return self._traced(func, types, args, kwargs)
-
     def _traced(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _check_sides(func, args, kwargs)
         if func is aten.copy_.default and is_host(args[0]) and is_device(args[1]):
-            return self._copied_to_host(args[0], args[1])
+            known = carried_values(args[1])
+            return args[0] if known is None else on_host(args[0].copy_, (known,), {})
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DynamicOutputShapeException as error:
             return self._sized_by_data(func, args, kwargs, error)
-
-    def _copied_to_host(self, target: Tensor, source: Tensor) -> Tensor:
-        known = carried_values(source)
-        if known is not None:
-            on_host(target.copy_, (known,), {})
-        return target
 
     def _sized_by_data(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Run an operation with a data-dependent size on known values, else with masks that select all."""
@@ -131,7 +126,7 @@ class UserTracer(Tracer):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
         super()._record(func, args, kwargs, out, dry_run)
-        if func is not aten._to_copy.default or not self._placement.is_moving:
+        if func is not aten._to_copy.default or not self.placement.is_moving:
             return
         if not out.is_contiguous() and out.stride() != args[0].stride():
             # A copy from the host to another layout needs a contiguous copy on the device (Copy.cu).
@@ -144,12 +139,8 @@ class UserTracer(Tracer):
     def twin_on_host(self, data: Tensor) -> Tensor:
         """Return a fake tensor on the host, like a real one."""
         shape, stride, dtype = data.shape, data.stride(), data.dtype
-        outer, self.is_inside = self.is_inside, True
-        try:
-            with _disable_current_modes(), self._fake:
-                twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
-        finally:
-            self.is_inside = outer
+        with self.inside(), _disable_current_modes(), self._fake:
+            twin = torch.empty_strided(shape, stride, dtype=dtype, device=CPU)
         mark(twin)
         return twin
 

@@ -1,17 +1,12 @@
 """Cache of kernel launches by everything that Triton compiles for.
 
-``kernel[grid](...)`` binds and classifies all arguments on each call, and tensor descriptors are validated
-when made. On short sequences this takes longer on the host than the kernel on the GPU. A cached launch calls
-the compiled kernel directly (``CompiledKernel.__getitem__``, as in Triton's fused-softmax tutorial).
+``kernel[grid](...)`` binds all arguments on each call, and tensor descriptors are validated when made. On
+short sequences this takes longer on the host than the kernel on the GPU. A cached launch calls the compiled
+kernel and profilers' hooks directly (``CompiledKernel.__getitem__``, as in Triton's fused-softmax tutorial).
 
-It skips these parts of ``JITFunction.run`` (Triton 3.6 and 3.7):
-
-- ``pre_run_hooks``: these kernels have none;
-- autotuning and heuristics: such wrappers are not ``JITFunction`` and are not cached;
-- the check of globals that a kernel reads: they are constants of its file;
-- knobs that recompile (debug, instrumentation, custom pipelines): set them before the first launch.
-
-Profilers' launch hooks (``knobs.runtime.launch_enter_hook``, ``launch_exit_hook``) are called.
+It skips these parts of ``JITFunction.run`` (Triton 3.6 and 3.7): ``pre_run_hooks``, which these kernels lack;
+the check of globals, which are constants here; autotuning, whose wrappers are not cached; and knobs that
+recompile (debug, instrumentation, custom pipelines), which have to be set before the first launch.
 """
 
 from collections.abc import Mapping

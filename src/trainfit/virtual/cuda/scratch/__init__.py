@@ -1,11 +1,51 @@
 """Scratch memory that CUDA kernels allocate, and outputs whose size on CUDA differs from a fake CPU tensor's.
 
-The rules follow PyTorch's source, listed in docs/internals/sources.md. An operation without a rule takes no
-scratch.
+The rules follow PyTorch's source, listed in docs/internals/sources.md; each module registers its own. An
+operation without a rule takes no scratch.
 """
 
-from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
-from trainfit.virtual.cuda.scratch.libraries import Workspaces
-from trainfit.virtual.cuda.scratch.rules import as_allocated, output_bytes, scratch_bytes
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["GpuTraits", "Workspaces", "as_allocated", "output_bytes", "scratch_bytes"]
+import torch
+from torch import Tensor
+
+from trainfit.virtual.cuda.scratch import (
+    attention,
+    indexing,
+    losses_and_sorts,
+    matmul,
+    normalization,
+    reductions,
+)
+from trainfit.virtual.cuda.scratch.call import OUTPUTS, SCRATCH, Call
+from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
+
+__all__ = ["RULES", "GpuTraits", "as_allocated", "output_bytes", "scratch_bytes"]
+RULES = (attention, indexing, losses_and_sorts, matmul, normalization, reductions)
+LATER: dict[str, Callable[[Tensor], bool]] = {
+    "aten::native_dropout": lambda t: t.dtype != torch.bool,
+    "aten::_scaled_dot_product_cudnn_attention": lambda t: t.numel() > 1,
+}
+"""Operations that allocate results in another order than they return them -> whether a result is later
+(Dropout.cu: the mask first; attention.cu: cuDNN's seed and offset first)."""
+
+
+def scratch_bytes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, gpu: GpuTraits
+) -> tuple[int, ...]:
+    """Return the bytes of each scratch tensor of an aten OpOverload's kernel, all freed when it returns."""
+    rule = SCRATCH.get(func._schema.name)
+    return () if rule is None else rule(Call(func._schema.name, args, kwargs, out, gpu))
+
+
+def as_allocated(func: Any, outputs: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Return results, with their positions, in the order in which the CUDA kernel allocates them."""
+    later = LATER.get(func._schema.name)
+    return outputs if later is None else sorted(outputs, key=lambda output: later(output[1]))
+
+
+def output_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> dict[int, int]:
+    """Return the bytes of outputs whose size on CUDA differs, by position among the output's tensors."""
+    rule = OUTPUTS.get(func._schema.name)
+    return {} if rule is None else rule(Call(func._schema.name, args, kwargs, out, None))

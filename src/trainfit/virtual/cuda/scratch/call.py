@@ -26,19 +26,16 @@ class Call:
 
 
 R = TypeVar("R")
+Rule = Callable[[Call], R]
 
 
-class Registry(dict[str, Callable[[Call], R]]):
+class Registry(dict[str, Rule[R]]):
     """Rules by schema name (``aten::mm``, for all overloads)."""
 
-    def rule(self, *names: str) -> Callable[[Callable[[Call], R]], Callable[[Call], R]]:
-        """Register a function as the rule of these operations.
+    def rule(self, *names: str) -> Callable[[Rule[R]], Rule[R]]:
+        """Register a function as the rule of these operations; a second rule is a ValueError."""
 
-        Raises:
-            ValueError: an operation has a rule already.
-        """
-
-        def add(function: Callable[[Call], R]) -> Callable[[Call], R]:
+        def add(function: Rule[R]) -> Rule[R]:
             for name in names:
                 if f"aten::{name}" in self:
                     raise ValueError(f"aten::{name} has a rule already")
@@ -46,6 +43,12 @@ class Registry(dict[str, Callable[[Call], R]]):
             return function
 
         return add
+
+
+SCRATCH: Registry[tuple[int, ...]] = Registry()
+"""Rules that return the bytes of each scratch tensor."""
+OUTPUTS: Registry[dict[int, int]] = Registry()
+"""Rules that return the bytes of outputs whose size on CUDA differs, by position among the tensors."""
 
 
 def num_bytes(t: Tensor, itemsize: int | None = None) -> int:

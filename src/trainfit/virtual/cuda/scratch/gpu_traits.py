@@ -17,15 +17,18 @@ def installed_torch() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class GpuTraits:
-    """A CUDA GPU and the PyTorch that runs on it. The defaults are an H200's."""
+    """The catalog's columns of a CUDA GPU (``spec.hardware.Cuda``), and the PyTorch that runs on it.
+
+    The defaults are an H200's.
+    """
 
     compute_capability: tuple[int, int] = (9, 0)
     num_sms: int = 132
     threads_per_sm: int = 2048
     shared_memory_bytes: int = 227 * 1024
     """The most shared memory that one block may opt in to."""
-    torch_version: tuple[int, int] = field(default_factory=installed_torch)
     l2_cache_bytes: int = 60 << 20
+    torch_version: tuple[int, int] = field(default_factory=installed_torch)
 
     @classmethod
     def of(cls, gpu: Gpu, torch_version: tuple[int, int] | None = None) -> "GpuTraits":
@@ -41,11 +44,4 @@ class GpuTraits:
                 field="hardware.gpu",
                 value=gpu.name,
             )
-        return cls(
-            compute_capability=gpu.cuda.compute_capability,
-            num_sms=gpu.cuda.num_sms,
-            threads_per_sm=gpu.cuda.threads_per_sm,
-            shared_memory_bytes=gpu.cuda.shared_memory_per_block_bytes,
-            torch_version=torch_version or installed_torch(),
-            l2_cache_bytes=gpu.cuda.l2_cache_bytes,
-        )
+        return cls(*gpu.cuda, torch_version=torch_version or installed_torch())

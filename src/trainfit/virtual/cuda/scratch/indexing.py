@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.cuda.scratch.call import Call, Registry, ceil_div, copy_if_strided, num_bytes
-
-SCRATCH: Registry[tuple[int, ...]] = Registry()
+from trainfit.virtual.cuda.scratch.call import SCRATCH, Call, ceil_div, copy_if_strided, num_bytes
 
 FEW_INDICES = 3072
 ROWS_PER_THREAD = 10
@@ -22,10 +20,7 @@ IN_PLACE = ("aten::index_put_", "aten::_index_put_impl_")
 
 @SCRATCH.rule("embedding_dense_backward")
 def embedding_backward(call: Call) -> tuple[int, ...]:
-    """Copies of strided inputs; for over 3072 indices also sorted indices, segments and fp32 partial sums.
-
-    PyTorch bounds the rows of partial sums by numel / 10 + min(numel, num_weights).
-    """
+    """Copies of strided inputs; for over 3072 indices also sorted indices, segments and fp32 partial sums."""
     grad, indices, num_weights, _, by_frequency = call.args
     copies = copy_if_strided(indices, grad)
     count = indices.numel()
@@ -45,26 +40,20 @@ def embedding_backward(call: Call) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-@SCRATCH.rule("embedding")
-def embedding(call: Call) -> tuple[int, ...]:
-    """A copy of strided indices (Embedding.cpp)."""
-    return copy_if_strided(call.args[1])
-
-
 @SCRATCH.rule("index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put")
 def index_put(call: Call) -> tuple[int, ...]:
-    """Scratch of index_put; accumulating sorts linear indices (``index_put_with_sort_kernel``).
-
-    Live at the sort: linearIndex, sorted_indices, orig_indices, range, and the radix sort's second copies.
-    """
+    """Index tensors of masks; accumulating sorts indices (``index_put_with_sort_kernel``), with copies."""
     target, indices, values = call.args[:3]
     if not call.arg(3, "accumulate", False):
         # One value under a mask is a masked fill (canDispatchToMaskedFill).
-        return () if values.numel() == 1 and is_one_mask(indices) else masks_to_indices(indices)
+        named = [t for t in indices if t is not None]
+        is_fill = values.numel() == 1 and len(named) == 1 and named[0].dtype in MASKS
+        return () if is_fill else masks_to_indices(indices)
     reached = slice_elements(target, indices)
     masked = any(t is not None and t.dtype in MASKS for t in indices)
     # The number of elements that a mask selects follows from the values.
-    count = values.numel() // max(1, reached) if masked else prod(broadcast_shape(indices))
+    shapes = (t.shape for t in indices if t is not None)
+    count = values.numel() // max(1, reached) if masked else prod(torch.broadcast_shapes(*shapes))
     copies = copy_if_strided(target) if call.name in IN_PLACE else ()
     if values.numel() < count * reached or not values.is_contiguous():
         copies = (*copies, count * reached * values.element_size())
@@ -93,19 +82,9 @@ def masked_scatter(call: Call) -> tuple[int, ...]:
     return (call.args[0].numel() * 8,)
 
 
-def is_one_mask(indices: Any) -> bool:
-    named = [t for t in indices if t is not None]
-    return len(named) == 1 and named[0].dtype in MASKS
-
-
 def masks_to_indices(indices: Any) -> tuple[int, ...]:
     """Return the bytes of masks' index tensors, int64 per dimension, as if all elements were selected."""
     return tuple(num_bytes(t, 8) * t.dim() for t in indices if t is not None and t.dtype in MASKS)
-
-
-def broadcast_shape(indices: Any) -> tuple[int, ...]:
-    """Return the broadcast shape of the index tensors."""
-    return tuple(torch.broadcast_shapes(*(t.shape for t in indices if t is not None)))
 
 
 def slice_elements(target: Tensor, indices: Any) -> int:

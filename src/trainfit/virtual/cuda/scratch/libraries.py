@@ -1,8 +1,7 @@
-"""Workspaces of cuBLAS and cuBLASLt, allocated once and kept.
+"""Workspaces of cuBLAS and cuBLASLt, allocated once per thread and kept.
 
-PyTorch allocates one workspace per cuBLAS handle and stream from the caching allocator at the handle's first
-use (aten/src/ATen/cuda/CublasHandlePool.cpp). Each thread has its own handle: the main thread (forward,
-optimizer) and autograd's device thread (backward, recomputation).
+One per cuBLAS handle, from the caching allocator at the handle's first use (aten/src/ATen/cuda/
+CublasHandlePool.cpp): the main thread's (forward, optimizer) and autograd's (backward, recomputation).
 """
 
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.virtual.cuda.scratch.call import Call
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 from trainfit.virtual.cuda.scratch.matmul import is_grouped_kernel
 
@@ -25,9 +23,8 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def cublas_workspace_bytes(gpu: GpuTraits) -> int:
-    """Return the bytes of a cuBLAS workspace: 32 MiB on Hopper (from torch 2.12 on Blackwell), else 8.1 MiB.
+    """Return 32 MiB on Hopper (from torch 2.12 on Blackwell) and for deterministic algorithms, else 8.1 MiB.
 
-    Deterministic algorithms need ":4096:8", also 32 MiB; the default is ":4096:2:16:8".
     Source: ``parseChosenWorkspaceSize`` in CublasHandlePool.cpp; Blackwell: PyTorch pull request 175344.
     """
     major = gpu.compute_capability[0]
@@ -37,18 +34,12 @@ def cublas_workspace_bytes(gpu: GpuTraits) -> int:
 
 
 def cublaslt_workspace_bytes(gpu: GpuTraits) -> int:
-    """Return the bytes that cuBLASLt adds to cuBLAS's workspace: 1 MiB up to torch 2.11, then 0.
-
-    Source: ``getCUDABlasLtWorkspace``; shared from 2.12 on (PyTorch pull request 175879).
-    """
+    """Return what cuBLASLt adds: 1 MiB up to torch 2.11, then 0 (PyTorch pull request 175879)."""
     return MIB if gpu.torch_version < (2, 12) else 0
 
 
 def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
-    """Return whether an operation uses cuBLAS and thus its workspace.
-
-    ``_grouped_mm`` does unless it is one CUTLASS kernel; an empty product launches nothing.
-    """
+    """Return whether an operation uses cuBLAS: not CUTLASS's grouped kernel, nor an empty product."""
     name = func._schema.name
     if name == "aten::_grouped_mm":
         return not is_grouped_kernel(args[0], args[1], gpu)
@@ -56,23 +47,16 @@ def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
 
 
 def uses_cublaslt(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> bool:
-    """Return whether an operation uses cuBLASLt: a bias in the epilogue, scaled or integer products.
-
-    Source: ``addmm_out_cuda_impl`` in aten/src/ATen/native/cuda/Blas.cpp.
-    """
+    """Return whether an operation uses cuBLASLt (Blas.cpp): a bias in the epilogue, scaled products."""
     name = func._schema.name
     if name in ("aten::_scaled_mm", "aten::_scaled_mm_v2", "aten::_int_mm"):
         return True
-    return name in ("aten::addmm", "aten::_addmm_activation") and bias_in_epilogue(
-        Call(name, args, kwargs or {}, None, None)
-    )
-
-
-def bias_in_epilogue(call: Call) -> bool:
-    """Return whether addmm(bias, a, b) adds a contiguous 1-D bias in the epilogue; no operand is a vector."""
-    bias, first, second = call.args[:3]
+    if name not in ("aten::addmm", "aten::_addmm_activation"):
+        return False
+    # A contiguous 1-D bias is added in the epilogue; no operand is a vector.
+    bias, first, second = args[:3]
     return (
-        call.kwargs.get("beta", 1) == 1
+        (kwargs or {}).get("beta", 1) == 1
         and bias.dim() == 1
         and bias.shape[0] == second.shape[1]
         and bias.is_contiguous()
@@ -91,19 +75,11 @@ class Workspaces:
     def first_use(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool
     ) -> tuple[int, ...]:
-        """Return the bytes of the workspaces that this operation is the first to use.
-
-        Args:
-            in_autograd: whether it runs in autograd's thread.
-        """
-        sizes: list[int] = []
-        if uses_cublas(func, args, self._gpu) and self._is_new("cublas", in_autograd):
-            sizes.append(cublas_workspace_bytes(self._gpu))
-        if uses_cublaslt(func, args, kwargs) and self._is_new("cublaslt", in_autograd):
-            sizes.append(cublaslt_workspace_bytes(self._gpu))
-        return tuple(size for size in sizes if size)
-
-    def _is_new(self, library: str, in_autograd: bool) -> bool:
-        new = (library, in_autograd) not in self._taken
-        self._taken.add((library, in_autograd))
-        return new
+        """Return the bytes of the workspaces that this operation is the first to use in its thread."""
+        used = {
+            "cublas": uses_cublas(func, args, self._gpu) and cublas_workspace_bytes(self._gpu),
+            "cublaslt": uses_cublaslt(func, args, kwargs) and cublaslt_workspace_bytes(self._gpu),
+        }
+        new = {name: size for name, size in used.items() if size and (name, in_autograd) not in self._taken}
+        self._taken.update((name, in_autograd) for name in new)
+        return tuple(new.values())

@@ -7,34 +7,22 @@ Sources: aten/src/ATen/native/cuda/Blas.cpp, ``prepare_matrix_for_cublas`` and
 import torch
 from torch import Tensor
 
-from trainfit.virtual.cuda.scratch.call import Call, Registry, num_bytes, round_up
+from trainfit.virtual.cuda.scratch.call import SCRATCH, Call, num_bytes, round_up
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
 
-SCRATCH: Registry[tuple[int, ...]] = Registry()
 
-
-@SCRATCH.rule("mm", "_int_mm")
+@SCRATCH.rule("mm", "_int_mm", "addmm", "_addmm_activation")
 def product(call: Call) -> tuple[int, ...]:
-    """Scratch of mm(a, b): clones of operands without a leading dimension."""
-    return tuple(num_bytes(t) for t in (call.args[1], call.args[0]) if needs_copy(t))
+    """Clones of operands without a leading dimension; an added matrix takes none."""
+    first, second = call.args[1:3] if "addmm" in call.name else call.args[:2]
+    return tuple(num_bytes(t) for t in (second, first) if needs_copy(t))
 
 
-@SCRATCH.rule("addmm", "_addmm_activation")
-def added_product(call: Call) -> tuple[int, ...]:
-    """Scratch of addmm(self, a, b): as mm; ``self`` goes into the epilogue or the output."""
-    return tuple(num_bytes(t) for t in (call.args[2], call.args[1]) if needs_copy(t))
-
-
-@SCRATCH.rule("bmm")
+@SCRATCH.rule("bmm", "baddbmm")
 def batched_product(call: Call) -> tuple[int, ...]:
-    """Scratch of bmm(a, b): clones of operands of which neither matrix dimension has stride 1."""
-    return tuple(num_bytes(t) for t in (call.args[1], call.args[0]) if needs_batch_copy(t))
-
-
-@SCRATCH.rule("baddbmm")
-def added_batched_product(call: Call) -> tuple[int, ...]:
-    """Scratch of baddbmm(self, a, b): as bmm."""
-    return tuple(num_bytes(t) for t in (call.args[2], call.args[1]) if needs_batch_copy(t))
+    """Clones of operands of which neither matrix dimension has stride 1."""
+    first, second = call.args[1:3] if call.name == "aten::baddbmm" else call.args[:2]
+    return tuple(num_bytes(t) for t in (second, first) if needs_batch_copy(t))
 
 
 TENSOR_MAP = 128
@@ -43,12 +31,11 @@ TENSOR_MAP = 128
 
 @SCRATCH.rule("_grouped_mm")
 def grouped_product(call: Call) -> tuple[int, ...]:
-    """Scratch of _grouped_mm in bf16: pointers, strides and shapes of every group, and CUTLASS's workspace.
+    """Pointers, strides and shapes of every group in bf16, and CUTLASS's workspace.
 
-    On Hopper the workspace has TMA descriptors per SM of both operands, the accumulator and each epilogue
-    warp group's output (sm90_mma_array_tma_gmma_ws_warpspecialized.hpp,
-    sm90_epilogue_array_tma_warpspecialized.hpp); the ping-pong kernel for small problems is assumed to have
-    two such groups. Blackwell's workspace is unknown.
+    On Hopper that has TMA descriptors per SM of both operands, the accumulator and each epilogue warp group's
+    output (sm90_mma_array_tma_gmma_ws_warpspecialized.hpp, sm90_epilogue_array_tma_warpspecialized.hpp); the
+    ping-pong kernel for small problems is assumed to have two such groups. Blackwell's workspace is unknown.
     """
     a, b = call.args[0], call.args[1]
     if not is_grouped_kernel(a, b, call.gpu):

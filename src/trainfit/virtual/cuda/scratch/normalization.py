@@ -7,10 +7,14 @@ from math import prod
 
 from torch import Tensor
 
-from trainfit.virtual.cuda.scratch.call import Call, Registry, accumulate_size, ceil_div, copy_if_strided
-
-SCRATCH: Registry[tuple[int, ...]] = Registry()
-OUTPUTS: Registry[dict[int, int]] = Registry()
+from trainfit.virtual.cuda.scratch.call import (
+    OUTPUTS,
+    SCRATCH,
+    Call,
+    accumulate_size,
+    ceil_div,
+    copy_if_strided,
+)
 
 MANY_ROWS = 64 * 1024
 ROWS_PER_BLOCK = 32
@@ -43,10 +47,7 @@ def rms_norm_backward(call: Call) -> tuple[int, ...]:
 def partial_gradients(
     call: Call, x: Tensor, shape: list[int], weight: Tensor | None, wanted: int
 ) -> tuple[int, ...]:
-    """Per-block sums [blocks, N] in the weight's dtype, for over 65,536 rows and few columns.
-
-    Source: ``LaunchGammaBetaBackwardCUDAKernel``.
-    """
+    """Per-block sums [blocks, N] (``LaunchGammaBetaBackwardCUDAKernel``) of over 65,536 rows, few columns."""
     columns = prod(shape)
     rows = x.numel() // columns if columns else 0
     is_wide = columns // COLUMNS_PER_BLOCK >= call.gpu.num_sms // 2

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from trainfit.virtual.cuda.scratch.call import (
+    SCRATCH,
     Call,
-    Registry,
     accumulate_size,
     ceil_div,
     copy_if_strided,
     num_bytes,
 )
 from trainfit.virtual.cuda.scratch.gpu_traits import GpuTraits
-
-SCRATCH: Registry[tuple[int, ...]] = Registry()
 
 MAX_THREADS = 512
 WARP = 32
@@ -43,7 +41,7 @@ class Dim(NamedTuple):
 def sums(call: Call) -> tuple[int, ...]:
     """Scratch of sums, accumulated in ``acc_type``; sum and mean read 16-bit inputs 8 at a time.
 
-    The input is converted to the output's dtype first, except 16-bit floats to fp32 (``make_reduction``).
+    The input is converted to the output's dtype, except 16-bit floats to fp32 (``make_reduction``).
     """
     x, out = call.args[0], call.out
     fused = x.dtype == out.dtype or (x.dtype in HALVES and out.dtype == torch.float32)
@@ -55,10 +53,7 @@ def sums(call: Call) -> tuple[int, ...]:
 
 @SCRATCH.rule("amax", "amin", "max", "min")
 def extrema(call: Call) -> tuple[int, ...]:
-    """Scratch of amax, amin, max() and min(), accumulated in the input's dtype; max(dim) has none.
-
-    max() and min() copy a strided input (ReduceAllOps.cpp).
-    """
+    """Scratch of amax, amin, and of max() and min(), which copy a strided input; max(dim) has none."""
     if not isinstance(call.out, Tensor) or isinstance(call.arg(1, "other"), Tensor):
         return ()
     x = call.args[0]
@@ -66,18 +61,12 @@ def extrema(call: Call) -> tuple[int, ...]:
     return copies + reduction(x, call.out, dims_of(call), x.dtype, x.element_size(), 4, call.gpu)
 
 
-@SCRATCH.rule("any", "all")
-def truth(call: Call) -> tuple[int, ...]:
-    """Scratch of any and all, accumulated in bool."""
+@SCRATCH.rule("any", "all", "argmax", "argmin")
+def truth_and_positions(call: Call) -> tuple[int, ...]:
+    """Scratch of any, all (accumulated in bool), argmax and argmin (pairs of value and int64 index)."""
     x = call.args[0]
-    return reduction(x, call.out, dims_of(call), x.dtype, 1, 4, call.gpu)
-
-
-@SCRATCH.rule("argmax", "argmin")
-def positions(call: Call) -> tuple[int, ...]:
-    """Scratch of argmax and argmin, accumulated as pairs of value and int64 index."""
-    x = call.args[0]
-    return reduction(x, call.out, dims_of(call), x.dtype, 16, 4, call.gpu)
+    accumulator = 1 if call.name in ("aten::any", "aten::all") else 16
+    return reduction(x, call.out, dims_of(call), x.dtype, accumulator, 4, call.gpu)
 
 
 @SCRATCH.rule("linalg_vector_norm")
@@ -190,9 +179,7 @@ def global_buffers(
     num_reduced = sum(dim.out_stride == 0 for dim in dims)
     num_outputs = prod(dim.size for dim in dims[num_reduced:])
     num_inputs = prod(dim.size for dim in dims[:num_reduced])
-    along = num_reduced == len(dims) or (num_reduced > 0 and dims[0].stride < dims[num_reduced].stride)
-    if num_reduced == 0:
-        along = True
+    along = num_reduced in (0, len(dims)) or dims[0].stride < dims[num_reduced].stride
     dim0, dim1 = (num_inputs, num_outputs) if along else (num_outputs, num_inputs)
     fastest = dims[0].stride if along else dims[num_reduced].stride
     out_vector = 1
@@ -205,10 +192,7 @@ def global_buffers(
     width, height = block_shape(dim0, dim1, MAX_THREADS // out_vector)
     step_in, step_out = (width, 1) if along else (1, width)
     across_warps = ceil_div(num_inputs, step_in) >= min(height * 16, MAX_VALUES_PER_THREAD)
-    if across_warps:
-        step_in *= height
-    else:
-        step_out *= height
+    step_in, step_out = (step_in * height, step_out) if across_warps else (step_in, step_out * height)
     values = ceil_div(num_inputs, step_in)
     grid = ceil_div(num_outputs // out_vector, step_out)
     target = gpu.num_sms * (gpu.threads_per_sm // (width * height))

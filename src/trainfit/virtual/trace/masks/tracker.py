@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from trainfit.virtual.cuda.attention_kernel import MASKS
 from trainfit.virtual.cuda.op_kinds import base_name, written
 from trainfit.virtual.trace.host_tensors import carried_values, is_host
-from trainfit.virtual.trace.masks.expressions import Expressions
-from trainfit.virtual.trace.masks.rules import Expression, rule_of
+from trainfit.virtual.trace.masks.expressions import Expression, Expressions, rule_of
 from trainfit.virtual.trace.masks.visible import visible_share
 from trainfit.virtual.trace.tensors import tensors_of
 
@@ -67,11 +66,7 @@ class Mark(NamedTuple):
 
 
 class MaskTracker:
-    """Propagates masks through operations.
-
-    Args:
-        on_share: called with a product and the visible share of its pairs, once that is known.
-    """
+    """Propagates masks, and calls ``on_share`` with a product and the visible share of its pairs."""
 
     def __init__(self, on_share: Callable[[Any, Fraction], None], expressions: Expressions | None = None):
         self.on_share = on_share
@@ -104,11 +99,7 @@ class MaskTracker:
         return self._visible(known) if known else None
 
     def propagate(self, func: Any, args: Any, kwargs: Any, out: Any, product: Any) -> None:
-        """Mark the result of an operation.
-
-        Args:
-            product: identifies the operation for ``on_share``.
-        """
+        """Mark the result of an operation, which ``product`` identifies for ``on_share``."""
         t = out[0] if type(out) in (tuple, list) and out else out
         mark = self._mark(func, args, kwargs, t, product) if isinstance(t, FakeTensor) else None
         if func._schema.is_mutable:

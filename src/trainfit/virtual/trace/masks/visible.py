@@ -1,7 +1,7 @@
 """The visible share of a mask: the fraction of query-key pairs that it leaves.
 
-The number of visible keys of a mask that follows from positions is piecewise linear in the row. So a few rows
-are counted, and more where the counts are not on a line.
+The visible keys of a mask of positions are piecewise linear in the row, so a few rows are counted, and more
+where the counts are not on a line.
 """
 
 from fractions import Fraction
@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from trainfit.virtual.trace.masks.rules import Expression
+from trainfit.virtual.trace.masks.expressions import Expression
 
 HIDING = -1e9
 """A lower added value hides the pair; in fp16, whose minimum is -65,504, half of that does. Biases (ALiBi)
@@ -23,9 +23,9 @@ INTERVALS = 16
 
 
 def visible_share(mask: Expression) -> Fraction:
-    """Return the share of visible pairs: True in a boolean mask, not below HIDING in an additive one.
+    """Return the share of visible pairs of the first and the last batch entry and head.
 
-    Only the first and the last batch entry and head are counted.
+    Visible is True in a boolean mask, and not below HIDING in an additive one.
     """
     if not mask.shape or 0 in mask.shape:
         return Fraction(1)
