@@ -1,8 +1,8 @@
 """Records: evidence in an SQLite file that any number of processes append to, and as JSON Lines.
 
-Records keep the order in which they were appended. A record that ``append`` returned
-from is on the disk, also when other writers are killed half-way: rollback journal, BEGIN IMMEDIATE, a long
-busy timeout (a write-ahead log with read-then-write transactions fails here), full synchronisation.
+Records keep the order in which they were appended. A record is on the disk once ``append`` returns, also when
+other writers are killed half-way: rollback journal, BEGIN IMMEDIATE, a long busy timeout (a write-ahead log
+with read-then-write transactions fails here), full synchronisation.
 
 The payload is the whole record as a line with its digest (spec/record_line.py), checked whenever it is read;
 the other columns are copies of what one searches by, which must agree with it. Nothing is appended to a
@@ -13,7 +13,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,27 +29,18 @@ APPLICATION_ID = 0x74726669
 """Marks the file as ours (``trfi`` in ASCII), in the place SQLite's header has for that."""
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 60.0
-COLUMNS = "kind, created_at, recipe_id, model, gpu, payload"
+INDEXED = ("kind", "created_at", "recipe_id", "model", "gpu")
+COLUMNS = ", ".join((*INDEXED, "payload"))
 MAX_LINES_BYTES = 10**9
 """Of a JSON Lines file of records."""
 
 _SCHEMA = (
-    """CREATE TABLE records (
-        number INTEGER PRIMARY KEY AUTOINCREMENT,
-        kind TEXT NOT NULL,
-        created_at TEXT NOT NULL,
-        recipe_id TEXT NOT NULL,
-        model TEXT NOT NULL,
-        gpu TEXT NOT NULL,
-        payload TEXT NOT NULL
-    )""",
-    *(
-        f"CREATE INDEX records_{column} ON records ({column})"
-        for column in ("kind", "created_at", "recipe_id", "model", "gpu")
-    ),
+    "CREATE TABLE records (number INTEGER PRIMARY KEY AUTOINCREMENT, "
+    + ", ".join(f"{column} TEXT NOT NULL" for column in (*INDEXED, "payload")) + ")",
+    *(f"CREATE INDEX records_{column} ON records ({column})" for column in INDEXED),
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
-)
+)  # fmt: skip
 
 
 def append(path: str | Path, record: Record) -> None:
@@ -93,14 +84,9 @@ def read(
     Raises:
         InputError: the file is not there, is not a record file, or is damaged.
     """
-    conditions = {
-        "kind = ?": kind,
-        "recipe_id = ?": recipe_id,
-        "model = ?": model,
-        "gpu = ?": gpu,
-        "created_at >= ?": since,
-    }
-    given = {text: value for text, value in conditions.items() if value is not None}
+    values = {"kind": kind, "recipe_id": recipe_id, "model": model, "gpu": gpu}
+    given = {f"{name} = ?": value for name, value in values.items() if value is not None}
+    given |= {} if since is None else {"created_at >= ?": since}
     where = f"WHERE {' AND '.join(given)}" if given else ""
     limit = -1 if newest is None else newest  # SQLite: a negative limit is none
     with _open(Path(path), create=False) as database:
@@ -118,8 +104,7 @@ def export(path: str | Path, out_jsonl: str | Path, kind: str | None = None) -> 
         InputError: ``out_jsonl`` is a record file, whose evidence would be lost; or as ``read``.
     """
     records = read(path, kind)
-    text = "".join(to_line(record) + "\n" for record in records)
-    replace_text(out_jsonl, text)
+    replace_text(out_jsonl, "".join(to_line(record) + "\n" for record in records))
     return len(records)
 
 
@@ -197,8 +182,7 @@ def recover(path: str | Path, out_jsonl: str | Path) -> tuple[int, list[str]]:
     out = Path(out_jsonl)
     if out.exists():
         raise InputError("is there already", "name a new file", file=str(out))
-    whole: list[Record] = []
-    damaged: list[str] = []
+    whole, damaged = [], []
     for make in _rows_to_recover(Path(path)):
         try:
             whole.append(make())
@@ -255,11 +239,9 @@ def _check_whole(database: sqlite3.Connection, path: Path) -> None:
     (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise sqlite3.DatabaseError(found)
-    newest = database.execute(
-        f"SELECT number, {COLUMNS} FROM records ORDER BY number DESC LIMIT 1"
-    ).fetchone()
-    if newest is not None:
-        _record(newest[1:], f"{path}, record {newest[0]}")
+    last = database.execute(f"SELECT number, {COLUMNS} FROM records ORDER BY number DESC LIMIT 1").fetchone()
+    if last is not None:
+        _record(last[1:], f"{path}, record {last[0]}")
 
 
 def _rows_to_recover(path: Path) -> Iterator[Callable[[], Record]]:
@@ -270,14 +252,11 @@ def _rows_to_recover(path: Path) -> Iterator[Callable[[], Record]]:
                 yield partial(_record_of_bytes, line, f"{path}:{number}")
         return
     with _open(path, create=False) as database:
-        last = 0
-        try:
-            for (number,) in database.execute("SELECT seq FROM sqlite_sequence WHERE name = 'records'"):
-                last = number
-        except sqlite3.DatabaseError:  # Without the counter only the table itself says where it ends.
-            last = 0
-        last = last or database.execute("SELECT max(number) FROM records").fetchone()[0] or 0
-        for number in range(1, last + 1):
+        counter, end = "SELECT seq FROM sqlite_sequence WHERE name = 'records'", None
+        with suppress(sqlite3.DatabaseError):  # Without the counter only the table itself says where it ends.
+            end = database.execute(counter).fetchone()
+        ((last,),) = (end,) if end else database.execute("SELECT max(number) FROM records").fetchall()
+        for number in range(1, (last or 0) + 1):
             yield partial(_record_of_number, database, number, f"{path}, record {number}")
 
 
@@ -300,17 +279,11 @@ def _record_of_number(database: sqlite3.Connection, number: int, where: str) -> 
 def _open(path: Path, *, create: bool) -> Iterator[sqlite3.Connection]:
     """An open record file, checked; SQLite's complaints become ours."""
     if not create and not path.is_file():
-        raise InputError(
-            "no such record file",
-            "name a file that predict, measure or train wrote with --record",
-            file=str(path),
-        )
+        remedy = "name a file that predict, measure or train wrote with --record"
+        raise InputError("no such record file", remedy, file=str(path))
     if path.is_file() and path.stat().st_size and not is_sqlite(path):
-        raise InputError(
-            "not an SQLite file",
-            "name one that --record made; JSON Lines are read by report and records import",
-            file=str(path),
-        )
+        remedy = "name one that --record made; JSON Lines are read by report and records import"
+        raise InputError("not an SQLite file", remedy, file=str(path))
     try:
         # isolation_level=None: no transaction begins but the ones written here.
         database = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -352,14 +325,12 @@ def _check(database: sqlite3.Connection, path: Path, create: bool) -> None:
 
 def _is_ours(database: sqlite3.Connection, path: Path) -> bool:
     """Return True for a record file of this version, False for an empty file."""
-    application, version = (
-        database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-    )
+    names = ("application_id", "user_version")
+    application, version = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
     if application == APPLICATION_ID:
         if version != SCHEMA_VERSION:
-            remedy = (
-                f"use the trainfit that wrote it, or export it there; this one reads version {SCHEMA_VERSION}"
-            )
+            remedy = "use the trainfit that wrote it, or export it there"
+            remedy = f"{remedy}; this one reads version {SCHEMA_VERSION}"
             raise InputError(f"record file of version {version}", remedy, file=str(path))
         return True
     if application or version or database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:

@@ -72,14 +72,17 @@ def _build(
     recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
 ) -> tuple[nn.Module, HostBlocks | None]:
     """Return the bare model in training mode, and the blocks whose weights are on the host."""
-    dtype, hosted = weight_dtype(recipe), None
+    options: dict[str, Any] = {
+        "dtype": weight_dtype(recipe),
+        "device": device,
+        "attention": recipe.attention,
+        "quantize": recipe.quantize,
+    }
     build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
     if build is not None:
-        model, hosted = build(recipe, dtype, device, on_model)
+        model, hosted = build(recipe, on_model, **options)
     else:
-        model = build_model(
-            recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
-        )
+        model, hosted = build_model(recipe.model, **options), None
         on_model(model)
     return model.train(), hosted
 

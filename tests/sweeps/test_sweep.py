@@ -184,17 +184,6 @@ def test_other_settings_are_another_request(tmp_path: Path, ended: Any):
     assert not any(part == "predict" for part, _ in wanted)
 
 
-def test_a_half_written_line_is_cut_off_and_done_again(tmp_path: Path, ended: Any):
-    sweep, folder, _, _ = ended
-    lines = (folder / RECORDS).read_bytes().splitlines(keepends=True)
-    (tmp_path / RECORDS).write_bytes(b"".join(lines[:10]) + lines[10][:200])
-    with Journal(tmp_path, sweep.name):
-        assert (tmp_path / RECORDS).read_bytes() == b"".join(lines[:10])
-    (tmp_path / RECORDS).write_bytes(b"".join(lines[:2]) + b"not json\n")
-    with pytest.raises(InputError, match=r"records\.jsonl:3: not JSON"), Journal(tmp_path, sweep.name):
-        pass
-
-
 def test_one_sweep_at_a_time_writes_to_a_folder(tmp_path: Path):
     with (
         Journal(tmp_path, "one"),

@@ -69,12 +69,12 @@ def test_the_tokens_are_those_of_the_whole_documents(name: str, tmp_path: Path):
     corpora = opened(tmp_path, given)
     found = np.sort(np.concatenate([corpora.train.tokens, corpora.eval.tokens]))
     assert found.tolist() == sorted(token for ids in expected for token in ids)
-    assert [words in note for note in corpora.notes] == ([] if words is None else [True])
+    assert [words in note for note in corpora.index.notes] == ([] if words is None else [True])
     index = json.loads((tmp_path / "data" / "index.json").read_text())
-    assert tuple(index["notes"]) == corpora.notes
+    assert tuple(index["notes"]) == corpora.index.notes
     saved = load_tokenizer(tmp_path / "data" / "tokenizer.json")
     assert saved[1] == [], "the tokenizer that made the tokens is kept"
-    assert opened(tmp_path, given).notes == corpora.notes
+    assert opened(tmp_path, given).index.notes == corpora.index.notes
 
 
 def test_a_run_notes_what_is_switched_off_in_one_line(tmp_path: Path):
@@ -97,7 +97,7 @@ def test_tokens_that_an_older_version_cut_are_not_trained_on(tmp_path: Path, mon
     given = options(tmp_path, tokenizer)
     monkeypatch.setattr(corpus, "load_tokenizer", lambda path: (Tokenizer.from_file(str(path)), ()))
     cut = opened(tmp_path, given)
-    assert cut.index["train"]["tokens"] + cut.index["eval"]["tokens"] == 41 * len(TEXTS)
+    assert cut.index.train.tokens + cut.index.eval.tokens == 41 * len(TEXTS)
     monkeypatch.undo()
     with pytest.raises(InputError, match="max_length 40") as caught:
         opened(tmp_path, given)
@@ -112,7 +112,7 @@ def test_a_folder_of_before_the_notes_goes_on(tmp_path: Path):
     durable.write_json(index, kept)
     (tmp_path / "data" / "manifest.json").unlink()
     durable._seal(tmp_path / "data")
-    assert opened(tmp_path, given).notes == ()
+    assert opened(tmp_path, given).index.notes == ()
 
 
 # Text that the tokenizer loses.
@@ -154,9 +154,9 @@ def test_characters_that_a_round_trip_loses_are_noted(name: str, tmp_path: Path)
     corpora = opened(tmp_path, options(tmp_path, make(), LINES), vocabulary=8, seq=8)
     characters = f"{count:,} of the text's {NUM_CHARACTERS:,} characters"
     lost = f"the tokenizer leaves out {characters}, most often {most}"
-    total = sum(corpora.index[side]["tokens"] for side in ("train", "eval"))
+    total = corpora.index.train.tokens + corpora.index.eval.tokens
     unknown = [f"600 of {total:,} tokens are the tokenizer's unknown token"]
-    assert list(corpora.notes) == [*(unknown if name == "unknown token" else []), lost]
+    assert list(corpora.index.notes) == [*(unknown if name == "unknown token" else []), lost]
 
 
 def deleting(tokenizer: Tokenizer) -> None:
@@ -193,7 +193,7 @@ def test_only_characters_that_are_gone_count_as_lost(
     tokenizer = plain()
     tokenizer = change(tokenizer) or tokenizer
     corpora = opened(tmp_path, options(tmp_path, tokenizer, text, share=0.0), seq=2)
-    assert corpora.notes == (() if lost is None else (f"the tokenizer leaves out {lost}",))
+    assert corpora.index.notes == (() if lost is None else (f"the tokenizer leaves out {lost}",))
 
 
 def test_text_that_cannot_be_encoded_is_refused_in_one_line(tmp_path: Path):

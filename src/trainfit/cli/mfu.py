@@ -7,17 +7,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer import Option
 
-from trainfit.cli.options import (
-    Json,
-    PeakFlops,
-    Price,
-    count,
-    finite,
-    only_json,
-    print_json,
-    print_notes,
-    share,
-)
+from trainfit.cli import options
+from trainfit.cli.options import Json, PeakFlops, Price, count, finite, share
 from trainfit.spec import DEFAULT_GPU
 
 MFU_HELP = "Instead of --step-s: the MFU, such as 40% or 0.4."
@@ -67,7 +58,7 @@ def run(
     found: dict[str, Any] = {}
     row = find_gpu(gpu)
     note = gpu_note(gpu)
-    print_notes([] if note is None else [f"note: {note}"])
+    options.print_notes([] if note is None else [f"note: {note}"])
     price = row.price_per_hour if price is None else price
     if any(value is not None for value in (model, batch, seq, step_s, mfu, tokens)) or gpu_hours is None:
         if model is None or batch is None or seq is None or (step_s is None) == (mfu is None):
@@ -80,7 +71,7 @@ def run(
             raise typer.BadParameter("--tokens determines the GPU-hours: leave --gpu-hours out")
         recipe = recipe_of_one(model, seq, precision, adapter, rank, recompute)
         speed = Speed(step_s, mfu, row, num_gpus, peak_flops)
-        with only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
+        with options.only_json(json), progress(f"counting the FLOPs of {recipe.model.display_name}"):
             found |= step_usage(recipe, batch, attention, speed, closed_form)
         if tokens is not None:
             found |= run_usage(tokens, batch * seq, found, price)
@@ -93,6 +84,6 @@ def run(
             largest = f"{sys.float_info.max:.0e}"
             raise typer.BadParameter(f"{name} would be past {largest}: give more usual numbers")
     if json:
-        print_json(found)
+        options.print_json(found)
     else:
         show_usage(found)

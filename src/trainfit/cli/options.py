@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainfit.spec.printable import printable, say
+from trainfit.spec.units import read_count, read_share
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -31,15 +32,11 @@ def finite(value: float | None) -> float | None:
 
 def count(text: str) -> float:
     """Parse a count that may have a unit, such as ``100B``."""
-    from trainfit.spec.units import read_count
-
     return _parsed(read_count, text)
 
 
 def share(text: str) -> float:
     """Parse a share that may be in per cent, such as ``40%``."""
-    from trainfit.spec.units import read_share
-
     return _parsed(read_share, text)
 
 
@@ -55,13 +52,10 @@ RECIPE_HELP = (
     "recipe or catalog model (also the model's name on the Hub)."
 )
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help=RECIPE_HELP)]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Set a recipe's field, such as batch.micro=8."),
-]
-GpuOption = Annotated[
-    str | None, typer.Option("--gpu", metavar="NAME", help="Same as --set hardware.gpu=NAME.")
-]
+SET_HELP = "Set a recipe's field, such as batch.micro=8."
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help=SET_HELP)]
+GPU_HELP = "Same as --set hardware.gpu=NAME."
+GpuOption = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help=GPU_HELP)]
 PRICE_HELP = "Price of one GPU-hour; default: the catalog's."
 Price = Annotated[
     float | None, typer.Option("--price", metavar="USD", min=0, callback=finite, help=PRICE_HELP)
@@ -73,9 +67,8 @@ PeakFlops = Annotated[
 Device = Annotated[str, typer.Option("--device", metavar="NAME", help="auto, cpu, cuda or cuda:1.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 where it does not fit.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-RecordFile = Annotated[
-    Path | None, typer.Option("--record", metavar="FILE", help="Append the result to this SQLite file.")
-]
+RECORD_HELP = "Append the result to this SQLite file."
+RecordFile = Annotated[Path | None, typer.Option("--record", metavar="FILE", help=RECORD_HELP)]
 
 
 def with_hardware(settings: list[str] | None, gpu: str | None, price: float | None) -> list[str]:
@@ -131,9 +124,8 @@ def print_notes(lines: "Iterable[str]") -> None:
 
 def keep(path: Path | None, kind: Any, recipe: "Recipe", **result: Any) -> None:
     """Append a record of ``result`` (estimate, measurement or train) to ``path``, if one is given."""
-    if path is None:
-        return
-    from trainfit.records import append
-    from trainfit.spec.provenance import new_record
+    if path is not None:
+        from trainfit.records import append
+        from trainfit.spec.provenance import new_record
 
-    append(path, new_record(kind, recipe, **result))
+        append(path, new_record(kind, recipe, **result))

@@ -36,19 +36,19 @@ def _line(record: "Record") -> list[str]:
     from trainfit.report.words import quantity
     from trainfit.spec.recipe_file import recipe_from
 
+    when = record.created_at[:19].replace("T", " ")
     if record.bench is not None:
         what = f"{record.bench.experiment}, {record.bench.form}: {len(record.bench.rows)} rows"
-        return [record.created_at[:19].replace("T", " "), record.kind, "", what, "", ""]
+        return [when, record.kind, "", what, "", ""]
     recipe = recipe_from(record.recipe)
-    result = record.estimate or record.measurement
-    trained = record.train or {}
+    result, trained = record.estimate or record.measurement, record.train or {}
     peak = result.peak_allocated_bytes if result is not None else trained.get("peak_memory_bytes")
     seconds = result.step_s if result is not None else trained.get("step_s")
     what = f"{recipe.model.display_name} {recipe.precision} {recipe.batch.micro} x {recipe.batch.seq}"
-    return [
-        record.created_at[:19].replace("T", " "), record.kind, record.recipe_id[:8], what,
-        "" if peak is None else quantity("_bytes", peak), "" if seconds is None else quantity("_s", seconds),
-    ]  # fmt: skip
+    sizes = [
+        "" if value is None else quantity(unit, value) for unit, value in (("_bytes", peak), ("_s", seconds))
+    ]
+    return [when, record.kind, record.recipe_id[:8], what, *sizes]
 
 
 @GROUP.command("export")

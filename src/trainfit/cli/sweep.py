@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -78,7 +78,7 @@ def run(
         raise typer.BadParameter("--ray-address needs --executor ray")
     if predict_only and (measure or measure_only):
         raise typer.BadParameter("--predict-only measures nothing")
-    from trainfit.sweeps.journal import Journal
+    from trainfit.sweeps.journal import REPORT, Journal
     from trainfit.sweeps.read import read_sweep
     from trainfit.sweeps.run import Run
 
@@ -102,7 +102,7 @@ def run(
             view.say(f"note: {note}")
         with executing(executor, device or file.device, jobs, ray_address, deadline_s) as trials:
             _run(state, trials, view)
-        page = None if journal.is_file else _report(state, out)
+        page = None if journal.is_file else _report(state, out / REPORT)
     if json:
         print_json(_content(state, journal.path, page))
     elif markdown:
@@ -115,20 +115,17 @@ def run(
     return EXIT_STOPPED if state.stopped else 0
 
 
-@contextmanager
 def executing(
     kind: str, device: str, jobs: int | None, address: str | None, deadline_s: float
-) -> "Iterator[Executor]":
-    """Yield the executor of the trials."""
+) -> "AbstractContextManager[Executor]":
+    """Return a context manager of the trials' executor."""
     if kind == "ray":
         from trainfit.sweeps.ray_cluster import RayExecutor
 
-        with RayExecutor(device, jobs, address, deadline_s) as cluster:
-            yield cluster
-    else:
-        from trainfit.sweeps.local import LocalExecutor
+        return RayExecutor(device, jobs, address, deadline_s)
+    from trainfit.sweeps.local import LocalExecutor
 
-        yield LocalExecutor(device, jobs, deadline_s)
+    return nullcontext(LocalExecutor(device, jobs, deadline_s))
 
 
 def _run(state: "Run", trials: "Executor", view: "View") -> None:
@@ -186,15 +183,14 @@ class View:
             yield
 
 
-def _report(state: "Run", folder: Path) -> Path:
+def _report(state: "Run", page: Path) -> Path:
     from trainfit.report.html import NO_PLOTS, write_sweep
     from trainfit.report.plot import can_draw
-    from trainfit.sweeps.journal import REPORT
 
-    write_sweep(state.sweep.name, state.rows(), folder / REPORT, notes=state.sweep.notes)
+    write_sweep(state.sweep.name, state.rows(), page, notes=state.sweep.notes)
     if not can_draw():
         say(f"note: {NO_PLOTS}", err=True)
-    return folder / REPORT
+    return page
 
 
 def _content(state: "Run", records: Path, page: Path | None) -> dict[str, Any]:
@@ -227,8 +223,9 @@ def _print(state: "Run", records: Path, page: Path | None) -> None:
         out.print(line)
     ended = [row for row in found if row.message and row.status not in (RUNNING, WAITING)]
     if ended:
-        messages = [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended]
-        rows(out, messages, "left", "wrap")
+        rows(
+            out, [[row.variant, f"{row.status}: {first_line(row.message)}"] for row in ended], "left", "wrap"
+        )
         out.print()
     say(f"records {printable(str(records))}")
     if page is not None:

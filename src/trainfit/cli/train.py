@@ -5,18 +5,8 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from trainfit.cli.options import (
-    Json,
-    PeakFlops,
-    RecipeArgument,
-    RecordFile,
-    Settings,
-    keep,
-    print_json,
-    print_notes,
-    read_recipe,
-    work,
-)
+from trainfit.cli import options
+from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
 from trainfit.training.stop import resumable
@@ -66,23 +56,23 @@ def run(
         settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
     if tensorboard is None:
         tensorboard = is_installed("tensorboard")
-        print_notes(() if tensorboard else (NO_EVENT_FILES,))
-    requested = read_recipe(recipe, settings)
+        options.print_notes(() if tensorboard else (NO_EVENT_FILES,))
+    requested = options.read_recipe(recipe, settings)
     from trainfit.api.calls import train_built, train_options
     from trainfit.api.planned import planned
     from trainfit.training.folder import how_to_resume
 
-    options = train_options(
+    wanted = train_options(
         data, out=str(out), steps=steps, resume=resume, device=device, tokenizer=tokenizer and str(tokenizer),
         eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last,
         schedule=schedule, warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
     )  # fmt: skip
-    with resumable(lambda: how_to_resume(out)), work(recipe, settings, json=json, record=record):
+    with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
         built, notes = planned(requested, device)
-        print_notes(notes)
-        summary = train_built(built, notes, options, peak_flops, progress=True)
+        options.print_notes(notes)
+        summary = train_built(built, notes, wanted, peak_flops, progress=True)
         try:
-            keep(record, "train", built, train=summary.content())
+            options.keep(record, "train", built, train=summary.content())
         except OSError as error:
             failure = storage_failure(error)
             if failure is None:
@@ -90,7 +80,7 @@ def run(
             saved = "the run itself is saved, --resume --record adds its record"
             raise StorageError(failure, f"{REMEDIES[failure.errno or 0]}; {saved}") from error
     if json:
-        print_json(summary)
+        options.print_json(summary)
     else:
         from trainfit.report.results import show_training
 

@@ -87,9 +87,7 @@ def _line(check: "Check", names: list[str]) -> list[str]:
     from trainfit.spec.units import format_bytes
 
     words = describe(recipe_from(check.recipe)).rpartition(", on ")[0]
-    if not check.errors:
-        return [check.recipe_id, words, check.status, *("" for _ in names)]
-    size = format_bytes(check.measured["allocated"])
+    size = format_bytes(check.measured["allocated"]) if check.errors else check.status
     return [check.recipe_id, words, size, *(_percent(check.errors.get(name)) for name in names)]
 
 

@@ -32,10 +32,7 @@ Peak = tuple[int, MemoryBreakdown | None]
 
 
 class Meter(ABC):
-    """Memory meter of one device.
-
-    Call order: ``limit``, then in ``watching``: assemble, ``settle``, steps, ``take``.
-    """
+    """Memory meter of one device. In ``watching``, the step is assembled, settled and run."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +47,7 @@ Start = Callable[[Path], int]
 
 
 class TrialStorageError(OSError):
-    """A file of a trial could not be written, which says nothing about its recipe.
-
-    Args:
-        lines: the last lines that the trial printed; empty if they could not be written either.
-    """
-
-    def __init__(self, lines: Sequence[str]):
-        unknown = f"{tempfile.gettempdir()}: a trial's files could not be written"
-        super().__init__(lines[-1] if lines else unknown)
+    """A file of a trial could not be written, which says nothing about its recipe."""
 
 
 @dataclass(frozen=True)
@@ -159,15 +151,12 @@ def run_in(
 
 
 def run_to_end(folder: Path, start: Start, timeout_s: float | None) -> Ending:
-    """Start the trial of ``folder`` and wait until it and its whole group have ended.
-
-    Raises:
-        TrialStorageError: a file of the trial could not be written.
-    """
+    """Start the trial of ``folder``, and wait until it and its whole group have ended."""
     kills_before = _num_system_kills()
     code, timed_out = _wait(start(folder), timeout_s)
     if code == EXIT_IO:
-        raise TrialStorageError(last_lines(folder).splitlines())
+        printed = last_lines(folder) or f"{tempfile.gettempdir()}: a trial's files could not be written"
+        raise TrialStorageError(printed.splitlines()[-1])
     exit_code, by_signal = (code, None) if code >= 0 else (None, -code)
     return Ending(exit_code, by_signal, timed_out, _num_system_kills() > kills_before)
 

@@ -59,10 +59,9 @@ def with_utilisation(
     hardware_flops: float | None,
     peak_flops_per_s: float | None,
 ) -> Measurement:
-    """Return ``measured`` with FLOPs, and with MFU and HFU where time and peak are known.
+    """Return ``measured`` with FLOPs, and with MFU and HFU if time and peak are known.
 
-    MFU: model FLOPs per second over the peak; HFU: hardware FLOPs (recomputation included) per second over
-    the peak (PaLM, arXiv 2204.02311, appendix B).
+    HFU includes recomputation (PaLM, arXiv 2204.02311, appendix B).
     """
     possible = (measured.step_s or 0.0) * (peak_flops_per_s or 0.0)
     known = {"model_flops": model_flops, "hardware_flops": hardware_flops}

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from io import BufferedWriter
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
+from trainfit.spec.value import Count, Value, parse
 from trainfit.training import documents, durable
 from trainfit.training.options import TrainOptions
 from trainfit.training.tokenizer import (
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 SIDES = ("train", "eval")
 INDEX, TOKENIZER = "index.json", "tokenizer.json"
-DTYPES = {"uint16": 2, "uint32": 4}
-"""Types of token ids, and their bytes."""
 DOCUMENTS_AT_ONCE = 512
 OTHER_FOLDER = "start a new run in another folder"
 RESTORE = f"restore it from a copy, or {OTHER_FOLDER}"
@@ -68,18 +67,32 @@ def _mapped(file: Path, dtype: str, seq: int) -> Corpus:
     return Corpus(np.memmap(file, dtype=dtype, mode="r"), seq)
 
 
+class Side(Value):
+    """Size of one side of the split."""
+
+    documents: Count
+    tokens: Count
+
+
+class Index(Value):
+    """Content of ``index.json``."""
+
+    identity: dict[str, Any]
+    dtype: Literal["uint16", "uint32"]
+    tokenizer_tokens: Count
+    notes: tuple[str, ...] = ()
+    """Ways in which text is lost."""
+    train: Side
+    eval: Side
+
+
 @dataclass(frozen=True)
 class Corpora:
     """Both sides of the split, and the content of ``index.json``."""
 
     train: Corpus
     eval: Corpus
-    index: dict[str, Any]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """One line for each way in which the tokenizer changed the text, or would have changed it."""
-        return tuple(self.index.get("notes", ()))
+    index: Index
 
 
 def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: int) -> Corpora:
@@ -96,8 +109,8 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
     }
     if folder.exists():
         durable.check_folder(folder)
-        _refuse_other_data(folder, identity)
         corpora = _open(folder, seq)
+        _refuse_other_data(folder, corpora.index.identity, identity)
         _refuse_foreign_ids(corpora, folder, vocabulary)
         return corpora
     with durable.new_folder(folder) as work:
@@ -107,24 +120,13 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
 
 
 def _open(folder: Path, seq: int) -> Corpora:
-    index = _checked_index(folder)
-    train, held_out = (_mapped(folder / f"{side}.bin", index["dtype"], seq) for side in SIDES)
+    file = folder / INDEX
+    index = parse(Index, durable.read_json(file), file=str(file))
+    paths, size = [folder / f"{side}.bin" for side in SIDES], np.dtype(index.dtype).itemsize
+    if [path.stat().st_size for path in paths] != [index.train.tokens * size, index.eval.tokens * size]:
+        raise InputError("not what trainfit wrote", RESTORE, file=str(file))
+    train, held_out = (_mapped(path, index.dtype, seq) for path in paths)
     return Corpora(train, held_out, index)
-
-
-def _checked_index(folder: Path) -> dict[str, Any]:
-    """Return ``index.json``, if it describes the other files of the folder."""
-    index = durable.read_json(folder / INDEX)
-    try:
-        sizes = {side: (folder / f"{side}.bin").stat().st_size for side in SIDES}
-        token_bytes = DTYPES[index["dtype"]]
-        good = all(index[side]["tokens"] * token_bytes == sizes[side] for side in SIDES)
-        counts = (index["tokenizer_tokens"], *(index[side]["documents"] for side in SIDES))
-        if good and all(type(count) is int for count in counts) and isinstance(index["identity"], dict):
-            return index
-    except (KeyError, TypeError):
-        pass  # Refused below.
-    raise InputError("not what trainfit wrote", RESTORE, file=str(folder / INDEX))
 
 
 def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None:
@@ -134,7 +136,7 @@ def _refuse_foreign_ids(corpora: Corpora, folder: Path, vocabulary: int) -> None
             raise InputError(problem, RESTORE, file=str(folder / f"{side}.bin"))
 
 
-def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
+def _refuse_other_data(folder: Path, made_of: dict[str, Any], identity: dict[str, Any]) -> None:
     """Refuse tokens of other data, and tokens that an earlier version truncated or padded.
 
     The folder's own tokenizer.json is the one that made its tokens.
@@ -143,7 +145,6 @@ def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
         made_with = " and ".join(switched_off)
         problem = f"the run's tokens were made with tokenizer.json's {made_with}, now switched off"
         raise InputError(problem, OTHER_FOLDER, field="tokenizer")
-    made_of = _checked_index(folder)["identity"]
     for field, value in identity.items():
         if made_of.get(field) != value:
             problem = f"the run was started with other data ({field} differs)"
@@ -151,15 +152,13 @@ def _refuse_other_data(folder: Path, identity: dict[str, Any]) -> None:
 
 
 def _refuse_too_little(corpora: Corpora, options: TrainOptions) -> None:
-    sides = [
-        ("training", corpora.train, ""),
-        ("evaluation", corpora.eval, ", raise eval_fraction, or set it to 0"),
-    ]
-    for name, corpus, more in sides[: 2 if options.eval_fraction else 1]:
-        if not len(corpus):
-            found = f"{len(corpus.tokens):,} tokens of {name} text"
-            problem = f"{found} are fewer than one sequence of {corpus.seq:,}"
-            raise InputError(problem, f"give more text, lower batch.seq{more}", field="data")
+    remedy, name, corpus = "give more text, lower batch.seq", "training", corpora.train
+    if len(corpus) and options.eval_fraction:
+        remedy, name, corpus = f"{remedy}, raise eval_fraction, or set it to 0", "evaluation", corpora.eval
+    if not len(corpus):
+        found = f"{len(corpus.tokens):,} tokens of {name} text"
+        problem = f"{found} are fewer than one sequence of {corpus.seq:,}"
+        raise InputError(problem, remedy, field="data")
 
 
 def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabulary: int) -> None:
@@ -177,7 +176,7 @@ def _make(work: Path, options: TrainOptions, identity: dict[str, Any], vocabular
     with writing(work), ExitStack() as stack:
         files = [stack.enter_context((work / f"{side}.bin").open("wb")) for side in SIDES]
         counts, notes = _tokenize(options, tokenizer, files, dtype, vocabulary)
-    if counts["train"]["documents"] + counts["eval"]["documents"] == 0:
+    if not any(count["documents"] for count in counts.values()):
         path = identity["data"].get("path")
         raise InputError("the data has no text", "give some", field="data", value=path)
     if switched_off:

@@ -51,11 +51,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_folder(path: Path) -> None:
-    """Compare every byte of a folder made by ``new_folder`` with its manifest.
-
-    Raises:
-        InputError: naming the first file that is missing, added or changed.
-    """
+    """Compare every byte of a folder with its manifest; InputError names a file that differs."""
     expected = _read_manifest(path / MANIFEST)
     present = {entry.name for entry in path.iterdir()} - {MANIFEST}
     for name in sorted(present | set(expected)):

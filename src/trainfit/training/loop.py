@@ -90,9 +90,9 @@ def _session(
         tokens_per_step=recipe.batch.tokens,
         train_tokens=len(corpora.train.tokens),
         eval_tokens=len(corpora.eval.tokens),
-        tokenizer_tokens=corpora.index["tokenizer_tokens"],
+        tokenizer_tokens=corpora.index.tokenizer_tokens,
         resumed_from=newest and str(newest),
-        notes=(*_changes(before, environment), *corpora.notes, *_loss_notes(recipe)),
+        notes=(*_changes(before, environment), *corpora.index.notes, *_loss_notes(recipe)),
     )
     return Session(step, corpora, options, run, described, flops, observers, progress, newest)
 

@@ -107,11 +107,7 @@ def is_there(path: Path) -> bool:
 
 
 def data_from(text: str) -> SyntheticData | TextData | HubData:
-    """Parse ``--data``: ``SYNTHETIC``, alone or with a count of documents, ``hub:NAME`` or a path.
-
-    Raises:
-        InputError: no such file or folder, or not a count.
-    """
+    """Parse ``--data``: ``SYNTHETIC``, alone or with a count of documents, ``hub:NAME`` or a path."""
     kind, colon, rest = text.partition(":")
     if "\0" in text:
         problem, remedy = "not a path", "name a text file or a folder"

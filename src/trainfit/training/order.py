@@ -42,11 +42,9 @@ def step_sequences(corpus: Corpus, seed: int, per_step: int, step: int) -> "torc
 
 
 def sequence_numbers(seed: int, step: int, per_step: int, count: int) -> np.ndarray:
-    """Return the sequences that ``step`` (from 0) trains on, out of ``count``, as int64 [per_step].
-
-    A step that crosses the end of an epoch continues with the next epoch's permutation.
-    """
+    """Return the sequences that ``step`` (from 0) trains on, out of ``count``, as int64 [per_step]."""
     epochs, within = np.divmod(step * per_step + np.arange(per_step, dtype=np.int64), count)
+    # A step that crosses the end of an epoch continues with the next epoch's permutation.
     parts = (permuted(within[epochs == epoch], count, seed, int(epoch)) for epoch in np.unique(epochs))
     return np.concatenate(list(parts))
 

@@ -39,11 +39,7 @@ def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
-    """Copy ``tensors`` into the model.
-
-    Raises:
-        InputError: names, shapes or dtypes are not this model's.
-    """
+    """Copy ``tensors`` into the model; InputError unless names, shapes and dtypes are the model's."""
     own = step.model.state_dict()
     if different := sorted(set(own) ^ (set(tensors) | set(shared))):
         raise unlike(different[0], "in only one of checkpoint and model")

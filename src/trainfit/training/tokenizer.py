@@ -34,11 +34,7 @@ END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|e
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> "Tokenizer":
-    """Train a byte-level BPE of at most ``vocabulary`` tokens; fewer if no more pairs repeat.
-
-    Raises:
-        InputError: the vocabulary is too small for the 256 bytes and the end token.
-    """
+    """Train a byte-level BPE of at most ``vocabulary`` tokens (at least 257); fewer if no pairs repeat."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocabulary <= BYTES:

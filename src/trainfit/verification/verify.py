@@ -193,14 +193,9 @@ def _check(
     status = "refused" if measured is None else measured.status
     errors = {name: (predicted[name] - size) / size for name, size in bytes_measured.items()}
     return Check(
-        recipe_id=recipe.id,
-        recipe=recipe.content(),
-        status=status,
-        message=message,
-        predicted=predicted,
-        measured=bytes_measured,
-        errors=errors if status == "done" else {},
-    )
+        recipe_id=recipe.id, recipe=recipe.content(), status=status, message=message, predicted=predicted,
+        measured=bytes_measured, errors=errors if status == "done" else {},
+    )  # fmt: skip
 
 
 def conclude(gpu: str, device: str, seed: int, checks: tuple[Check, ...]) -> Verification:

@@ -43,7 +43,7 @@ def frozen_gc() -> Iterator[None]:
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pause garbage collection, a sixth of the time of capturing and lowering a whole model's graph."""
+    """Pause garbage collection, which would walk the compiler's growing graphs again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

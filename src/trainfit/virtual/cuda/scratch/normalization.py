@@ -47,9 +47,7 @@ def rms_norm_backward(call: Call) -> tuple[int, ...]:
 def partial_gradients(
     call: Call, x: Tensor, shape: list[int], weight: Tensor | None, wanted: int
 ) -> tuple[int, ...]:
-    """Per-block sums [blocks, N] in the weight's dtype, for over 65,536 rows and few columns
-    (``LaunchGammaBetaBackwardCUDAKernel``).
-    """
+    """Per-block sums [blocks, N] (``LaunchGammaBetaBackwardCUDAKernel``) of over 65,536 rows, few columns."""
     columns = prod(shape)
     rows = x.numel() // columns if columns else 0
     is_wide = columns // COLUMNS_PER_BLOCK >= call.gpu.num_sms // 2
