@@ -43,6 +43,20 @@ def check(recipe: Recipe) -> None:
             )
 
 
+def check_device(recipe: Recipe, device_type: str) -> None:
+    """Refuse to run on real devices.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(
+        "several GPUs are predicted; they are not measured or trained on in this version",
+        "use hardware.count: 1, or predict",
+        field="hardware.count",
+        value=recipe.hardware.count,
+    )
+
+
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Shard each decoder block, then what is left as one group."""
     from torch.distributed.fsdp import fully_shard
@@ -76,7 +90,12 @@ TECHNIQUE = Technique(
     fields=("parallel.shard", "parallel.replicate"),
     when=lambda recipe: recipe.mesh.world_size > 1,
     check=check,
+    check_device=check_device,
     apply=apply,
     describe=_describe,
+    variants=(
+        {"hardware": {"count": 2}},
+        {"hardware": {"count": 4}, "parallel": {"replicate": 2, "shard": 2}},
+    ),
     trace_whole=lambda recipe: True,  # Where a block is gathered depends on its neighbours.
 )
