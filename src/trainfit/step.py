@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainfit.models.build import build_model
 from trainfit.models.layers import max_positions
@@ -33,6 +34,7 @@ def assemble(
     *,
     on_model: Callable[[nn.Module], None] | None = None,
     compiler: Compiler | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Step:
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
@@ -42,6 +44,7 @@ def assemble(
     Args:
         on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
+        mesh: the ranks of a recipe for several GPUs, by replica and shard (``parallel.mesh``).
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
@@ -51,7 +54,7 @@ def assemble(
     _seed(recipe.seed)
     model, hosted = _build(recipe, device, on_model or (lambda model: None))
     _check_positions(recipe, model)
-    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted)
+    draft = Draft(model, device, compiler or (lambda module: module.compile()), hosted, mesh=mesh)
     for technique in registry.in_order():
         if technique.applies(recipe):
             technique.apply(recipe, draft)
@@ -72,14 +75,17 @@ def _build(
     recipe: Recipe, device: torch.device, on_model: Callable[[nn.Module], None]
 ) -> tuple[nn.Module, HostBlocks | None]:
     """Return the bare model in training mode, and the blocks whose weights are on the host."""
-    dtype, hosted = weight_dtype(recipe), None
+    options: dict[str, Any] = {
+        "dtype": weight_dtype(recipe),
+        "device": device,
+        "attention": recipe.attention,
+        "quantize": recipe.quantize,
+    }
     build = next((one.build for one in registry.in_order() if one.build and one.applies(recipe)), None)
     if build is not None:
-        model, hosted = build(recipe, dtype, device, on_model)
+        model, hosted = build(recipe, on_model, **options)
     else:
-        model = build_model(
-            recipe.model, dtype=dtype, device=device, attention=recipe.attention, quantize=recipe.quantize
-        )
+        model, hosted = build_model(recipe.model, **options), None
         on_model(model)
     return model.train(), hosted
 

@@ -129,6 +129,10 @@ def test_pools_do_not_share() -> None:
     allocator.free(allocator.malloc(20 * MIB))
     allocator.malloc(MIB)
     assert allocator.reserved_bytes == 22 * MIB
+    allocator.malloc(20 * MIB, stream=1)
+    assert allocator.reserved_bytes == 42 * MIB
+    allocator.malloc(20 * MIB)
+    assert allocator.reserved_bytes == 42 * MIB
 
 
 def test_peaks_and_an_emptied_cache() -> None:

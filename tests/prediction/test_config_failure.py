@@ -26,20 +26,20 @@ LENGTH_IS_IN_THE_CONFIG = {"model_type": "reformer", "vocab_size": 100, "is_deco
 
 
 @pytest.mark.parametrize(
-    ("config", "exception"),
+    ("config", "exception", "precision"),
     [
-        (MORE_EXPERTS_CHOSEN_THAN_THERE, "RuntimeError: k not in range"),
-        (ROTARY_WIDER_THAN_A_HEAD, "RuntimeError: Attempting to broadcast"),
-        (LENGTH_IS_IN_THE_CONFIG, "ValueError: If training, make sure that config.axial_pos_shape"),
+        (MORE_EXPERTS_CHOSEN_THAN_THERE, "RuntimeError: k not in range", "bf16"),
+        (ROTARY_WIDER_THAN_A_HEAD, "RuntimeError: Attempting to broadcast", "amp-bf16"),
+        (LENGTH_IS_IN_THE_CONFIG, "ValueError: If training, make sure that config.axial_pos_shape", "bf16"),
     ],
 )
-@pytest.mark.parametrize("setting", ["precision=bf16", "precision=amp-bf16"])
 def test_a_forward_that_transformers_itself_cannot_run_is_refused_in_one_line(
-    config: dict, exception: str, setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: dict, exception: str, precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "odd.json"
     path.write_text(json.dumps(config))
-    code = main(["predict", str(path), "--set", "batch.seq=32", "--set", setting, "--no-cache"])
+    settings = ["--set", "batch.seq=32", "--set", f"precision={precision}"]
+    code = main(["predict", str(path), *settings, "--no-cache"])
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "[transformers]" not in line]
     assert code == 65
     assert "odd.json: model.config" in line

@@ -164,7 +164,7 @@ def test_products_are_what_the_virtual_gpu_counts(name: str) -> None:
         assert found.model_flops == steady_sum(ledger, quantity)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-3-1b", "phi-2"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "phi-2"])
 def test_products_beside_an_adapter(name: str) -> None:
     """To 0.1 %: of the first block's adapters some need no gradient of their input either."""
     ledger, config = counted_and_config(name, adapter=Adapter(kind="lora", rank=8))

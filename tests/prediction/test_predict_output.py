@@ -115,31 +115,37 @@ def test_an_emulated_dtype_is_warned_of() -> None:
     assert set(found.warnings) <= set(found.assumptions)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({}, "weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter"),
-        ({"precision": "fp32"}, "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B"),
-        ({"precision": "amp-bf16"},
-        "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B a parameter; products in bf16"),
-        ({"optimizer": "adamw8bit"}, "8-bit AdamW moments 1 + 1 B"),
-        ({"optimizer": "adamw4bit"}, "4-bit AdamW moments 0.5 + 0.5 B"),
-        ({"optimizer": "adafactor"}, "Adafactor rows and columns of the second moment"),
-        ({"optimizer": {"name": "adafactor", "momentum": 0.9}}, "Adafactor momentum 4 B and rows"),
-        ({"optimizer": "sgd"}, "SGD without moments, 0 B"),
-        ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "SGD momentum 2 B"),
-        ({"adapter": "lora"},
-        "frozen base 2 B a parameter, adapter 4 B, AdamW moments 4 + 4 B a trained parameter"),
-        ({"adapter": {"kind": "lora", "dtype": "base"}}, "adapter 2 B, AdamW moments 2 + 2 B a trained"),
-        ({"adapter": "lora", "quantize": "nf4"}, "frozen base 0.5 B in nf4 a parameter"),
-    ],
-)  # fmt: skip
+WORDS: list[tuple[dict[str, object], str]] = [
+    ({}, "weights 2 B, no fp32 master weights, AdamW moments 2 + 2 B a parameter"),
+    ({"precision": "fp32"}, "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B"),
+    ({"optimizer": "adamw8bit"}, "8-bit AdamW moments 1 + 1 B"),
+    ({"optimizer": "adafactor"}, "Adafactor rows and columns of the second moment"),
+    ({"optimizer": "sgd"}, "SGD without moments, 0 B"),
+    ({"adapter": {"kind": "lora", "dtype": "base"}}, "adapter 2 B, AdamW moments 2 + 2 B a trained"),
+]
+WORDS_AND_BYTES: list[tuple[dict[str, object], str]] = [
+    ({"precision": "amp-bf16"},
+     "weights 4 B (fp32 master weights), AdamW moments 4 + 4 B a parameter; products in bf16"),
+    ({"optimizer": "adamw4bit"}, "4-bit AdamW moments 0.5 + 0.5 B"),
+    ({"optimizer": {"name": "adafactor", "momentum": 0.9}}, "Adafactor momentum 4 B and rows"),
+    ({"optimizer": {"name": "sgd", "momentum": 0.9}}, "SGD momentum 2 B"),
+    ({"adapter": "lora"},
+     "frozen base 2 B a parameter, adapter 4 B, AdamW moments 4 + 4 B a trained parameter"),
+    ({"adapter": "lora", "quantize": "nf4"}, "frozen base 0.5 B in nf4 a parameter"),
+]  # fmt: skip
+
+
+def test_the_precision_is_put_into_words() -> None:
+    for fields, words in WORDS:
+        assert words in meaning(tiny(**fields))
+
+
+@pytest.mark.parametrize(("fields", "words"), WORDS_AND_BYTES)
 def test_what_the_precision_means_is_what_the_step_holds(fields: dict[str, object], words: str) -> None:
     recipe = tiny(**fields)
     assert words in meaning(recipe)
     held, found = storage(recipe), predict(recipe)
-    # The traced step's own bytes: state of small tensors, scales and step counts are within a tenth of a
-    # byte.
+    # State of small tensors, scales and step counts are within a tenth of a byte.
     assert found.breakdown.optimizer / found.trainable_params == pytest.approx(held.moment, abs=0.1)
     if recipe.quantize is None:
         frozen = (found.params - found.trainable_params) * (held.frozen or 0.0)

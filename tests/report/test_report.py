@@ -177,7 +177,7 @@ def test_technique_names_what_differs():
     planned = recipe(
         recompute={"layers": ["full", "full", {"recompute": "elementwise", "offload": 0.5}, "none"]}
     )
-    assert describe(planned) == "bf16, recompute 2 full + 1 elementwise + 1 none (partly offloaded)"
+    assert describe(planned) == "bf16, recompute 2 full + 1 elementwise (partly offloaded) + 1 none"
     soft = recipe(adapter={"kind": "prompt", "tokens": 9}, recompute={"selective": {"save": ["silu", "mm"]}})
     assert describe(soft) == "bf16, recompute selective mm+silu, prompt 9"
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Batch, ModelSpec, Recipe
+from trainfit.spec.recipe import Batch, ModelSpec, Parallel, Recipe
 from trainfit.spec.recipe_file import apply_settings, load_recipe, recipe_from
 from trainfit.spec.recompute import Budget, Every, Layers
 from trainfit.spec.value import parse
@@ -85,7 +85,7 @@ def test_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         recipe.seed = 3  # type: ignore[misc]
     with pytest.raises(ValidationError, match="hardware.count"):
-        Recipe(model=ModelSpec(config="gpt2"), hardware=recipe.hardware)
+        Recipe(model=ModelSpec(config="gpt2"), hardware=recipe.hardware, parallel=Parallel(shard=3))
 
 
 def test_extends_merges_by_key_and_replaces_whole_values(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ REFUSED = {
         MODEL + "adapter: {kind: lora, targets: [a, 1]}",
         "targets.1 = 1: should be text; quote it",
     ),
-    "counts": (MODEL + "hardware: {count: 2}", "count = 2: parallel (replicate x shard x tensor) is 1"),
+    "counts": (
+        MODEL + "hardware: {count: 4}\nparallel: {shard: 2}",
+        "count = 4: parallel (replicate x shard x tensor) is 2",
+    ),
     "quantised, nothing trains": (MODEL + "quantize: nf4", "quantize = 'nf4': a quantised base is frozen"),
     "duplicate key": (MODEL + "seed: 1\nseed: 2", "duplicate key 'seed' at line 3; keep one of them"),
     "alias bomb": (BOMB, "aliases expand without end; write at most 100,000 values"),

@@ -1,7 +1,5 @@
 """Reserved memory: the cache emptied every n steps, and expandable segments set by the environment."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from trainfit.ledger.replay import replay
 from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware
-from trainfit.techniques import empty_cache, registry
+from trainfit.techniques import empty_cache
 from trainfit.techniques.draft import Draft
 from virtual_runs import recipe_of
 
@@ -24,16 +22,13 @@ INIT, FIRST, STEADY = Segment("init", "init"), Segment("first", "forward"), Segm
 
 def changing(every: int | None) -> Ledger:
     """The first step needs 100 MiB at once, a steady one 60 and 60."""
-    sizes = {"weights": 30, "a": 100, "b": 60, "c": 60}
-    order = [
-        (ALLOCATE, "weights", 0), (ALLOCATE, "a", 1), (FREE, "a", 1),
-        (ALLOCATE, "b", 2), (ALLOCATE, "c", 2), (FREE, "b", 2), (FREE, "c", 2),
-    ]  # fmt: skip
-    names = list(sizes)
+    sizes = (30, 100, 60, 60)
+    order = [(ALLOCATE, 0, 0), (ALLOCATE, 1, 1), (FREE, 1, 1)]
+    order += [(ALLOCATE, 2, 2), (ALLOCATE, 3, 2), (FREE, 2, 2), (FREE, 3, 2)]
     return Ledger(
         segments=[INIT, FIRST, STEADY],
-        storages=[Storage(size * MIB, "temporary", NO_LAYER, -1, name) for name, size in sizes.items()],
-        events=[Event(kind, names.index(name), NO_LAYER, segment) for kind, name, segment in order],
+        storages=[Storage(size * MIB, "temporary", NO_LAYER, -1, "") for size in sizes],
+        events=[Event(kind, storage, NO_LAYER, segment) for kind, storage, segment in order],
         empty_cache_every=every,
     )
 
@@ -49,7 +44,7 @@ def test_the_next_step_takes_new_segments(every: int | None, reserved: int):
 
 
 class Noting(CachingAllocator):
-    """Notes after how many steps (two allocations each, but one in the first) the cache is given back."""
+    """Notes after how many steps (two allocations each, but one in the first) the cache is emptied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,28 +70,39 @@ def test_steps_are_replayed_until_one_after_it_was_emptied(every: int | None, em
     assert (allocator.emptied, allocator.mallocs // 2) == (emptied, steps)
 
 
-def test_a_predicted_recipe_allocates_as_much_and_says_what_is_not_counted():
-    plain = recipe_of("gpt2", batch=Batch(micro=2, seq=256))
-    emptied = plain.model_copy(update={"empty_cache_every": 1})
-    before, after = predict(plain), predict(emptied)
+def test_a_prediction_follows_the_recipe_and_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    recipe = recipe_of("gpt2", batch=Batch(micro=2, seq=256))
+    before, emptied = predict(recipe), predict(recipe.model_copy(update={"empty_cache_every": 1}))
     # Blocks are cut out of other segments, some of them larger than asked.
-    assert after.peak_allocated_bytes == pytest.approx(before.peak_allocated_bytes, rel=0.005)
-    assert before.peak_reserved_bytes != after.peak_reserved_bytes
-    assert any("get memory back" in line for line in after.assumptions)
+    assert emptied.peak_allocated_bytes == pytest.approx(before.peak_allocated_bytes, rel=0.005)
+    assert before.peak_reserved_bytes != emptied.peak_reserved_bytes
+    assert any("get memory back" in line for line in emptied.assumptions)
     assert not any("get memory back" in line for line in before.assumptions)
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    after = predict(recipe)
+    # Every block is cut to its size, where otherwise up to 1 MiB stays with it.
+    assert 0.98 * before.peak_allocated_bytes < after.peak_allocated_bytes < before.peak_allocated_bytes
+    assert after.peak_allocated_bytes <= after.peak_reserved_bytes < before.peak_reserved_bytes
+    # Whole pages: 2 MiB of small blocks, 20 MiB of large ones.
+    assert after.peak_reserved_bytes % (2 * MIB) == 0
+    assert any("expandable segments" in line for line in after.assumptions)
+    on_cpu = predict(recipe.model_copy(update={"hardware": Hardware(gpu="cpu")}))
+    assert not any("expandable" in line for line in on_cpu.assumptions)
 
 
 @pytest.mark.parametrize(("device", "calls"), [("cuda", 3), ("cpu", 0)])
-def test_a_cuda_device_is_asked_each_nth_time(device: str, calls: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_cuda_device_empties_its_cache_each_nth_time(
+    device: str, calls: int, monkeypatch: pytest.MonkeyPatch
+):
     called: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(1))
-    recipe = tiny_recipe(empty_cache_every=3)
-    registry.check(recipe)
     draft = Draft(nn.Linear(1, 1), torch.device(device), lambda module: None)
-    empty_cache.apply(recipe, draft)
-    for _ in range(10):
-        for hook in draft.after_step:
-            hook()
+    empty_cache.apply(tiny_recipe(empty_cache_every=3), draft)
+    for hook in draft.after_step * 10:
+        hook()
     assert len(called) == calls
 
 
@@ -129,20 +135,3 @@ def test_what_the_environment_says(environment: dict[str, str], expandable: bool
 def test_what_torch_refuses_is_refused():
     with pytest.raises(InputError, match=r"PYTORCH_ALLOC_CONF.*True or False"):
         allocator_settings({"PYTORCH_ALLOC_CONF": "expandable_segments:true"})
-
-
-def test_a_prediction_follows_expandable_segments(monkeypatch: pytest.MonkeyPatch):
-    recipe: Any = recipe_of("gpt2", batch=Batch(micro=2, seq=256))
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    before = predict(recipe)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    after = predict(recipe)
-    # Every block is cut to its size, where otherwise up to 1 MiB stays with it.
-    assert 0.98 * before.peak_allocated_bytes < after.peak_allocated_bytes < before.peak_allocated_bytes
-    assert after.peak_allocated_bytes <= after.peak_reserved_bytes < before.peak_reserved_bytes
-    # Whole pages: 2 MiB of small blocks, 20 MiB of large ones.
-    assert after.peak_reserved_bytes % (2 * MIB) == 0
-    assert any("expandable segments" in line for line in after.assumptions)
-    on_cpu = predict(recipe.model_copy(update={"hardware": Hardware(gpu="cpu")}))
-    assert not any("expandable" in line for line in on_cpu.assumptions)

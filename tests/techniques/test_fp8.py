@@ -21,10 +21,9 @@ from trainfit.models.layers import layer_lists
 from trainfit.prediction.estimate import estimate, matmul_dtype, predict
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Offload, Optimizer, Recipe
+from trainfit.spec.recipe import Batch, Hardware, Offload, Optimizer, Recipe
 from trainfit.spec.recompute import Layers
 from trainfit.step import Step, assemble
-from trainfit.techniques import registry
 from trainfit.techniques.precision.fp8 import gains
 from virtual_runs import recipe_of, steady, steady_sum, sums
 
@@ -87,20 +86,13 @@ def test_operands_are_rounded_to_e4m3_and_gradients_to_e5m2():
     y = layer(x)
     y.backward(gradient)
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    x8, weight8, gradient8 = (
-        rounded(x.detach(), e4m3),
-        rounded(weight.detach(), e4m3),
-        rounded(gradient, e5m2),
-    )
+    x8, weight8 = rounded(x.detach(), e4m3), rounded(weight.detach(), e4m3)
+    gradient8, gradient32 = rounded(gradient, e5m2), gradient.float()
     assert x.grad is not None
     assert weight.grad is not None
     found = (y, x.grad, weight.grad)
     expected = (x8 @ weight8.T, gradient8 @ weight8, gradient8.T @ x8)
-    unrounded = (
-        x.float() @ weight.float().T,
-        gradient.float() @ weight.float(),
-        gradient.float().T @ x.float(),
-    )
+    unrounded = (x.float() @ weight.float().T, gradient32 @ weight.float(), gradient32.T @ x.float())
     for ours, fp8, exact in zip(found, expected, unrounded, strict=True):
         assert torch.equal(ours, fp8.to(torch.bfloat16))
         # e4m3 has 3 fraction bits, e5m2 2: a few percent off the unrounded product, where bf16 is 0.2 % off.
@@ -108,11 +100,12 @@ def test_operands_are_rounded_to_e4m3_and_gradients_to_e5m2():
         assert 0.01 < off < 0.1
 
 
-ADAFACTOR = Optimizer(name="adafactor", in_backward=True)
 ON_CPU: dict[str, tuple[str, dict[str, Any]]] = {
     "accumulate-chunked": ("hf", {"batch": Batch(micro=2, seq=16, accumulate=2), "loss": "chunked"}),
-    "recompute-in-backward": ("native", {"recompute": "full", "optimizer": ADAFACTOR}),
-}
+    "recompute-in-backward": (
+        "native", {"recompute": "full", "optimizer": Optimizer(name="adafactor", in_backward=True)}
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ON_CPU)
@@ -122,25 +115,20 @@ def test_predicted_and_measured_bytes_are_equal(case: str):
     predicted, measured = predict(recipe), measure(recipe, steps=0, device="cpu", start=forked)
     assert measured.status == "done", measured.message
     assert predicted.phases == measured.phases
-    assert predicted.peak_allocated_bytes == measured.peak_allocated_bytes
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"recompute": "full"},
+def test_what_saves_memory_changes_no_bit():
+    plain, weights = train(assemble(fp8_recipe(), CPU))
+    cases: list[dict[str, Any]] = [
+        {"recompute": "full", "optimizer": Optimizer(in_backward=True)},
         {"recompute": "selective"},
         {"recompute": Layers.model_validate({"layers": [{"recompute": "elementwise", "count": 2}]})},
         {"recompute": "full", "offload": Offload(activations=True)},
-        {"optimizer": Optimizer(in_backward=True)},
-    ],
-    ids=str,
-)
-def test_what_saves_memory_changes_no_bit(fields: dict[str, Any]):
-    plain, weights = train(assemble(fp8_recipe(), CPU))
-    found, found_weights = train(assemble(fp8_recipe(**fields), CPU))
-    assert found == plain
-    assert all(torch.equal(a, b) for a, b in zip(found_weights, weights, strict=True))
+    ]
+    for fields in cases:
+        found, found_weights = train(assemble(fp8_recipe(**fields), CPU))
+        assert found == plain, fields
+        assert all(torch.equal(a, b) for a, b in zip(found_weights, weights, strict=True))
 
 
 def test_layers_with_a_forward_of_their_own_stay():
@@ -211,26 +199,9 @@ def test_utilisation_is_of_the_fp8_peak(ledgers: dict[str, Ledger]):
     assert found.mfu == pytest.approx(found.model_flops / found.step_s / h200.peak_flops_per_s["fp8"])
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "selective-rounded": (
-        "native",
-        {"recompute": "selective", "optimizer": Optimizer(stochastic_rounding=True)},
-    ),
-    "offload-by-block": (
-        "hf",
-        {
-            "recompute": "full",
-            "offload": Offload(activations=True),
-            "optimizer": Optimizer(in_backward="block"),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_few_layers_tell_the_whole(case: str):
-    code, fields = CASES[case]
-    recipe = fp8_recipe(code, 4, **fields)
+def test_a_few_layers_stand_for_all():
+    optimizer = Optimizer(stochastic_rounding=True)
+    recipe = fp8_recipe("native", 4, recompute="selective", optimizer=optimizer)
     repeated, whole = trace(recipe), trace(recipe, whole=True)
     assert repeated.repeat > 1
     assert sums(repeated) == sums(whole)
@@ -246,28 +217,6 @@ def test_compiled_by_block_the_products_are_the_same(ledgers: dict[str, Ledger])
 
 
 # -- refusals
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"hardware": Hardware(gpu="a100-sxm4-80gb")}, "no fp8 tensor cores"),
-        ({"hardware": Hardware(gpu="mi300x")}, "no fp8 tensor cores"),
-        ({"adapter": Adapter(kind="lora"), "quantize": "fp8"}, "use precision: bf16, with quantize: fp8"),
-        ({"adapter": Adapter(kind="lora")}, "use precision: bf16, with quantize: fp8"),
-        ({"batch": Batch(micro=1, seq=24)}, "a multiple of 16 tokens"),
-        (
-            {"recompute": "full", "offload": Offload(weights=True), "optimizer": Optimizer(in_backward=True)},
-            "wait on the host",
-        ),
-    ],
-    ids=str,
-)
-def test_refused_in_one_line(fields: dict[str, Any], words: str):
-    with pytest.raises(InputError) as error:
-        registry.check(fp8_recipe(**fields))
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_model_of_which_no_layer_gains_is_refused():

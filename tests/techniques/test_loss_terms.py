@@ -11,10 +11,9 @@ from tiny_recipe import tiny_recipe
 from tiny_training import Listener, asked, tiny
 from trainfit.kernels.cross_entropy.terms import Terms, cross_entropy_with_terms
 from trainfit.spec.errors import InputError
-from trainfit.spec.recipe import Adapter, LossTerms, Recipe
+from trainfit.spec.recipe import LossTerms, Recipe
 from trainfit.spec.recipe_file import recipe_from
 from trainfit.step import assemble
-from trainfit.techniques import registry
 from trainfit.training.loop import train
 
 CPU = torch.device("cpu")
@@ -45,9 +44,16 @@ def with_terms(recipe: Recipe, terms: LossTerms = BOTH_TERMS) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "terms", [LossTerms(label_smoothing=0.1), LossTerms(z_loss=1e-2), BOTH_TERMS], ids=str
+    ("family", "terms"),
+    [
+        ("llama", LossTerms(label_smoothing=0.1)),
+        ("gemma2", LossTerms(z_loss=1e-2)),
+        ("gemma2", BOTH_TERMS),
+        ("cohere", BOTH_TERMS),
+        ("native", BOTH_TERMS),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "native"])
 def test_standard_and_fused_give_the_same_numbers(family: str, terms: LossTerms):
     """Soft-capped (Gemma 2) and scaled (Cohere) logits among them."""
     runs: list[Any] = []
@@ -87,19 +93,6 @@ def test_a_run_reports_both_and_says_so(tmp_path: Any, loss: str):
     assert listener.run.notes == (
         "the training loss has z_loss 1 in it; evaluation's is the cross-entropy alone",
     )
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"loss": "chunked"}, "loss: chunked has no terms; use loss: fused or standard"),
-        ({"adapter": Adapter(kind="prompt")}, "around the model's own forward"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str):
-    with pytest.raises(InputError, match=words) as caught:
-        registry.check(with_terms(tiny_recipe(**fields)))
-    assert "loss_terms" in str(caught.value)
 
 
 def test_a_loss_that_balances_experts_is_refused():

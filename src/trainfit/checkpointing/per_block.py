@@ -1,8 +1,8 @@
 """Recomputation and activation offload chosen for each decoder block.
 
-A block's offloaded tensors are copied to pinned host memory until the next offloading block (or the last
-block) has run forward, and copied back while the following block runs backward. The computation waits for the
-copies at these points, so the memory in use depends on the order of blocks, not on the speed of copies.
+A block's offloaded tensors are copied to the host until the next offloading block (or the last block) has run
+forward, and copied back while the following block runs backward. The computation waits for the copies at
+these points, so the memory in use depends on the order of blocks, not on the speed of copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_STATE = "_trainfit_saving"
 
 
 def fits_share(num_bytes: int, offloaded_bytes: int, saved_bytes: int, share: float) -> bool:
-    """Return whether a storage can be offloaded within the share of the bytes saved so far."""
+    """Whether a storage can be offloaded within the share of the bytes saved so far."""
     return offloaded_bytes + num_bytes <= share * saved_bytes
 
 
@@ -34,9 +34,8 @@ class OffloadedStorage:
     """A storage that is copied to the host and back, and the saved expressions that are views of it."""
 
     def __init__(self, t: Tensor):
-        whole = t.detach()
         length = t.untyped_storage().nbytes() // t.element_size()
-        self.device: Tensor | None = whole.as_strided((length,), (1,), 0)
+        self.device: Tensor | None = t.detach().as_strided((length,), (1,), 0)
         self.views: list[tuple[Expression, tuple[Any, Any, int]]] = []
         """Each expression with its shape, strides and offset."""
         self.event: Any = None
@@ -63,9 +62,9 @@ class SavedTensors:
         """By address of the storage; None: it stays on the device."""
 
     def hold(self, expression: Expression, t: Tensor) -> None:
-        """Register a saved tensor and start offloading its storage if the share allows it."""
+        """Start offloading a saved tensor's storage if the share allows it."""
         storage = address(t)
-        if storage == self._input or t.untyped_storage().nbytes() < self._small:
+        if not self.share or storage == self._input or t.untyped_storage().nbytes() < self._small:
             return
         if storage not in self._offloaded:
             self._offloaded[storage] = self._offload(t)
@@ -151,10 +150,10 @@ class PerBlockSaving:
             forward = partial(checkpoint, forward, use_reentrant=False)
         block = self._blocks[index]
         if level == "elementwise" or share:
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            shared = [*given, *block.parameters(), *block.buffers()]
+            passed = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            shared = [*passed, *block.parameters(), *block.buffers()]
             recompute = level == "elementwise"
-            with SavedTensorMode(x, shared, recompute=recompute, on_hold=saved.hold if share else _ignore):
+            with SavedTensorMode(x, shared, recompute=recompute, on_hold=saved.hold):
                 out = forward(block, x, *args, **kwargs)
         else:
             out = forward(block, x, *args, **kwargs)
@@ -180,11 +179,11 @@ class PerBlockSaving:
 
     def start_copy_to_host(self, offloaded: OffloadedStorage) -> None:
         """Copy a storage to the host, after the kernel that writes it."""
-        assert offloaded.device is not None
-        kind = (offloaded.device.shape, offloaded.device.dtype)
-        free = self._free.get(kind)
-        offloaded.host = free.pop() if free else host_empty(*kind, like=offloaded.device)
-        offloaded.event = self._to_host.copy(offloaded.host, offloaded.device, now(self._device))
+        device = offloaded.device
+        assert device is not None
+        free = self._free.get((device.shape, device.dtype))
+        offloaded.host = free.pop() if free else host_empty(device.shape, device.dtype, like=device)
+        offloaded.event = self._to_host.copy(offloaded.host, device, now(self._device))
 
     def start_copy_to_device(self, offloaded: OffloadedStorage) -> None:
         """Copy a storage back, after kernels that still read the memory reused for it."""
@@ -197,10 +196,6 @@ class PerBlockSaving:
         if offloaded.host is not None:
             self._free.setdefault((offloaded.host.shape, offloaded.host.dtype), []).append(offloaded.host)
             offloaded.host = None
-
-
-def _ignore(expression: Expression, t: Tensor) -> None:
-    """Offload nothing."""
 
 
 @cache

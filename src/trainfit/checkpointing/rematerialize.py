@@ -1,11 +1,10 @@
 """Recompute a block's saved tensors one by one where no matrix product is needed.
 
-During a block's forward a dispatch mode records how each tensor was computed. If a tensor that autograd saves
-follows by elementwise work (norms, activation functions, casts, rotations) from other saved tensors, its
-expression is saved instead and evaluated in the backward. Matrix products, attention, random draws and
-unknown operations are never recomputed. Related: Korthikanti et al., https://arxiv.org/abs/2205.05198,
-section 4; Jain et al., https://arxiv.org/abs/1910.02653. Results are bitwise equal: the same operations run
-below autocast and autograd.
+A dispatch mode records how each tensor of a block's forward was computed. If a tensor that autograd saves
+follows by elementwise work from other saved tensors, its expression is saved instead and evaluated in the
+backward. Matrix products, attention, random draws and unknown operations are never recomputed. Related:
+Korthikanti et al., https://arxiv.org/abs/2205.05198, section 4; Jain et al., https://arxiv.org/abs/1910.02653.
+Results are bitwise equal: the same operations run below autocast and autograd.
 """
 
 from __future__ import annotations
@@ -74,10 +73,8 @@ class SavedTensorMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        call = None
-        if can_run_again(func):
-            # Before the operation runs, which may write its inputs.
-            call = Call(func, *mapped((args, kwargs), Tensor, self._find))
+        # Before the operation runs, which may write its inputs.
+        call = Call(func, *mapped((args, kwargs), Tensor, self._find)) if can_run_again(func) else None
         out = func(*args, **kwargs)
         if func._schema.is_mutable:
             self._mark_stale(func, args, kwargs)
@@ -178,22 +175,20 @@ class SavedTensorMode(TorchDispatchMode):
 
 @lru_cache(maxsize=4096)
 def can_run_again(func: Any) -> bool:
-    """Return whether an operation is cheap, deterministic and functional."""
-    if not isinstance(func, torch._ops.OpOverload) or not does_no_matrix_work(func):
-        return False
-    if func._schema.is_mutable or base_name(func) in FACTORIES or func._schema.name.startswith(ELSEWHERE):
-        return False
-    return torch.Tag.nondeterministic_seeded not in func.tags
+    """Whether an operation is cheap, deterministic and functional."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and does_no_matrix_work(func)
+        and not func._schema.is_mutable
+        and base_name(func) not in FACTORIES
+        and not func._schema.name.startswith(ELSEWHERE)
+        and torch.Tag.nondeterministic_seeded not in func.tags
+    )
 
 
 def is_plain(t: Tensor) -> bool:
-    """Return whether a tensor has its own storage; wrapper subclasses (quantised weights) have none."""
-    return _is_plain(type(t))
-
-
-@lru_cache
-def _is_plain(kind: type) -> bool:
-    return not hasattr(kind, "__tensor_flatten__")
+    """Whether a tensor has its own storage; wrapper subclasses (quantised weights) have none."""
+    return not hasattr(type(t), "__tensor_flatten__")
 
 
 def address(t: Tensor) -> int:

@@ -47,7 +47,7 @@ class SavePolicy(NamedTuple):
     save: tuple[str, ...] = DEFAULT_SAVED
 
     def keeps(self, func: Any, args: Sequence[Any]) -> bool:
-        """Return whether a call's results are saved."""
+        """Whether a call's results are saved."""
         if not isinstance(func, torch._ops.OpOverload) or not _can_be_saved(func):
             return False
         name = base_name(func)
@@ -64,25 +64,16 @@ def _can_be_saved(func: Any) -> bool:
 
 
 def check_names(save: Iterable[str]) -> None:
-    """Check that each name is a group or an operation whose results can be saved.
-
-    Raises:
-        InputError: an unknown operation, or one that returns its input's memory.
-    """
+    """Refuse names that are neither a group nor an operation whose results can be saved."""
     for name in save:
-        if name in DEFAULT_SAVED:
-            continue
         packet = getattr(torch.ops.aten, name, None)
-        if packet is not None and any(_can_be_saved(getattr(packet, each)) for each in packet.overloads()):
-            continue
-        raise InputError(
-            "no operation of PyTorch (torch.ops.aten)"
-            if packet is None
-            else "its result is its input's own memory",
-            f"write {', '.join(DEFAULT_SAVED)} or operations such as silu, native_layer_norm",
-            field="recompute.selective.save",
-            value=name,
+        problem = (
+            "its result is its input's own memory" if packet else "no operation of PyTorch (torch.ops.aten)"
         )
+        remedy = f"write {', '.join(DEFAULT_SAVED)} or operations such as silu, native_layer_norm"
+        overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
+        if name not in DEFAULT_SAVED and not any(map(_can_be_saved, overloads)):
+            raise InputError(problem, remedy, field="recompute.selective.save", value=name)
 
 
 def set_recompute(
@@ -92,9 +83,7 @@ def set_recompute(
     save: tuple[str, ...] = DEFAULT_SAVED,
     compiled: bool = False,
 ) -> None:
-    """Checkpoint one decoder block in place, by changing its class.
-
-    Non-reentrant; random state and autocast are restored for the recomputation.
+    """Checkpoint one decoder block in place, by changing its class; random state and autocast are restored.
 
     Args:
         save: with ``selective``, results to save: ``mm``, ``attention``, or ATen operations by name.
@@ -107,7 +96,6 @@ def set_recompute(
 @cache
 def _recomputed(block: type[nn.Module], contexts: Callable[[], Any] | None) -> type[nn.Module]:
     """Return the block's class, its forward checkpointed; equal blocks share one class and compiled graph."""
-
     settings: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +167,7 @@ class CachingMode(TorchDispatchMode):
         self._storages.clear()
 
     def _save(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        generator = generator_state(device_of(out)) if is_random(func, args, kwargs) else None
+        generator = generator_state(tensors_of(out)[0].device) if is_random(func, args, kwargs) else None
         # Detached: autograd sets the gradient function of ``out`` itself.
         self.results[self._num_calls] = Result(tree_map_only(Tensor, torch.detach, out), generator)
         if base_name(func) in PRODUCTS:
@@ -228,22 +216,17 @@ class CachedMode(TorchDispatchMode):
         if result is None:
             return func(*args, **kwargs)
         if result.generator is not None:
-            set_generator_state(device_of(result.out), result.generator)
+            set_generator_state(tensors_of(result.out)[0].device, result.generator)
         return result.out
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call draws random numbers; attention does with dropout."""
+    """Whether a call draws random numbers; attention does with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
-
-
-def device_of(out: Any) -> torch.device:
-    """Return the device of the first tensor."""
-    return tensors_of(out)[0].device
 
 
 def generator_state(device: torch.device) -> Tensor:

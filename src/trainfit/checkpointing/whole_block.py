@@ -34,11 +34,10 @@ Call = Callable[[Tensor], Any]
 
 @dataclass
 class _SavedInput:
-    """A block's input on the device, on the host, or being copied."""
+    """A block's input on the device, on the host, or being copied; ``previous``: the preceding block's."""
 
     device: Tensor | None
     previous: _SavedInput | None
-    """The input of the preceding block in the same forward, whose backward is next."""
     host: Tensor | None = None
     event: Any = None
 
@@ -85,56 +84,53 @@ class BlockRecompute:
         """Return block ``index``'s result; ``first`` computes it now, ``again`` in the backward."""
         if torch.is_grad_enabled():
             return _Run.apply(self, index, first, again, self._trigger, x)
-        self.before_forward(index)
-        with self.without_autocast_cache():
-            out = first(x)
-        self.after_forward(index)
-        return out
+        with self.forward(index):
+            return first(x)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Run blocks called inside without the wrapper."""
-        self.is_running = True
-        try:
-            yield
-        finally:
-            self.is_running = False
-
-    def before_forward(self, index: int) -> None:
-        """Wait for block ``index``'s weights and prefetch the next block's."""
+    def forward(self, index: int) -> Iterator[None]:
+        """Hold block ``index``'s weights and prefetch the next block's."""
         if self._weights is not None:
             self._weights.ring.acquire(index, self._at(index + 1))
-
-    def after_forward(self, index: int) -> None:
-        """Release block ``index``'s weights."""
+        with self._without_autocast_cache():
+            yield
         if self._weights is not None:
             self._weights.ring.release(index, changed=False)
 
-    def before_backward(self, index: int) -> None:
-        """Wait for block ``index``'s weights and moments and prefetch the preceding block's."""
+    @contextmanager
+    def backward(self, index: int) -> Iterator[None]:
+        """Hold block ``index``'s weights and moments until its update; prefetch the preceding block's."""
         if self._weights is not None:
             self._weights.ring.acquire(index, self._at(index - 1), to_write=True)
         if self._moments is not None:
             self._moments.acquire(index, self._at(index - 1))
-
-    def after_backward(self, index: int) -> None:
-        """Release block ``index``'s weights and moments, after its optimizer if that runs in the backward."""
+        yield
         if self._weights is not None:
             trained = any(parameter.requires_grad for parameter in self._weights.parameters(index))
             self._weights.ring.release(index, changed=trained)
         if self._moments is not None:
             self._moments.release(index)
 
+    @contextmanager
+    def recomputation(self) -> Iterator[None]:
+        """Run blocks called inside without the wrapper, with autograd."""
+        self.is_running = True
+        try:
+            with self._without_autocast_cache(), torch.enable_grad():
+                yield
+        finally:
+            self.is_running = False
+
     def _at(self, index: int) -> int | None:
         return index if 0 <= index < len(self.blocks) else None
 
     @contextmanager
-    def without_autocast_cache(self) -> Iterator[None]:
+    def _without_autocast_cache(self) -> Iterator[None]:
         """Disable autocast's cache, whose copies of offloaded weights would live until the forward ends."""
-        if self._weights is None or not torch.is_autocast_enabled(self.device.type):
+        kind = self.device.type
+        if self._weights is None or not torch.is_autocast_enabled(kind):
             yield
             return
-        kind = self.device.type
         with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
             yield
 
@@ -143,7 +139,8 @@ class BlockRecompute:
         saved = self._last = _SavedInput(x, self._last if index else None)
         # The last block's backward follows at once.
         if self._offload and index < len(self.blocks) - 1 and x.is_contiguous():
-            saved.host = self._host_memory(x)
+            free = self._free.get((x.shape, x.dtype))
+            saved.host = free.pop() if free else self._copy_streams.host_empty(x.shape, x.dtype)
             saved.event = self._copy_streams.to_host.copy(saved.host, x, self._copy_streams.now())
         return saved
 
@@ -170,15 +167,10 @@ class BlockRecompute:
 
     def _fetch(self, saved: _SavedInput) -> None:
         if saved.device is None and saved.host is not None:
-            # Kernels may still read the memory reused for it: hence `now`.
             saved.device = torch.empty_like(saved.host, device=self.device)
-            saved.event = self._copy_streams.to_device.copy(
-                saved.device, saved.host, self._copy_streams.now(), saved.event
-            )
-
-    def _host_memory(self, x: Tensor) -> Tensor:
-        free = self._free.get((x.shape, x.dtype))
-        return free.pop() if free else self._copy_streams.host_empty(x.shape, x.dtype)
+            # Kernels may still read the memory reused for it: hence `now`.
+            now = self._copy_streams.now()
+            saved.event = self._copy_streams.to_device.copy(saved.device, saved.host, now)
 
 
 class _Run(torch.autograd.Function):
@@ -191,11 +183,9 @@ class _Run(torch.autograd.Function):
         ctx.runs, ctx.index, ctx.again = runs, index, again
         ctx.state = AmbientState(runs.device)
         ctx.needs_gradient = x.requires_grad
-        runs.before_forward(index)
-        ctx.saved_input = runs.save_input(index, x)
-        with runs.without_autocast_cache():
+        with runs.forward(index):
+            ctx.saved_input = runs.save_input(index, x)
             out = first(x)
-        runs.after_forward(index)
         runs.free_input(ctx.saved_input)
         return out
 
@@ -207,19 +197,17 @@ class _Run(torch.autograd.Function):
                 "set offload.weights and offload.activations to false"
             )
         runs: BlockRecompute = ctx.runs
-        runs.before_backward(ctx.index)
-        x = runs.take_input(ctx.saved_input).detach().requires_grad_(ctx.needs_gradient)
-        with ctx.state.restored(), runs.without_autocast_cache(), runs.running(), torch.enable_grad():
-            out = ctx.again(x)
-        outputs = (out,) if isinstance(out, Tensor) else out
-        pairs = [
-            (o, g)
-            for o, g in zip(outputs, gradients, strict=True)
-            if isinstance(o, Tensor) and o.requires_grad and g is not None
-        ]
-        del out, outputs
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        runs.after_backward(ctx.index)
+        with runs.backward(ctx.index):
+            x = runs.take_input(ctx.saved_input).detach().requires_grad_(ctx.needs_gradient)
+            with ctx.state.restored(), runs.recomputation():
+                out = ctx.again(x)
+            pairs = [
+                (o, g)
+                for o, g in zip((out,) if isinstance(out, Tensor) else out, gradients, strict=True)
+                if isinstance(o, Tensor) and o.requires_grad and g is not None
+            ]
+            del out
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return None, None, None, None, None, x.grad
 
 
@@ -254,8 +242,8 @@ def _recomputed(block: type[nn.Module]) -> type[nn.Module]:
             return block.forward(self, x, *args, **kwargs)
         _refuse_other_gradients(args, kwargs)
         # In the backward the module itself is called, so that module hooks run.
-        first, again = partial(block.forward, self), self
-        return runs.run(index, _with(first, args, kwargs), _with(again, args, kwargs), x)
+        first, again = _with(partial(block.forward, self), args, kwargs), _with(self, args, kwargs)
+        return runs.run(index, first, again, x)
 
     return type(f"Run{block.__name__}", (block,), {"forward": forward, ORIGINAL: block})
 

@@ -3,7 +3,8 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h (torch 2.11 to 2.13)
 with default settings: no largest split size, no rounding to powers of two, no garbage collection, no private
 pools. Of free blocks of equal size the lowest address is taken, so ``segments.DriverAddresses`` models the
-driver's addresses. Assumed: one stream, so no free is delayed by another's use (``record_stream``).
+driver's addresses. Each stream has its own pools. Assumed: no free is delayed by another stream's use
+(``record_stream``).
 """
 
 from bisect import bisect_left, insort
@@ -74,12 +75,12 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.num_retries = 0
         self._expandable = ExpandableSegments(self._reserve, capacity_bytes) if expandable_segments else None
-        self._pools = {small: Pool(small) for small in (True, False)}
+        self._pools: dict[tuple[bool, int], Pool] = {}
         self._blocks: dict[int, Block] = {}
         self._next_handle = 1
         self._segment_address = segment_address or DriverAddresses(TOP_ADDRESS).allocate
 
-    def malloc(self, num_bytes: int) -> int:
+    def malloc(self, num_bytes: int, stream: int = 0) -> int:
         """Allocate ``num_bytes`` and return a handle for ``free``; 0 for zero bytes.
 
         Raises:
@@ -91,7 +92,9 @@ class CachingAllocator:
             return 0
         size = -(-num_bytes // MIN_BLOCK) * MIN_BLOCK
         small = size <= SMALL_SIZE
-        pool = self._pools[small]
+        pool = self._pools.get((small, stream))
+        if pool is None:
+            pool = self._pools[small, stream] = Pool(small)
         block = self._take_free(pool, size) or self._new_block(pool, size, num_bytes)
         remaining = block.size - size
         if (remaining >= MIN_BLOCK) if small or self._expandable else (remaining > SMALL_SIZE):

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainfit.ledger.ledger import Event, Ledger, Op, Segment, Storage
+from trainfit.ledger.ledger import Collective, Event, Ledger, Op, Segment, Storage
 
-FORMAT = 8
+FORMAT = 9
 """Version of the file format; other versions are not read."""
 OP_NAMES, STORAGE_NAMES = (
     frozenset(at for at, kind in enumerate(row.__annotations__.values()) if kind is str)
@@ -56,6 +56,7 @@ def load(path: Path) -> Ledger:
         names = data.pop("names")
         data["segments"] = [Segment(*row) for row in data["segments"]]
         data["events"] = [Event(*row) for row in data["events"]]
+        data["collectives"] = [Collective(*row) for row in data["collectives"]]
         data["ops"] = [Op._make(_named(row, OP_NAMES, names)) for row in data["ops"]]
         data["storages"] = [Storage._make(_named(row, STORAGE_NAMES, names)) for row in data["storages"]]
         data["pinned"] = [tuple(row) for row in data["pinned"]]

@@ -47,6 +47,8 @@ class Storage(NamedTuple):
     """Index of the operation that allocated it; -1 for a library's workspace."""
     path: str
     """Segment, module path within the group, operation and count: the same in each group of layers."""
+    stream: int = 0
+    """Number of the CUDA stream that allocated it; each has its own pools of blocks."""
 
 
 class Op(NamedTuple):
@@ -84,6 +86,23 @@ class Op(NamedTuple):
     """Attention: a mask or bias tensor is added to the scores."""
 
 
+class Collective(NamedTuple):
+    """One collective operation of this rank."""
+
+    name: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    segment: int
+    group: int
+    """Group of layers, as of an operation."""
+    op: int
+    """Index of the operation before it."""
+    num_bytes: int
+    """Bytes of the whole tensor: what an all-gather makes, or a reduction takes."""
+    num_ranks: int
+    span: int
+    """Distance from the group's first to its last rank, plus one: above the GPUs of a host it leaves it."""
+
+
 class Event(NamedTuple):
     """An allocation or a free."""
 
@@ -112,6 +131,7 @@ class Ledger:
     ops: list[Op] = field(default_factory=list)
     storages: list[Storage] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     repeats: tuple[int, ...] = ()
     """For each run of layers, how many groups the middle one stands for. Empty: the whole model was
     traced."""
@@ -151,7 +171,7 @@ class Ledger:
         has_no_model_flops = bool(op.causal_flops) and not op.model_flops and not op.is_update
         return has_no_model_flops and self.segments[op.segment].phase == "backward"
 
-    def times(self, op: Op) -> int:
+    def times(self, op: Op | Collective) -> int:
         """Return how often an operation runs in the whole model."""
         return self.times_of_group(op.group)
 

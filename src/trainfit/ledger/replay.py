@@ -34,7 +34,7 @@ class UncachedAllocator:
         self.allocated_bytes = self.peak_reserved_bytes = self.num_retries = 0
         self._sizes: list[int] = []
 
-    def malloc(self, num_bytes: int) -> int:
+    def malloc(self, num_bytes: int, stream: int = 0) -> int:
         self._sizes.append(rounded(num_bytes))
         self.allocated_bytes += self._sizes[-1]
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.allocated_bytes)
@@ -86,7 +86,7 @@ def replay(
                 peaks[number] = gpu.allocated_bytes
             segment = event.segment
         if event.kind == ALLOCATE:
-            handles[event.key] = malloc(event.num_bytes)
+            handles[event.key] = malloc(event.num_bytes, ledger.storages[event.storage].stream)
             now = gpu.allocated_bytes
             if now > peaks[segment]:
                 peaks[segment] = now
@@ -139,7 +139,8 @@ def _repeat_steady_step(
             handles[freed] = handles.pop(allocated)
         for event in steady:
             if event.kind == ALLOCATE:
-                handles[event.key] = gpu.malloc(event.num_bytes)
+                stream = ledger.storages[event.storage].stream
+                handles[event.key] = gpu.malloc(event.num_bytes, stream)
             else:
                 gpu.free(handles.pop(event.key))
         if before == (gpu.num_retries, gpu.peak_reserved_bytes):

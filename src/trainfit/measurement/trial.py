@@ -137,9 +137,6 @@ def _meter(request: TrialRequest) -> Any:
 
     from trainfit.measurement.meter import CpuMeter, CudaMeter
 
-    if (count := request.recipe.hardware.count) != 1:
-        problem, remedy = "one device is measured at a time", "set hardware.count=1 and parallel to 1"
-        raise InputError(problem, remedy, field="hardware.count", value=count)
     device, wants_cuda = request.device, request.device.startswith("cuda")
     if wants_cuda and torch.version.cuda is None and torch.version.hip is None:
         raise InputError("this torch is built for the CPU", "use device cpu", field="device", value=device)

@@ -20,14 +20,8 @@ from trainfit.spec.recipe import AttentionKernel, Recipe
 from trainfit.techniques import registry
 
 COMPARED_WITH: tuple[AttentionKernel, ...] = (
-    "flash",
-    "sdpa",
-    "cudnn",
-    "triton",
-    "efficient",
-    "eager",
-    "math",
-)
+    "flash", "sdpa", "cudnn", "triton", "efficient", "eager", "math",
+)  # fmt: skip
 """Its speed is reported against the first of these that was measured together with the chosen kernel."""
 
 
@@ -84,10 +78,8 @@ def _smallest(right: dict[AttentionKernel, Ledger], gpu: str) -> tuple[Attention
         return next(iter(right)), []
     peaks = {name: replay_on(find_gpu(gpu), ledger)[0].peak_allocated_bytes for name, ledger in right.items()}
     first, *rest = sorted(right, key=lambda name: (peaks[name], COMPARED_WITH.index(name)))
-    others = " and ".join(rest)
-    return first, [
-        f"no slower than {others} by more than the measurements scatter, and no larger at the peak"
-    ]
+    tie = f"no slower than {' and '.join(rest)} by more than the measurements scatter"
+    return first, [f"{tie}, and no larger at the peak"]
 
 
 def _reasons(refusals: dict[str, list[str]]) -> list[str]:
@@ -103,9 +95,7 @@ def _measured(recipe: Recipe, gpu: str, device_type: str | None, runs: Sequence[
         return "nothing is measured on a CPU"
     dtype: Dtype = "fp32" if recipe.precision == "fp32" else "bf16"
     config = model_config(recipe.model.config)
-    if (
-        config.get("attn_logit_softcapping") is not None
-    ):  # transformers 5.17 drops the cap in SDPA without a word.
+    if config.get("attn_logit_softcapping") is not None:  # transformers 5.17 drops the cap in SDPA silently.
         return "nothing is measured for capped scores"
     try:
         shape = shape_of(config)

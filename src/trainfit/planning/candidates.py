@@ -6,7 +6,7 @@ Memory is freed from the last block to the first while gradients accumulate, so 
 that keep little do best in front. A level that frees less memory per second than another is only mixed in
 where a whole block is too much. Copies are free as long as the blocks compute longer than they take, so
 offloads are spread evenly, from the first block on. Wholly recomputed blocks have only their input to
-offload: all do, or none. tests/techniques/test_recompute_layers.py compares this with every assignment of
+offload: all do, or none. tests/techniques/test_recompute_plans.py compares this with every assignment of
 small models.
 """
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.checkpointing.per_block import BLOCK_STATE
+from trainfit.ledger.ledger import Segment
 from trainfit.models.layers import layer_lists
 from trainfit.planning.block_profile import (
     AFTER,
@@ -82,16 +83,14 @@ def probe(recipe: Recipe, levels: Sequence[str]) -> Probe:
     Raises:
         InputError: the model has no single list of decoder blocks, or what assembling the recipe refuses.
     """
-    found: Probe | None = None
-    round_ = 0
-    while found is None or any(
-        (kind, level) not in found.costs for kind in set(found.kinds) for level in levels
-    ):
-        more = _Traced(recipe, levels, round_).probe()
-        if found is not None:
-            more.costs = found.costs | more.costs
-        found, round_ = more, round_ + 1
-    return found
+    costs: dict[tuple[int, str], Cost] = {}
+    first = 0
+    while True:
+        found = _Traced(recipe, levels, first).probe()
+        costs = found.costs = costs | found.costs
+        if all((kind, level) in costs for kind in found.kinds for level in levels):
+            return found
+        first += 1
 
 
 class _Traced:
@@ -105,7 +104,11 @@ class _Traced:
         with gpu_of(self.recipe) as virtual:
             self.virtual = virtual
             step = assemble(
-                self.recipe, torch.device("cpu"), on_model=self._choose, compiler=virtual.compiler
+                self.recipe,
+                torch.device("cpu"),
+                on_model=self._choose,
+                compiler=virtual.compiler,
+                mesh=virtual.mesh,
             )
             virtual.model_is_complete(step.model, [])
             run_steps(step, virtual)
@@ -163,19 +166,17 @@ class _Traced:
     def probe(self) -> Probe:
         """Cut the ledger at the borders of the blocks."""
         label = Labels(self.ledger, self.name)
-        last = {
-            phase: max(
-                i for i, s in enumerate(self.ledger.segments) if (s.step, s.phase) == ("steady", phase)
-            )
-            for phase in ("forward", "backward")
-        }
-        start_bytes, static = alive_bytes(self.ledger, label, last["forward"])
+        segments = {segment: index for index, segment in enumerate(self.ledger.segments)}  # The last of each.
+        last_forward, last_backward = (
+            segments[Segment("steady", phase)] for phase in ("forward", "backward")
+        )
+        start_bytes, static = alive_bytes(self.ledger, label, last_forward)
         start_bytes += sum(static[self.traced.index(kind)] for kind in self.kinds)
         start_bytes -= sum(static[index] for index in range(len(self.traced)))
         order = range(len(self.traced))
-        forward = pieces_of(self.ledger, label, last["forward"], order)
-        backward = pieces_of(self.ledger, label, last["backward"], order[::-1])
-        late = late_bytes(self.ledger, label, last["forward"])
+        forward = pieces_of(self.ledger, label, last_forward, order)
+        backward = pieces_of(self.ledger, label, last_backward, order[::-1])
+        late = late_bytes(self.ledger, label, last_forward)
         work = work_by_block(self.ledger, label, self.gpu)
         costs: dict[tuple[int, str], Cost] = {}
         for index in self._measured_blocks():

@@ -11,7 +11,7 @@ from trainfit.ledger.allocator import CachingAllocator, OutOfMemory
 from trainfit.ledger.allocator_settings import allocator_settings
 from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import Replay, UncachedAllocator, replay
-from trainfit.prediction import attention_time, cache
+from trainfit.prediction import attention_time, cache, communication
 from trainfit.prediction.device_overhead import capacities, overhead_bytes
 from trainfit.prediction.roofline import PEAK_DTYPE, Roofline, peak_flops_per_s, roofline
 from trainfit.spec.hardware import Gpu
@@ -71,10 +71,12 @@ def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     replayed, fits = replay_on(gpu, ledger)
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replayed, time, fits=fits)
-    tokens_per_s = recipe.batch.tokens / found.step_s if found.step_s else None
+    tokens = recipe.batch.tokens * recipe.mesh.replicate * recipe.mesh.shard
+    tokens_per_s = tokens / found.step_s if found.step_s else None
     return found.model_copy(
         update={
             "recipe_id": recipe.id,
+            "num_gpus": recipe.hardware.count,
             "tokens_per_s": tokens_per_s,
             "cost": _cost(recipe, tokens_per_s),
             "assumptions": (*ledger.assumptions, *_assumptions(recipe, gpu, ledger, timed=time is not None)),
@@ -118,6 +120,7 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         mfu=model_flops / step_s / peak if step_s and peak else None,
         hfu=hardware_flops / step_s / peak if step_s and peak else None,
         cost=None,
+        traffic=communication.traffic(ledger),
         assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,
         warnings=_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),
@@ -180,7 +183,7 @@ def _cost(recipe: Recipe, tokens_per_s: float | None) -> Cost | None:
         price_per_gpu_hour=price,
         num_gpus=rented.count,
         per_hour=price * rented.count,
-        per_million_tokens=price / 3600 / tokens_per_s * 1e6,
+        per_million_tokens=price * rented.count / 3600 / tokens_per_s * 1e6,
     )
 
 
@@ -193,7 +196,7 @@ def _assumptions(recipe: Recipe, gpu: Gpu, ledger: Ledger, *, timed: bool) -> tu
         return (*repeated, f"no step time, MFU or cost: the speed of {gpu.name} is not known")
     if recipe.empty_cache_every is not None:
         repeated += ("the time that the driver takes to get memory back and give it again is not counted",)
-    rates = attention_time.assumptions(ledger, gpu)
+    rates = (*attention_time.assumptions(ledger, gpu), *communication.assumptions(ledger, gpu))
     return (
         *repeated,
         *_emulated(recipe, gpu),

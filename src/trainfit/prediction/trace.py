@@ -4,10 +4,11 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
@@ -22,6 +23,8 @@ from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique
+from trainfit.techniques.parallel.fsdp import mesh_of
+from trainfit.virtual.cluster.rank import fake_group, one_rank
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -107,13 +110,20 @@ def _applied(recipe: Recipe) -> list[Technique]:
     return [technique for technique in registry.in_order() if technique.applies(recipe)]
 
 
-def gpu_of(recipe: Recipe) -> AbstractContextManager[VirtualGpu]:
-    """Return the virtual GPU of the recipe's hardware."""
+@contextmanager
+def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
+    """Enter the virtual GPU of the recipe's hardware; of several, the first rank's."""
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
         registry.check_device(recipe, "cpu")
-    return virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu))
+    with ExitStack() as stack:
+        mesh = stack.enter_context(fake_group(*mesh_of(recipe))) if recipe.hardware.count > 1 else None
+        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
+        if mesh is not None:
+            virtual.mesh = mesh
+            stack.enter_context(one_rank(virtual.tracer))
+        yield virtual
 
 
 def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
@@ -141,7 +151,9 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
                 tensor for layer in removed for tensor in (*layer.parameters(), *layer.buffers())
             )
 
-        step = assemble(recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler)
+        step = assemble(
+            recipe, torch.device("cpu"), on_model=on_model, compiler=virtual.compiler, mesh=virtual.mesh
+        )
         virtual.model_is_complete(step.model, groups)
         if step.hosted is not None:
             for index in range(len(step.hosted.blocks)):
@@ -168,11 +180,24 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
     for name in ("first", "steady"):
         virtual.begin(name, "data")
         batches = step.random_batches()
-        step(batches, on_phase=lambda phase, name=name: virtual.begin(name, phase))
+
+        def on_phase(phase: str, name: str = name) -> None:
+            if phase == "optimizer":
+                _own_sharded_gradients(step, virtual)
+            virtual.begin(name, phase)
+
+        step(batches, on_phase=on_phase)
         for optimizer in step.optimizers:
             virtual.own_state(optimizer)
         for memory in step.hosted.moments.buffers() if step.hosted is not None else ():
             virtual.tracer.live.own(memory, "optimizer", NO_SCOPE)
+
+
+def _own_sharded_gradients(step: Step, virtual: VirtualGpu) -> None:
+    """Assign the gradients that a reduce-scatter made; autograd's hooks assign the others."""
+    for parameter in step.model.parameters():
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))
 
 
 def _count_parameters(model: nn.Module, ledger: Ledger, virtual: VirtualGpu) -> tuple[int, int]:

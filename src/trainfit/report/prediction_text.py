@@ -84,6 +84,8 @@ def verdict(recipe: Recipe | None, estimate: Estimate) -> str:
     headroom, device = estimate.headroom_bytes, estimate.device_bytes
     size = f"{format_bytes(estimate.peak_device_bytes)} of {format_bytes(device)}"
     gpu = _gpu(recipe, estimate)
+    if estimate.num_gpus > 1:
+        gpu = f"each of {estimate.num_gpus} x {gpu}"
     share = f"{format_bytes(abs(headroom))} ({abs(headroom) / device:.1%})"
     if estimate.fits:
         return f"FITS on {gpu}: {size}, {share} to spare"
@@ -183,11 +185,25 @@ def _step_lines(estimate: Estimate) -> list[list[str]]:
     ]
     if estimate.step_s is not None:
         lines.append(["time", format_seconds(estimate.step_s), _parts(estimate)])
+    if estimate.traffic:
+        lines.append(
+            ["sent by a GPU", format_bytes(sum(one.bytes_sent for one in estimate.traffic)), _calls(estimate)]
+        )
     if estimate.mfu is not None:
         lines.append(["MFU", f"{estimate.mfu:.1%}", "model FLOPs over the time and the dense peak"])
     if estimate.hfu is not None:
         lines.append(["HFU", f"{estimate.hfu:.1%}", "hardware FLOPs over the same"])
     return lines
+
+
+def _calls(estimate: Estimate) -> str:
+    """Return the collectives of a step by kind, and the number of ranks that take part."""
+    kinds = [
+        f"{one.calls} {one.kind.replace('_', '-')}{'s' * (one.calls != 1)} over {one.num_ranks}"
+        f"{' between hosts' * one.between_hosts}"
+        for one in estimate.traffic
+    ]
+    return ", ".join(kinds)
 
 
 def _parts(estimate: Estimate) -> str:

@@ -34,7 +34,7 @@ class Extensible:
             return literal(value)
         except ValidationError as error:
             more = [each for one in outside_techniques() for each in one.covers.get(self.field, ())]
-            if isinstance(value, str) and value in more:
+            if any(type(value) is type(known) and value == known for known in more):
                 return value
             expected = error.errors()[0].get("ctx", {}).get("expected")
             if not more or expected is None:

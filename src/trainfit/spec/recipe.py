@@ -155,7 +155,10 @@ class Adapter(Value):
 
 
 class Parallel(Value):
-    """Ranks of each kind of parallelism: replicas x shards x tensor-parallel ranks is the GPU count."""
+    """Ranks of each kind of parallelism: replicas x shards x tensor-parallel ranks is the GPU count.
+
+    With every field at 1 and several GPUs, all are shards (FSDP2).
+    """
 
     replicate: PositiveInt = 1
     shard: PositiveInt = 1
@@ -205,7 +208,7 @@ class Recipe(Value):
 
     @model_validator(mode="after")
     def _counts_agree(self) -> "Recipe":
-        world_size, count = self.parallel.world_size, self.hardware.count
+        world_size, count = self.mesh.world_size, self.hardware.count
         if world_size != count:
             problem = f"parallel (replicate x shard x tensor) is {world_size}, hardware.count is {count}"
             raise disagreement(problem, "make the two equal", field="hardware.count")
@@ -213,6 +216,11 @@ class Recipe(Value):
             problem = "a quantised base is frozen, so nothing would train"
             raise disagreement(problem, "add an adapter, such as adapter: {kind: lora}", field="quantize")
         return self
+
+    @property
+    def mesh(self) -> Parallel:
+        """How the GPUs share the work: ``parallel``, or FSDP2 over all where only their count is given."""
+        return Parallel(shard=self.hardware.count) if self.parallel.world_size == 1 else self.parallel
 
     @property
     def has_open_fields(self) -> bool:

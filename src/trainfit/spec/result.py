@@ -67,6 +67,18 @@ class StepTime(Value):
         return self.matmul_s + self.memory_s + self.communication_s + self.host_s
 
 
+class Traffic(Value):
+    """Collectives of one kind in a step of one rank."""
+
+    kind: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce`` or ``broadcast``."""
+    num_ranks: Count
+    between_hosts: bool
+    calls: Count
+    bytes_sent: Bytes
+    """Through the GPU's link, by a ring."""
+
+
 class Cost(Value):
     """US dollars."""
 
@@ -128,6 +140,9 @@ class Estimate(Value):
     mfu: Share | None
     hfu: Share | None
     cost: Cost | None
+    num_gpus: Count = 1
+    """On several, memory, FLOPs and utilisation are of one GPU, and tokens and cost of all."""
+    traffic: tuple[Traffic, ...] = ()
     assumptions: tuple[str, ...] = ()
     ops_without_flops: tuple[str, ...] = ()
     """Operations that compute but have no FLOP rule, by name; they count as 0."""

@@ -1,10 +1,7 @@
 """Gradient accumulation: k micro-batches, each loss divided by k, then one update.
 
 All micro-batches have equally many labels, so the gradients add up to those of one batch k times as large.
-They are added in their own dtype: in bf16 with 8 bits of precision.
 """
-
-from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique

@@ -2,21 +2,13 @@
 
 ``sdpa``: PyTorch's choice. ``flash``, ``cudnn``, ``efficient``, ``math``: that backend of
 ``torch.nn.functional.scaled_dot_product_attention``. ``eager``: matrix products and softmax. ``triton``:
-trainfit's kernel (kernels/flash_attention), which keeps head sizes that are no power of two unpadded on
-Hopper. ``best``: the fastest by the catalog's measurements on this GPU, chosen by
-``planning/attention.py``.
-
-Not supported by ``triton``: masks (a sliding window shorter than the sequence, ALiBi), attention dropout,
-capped scores, sinks, heads over 256 or of two sizes, transformers models whose attention is not in the
-registry. ``efficient`` has no grouped-query form.
+kernels/flash_attention. ``best``: the fastest by the catalog's measurements on this GPU, which
+``planning/attention.py`` chooses.
 """
 
-from __future__ import annotations
-
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques._triton_gpus import refuse_old_gpu
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques import _triton_gpus
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 BACKENDS = {
@@ -26,44 +18,27 @@ BACKENDS = {
     "math": "MATH",
 }
 """The recipe's word -> the name in ``torch.nn.attention.SDPBackend``."""
-HALF_ONLY = ("flash", "cudnn")
-"""Kernels that take fp16 and bf16 only."""
-CUDA_ONLY = ("cudnn", "efficient")
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse precisions and GPUs that a kernel does not support; ``best`` must be resolved before."""
+    """Refuse fp32 in kernels of fp16 and bf16; ``best`` must be resolved before."""
     if recipe.attention == "best":
-        raise InputError(
-            "a step is built from a kernel that has been chosen",
-            "choose it with trainfit.planning.attention.choose, as the commands do, or write one out",
-            field="attention",
-            value=recipe.attention,
-        )
-    if recipe.attention in HALF_ONLY and recipe.precision == "fp32":
-        raise InputError(
-            "this kernel takes fp16 and bf16 only, and precision is fp32",
-            "use efficient, math or sdpa, or precision: bf16 or amp-bf16",
-            field="attention",
-            value=recipe.attention,
-        )
-    if recipe.attention == "triton":
-        refuse_old_gpu(recipe, "attention", "triton", "attention: sdpa")
+        problem = "a step is built from a kernel that has been chosen"
+        remedy = "choose it with trainfit.planning.attention.choose, as the commands do, or write one out"
+        raise refusal(recipe, "attention", problem, remedy)
+    if recipe.attention in ("flash", "cudnn") and recipe.precision == "fp32":
+        problem = "this kernel takes fp16 and bf16 only, and precision is fp32"
+        remedy = "use efficient, math or sdpa, or precision: bf16 or amp-bf16"
+        raise refusal(recipe, "attention", problem, remedy)
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse kernels that a real device lacks."""
-    if device_type == "cpu" and recipe.attention in CUDA_ONLY:
-        raise InputError(
-            "this kernel runs on CUDA only",
-            "use sdpa, flash, math or eager on a CPU",
-            field="attention",
-            value=recipe.attention,
-        )
+    if device_type == "cpu" and recipe.attention in ("cudnn", "efficient"):
+        remedy = "use sdpa, flash, math or eager on a CPU"
+        raise refusal(recipe, "attention", "this kernel runs on CUDA only", remedy)
     if recipe.attention == "triton":
-        from trainfit.kernels.custom_op import require_triton
-
-        require_triton(device_type, "attention", "triton", "attention: sdpa")
+        _triton_gpus.check_device(recipe, device_type, field="attention")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -93,19 +68,14 @@ TECHNIQUE = Technique(
     name="attention",
     order=200,
     title="Attention backends",
-    fields=("attention",),
     covers={"attention": ("sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton", "best")},
+    triton={"attention": ("triton",)},
     check=check,
     check_device=check_device,
     apply=apply,
     when=lambda recipe: recipe.attention in (*BACKENDS, "triton", "best"),
     describe=_describe,
-    variants=(
-        {"attention": "flash"},
-        {"attention": "efficient"},
-        {"attention": "math"},
-        {"attention": "triton"},
-    ),
+    variants=tuple({"attention": kernel} for kernel in ("flash", "efficient", "math", "triton")),
     examples=({"attention": "cudnn"}, {"attention": "triton"}, {"attention": "eager"}),
     draw=Draw(
         weights={"attention": {"sdpa": 8, "eager": 1, "math": 1, "flash": 1, "efficient": 1, "cudnn": 1}}

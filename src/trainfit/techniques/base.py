@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trainfit.spec.errors import InputError
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -42,12 +44,14 @@ class Technique:
     """Techniques are applied by ascending order."""
     title: str
     """As in tables, and as the heading of its paragraph in docs/reference/techniques.md."""
-    fields: tuple[str, ...]
-    """Dotted recipe fields that turn it on. With these at their defaults a recipe is its control."""
     apply: Callable[[Recipe, Draft], None] = lambda recipe, draft: None
     """Changes the draft. Torch is imported inside."""
     covers: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Dotted field -> the values that this technique implements."""
+    fields: tuple[str, ...] = ()
+    """Dotted fields that turn it on, those of ``covers`` by default. At their defaults: the control."""
+    triton: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Field -> the values that run Triton kernels; refused on GPUs that Triton does not support."""
     when: Callable[[Recipe], bool] | None = None
     """Predicate of its application, where that differs from a recipe with the values of ``covers``."""
     check: Callable[[Recipe], None] = lambda recipe: None
@@ -57,20 +61,25 @@ class Technique:
     describe: Callable[[Recipe], str] = lambda recipe: ""
     """A few words for tables of recipes; empty where there is nothing to say."""
     examples: tuple[Data, ...] = ()
-    """Fields that turn it on, together with ``needs``."""
+    """Fields that turn it on, together with ``needs``; by default the first value of ``covers``."""
     variants: tuple[Data, ...] = ()
     """Further fields that turn it on, which no record of results measures."""
     needs: Data = field(default_factory=dict)
     """Fields that the examples, and their control, require."""
     draw: Draw = Draw()
     build: Callable[..., tuple[nn.Module, HostBlocks]] | None = None
-    """Builds the model: (recipe, dtype, device, on_model) -> model, blocks whose weights are on the host."""
+    """(recipe, on_model, **options of ``build_model``) -> model, blocks whose weights are on the host."""
     label_blocks: Callable[[Recipe, nn.Module], None] = lambda recipe, model: None
     """Labels blocks that differ, before a traced model is shortened."""
     min_repeated: Callable[[Recipe], int] = lambda recipe: 1
     """The least number of equal layers that must be traced together."""
     trace_whole: Callable[[Recipe], bool] = lambda recipe: False
     """True if every layer must be traced, because equal layers do not act alike."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", self.fields or tuple(self.covers))
+        first = tuple(_nested(field, values[0]) for field, values in self.covers.items())[:1]
+        object.__setattr__(self, "examples", self.examples or first)
 
     def requested(self, recipe: Recipe) -> bool:
         """Return whether the recipe has a value that this technique covers, in each of its fields."""
@@ -79,6 +88,21 @@ class Technique:
     def applies(self, recipe: Recipe) -> bool:
         """Return whether the technique changes this recipe's step."""
         return self.requested(recipe) if self.when is None else self.when(recipe)
+
+
+def _nested(dotted: str, value: Any) -> Data:
+    """Return ``{"a": {"b": value}}`` for ``a.b``."""
+    for part in reversed(dotted.split(".")):
+        value = {part: value}
+    return value
+
+
+def refusal(recipe: Recipe, dotted: str, problem: str, remedy: str) -> InputError:
+    """Return the error that refuses a recipe's value of a dotted field."""
+    value: Any = recipe.model_dump()
+    for part in dotted.split("."):
+        value = value[part]
+    return InputError(problem, remedy, field=dotted, value=value)
 
 
 def value_at(recipe: Recipe, dotted: str) -> Any:

@@ -1,40 +1,21 @@
 """Block kernels: RMSNorm, SwiGLU and rotary embedding by one Triton kernel each, forward and backward.
 
-Computed in fp32 and rounded once. Saved for backward: of a norm its input and one number a row, of
-silu(gate) * up the two factors, of a rotation nothing of its size. For ``native`` models with these
-operations and transformers' models of Llama's form (by their code, not their names). Compiled, each kernel
-remains a kernel of its own that is not fused with its neighbours.
+Saved for backward: of a norm its input and one number a row, of silu(gate) * up the two factors, of a
+rotation nothing of its size. Models are recognised by their code, not their names.
 """
 
-from __future__ import annotations
-
 import random
+from functools import partial
 
 from trainfit.catalog.families import FAMILIES
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques._triton_gpus import refuse_old_gpu
+from trainfit.techniques._triton_gpus import check_device
 from trainfit.techniques.base import Data, Draw, Technique
 from trainfit.techniques.draft import Draft
 
 
-def check(recipe: Recipe) -> None:
-    """Refuse a GPU that is too old for Triton."""
-    refuse_old_gpu(recipe, "block_kernels", "triton", "block_kernels: standard")
-
-
-def check_device(recipe: Recipe, device_type: str) -> None:
-    """Refuse a GPU without Triton."""
-    from trainfit.kernels.custom_op import require_triton
-
-    require_triton(device_type, "block_kernels", "triton", "block_kernels: standard")
-
-
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the forwards of norms, feed-forward parts and attentions.
-
-    Raises:
-        InputError: a model of another form.
-    """
+    """Replace the forwards of norms, feed-forward parts and attentions; refuse a model of another form."""
     from trainfit.models.block_kernels import use_block_kernels
 
     use_block_kernels(draft.model)
@@ -53,12 +34,10 @@ TECHNIQUE = Technique(
     name="block_kernels",
     order=10,
     title="Block kernels",
-    fields=("block_kernels",),
     covers={"block_kernels": ("triton",)},
-    check=check,
-    check_device=check_device,
+    triton={"block_kernels": ("triton",)},
+    check_device=partial(check_device, field="block_kernels"),
     apply=apply,
     describe=lambda recipe: "block kernels",
-    examples=({"block_kernels": "triton"},),
     draw=Draw(alone=_draw),
 )

@@ -12,6 +12,7 @@ from trainfit.catalog.names import CPU
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from trainfit.offload.blocks import HostBlocks
     from trainfit.spec.recipe import Recipe
@@ -64,15 +65,15 @@ class Draft:
     """Values measured in the last update, by name ([] fp32, on the device)."""
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
+    mesh: DeviceMesh | None = None
+    """The ranks, by replica and shard; None: one rank."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
         """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
         from torch._subclasses.fake_tensor import FakeTensor
 
-        if self.device.type != "cpu":
-            return False
         is_virtual = isinstance(next(self.model.parameters()), FakeTensor)
-        return not is_virtual or recipe.hardware.gpu == CPU
+        return self.device.type == "cpu" and (not is_virtual or recipe.hardware.gpu == CPU)
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the trainable parameters, each once (tied ones too), in the model's order."""
@@ -82,8 +83,7 @@ class Draft:
         """Return the trainable parameters of each decoder block that has any, and all others."""
         from trainfit.models.layers import decoder_blocks
 
-        blocks = decoder_blocks(self.model)
-        groups = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+        groups = [[p for p in block.parameters() if p.requires_grad] for block in decoder_blocks(self.model)]
         inside = {id(parameter) for group in groups for parameter in group}
         return [group for group in groups if group], [p for p in self.trainable() if id(p) not in inside]
 

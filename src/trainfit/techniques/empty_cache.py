@@ -1,11 +1,8 @@
 """Emptying the cache: every n steps the caching allocator returns its unused segments to the driver.
 
-On the virtual GPU nothing is called: the replay of the ledger empties the cache at the same steps
-(ledger/replay.py). A CPU has no such cache. Source:
+On the virtual GPU the replay of the ledger empties the cache at the same steps (ledger/replay.py). Source:
 https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.empty_cache.html
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 

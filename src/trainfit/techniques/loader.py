@@ -1,29 +1,19 @@
 """Loader: DataLoader workers, prefetching and pinned memory (measurement/feed.py).
 
-Which sequences a step gets depends on the step's number alone, so they are equal for any number of workers
-and after a resume. The next step's data are copied to the device after this step's last kernel, so the
-loader changes no byte of the peak.
+The next step's data are copied to the device after this step's last kernel, so the peak stays the same.
 """
-
-from __future__ import annotations
 
 import random
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Loader, Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 
 
 def check(recipe: Recipe) -> None:
     """Refuse ``prefetch`` without workers."""
-    options = recipe.loader
-    if options.workers == 0 and options.prefetch != Loader().prefetch:
-        raise InputError(
-            "no worker is there to prepare batches ahead",
-            "set loader.workers to 1 or more, or leave loader.prefetch out",
-            field="loader.prefetch",
-            value=options.prefetch,
-        )
+    if recipe.loader.workers == 0 and recipe.loader.prefetch != Loader().prefetch:
+        remedy = "set loader.workers to 1 or more, or leave loader.prefetch out"
+        raise refusal(recipe, "loader.prefetch", "no worker is there to prepare batches ahead", remedy)
 
 
 def _describe(recipe: Recipe) -> str:

@@ -1,37 +1,23 @@
 """Quantised frozen base: the decoder blocks' linear weights in 4 or 8 bits, with a trainable adapter.
 
-``nf4``: 4.127 bits a weight in bitsandbytes' format (QLoRA, arXiv:2305.14314). ``int8`` and ``fp8`` (e4m3,
-storage only): one fp32 scale an output row. Each product dequantises its weight, forward and backward, so
-one layer's 16-bit weight exists at a time. Layers are quantised while the model is built, block by block
-(models/quantized.py). Embeddings, head, norms and biases stay whole. On ``native`` the codes are those of
-the weights that the seed gives unquantised.
+Layers are quantised while the model is built, block by block (models/quantized.py). On ``native`` the codes
+are those of the weights that the seed gives unquantised.
 """
-
-from __future__ import annotations
 
 import random
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 
 
 def check(recipe: Recipe) -> None:
     """Refuse what computes with the weights' own values."""
     if recipe.precision == "fp8":
-        raise InputError(
-            "fp8 products quantise whole weights at each step, and these are stored quantised",
-            "use precision: bf16 with quantize: fp8",
-            field="quantize",
-            value=recipe.quantize,
-        )
+        problem = "fp8 products quantise whole weights at each step, and these are stored quantised"
+        raise refusal(recipe, "quantize", problem, "use precision: bf16 with quantize: fp8")
     if recipe.parallel.world_size > 1:
-        raise InputError(
-            "codes are not shared out over GPUs yet",
-            "use one GPU, or quantize: null",
-            field="quantize",
-            value=recipe.quantize,
-        )
+        remedy = "use one GPU, or quantize: null"
+        raise refusal(recipe, "quantize", "codes are not shared out over GPUs yet", remedy)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
@@ -43,7 +29,6 @@ TECHNIQUE = Technique(
     name="quantize",
     order=20,
     title="Quantised base",
-    fields=("quantize",),
     covers={"quantize": ("nf4", "int8", "fp8")},
     check=check,
     describe=lambda recipe: f"{recipe.quantize} base",
@@ -52,7 +37,6 @@ TECHNIQUE = Technique(
         {"quantize": "fp8"},
         {"quantize": "nf4", "adapter": {"kind": "lora", "dtype": "base"}},
     ),
-    examples=({"quantize": "nf4"},),
     needs={"adapter": {"kind": "lora"}},
     draw=Draw(alone=_draw),
 )

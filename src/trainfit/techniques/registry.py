@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+from collections import Counter
 from functools import cache
 from typing import Any
 
 import trainfit.techniques
+from trainfit.catalog.load import gpu as find_gpu
 from trainfit.spec.errors import InputError
+from trainfit.spec.hardware import LEAST_FOR_TRITON
 from trainfit.spec.outside import outside_techniques
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, value_at
+from trainfit.techniques.base import Technique, refusal, value_at
 
-NOT_COVERED = ("parallel.replicate", "parallel.shard", "parallel.tensor")
+NOT_COVERED = ("parallel.tensor",)
 """Fields that no technique implements yet: only their defaults are accepted."""
 
 DESCRIBED = (
@@ -40,12 +43,10 @@ def in_order() -> tuple[Technique, ...]:
     found = [module.TECHNIQUE for module in modules if hasattr(module, "TECHNIQUE")]
     found += [outside for outside in outside_techniques() if isinstance(outside, Technique)]
     for key in ("name", "order"):
-        values = [getattr(technique, key) for technique in found]
-        for value in values:
-            if values.count(value) > 1:
-                raise InputError(
-                    f"two techniques have the {key} {value!r}", f"give one another {key}", field="TECHNIQUE"
-                )
+        for value, count in Counter(getattr(technique, key) for technique in found).items():
+            if count > 1:
+                problem, remedy = f"two techniques have the {key} {value!r}", f"give one another {key}"
+                raise InputError(problem, remedy, field="TECHNIQUE")
     return tuple(sorted(found, key=lambda technique: technique.order))
 
 
@@ -57,15 +58,14 @@ def techniques() -> dict[str, Technique]:
 def covered() -> dict[str, tuple[Any, ...]]:
     """Return the values that work now, by field: the default and what techniques cover."""
     default = Recipe.model_construct()
-    values: dict[str, list[Any]] = {name: [value_at(default, name)] for name in NOT_COVERED}
+    values: dict[str, tuple[Any, ...]] = dict.fromkeys(NOT_COVERED, ())
     for technique in in_order():
         for name, more in technique.covers.items():
-            values.setdefault(name, []).extend(more)
+            values[name] = (*values.get(name, ()), *more)
     for name, known in values.items():
         plain = value_at(default, name)
-        if plain not in known:
-            known.insert(0, plain)
-    return {name: tuple(known) for name, known in values.items()}
+        values[name] = known if plain in known else (plain, *known)
+    return values
 
 
 def check(recipe: Recipe) -> None:
@@ -77,10 +77,23 @@ def check(recipe: Recipe) -> None:
     for name, values in covered().items():
         value = value_at(recipe, name)
         if value not in values:
-            there = ", ".join(_shown(known) for known in values)
+            there = ", ".join(known if isinstance(known, str) else json.dumps(known) for known in values)
             raise InputError("not there yet", f"there is now: {there}", field=name, value=value)
     for technique in _applied_by_name(recipe):
+        _refuse_old_gpu(technique, recipe)
         technique.check(recipe)
+
+
+def _refuse_old_gpu(technique: Technique, recipe: Recipe) -> None:
+    """Refuse an NVIDIA GPU older than Triton supports, where the technique runs Triton kernels."""
+    for field, values in technique.triton.items():
+        gpu = find_gpu(recipe.hardware.gpu)
+        capability, least = gpu.compute_capability, LEAST_FOR_TRITON
+        if value_at(recipe, field) in values and capability is not None and capability < least:
+            has = f"{gpu.title} has compute capability {capability[0]}.{capability[1]}"
+            problem = f"{has}, and Triton supports {least[0]}.0 and later"
+            remedy = f"use {field}: {Recipe.model_fields[field].default}, or a newer GPU"
+            raise refusal(recipe, field, problem, remedy)
 
 
 def check_device(recipe: Recipe, device_type: str) -> None:
@@ -100,19 +113,15 @@ def _applied_by_name(recipe: Recipe) -> list[Technique]:
 
 def describe(recipe: Recipe) -> str:
     """Return what distinguishes the recipe, in few words: ``bf16, recompute full, lora 16``."""
-    parts: list[tuple[int, str]] = [(0, recipe.precision)]
-    if recipe.model.implementation != "hf":
-        parts.append((1, recipe.model.implementation))
+    native = "" if recipe.model.implementation == "hf" else recipe.model.implementation
+    parts = [("precision", recipe.precision), ("model.implementation", native)]
     for technique in in_order():
         if technique.requested(recipe) or technique.applies(recipe):
-            parts.append((_described_at(technique.fields[0]), technique.describe(recipe)))
-    return ", ".join(text for _, text in sorted(parts, key=lambda part: part[0]) if text)
+            parts.append((technique.fields[0], technique.describe(recipe)))
+    return ", ".join(text for _, text in sorted(parts, key=lambda part: _position(part[0])) if text)
 
 
-def _described_at(field: str) -> int:
-    places = (at for at, name in enumerate(DESCRIBED) if f"{field}.".startswith(f"{name}."))
-    return next(places, len(DESCRIBED))
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _position(field: str) -> int:
+    """Return the position of a field in a description."""
+    found = (at for at, name in enumerate(DESCRIBED) if f"{field}.".startswith(f"{name}."))
+    return next(found, len(DESCRIBED))

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual.compile import VirtualCompiler
@@ -30,6 +31,8 @@ class VirtualGpu:
         self.tracer, self._scopes = tracer, scopes
         self.compiler = compiler
         self._notes = notes
+        self.mesh: DeviceMesh | None = None
+        """Of a virtual cluster: its ranks by replica and shard."""
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind the ledger."""

@@ -6,7 +6,6 @@ it. So a pattern that repeats anything is first tried in a process whose time is
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ CPU_SECONDS = 1
 """Matching a pattern such as ``.*_proj`` against a thousand names takes a millisecond."""
 WALL_SECONDS = 60
 CAN_BACKTRACK = re.compile(r"[*+?{|]")
-MATCH = """
-import json, re, sys
+MATCH = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({CPU_SECONDS}, {CPU_SECONDS}))
 pattern, names = json.load(sys.stdin)
 compiled = re.compile(pattern)
 for name in names:
@@ -30,11 +30,7 @@ for name in names:
 
 
 def check_pattern(pattern: str, names: Sequence[str]) -> None:
-    """Refuse a pattern that is no regular expression, or whose matching against ``names`` takes too long.
-
-    Raises:
-        InputError: naming ``adapter.targets``.
-    """
+    """Refuse a pattern that is no regular expression, or whose matching against ``names`` takes too long."""
     if len(pattern) > MAX_PATTERN_CHARS:
         raise _refused(pattern, f"is over {MAX_PATTERN_CHARS:,} characters", "write a list of names")
     if pattern.count("(") > MAX_GROUPS:
@@ -52,19 +48,13 @@ def check_pattern(pattern: str, names: Sequence[str]) -> None:
 
 
 def _matches_in_time(pattern: str, names: Sequence[str]) -> bool:
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", MATCH],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    resource.prlimit(process.pid, resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    command, names_json = [sys.executable, "-I", "-S", "-c", MATCH], json.dumps([pattern, list(names)])
     try:
-        process.communicate(json.dumps([pattern, list(names)]).encode(), timeout=WALL_SECONDS)
+        return not subprocess.run(
+            command, input=names_json.encode(), capture_output=True, timeout=WALL_SECONDS
+        ).returncode
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-    return process.returncode == 0
+        return False
 
 
 def _refused(pattern: str, problem: str, remedy: str) -> InputError:

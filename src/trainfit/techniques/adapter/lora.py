@@ -1,31 +1,25 @@
 """LoRA through PEFT: a frozen base with a trainable low-rank product B A next to each targeted linear layer.
 
-Source: Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``dtype: fp32`` is PEFT's
-default (``autocast_adapter_dtype``): fp32 adapters over a bf16 base, whose inputs are cast up for them and
-saved; ``base`` gives them the base's dtype. ``all-linear`` is PEFT's rule on ``hf`` (every linear layer but
-the output head), the blocks' linear layers on ``native``. Needs the extra ``peft``.
+Hu et al., arXiv:2106.09685. Alpha is the rank unless the recipe sets it. ``all-linear`` is PEFT's rule on
+``hf`` (every linear layer but the output head), the blocks' linear layers on ``native``.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional, require
 from trainfit.spec.recipe import Adapter, Recipe
 from trainfit.techniques.adapter._target_pattern import check_pattern
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def check(recipe: Recipe) -> None:
-    """Refuse missing PEFT."""
-    needs_peft(recipe)
 
 
 def needs_peft(recipe: Recipe) -> None:
@@ -34,12 +28,18 @@ def needs_peft(recipe: Recipe) -> None:
     require("peft", "peft", field="adapter.kind", value=recipe.adapter.kind)
 
 
-def apply(recipe: Recipe, draft: Draft) -> None:
-    """Wrap the model with PEFT's LoRA.
+@contextmanager
+def refused_by_peft(recipe: Recipe, field: str, remedy: str) -> Iterator[None]:
+    """Report an error that PEFT raises inside as a refusal of the field."""
+    try:
+        yield
+    except ValueError as error:
+        problem = f"PEFT refuses it: {str(error).splitlines()[0][:200]}"
+        raise refusal(recipe, field, problem, remedy) from error
 
-    Raises:
-        InputError: a target that the model does not have.
-    """
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Wrap the model with PEFT's LoRA; refuse a target that the model does not have."""
     from trainfit.models.adapted import wrap
 
     adapter = recipe.adapter
@@ -59,15 +59,9 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
         task_type="CAUSAL_LM" if is_hf else None,
     )
-    try:
+    remedy = "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]"
+    with refused_by_peft(recipe, "adapter.targets", remedy):
         draft.model = wrap(model, config, autocast_adapter_dtype=adapter.dtype == "fp32")
-    except ValueError as error:
-        raise InputError(
-            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
-            "use all-linear, or a list of the model's linear layers such as [q_proj, v_proj]",
-            field="adapter.targets",
-            value=adapter.targets,
-        ) from error
 
 
 def _targets(adapter: Adapter, model: nn.Module, is_hf: bool) -> str | list[str]:
@@ -108,11 +102,10 @@ TECHNIQUE = Technique(
     title="LoRA",
     fields=("adapter",),
     covers={"adapter.kind": ("lora",)},
-    check=check,
+    check=needs_peft,
     apply=apply,
     describe=lambda recipe: f"lora {recipe.adapter.rank if recipe.adapter else 0}",
     variants=({"adapter": {"kind": "lora", "dtype": "base"}},),
-    examples=({"adapter": {"kind": "lora"}},),
     draw=Draw(weights={"adapter.kind": {"lora": 1}}, share=0.15, options=_options),
     trace_whole=_names_layers,
 )

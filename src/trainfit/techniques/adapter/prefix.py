@@ -1,23 +1,24 @@
 """Prefix tuning: trainable keys and values that every layer's attention reads, equal for all sequences.
 
-Source: Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT
-passes them as a cache of past tokens; on ``native`` they are parameters of each block's attention.
-Positions of the sequence begin after the prefix. Attention takes a mask of s x (tokens + s), which flash
-attention does not support. Needs the extra ``peft``.
+Li and Liang, arXiv:2101.00190, without the reparametrisation, as PEFT's default. On ``hf`` PEFT passes them
+as a cache of past tokens; on ``native`` they are parameters of each block's attention. Positions of the
+sequence begin after the prefix.
 """
 
-from __future__ import annotations
-
 import inspect
-import random
 from typing import Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.adapter.prompt import check_positions, describe_tokens, has_no_matrices, on_hf
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.adapter.prompt import (
+    DRAWN_TOKENS,
+    check_positions,
+    describe_tokens,
+    has_no_matrices,
+    on_hf,
+)
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
@@ -25,37 +26,23 @@ def check(recipe: Recipe) -> None:
     """Refuse kernels without masks and, on ``hf``, what a cache of past tokens excludes."""
     has_no_matrices(recipe)
     if recipe.attention in ("flash", "triton"):
-        raise InputError(
-            "a prefix needs a mask, which this kernel has not",
-            "use attention: sdpa, cudnn, efficient or eager",
-            field="attention",
-            value=recipe.attention,
-        )
+        remedy = "use attention: sdpa, cudnn, efficient or eager"
+        raise refusal(recipe, "attention", "a prefix needs a mask, which this kernel has not", remedy)
     if recipe.model.implementation == "native":
         return
     needs_peft(recipe)
     if recipe.recompute != "none":
-        raise InputError(
-            "a block that runs twice would put its keys into PEFT's cache twice",
-            "use recompute: none, or model.implementation: native",
-            field="recompute",
-            value=recipe.model_dump(mode="json")["recompute"],
-        )
+        problem = "a block that runs twice would put its keys into PEFT's cache twice"
+        remedy = "use recompute: none, or model.implementation: native"
+        raise refusal(recipe, "recompute", problem, remedy)
     if recipe.compile == "block":
-        raise InputError(
-            "each block asks PEFT's cache by its own number, so none would share a graph",
-            "use compile: model, or model.implementation: native",
-            field="compile",
-            value=recipe.compile,
-        )
+        problem = "each block asks PEFT's cache by its own number, so none would share a graph"
+        remedy = "use compile: model, or model.implementation: native"
+        raise refusal(recipe, "compile", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Give every layer its prefix.
-
-    Raises:
-        InputError: more positions than the model has, or attention that cannot read a prefix.
-    """
+    """Give every layer its prefix; refuse too many positions, and layers that cannot read a prefix."""
     import torch
 
     from trainfit.models.adapted import convert
@@ -71,29 +58,15 @@ def apply(recipe: Recipe, draft: Draft) -> None:
 
         add_prefix(model, adapter.tokens, dtype)
         return
-    _refuse_other_caches(model)
-    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
-    draft.model = on_hf(
-        peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens), draft, adapter.kind
-    )
-    convert(draft.model.get_submodule("prompt_encoder"), dtype)
-
-
-def _refuse_other_caches(model: Any) -> None:
-    """Refuse models whose layers have no key-value cache, or another kind than PEFT fills."""
     config = model.config.get_text_config()
     shared = getattr(config, "multi_query", False) or getattr(config, "kv_lora_rank", None) is not None
     if shared or "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise InputError(
-            "this model's layers keep no keys and values of the kind that PEFT's prefixes have",
-            "use adapter.kind: lora or prompt",
-            field="adapter.kind",
-            value="prefix",
-        )
-
-
-def _draw(chance: random.Random, _: Data) -> Data:
-    return {"adapter": {"kind": "prefix", "tokens": chance.choice((8, 20, 64))}}
+        problem = "this model's layers keep no keys and values of the kind that PEFT's prefixes have"
+        raise refusal(recipe, "adapter.kind", problem, "use adapter.kind: lora or prompt")
+    peft: Any = optional("peft", "peft", field="adapter.kind", value=adapter.kind)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens)
+    draft.model = on_hf(recipe, config, draft)
+    convert(draft.model.get_submodule("prompt_encoder"), dtype)
 
 
 TECHNIQUE = Technique(
@@ -106,8 +79,7 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=describe_tokens,
     variants=({"adapter": {"kind": "prefix", "dtype": "base"}},),
-    examples=({"adapter": {"kind": "prefix"}},),
-    draw=Draw(alone=_draw),
+    draw=Draw(alone=lambda chance, _: {"adapter": {"kind": "prefix", "tokens": chance.choice(DRAWN_TOKENS)}}),
     # On hf the prefix is one tensor for all layers.
     trace_whole=lambda recipe: recipe.model.implementation == "hf",
 )

@@ -1,10 +1,8 @@
 """Prompt tuning and p-tuning: trainable virtual tokens in front of every sequence; the base is frozen.
 
 ``prompt`` trains the virtual tokens' embeddings (Lester et al., arXiv:2104.08691); ``p-tuning`` three
-linear layers that produce them (Liu et al., arXiv:2103.10385). Both are PEFT's encoders, run by PEFT's
-model on ``hf``. Each layer and the logits see ``adapter.tokens`` + s positions; the last virtual token
-predicts the first real one. Their FLOPs count as the model's; they do not count as tokens per second. Needs
-the extra ``peft``.
+linear layers that produce them (Liu et al., arXiv:2103.10385), both by PEFT's encoders. The last virtual
+token predicts the first real one. Their FLOPs count as the model's, but not as tokens per second.
 """
 
 from __future__ import annotations
@@ -12,15 +10,16 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Adapter, Recipe
-from trainfit.techniques.adapter.lora import needs_peft
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.adapter.lora import needs_peft, refused_by_peft
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
     from torch import nn
+
+DRAWN_TOKENS = (8, 20, 64)
 
 
 def check(recipe: Recipe) -> None:
@@ -31,18 +30,12 @@ def check(recipe: Recipe) -> None:
 
 def has_no_matrices(recipe: Recipe) -> None:
     """Refuse fields that only LoRA has."""
-    adapter = recipe.adapter
-    assert adapter is not None
-    plain = Adapter(kind=adapter.kind)
+    assert recipe.adapter is not None
+    kind = recipe.adapter.kind
     for field in ("rank", "alpha", "targets", "dropout"):
-        value = getattr(adapter, field)
-        if value != getattr(plain, field):
-            raise InputError(
-                f"{adapter.kind} has virtual tokens and no {field}",
-                "leave it out, or use adapter.kind: lora",
-                field=f"adapter.{field}",
-                value=value,
-            )
+        if getattr(recipe.adapter, field) != getattr(Adapter(kind=kind), field):
+            remedy = "leave it out, or use adapter.kind: lora"
+            raise refusal(recipe, f"adapter.{field}", f"{kind} has virtual tokens and no {field}", remedy)
 
 
 def check_positions(recipe: Recipe, model: nn.Module) -> None:
@@ -52,20 +45,14 @@ def check_positions(recipe: Recipe, model: nn.Module) -> None:
     assert recipe.adapter is not None
     positions, tokens = max_positions(model), recipe.adapter.tokens
     if positions is not None and recipe.batch.seq + tokens > positions:
-        raise InputError(
-            f"with {tokens} virtual tokens it is over the model's {positions} learned positions",
-            f"use a sequence of at most {max(positions - tokens, 0)} tokens, or fewer adapter.tokens",
-            field="batch.seq",
-            value=recipe.batch.seq,
-        )
+        problem = f"with {tokens} virtual tokens it is over the model's {positions} learned positions"
+        most = max(positions - tokens, 0)
+        remedy = f"use a sequence of at most {most} tokens, or fewer adapter.tokens"
+        raise refusal(recipe, "batch.seq", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Put the virtual tokens in front of the sequence.
-
-    Raises:
-        InputError: more positions than the model has, or PEFT refuses the model.
-    """
+    """Put the virtual tokens in front of the sequence; refuse more positions than the model has."""
     from trainfit.models.adapted import convert
 
     adapter = recipe.adapter
@@ -79,7 +66,7 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         # PEFT requires heads, which virtual tokens do not need and state-space models do not have, and
         # assumes the layers' width for the tokens: OPT-350M's embeddings are half as wide.
         sizes = {"num_attention_heads": 1, "token_dim": base.get_input_embeddings().embedding_dim}
-        draft.model = on_hf(_config(adapter, **sizes), draft, adapter.kind)
+        draft.model = on_hf(recipe, _config(adapter, **sizes), draft)
     if adapter.dtype == "base":
         convert(draft.model.get_submodule("prompt_encoder"), dtype)
 
@@ -90,22 +77,14 @@ def _config(adapter: Adapter, **sizes: int) -> Any:
     return kind(task_type="CAUSAL_LM", num_virtual_tokens=adapter.tokens, **sizes)
 
 
-def on_hf(config: Any, draft: Draft, kind: str) -> nn.Module:
+def on_hf(recipe: Recipe, config: Any, draft: Draft) -> nn.Module:
     """Return PEFT's model with its encoder on the device."""
     import torch
 
     from trainfit.models.adapted import wrap
 
-    try:
-        with torch.device(draft.device):
-            return wrap(draft.model, config)
-    except ValueError as error:
-        raise InputError(
-            f"PEFT refuses it: {str(error).splitlines()[0][:200]}",
-            "use adapter.kind: lora",
-            field="adapter.kind",
-            value=kind,
-        ) from error
+    with refused_by_peft(recipe, "adapter.kind", "use adapter.kind: lora"), torch.device(draft.device):
+        return wrap(draft.model, config)
 
 
 def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
@@ -116,13 +95,12 @@ def _on_native(adapter: Adapter, draft: Draft) -> nn.Module:
     tuners: Any = optional("peft.tuners", "peft", field="adapter.kind", value=adapter.kind)
     base: Any = draft.model
     size = base.config.hidden_size
+    sizes = {"token_dim": size, "num_transformer_submodules": 1}
     with torch.device(draft.device):
         if adapter.kind == "prompt":
-            config = _config(adapter, token_dim=size, num_transformer_submodules=1)
-            encoder: Any = tuners.PromptEmbedding(config, base.embed)
+            encoder: Any = tuners.PromptEmbedding(_config(adapter, **sizes), base.embed)
         else:
-            config = _config(adapter, token_dim=size, num_transformer_submodules=1, encoder_hidden_size=size)
-            encoder = tuners.PromptEncoder(config)
+            encoder = tuners.PromptEncoder(_config(adapter, **sizes, encoder_hidden_size=size))
     return Prompted(base, encoder, adapter.tokens)
 
 
@@ -133,7 +111,7 @@ def describe_tokens(recipe: Recipe) -> str:
 
 def _draw(chance: random.Random, _: Data) -> Data:
     kind = chance.choice(("prompt", "p-tuning"))
-    return {"adapter": {"kind": kind, "tokens": chance.choice((8, 20, 64))}}
+    return {"adapter": {"kind": kind, "tokens": chance.choice(DRAWN_TOKENS)}}
 
 
 TECHNIQUE = Technique(
@@ -146,6 +124,5 @@ TECHNIQUE = Technique(
     apply=apply,
     describe=describe_tokens,
     variants=({"adapter": {"kind": "p-tuning"}}, {"adapter": {"kind": "prompt", "dtype": "base"}}),
-    examples=({"adapter": {"kind": "prompt"}},),
     draw=Draw(alone=_draw),
 )

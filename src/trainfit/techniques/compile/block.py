@@ -1,11 +1,8 @@
 """Compile by block: each repeated decoder block is compiled in place; the rest runs eagerly.
 
-Equal blocks share one graph, so compiling takes about as long as one block does (torchtitan does the same).
-With LoRA there are two graphs where the first block's input needs no gradient. Gradients come block by
-block, so an optimizer in the backward frees them as it runs.
+Equal blocks share one graph, as in torchtitan. With LoRA there are two graphs where the first block's input
+needs no gradient.
 """
-
-from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
@@ -13,11 +10,7 @@ from trainfit.techniques.draft import Draft
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Compile every decoder block.
-
-    Raises:
-        InputError: the model has no list of repeated blocks.
-    """
+    """Compile every decoder block; refuse a model without repeated blocks."""
     from trainfit.models.layers import require_blocks
 
     for block in require_blocks(draft.model, "compile", recipe.compile, "use compile: model or false"):
@@ -28,10 +21,8 @@ TECHNIQUE = Technique(
     name="compile_block",
     order=150,
     title="Compile by block",
-    fields=("compile",),
     covers={"compile": ("block",)},
     apply=apply,
     describe=lambda recipe: "compile block",
-    examples=({"compile": "block"},),
     draw=Draw(weights={"compile": {"block": 1}}),
 )

@@ -1,10 +1,4 @@
-"""Compile the whole model: one graph from token ids to loss, where nothing in the model breaks it.
-
-All gradients come at once, when the graph's backward returns, so an optimizer in the backward frees none of
-them early.
-"""
-
-from __future__ import annotations
+"""Compile the whole model: one graph from token ids to loss, where nothing in the model breaks it."""
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
@@ -20,11 +14,9 @@ TECHNIQUE = Technique(
     name="compile_model",
     order=160,
     title="Compile the model",
-    fields=("compile",),
     covers={"compile": ("model",)},
     apply=apply,
     describe=lambda recipe: "compile model",
-    examples=({"compile": "model"},),
     draw=Draw(weights={"compile": {"model": 1}}),
     # One graph is scheduled as one, with buffers reused across layers.
     trace_whole=lambda recipe: True,

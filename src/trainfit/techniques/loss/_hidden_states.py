@@ -8,40 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import refusal
 from trainfit.techniques.draft import Draft, LossFunction
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from trainfit.kernels.cross_entropy.chunked import Head
     from trainfit.models.language_head import LanguageHead
 
-OWN_FORWARD = ("prompt", "prefix", "p-tuning")
-"""Adapters whose tokens PEFT's forward adds around the model's."""
+
+def refuse_own_forward(recipe: Recipe, field: str = "loss", instead: str = "use loss: standard") -> None:
+    """Refuse adapters whose tokens PEFT's forward adds around the model's."""
+    if recipe.adapter is not None and recipe.adapter.kind in ("prompt", "prefix", "p-tuning"):
+        problem = f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss"
+        raise refusal(recipe, field, problem, f"{instead}, or adapter.kind: lora")
 
 
-def refuse_own_forward(recipe: Recipe) -> None:
-    """Refuse adapters that change the model's own forward.
-
-    Raises:
-        InputError: an adapter with tokens of its own.
-    """
-    if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
-        raise InputError(
-            f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
-            "use loss: standard, or adapter.kind: lora",
-            field="loss",
-            value=recipe.loss,
-        )
-
-
-def loss_of(
-    draft: Draft, parts: LanguageHead, function: Callable[[Tensor, Head, Tensor, Tensor | float], Tensor]
-) -> LossFunction:
-    """Return a step's loss by ``function(hidden [bs, e], head, targets [bs], expected gradient)``."""
+def loss_of(draft: Draft, parts: LanguageHead, function: Callable[..., Tensor]) -> LossFunction:
+    """Return a step's loss by ``function(hidden [bs, e], head, targets [bs], expected_gradient=)``."""
     import torch.nn.functional as F
 
     from trainfit.kernels.cross_entropy.chunked import Head
@@ -51,7 +37,8 @@ def loss_of(
         hidden_bse = parts.hidden(batch["input_ids"])
         targets_bs = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
         head = Head(parts.layer.weight, parts.layer.bias, parts.scale, parts.softcap)
-        return function(hidden_bse.flatten(0, 1), head, targets_bs.flatten(), _expected_gradient(draft))
+        expected = _expected_gradient(draft)
+        return function(hidden_bse.flatten(0, 1), head, targets_bs.flatten(), expected_gradient=expected)
 
     return loss
 

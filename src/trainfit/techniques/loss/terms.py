@@ -12,36 +12,28 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import LossTerms, Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.loss._hidden_states import OWN_FORWARD
+from trainfit.techniques.loss._hidden_states import refuse_own_forward
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 
+BOTH = {"label_smoothing": 0.1, "z_loss": 1e-4}
+
+
 def check(recipe: Recipe) -> None:
     """Refuse the chunked loss and adapters that change the model's own forward."""
-    context = {"field": "loss_terms", "value": recipe.loss_terms.model_dump()}
     if recipe.loss == "chunked":
-        raise InputError("loss: chunked has no terms", "use loss: fused or standard", **context)
-    if recipe.adapter is not None and recipe.adapter.kind in OWN_FORWARD:
-        raise InputError(
-            f"{recipe.adapter.kind} adds its tokens around the model's own forward and loss",
-            "leave loss_terms out, or use adapter.kind: lora",
-            **context,
-        )
+        raise refusal(recipe, "loss_terms", "loss: chunked has no terms", "use loss: fused or standard")
+    refuse_own_forward(recipe, "loss_terms", "leave loss_terms out")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Replace the model's own loss, except with ``loss: fused``, which adds the terms itself.
-
-    Raises:
-        InputError: the model's own loss contains more than the next-token loss.
-    """
+    """Replace the model's own loss, unless it has terms of its own; ``loss: fused`` adds them itself."""
     if recipe.loss != "standard":
         return
     import torch.nn.functional as F
@@ -69,9 +61,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
-    terms = chance.choice(
-        ({"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.1, "z_loss": 1e-4})
-    )
+    terms = chance.choice(({"label_smoothing": 0.1}, {"z_loss": 1e-4}, BOTH))
     return {"loss": chance.choice(("standard", "fused")), "loss_terms": terms}
 
 
@@ -84,6 +74,6 @@ TECHNIQUE = Technique(
     apply=apply,
     when=lambda recipe: recipe.loss_terms != LossTerms(),
     describe=_describe,
-    examples=({"loss_terms": {"label_smoothing": 0.1, "z_loss": 1e-4}},),
+    examples=({"loss_terms": BOTH},),
     draw=Draw(alone=_draw),
 )

@@ -1,23 +1,21 @@
 """Weight offload: the decoder blocks' weights wait in pinned host memory; two or three blocks are on the GPU.
 
-The next block's weights are copied while one computes (as in ZeRO-Infinity, arXiv:2104.07857). Blocks are
-recomputed, so each is fetched twice a step. A trained block is also copied back once, after its optimizer
-ran, with its moments. Embeddings, the last norm, the head and small optimizer states stay on the GPU.
+As in ZeRO-Infinity, arXiv:2104.07857. Blocks are recomputed, so each is fetched twice a step. A trained block
+is also copied back once, after its optimizer ran, with its moments.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.offload.activations import require_recomputed_blocks
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from trainfit.offload.blocks import HostBlocks
@@ -25,27 +23,13 @@ if TYPE_CHECKING:
 
 def check(recipe: Recipe) -> None:
     """Refuse recipes in which a block's weights are needed after its backward."""
-    if recipe.recompute != "full":
-        raise InputError(
-            "the backward would need every block's weights to stay",
-            "set recompute: full",
-            field="offload.weights",
-            value=True,
-        )
-    if recipe.compile == "model":
-        raise InputError(
-            "a whole compiled model shows no blocks",
-            "use compile: block or false",
-            field="offload.weights",
-            value=True,
-        )
+    require_recomputed_blocks(
+        recipe, "offload.weights", "the backward would need every block's weights to stay"
+    )
     if recipe.adapter is None and not recipe.optimizer.in_backward:
-        raise InputError(
-            "a block's weights are gone before an optimizer that runs last could update them",
-            "set optimizer.in_backward: true, or train an adapter",
-            field="offload.weights",
-            value=True,
-        )
+        problem = "a block's weights are gone before an optimizer that runs last could update them"
+        remedy = "set optimizer.in_backward: true, or train an adapter"
+        raise refusal(recipe, "offload.weights", problem, remedy)
 
 
 def _num_buffers(recipe: Recipe) -> int:
@@ -58,40 +42,25 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.checkpointing.whole_block import BlockRecompute
     from trainfit.offload.optimizer_state import HostMoments
 
-    hosted = draft.hosted
+    hosted, inputs = draft.hosted, recipe.offload.activations
     assert hosted is not None, "step.assemble builds the model on the host"
     moments = None if recipe.adapter else HostMoments(hosted, lambda: draft.optimizers)
-    runs = BlockRecompute(
-        hosted.blocks,
-        hosted.copy_streams,
-        weights=hosted,
-        moments=moments,
-        offload=recipe.offload.activations,
-    )
-    runs.install()
+    BlockRecompute(
+        hosted.blocks, hosted.copy_streams, weights=hosted, moments=moments, offload=inputs
+    ).install()
 
 
 def _build(
-    recipe: Recipe, dtype: torch.dtype, device: torch.device, on_model: Callable[[nn.Module], None]
+    recipe: Recipe, on_model: Callable[[nn.Module], None], **options: Any
 ) -> tuple[nn.Module, HostBlocks]:
     from trainfit.models.build import build_on_host
 
-    return build_on_host(
-        recipe.model,
-        dtype=dtype,
-        device=device,
-        attention=recipe.attention,
-        quantize=recipe.quantize,
-        num_buffers=_num_buffers(recipe),
-        on_model=on_model,
-    )
+    return build_on_host(recipe.model, num_buffers=_num_buffers(recipe), on_model=on_model, **options)
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
-    drawn: Data = {
-        "recompute": "full",
-        "offload": {"weights": True, "activations": chance.choice((False, True))},
-    }
+    offload = {"weights": True, "activations": chance.choice((False, True))}
+    drawn: Data = {"recompute": "full", "offload": offload}
     if not recipe.get("adapter"):
         drawn["optimizer"] = {"in_backward": chance.choice((True, "block"))}
         drawn["batch"] = {"accumulate": 1}
@@ -102,7 +71,6 @@ TECHNIQUE = Technique(
     name="offload_weights",
     order=170,
     title="Weight offload",
-    fields=("offload.weights",),
     covers={"offload.weights": (True,)},
     check=check,
     apply=apply,
@@ -111,7 +79,6 @@ TECHNIQUE = Technique(
         {"offload": {"weights": True}, "recompute": "full"},
         {"offload": {"weights": True}, "recompute": "full", "adapter": {"kind": "lora"}},
     ),
-    examples=({"offload": {"weights": True}},),
     needs={"recompute": "full", "optimizer": {"in_backward": True}},
     draw=Draw(alone=_draw),
     build=_build,

@@ -1,96 +1,60 @@
 """Adafactor: the second moment as one row and one column per matrix (Shazeer and Stern, arXiv:1804.04235).
 
-Without momentum: ``torch.optim.Adafactor``. With momentum (the paper's beta1, a whole fp32 first moment):
-``transformers.optimization.Adafactor`` with ``relative_step=False`` and ``scale_parameter=True``, so that
-its learning rate means what torch's means. Both scale the learning rate by the weight's root mean square
-and clip the update at 1; their epsilons and weight decay differ. ``implementation: fused`` is trainfit's
-(optim/adafactor.py): torch's function in fp32, without scratch of a weight's size and without waiting for
-the host. The default is ``forloop``, as in torch.
+With momentum (the paper's beta1, a whole fp32 first moment) it is transformers', with ``relative_step=False``
+and ``scale_parameter=True``, so that its learning rate means what torch's means. ``fused`` is trainfit's
+(optim/adafactor.py), without scratch of a weight's size and without waiting for the host.
 """
 
-from __future__ import annotations
+from functools import partial
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import describe_optimizer
-from trainfit.techniques.optimizer.stochastic_rounding import seeds
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer
+from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 
 def check(recipe: Recipe) -> None:
     """Refuse momentum with an implementation other than ``forloop``."""
-    options = recipe.optimizer
-    if options.momentum and options.implementation != "forloop":
-        raise InputError(
-            "Adafactor with momentum runs as a plain loop",
-            "use forloop or leave it out, or set optimizer.momentum: 0",
-            field="optimizer.implementation",
-            value=options.implementation,
-        )
+    if recipe.optimizer.momentum and recipe.optimizer.implementation != "forloop":
+        remedy = "use forloop or leave it out, or set optimizer.momentum: 0"
+        problem = "Adafactor with momentum runs as a plain loop"
+        raise refusal(recipe, "optimizer.implementation", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Set torch's Adafactor, trainfit's (fused) or transformers' (with momentum)."""
     options = recipe.optimizer
+    common = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.implementation == "fused":
-        draft.make_optimizer = _fused(recipe)
-        return
-    if options.momentum:
+        from trainfit.optim.adafactor import FusedAdafactor
+
+        stochastic = options.stochastic_rounding
+        draft.make_optimizer = seeded(seeds(recipe), FusedAdafactor, stochastic=stochastic, **common)
+    elif options.momentum:
         from transformers.optimization import Adafactor
 
-        draft.make_optimizer = lambda parameters: Adafactor(
-            parameters,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            beta1=options.momentum,
-            relative_step=False,
-        )
-        return
-    import torch
+        draft.make_optimizer = partial(Adafactor, beta1=options.momentum, relative_step=False, **common)
+    else:
+        import torch
 
-    draft.make_optimizer = lambda parameters: torch.optim.Adafactor(
-        parameters,
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        foreach=options.implementation == "foreach",
-    )
-
-
-def _fused(recipe: Recipe) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    from trainfit.optim.adafactor import FusedAdafactor
-
-    options, numbers = recipe.optimizer, seeds(recipe)
-    return lambda parameters: FusedAdafactor(
-        parameters,
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        stochastic=options.stochastic_rounding,
-        seed=next(numbers),
-    )
+        foreach = options.implementation == "foreach"
+        draft.make_optimizer = partial(torch.optim.Adafactor, foreach=foreach, **common)
 
 
 TECHNIQUE = Technique(
     name="adafactor",
     order=270,
     title="Adafactor",
-    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": ("adafactor",)},
     check=check,
     apply=apply,
     describe=describe_optimizer,
-    variants=(
-        {"optimizer": {"name": "adafactor", "implementation": "foreach", "momentum": 0.0}},
-        {"optimizer": {"name": "adafactor", "implementation": "foreach", "momentum": 0.9}},
-        {"optimizer": {"name": "adafactor", "implementation": "fused", "momentum": 0.0}},
-        {"optimizer": {"name": "adafactor", "implementation": "fused", "momentum": 0.9}},
+    variants=tuple(
+        {"optimizer": {"name": "adafactor", "implementation": implementation, "momentum": momentum}}
+        for implementation in ("foreach", "fused")
+        for momentum in (0.0, 0.9)
     ),
     examples=(
         {"optimizer": {"name": "adafactor"}},

@@ -1,19 +1,14 @@
 """AdamW with 8-bit or 4-bit moments: 2.03 or 1.06 bytes a weight for both.
 
-Each block of 256 (8 bits) or 128 (4 bits) elements shares a scale; each moment is the nearest of 256 or 16
-levels times it (Dettmers et al., arXiv:2110.02861; Li et al., arXiv:2309.01507). Tensors of fewer than
-4,096 elements keep fp32 moments. States equal those of torchao's AdamW8bit and AdamW4bit; the update is one
-kernel (optim/adamw.py) that allocates nothing.
+Dettmers et al., arXiv:2110.02861; Li et al., arXiv:2309.01507. States equal those of torchao's AdamW8bit and
+AdamW4bit (optim/adamw.py).
 """
 
-from __future__ import annotations
-
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import describe_optimizer, refuse_momentum
-from trainfit.techniques.optimizer.stochastic_rounding import seeds
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer, refuse_momentum
+from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 BITS = {"adamw8bit": 8, "adamw4bit": 4}
 
@@ -22,12 +17,8 @@ def check(recipe: Recipe) -> None:
     """Refuse momentum and other implementations than ``fused``."""
     refuse_momentum(recipe)
     if recipe.optimizer.implementation != "fused":
-        raise InputError(
-            f"{recipe.optimizer.name} is one kernel a weight",
-            "use fused or leave it out",
-            field="optimizer.implementation",
-            value=recipe.optimizer.implementation,
-        )
+        problem, remedy = f"{recipe.optimizer.name} is one kernel a weight", "use fused or leave it out"
+        raise refusal(recipe, "optimizer.implementation", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -36,14 +27,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     from trainfit.optim.adamw import FusedAdamW
 
     options = recipe.optimizer
-    levels, numbers = MomentLevels(BITS[options.name], draft.device), seeds(recipe)
-    draft.make_optimizer = lambda parameters: FusedAdamW(
-        parameters,
-        options.lr,
-        options.weight_decay,
-        levels=levels,
+    draft.make_optimizer = seeded(
+        seeds(recipe),
+        FusedAdamW,
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        levels=MomentLevels(BITS[options.name], draft.device),
         stochastic=options.stochastic_rounding,
-        seed=next(numbers),
     )
 
 
@@ -51,7 +41,7 @@ TECHNIQUE = Technique(
     name="adamw_low_bit",
     order=250,
     title="8-bit and 4-bit AdamW",
-    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": tuple(BITS)},
     check=check,
     apply=apply,

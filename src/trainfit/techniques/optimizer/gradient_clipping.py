@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
@@ -24,12 +23,9 @@ LEAST_NORM = 1e-6
 def check(recipe: Recipe) -> None:
     """Refuse an optimizer in the backward: the norm needs every gradient."""
     if recipe.optimizer.in_backward:
-        raise InputError(
-            "an optimizer in the backward frees each gradient before the norm of all is known",
-            "leave clip_norm out, or set optimizer.in_backward: false",
-            field="optimizer.clip_norm",
-            value=recipe.optimizer.clip_norm,
-        )
+        problem = "an optimizer in the backward frees each gradient before the norm of all is known"
+        remedy = "leave clip_norm out, or set optimizer.in_backward: false"
+        raise refusal(recipe, "optimizer.clip_norm", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -37,7 +33,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     largest = recipe.optimizer.clip_norm
     assert largest is not None
     blocks, others = draft.trainable_by_block()
-    parts = [part for group in (*blocks, others) for part in _by_dtype(group)]
+    # CUDA's foreach kernels require one dtype.
+    parts = [
+        [parameter for parameter in group if parameter.dtype == dtype]
+        for group in (*blocks, others)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in group)
+    ]
 
     def clip() -> None:
         draft.readings["gradient_norm"] = clip_gradients(parts, largest)
@@ -67,12 +68,6 @@ def clip_gradients(parts: list[list[nn.Parameter]], largest: float) -> torch.Ten
             # Unconditional: testing the scale would wait for the device.
             torch._foreach_mul_(part, scales[part[0].dtype])
     return total
-
-
-def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Split into lists of one dtype each, as CUDA's foreach kernels require."""
-    dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
-    return [[parameter for parameter in parameters if parameter.dtype == dtype] for dtype in dtypes]
 
 
 TECHNIQUE = Technique(

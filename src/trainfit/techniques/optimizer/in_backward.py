@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 if TYPE_CHECKING:
@@ -23,21 +22,16 @@ if TYPE_CHECKING:
 
 def check(recipe: Recipe) -> None:
     """Refuse what needs gradients after the backward."""
-    field, value = "optimizer.in_backward", recipe.optimizer.in_backward
     if recipe.batch.accumulate > 1:
-        raise InputError(
-            "gradients are used up in each backward; were they kept for the last one, nothing would be saved",
-            "set batch.accumulate: 1 or optimizer.in_backward: false",
-            field=field,
-            value=value,
+        problem = (
+            "gradients are used up in each backward; were they kept for the last one, nothing would be saved"
         )
+        remedy = "set batch.accumulate: 1 or optimizer.in_backward: false"
+        raise refusal(recipe, "optimizer.in_backward", problem, remedy)
     if recipe.precision == "amp-fp16":
-        raise InputError(
-            "amp-fp16's scaler must see every gradient before any update",
-            "use precision: amp-bf16 or optimizer.in_backward: false",
-            field=field,
-            value=value,
-        )
+        problem = "amp-fp16's scaler must see every gradient before any update"
+        remedy = "use precision: amp-bf16 or optimizer.in_backward: false"
+        raise refusal(recipe, "optimizer.in_backward", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -55,44 +49,32 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     def none_left_over() -> Iterator[None]:
         yield
         for update in updates:
-            if update.is_waiting and draft.hosted is not None:
-                raise InputError(
-                    "backward did not reach every weight of a block, whose weights are on the host again",
-                    "use optimizer.in_backward: true",
-                    field="optimizer.in_backward",
-                    value="block",
+            if update.num_arrived and draft.hosted is not None:
+                problem = (
+                    "backward did not reach every weight of a block, whose weights are on the host again"
                 )
-            update.finish()
+                raise refusal(recipe, "optimizer.in_backward", problem, "use optimizer.in_backward: true")
+            if update.num_arrived:  # A backward that missed some (an expert that no token chose).
+                update.run()
 
     draft.around_backward.append(none_left_over)
 
 
 class _Update:
-    """Parameters that are updated together."""
+    """Parameters that are updated together, when the last of their gradients is complete."""
 
     def __init__(self, parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]):
-        self.optimizers = optimizers
-        self._num_parameters, self._num_arrived = len(parameters), 0
+        self.optimizers, self.num_arrived, self._num_parameters = optimizers, 0, len(parameters)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, _: torch.Tensor) -> None:
-        self._num_arrived += 1
-        if self._num_arrived == self._num_parameters:
-            self._run()
+        self.num_arrived += 1
+        if self.num_arrived == self._num_parameters:
+            self.run()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Some gradients have come, others have not."""
-        return self._num_arrived > 0
-
-    def finish(self) -> None:
-        """Update the others after a backward that missed some (an expert that no token chose)."""
-        if self.is_waiting:
-            self._run()
-
-    def _run(self) -> None:
-        self._num_arrived = 0
+    def run(self) -> None:
+        self.num_arrived = 0
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -106,13 +88,11 @@ TECHNIQUE = Technique(
     name="optimizer_in_backward",
     order=300,
     title="Optimizer in backward",
-    fields=("optimizer.in_backward",),
     covers={"optimizer.in_backward": (True, "block")},
     check=check,
     apply=apply,
     describe=_describe,
     variants=({"optimizer": {"in_backward": "block"}},),
-    examples=({"optimizer": {"in_backward": True}},),
     draw=Draw(
         alone=lambda chance, _: {"optimizer": {"in_backward": "block"}, "batch": {"accumulate": 1}},
         weights={"optimizer.in_backward": {True: 1}},

@@ -2,20 +2,20 @@
 
 Source: https://kellerjordan.github.io/posts/muon/. ``torch.optim.Muon`` for the two-dimensional weights of
 the decoder blocks, AdamW for everything else: embeddings, head, norms, biases, stacked experts. Updates are
-scaled to the size of AdamW's (Liu et al., arXiv:2502.16982; ``match_rms_adamw``), so one learning rate and
-weight decay serve both. The five Newton-Schulz steps count as hardware FLOPs, not as model FLOPs.
+scaled to the size of AdamW's (Liu et al., arXiv:2502.16982; ``match_rms_adamw``).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import adamw, describe_optimizer
-from trainfit.techniques.optimizer.stochastic_rounding import seeds
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, adamw, describe_optimizer
+from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 if TYPE_CHECKING:
     import torch
@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 def check(recipe: Recipe) -> None:
     """Refuse Muon without momentum: its update is the orthogonalised momentum."""
     if not recipe.optimizer.momentum:
-        raise InputError(
-            "Muon works on a momentum",
-            "leave it out for 0.95, or write another",
-            field="optimizer.momentum",
-            value=recipe.optimizer.momentum,
-        )
+        remedy = "leave it out for 0.95, or write another"
+        raise refusal(recipe, "optimizer.momentum", "Muon works on a momentum", remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -38,19 +34,13 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     blocks, _ = draft.trainable_by_block()
     hidden = {id(parameter) for block in blocks for parameter in block if parameter.dim() == 2}
     if not hidden:
-        raise InputError(
-            "no hidden matrices train in this model",
-            "use optimizer.name: adamw",
-            field="optimizer.name",
-            value="muon",
-        )
+        problem = "no hidden matrices train in this model"
+        raise refusal(recipe, "optimizer.name", problem, "use optimizer.name: adamw")
     numbers = seeds(recipe)
-    for_others = adamw(recipe, numbers)
+    for_matrices, for_others = _muon(recipe, numbers), adamw(recipe, numbers)
 
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if id(parameters[0]) not in hidden:
-            return for_others(parameters)
-        return _muon(recipe, parameters, next(numbers))
+        return (for_matrices if id(parameters[0]) in hidden else for_others)(parameters)
 
     def kinds(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
         return [[p for p in parameters if (id(p) in hidden) is matrix] for matrix in (True, False)]
@@ -58,33 +48,32 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     draft.make_optimizer, draft.kinds = make, kinds
 
 
-def _muon(recipe: Recipe, parameters: list[nn.Parameter], seed: int) -> torch.optim.Optimizer:
+def _muon(recipe: Recipe, numbers: Iterator[int]) -> Callable[..., Any]:
     import torch
 
     options = recipe.optimizer
-    settings = {
+    settings: dict[str, Any] = {
         "lr": options.lr,
         "weight_decay": options.weight_decay,
         "momentum": options.momentum,
-        "adjust_lr_fn": "match_rms_adamw",
     }
+    settings["adjust_lr_fn"] = "match_rms_adamw"
     if not options.stochastic_rounding:
-        return torch.optim.Muon(parameters, **settings)
+        return partial(torch.optim.Muon, **settings)
     from trainfit.optim.stochastic import StochasticMuon
 
-    return StochasticMuon(parameters, seed=seed, **settings)
+    return seeded(numbers, StochasticMuon, **settings)
 
 
 TECHNIQUE = Technique(
     name="muon",
     order=280,
     title="Muon",
-    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": ("muon",)},
     check=check,
     apply=apply,
     describe=describe_optimizer,
     variants=({"optimizer": {"name": "muon", "momentum": 0.0}},),
-    examples=({"optimizer": {"name": "muon"}},),
     draw=Draw(alone=lambda chance, _: {"optimizer": {"name": "muon"}}),
 )

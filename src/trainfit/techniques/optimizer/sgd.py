@@ -8,13 +8,13 @@ With stochastic rounding it is trainfit's (optim/stochastic.py). On a CPU, ``fus
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Data, Draw, Technique
 from trainfit.techniques.draft import Draft
-from trainfit.techniques.optimizer.adamw import describe_optimizer
-from trainfit.techniques.optimizer.stochastic_rounding import seeds
+from trainfit.techniques.optimizer.adamw import OPTIMIZER_FIELDS, describe_optimizer
+from trainfit.techniques.optimizer.stochastic_rounding import seeded, seeds
 
 if TYPE_CHECKING:
     import torch
@@ -23,36 +23,30 @@ if TYPE_CHECKING:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Set SGD with an explicit implementation, because torch's default depends on the device."""
-    options = recipe.optimizer
-    if options.stochastic_rounding:
-        from trainfit.optim.stochastic import StochasticSGD
-
-        numbers = seeds(recipe)
-        draft.make_optimizer = lambda parameters: StochasticSGD(
-            parameters, options.lr, options.weight_decay, options.momentum, seed=next(numbers)
-        )
-        return
-    on_cpu = draft.runs_on_cpu(recipe)
-    draft.make_optimizer = lambda parameters: _torch_sgd(recipe, parameters, on_cpu=on_cpu)
-
-
-def _torch_sgd(recipe: Recipe, parameters: list[nn.Parameter], *, on_cpu: bool) -> torch.optim.Optimizer:
     import torch
 
     options = recipe.optimizer
-    is_16_bit = any(parameter.dtype.itemsize == 2 for parameter in parameters)
-    fused = options.implementation == "fused" and not (on_cpu and is_16_bit)
-    optimizer = torch.optim.SGD(
-        parameters,
-        lr=options.lr,
-        momentum=options.momentum,
-        weight_decay=options.weight_decay,
-        foreach=options.implementation == "foreach",
-        fused=fused,
-    )
-    if fused and options.momentum:
-        optimizer.register_step_pre_hook(lambda *_: _begin_momentum(optimizer))
-    return optimizer
+    common: dict[str, Any] = {
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "momentum": options.momentum,
+    }
+    if options.stochastic_rounding:
+        from trainfit.optim.stochastic import StochasticSGD
+
+        draft.make_optimizer = seeded(seeds(recipe), StochasticSGD, **common)
+        return
+    on_cpu, foreach = draft.runs_on_cpu(recipe), options.implementation == "foreach"
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        is_16_bit = any(parameter.dtype.itemsize == 2 for parameter in parameters)
+        fused = options.implementation == "fused" and not (on_cpu and is_16_bit)
+        optimizer = torch.optim.SGD(parameters, foreach=foreach, fused=fused, **common)
+        if fused and options.momentum:
+            optimizer.register_step_pre_hook(lambda *_: _begin_momentum(optimizer))
+        return optimizer
+
+    draft.make_optimizer = make
 
 
 def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -79,11 +73,10 @@ TECHNIQUE = Technique(
     name="sgd",
     order=260,
     title="SGD",
-    fields=("optimizer.name", "optimizer.implementation", "optimizer.momentum"),
+    fields=OPTIMIZER_FIELDS,
     covers={"optimizer.name": ("sgd",)},
     apply=apply,
     describe=describe_optimizer,
     variants=({"optimizer": {"name": "sgd", "implementation": "foreach"}},),
-    examples=({"optimizer": {"name": "sgd"}},),
     draw=Draw(weights={"optimizer.name": {"sgd": 2}}, options=_options),
 )

@@ -1,45 +1,29 @@
 """Stochastic rounding: bf16 weights are rounded up or down at random, so small updates survive on average.
 
-bf16 has 8 bits of precision: an update below 2^-9 of its weight is lost when rounded to nearest (Zamirai et
-al., arXiv:2010.06192). The optimizer's kernel rounds; bf16 moments of AdamW and SGD are rounded so too,
-Muon's and low-bit moments to nearest. The random bits depend on the recipe's seed, the weight and the step,
-so a resumed run repeats itself.
+Zamirai et al., arXiv:2010.06192. The optimizer's kernel rounds; bf16 moments of AdamW and SGD are rounded so
+too, Muon's and low-bit moments to nearest.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 
 
 def check(recipe: Recipe) -> None:
     """Refuse fp32 weights, and implementations that round to nearest."""
     field, options = "optimizer.stochastic_rounding", recipe.optimizer
     if recipe.precision not in ("bf16", "fp8"):
-        raise InputError(
-            f"precision {recipe.precision} has fp32 weights, which lose nothing",
-            "use precision: bf16 or fp8",
-            field=field,
-            value=True,
-        )
+        problem = f"precision {recipe.precision} has fp32 weights, which lose nothing"
+        raise refusal(recipe, field, problem, "use precision: bf16 or fp8")
     if options.implementation != "fused":
-        raise InputError(
-            f"{options.name}'s {options.implementation} implementation rounds to nearest",
-            "use optimizer.implementation: fused",
-            field=field,
-            value=True,
-        )
+        problem = f"{options.name}'s {options.implementation} implementation rounds to nearest"
+        raise refusal(recipe, field, problem, "use optimizer.implementation: fused")
     if recipe.adapter is not None and recipe.adapter.dtype == "fp32":
-        raise InputError(
-            "only the adapter trains, and its weights are fp32, which lose nothing",
-            "use adapter.dtype: base, or set stochastic_rounding: false",
-            field=field,
-            value=True,
-        )
+        problem = "only the adapter trains, and its weights are fp32, which lose nothing"
+        raise refusal(recipe, field, problem, "use adapter.dtype: base, or set stochastic_rounding: false")
 
 
 def seeds(recipe: Recipe) -> Iterator[int]:
@@ -48,6 +32,11 @@ def seeds(recipe: Recipe) -> Iterator[int]:
     while True:
         seed += 104_729
         yield seed % 2**63
+
+
+def seeded(numbers: Iterator[int], optimizer: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """Return a function that makes optimizers for some parameters, each with the next of ``seeds``."""
+    return lambda parameters: optimizer(parameters, seed=next(numbers), **settings)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
@@ -62,10 +51,8 @@ TECHNIQUE = Technique(
     name="stochastic_rounding",
     order=290,
     title="Stochastic rounding",
-    fields=("optimizer.stochastic_rounding",),
     covers={"optimizer.stochastic_rounding": (True,)},
     check=check,
     describe=lambda recipe: "stochastic rounding",
-    examples=({"optimizer": {"stochastic_rounding": True}},),
     draw=Draw(alone=_draw),
 )

@@ -1,11 +1,8 @@
 """Precision: dtype of the weights (fp32, bf16), or autocast over fp32 weights (amp-bf16, amp-fp16).
 
 Autocast is active around the forward only, as in
-https://docs.pytorch.org/docs/stable/notes/amp_examples.html. amp-fp16 adds a GradScaler; a step whose
-gradients overflow is skipped. Autocast keeps 16-bit copies of the weights until backward has used them.
+https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
-
-from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Draw, Technique
@@ -26,7 +23,6 @@ TECHNIQUE = Technique(
     name="precision",
     order=190,
     title="Precision",
-    fields=("precision",),
     covers={"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16")},
     apply=apply,
     when=lambda recipe: recipe.precision.startswith("amp-"),

@@ -1,35 +1,25 @@
 """Compiler budget: torch.compile chooses what to recompute within a share of the activations it would keep.
 
-1 keeps what compiled code keeps anyway, 0 only the inputs of the compiled region; between them the
-partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
-pytorch/pytorch#126320). A prediction runs the same partitioner. Its objective is not the peak, so less
-budget can mean more memory.
+The partitioner solves a knapsack for the fewest FLOPs (``torch._functorch.config.activation_memory_budget``,
+pytorch/pytorch#126320). A prediction runs the same partitioner.
 """
-
-from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Budget
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 from trainfit.virtual.trace.exclusive import replaced
 
 
 def check(recipe: Recipe) -> None:
     """Refuse eager code: only the compiler can spend the budget."""
-    assert isinstance(recipe.recompute, Budget)
     if not recipe.compile:
-        raise InputError(
-            "only compiled code has a budget to keep to",
-            "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}",
-            field="recompute.budget",
-            value=recipe.recompute.budget,
-        )
+        remedy = "set compile: model (or block), or use recompute: selective, {every: 2} or {budget_gib: x}"
+        raise refusal(recipe, "recompute.budget", "only compiled code has a budget to keep to", remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
@@ -74,7 +64,6 @@ TECHNIQUE = Technique(
     name="recompute_budget",
     order=100,
     title="Compiler budget",
-    fields=("recompute",),
     covers={"recompute": ("budget",)},
     check=check,
     apply=apply,

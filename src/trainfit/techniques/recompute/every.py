@@ -1,11 +1,11 @@
 """Recomputation of every k-th decoder block: blocks 0, k, 2k, ... keep only their input.
 
-The other blocks keep everything. Recomputing the last block would free nothing at the peak; that is the
-case where the number of blocks is one more than a multiple of k.
+Recomputing the last block would free nothing at the peak.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from trainfit.spec.recipe import Recipe
@@ -18,39 +18,41 @@ if TYPE_CHECKING:
 
 
 def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Label every block, before a traced model is shortened.
-
-    Raises:
-        InputError: the model has no list of repeated blocks.
-    """
-    if not isinstance(recipe.recompute, Every):
-        return
+    """Label every block, before a traced model is shortened; refuse a model without repeated blocks."""
     from trainfit.models.layers import require_blocks
     from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
-    for index, block in enumerate(
-        require_blocks(model, "recompute.every", recipe.recompute.every, "use recompute: none")
-    ):
-        setattr(block, BLOCK_CONFIG, "full" if index % recipe.recompute.every == 0 else "none")
+    assert isinstance(recipe.recompute, Every)
+    every = recipe.recompute.every
+    for index, block in enumerate(require_blocks(model, "recompute.every", every, "use recompute: none")):
+        setattr(block, BLOCK_CONFIG, "none" if index % every else "full")
+
+
+def labelled_blocks(
+    recipe: Recipe, model: nn.Module, label_blocks: Callable[[Recipe, nn.Module], None]
+) -> list[tuple[nn.Module, str]]:
+    """Return each decoder block and its label, given by ``label_blocks`` unless a trace has done so."""
+    from trainfit.models.layers import decoder_blocks
+    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
+
+    blocks = decoder_blocks(model)
+    if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
+        label_blocks(recipe, model)
+    return [(block, getattr(block, BLOCK_CONFIG)) for block in blocks]
+
+
+def checkpoint_labelled(blocks: Iterable[tuple[nn.Module, str]]) -> None:
+    """Recompute the blocks whose label begins with ``full``."""
+    from trainfit.checkpointing.selective import set_recompute
+
+    for block, label in blocks:
+        if label.startswith("full"):
+            set_recompute(block, "full")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every k-th block.
-
-    Raises:
-        InputError: the model has no list of repeated blocks.
-    """
-    assert isinstance(recipe.recompute, Every)
-    from trainfit.checkpointing.selective import set_recompute
-    from trainfit.models.layers import require_blocks
-    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
-
-    blocks = require_blocks(draft.model, "recompute.every", recipe.recompute.every, "use recompute: none")
-    if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
-        _label_blocks(recipe, draft.model)
-    for block in blocks:
-        if getattr(block, BLOCK_CONFIG) == "full":
-            set_recompute(block, "full")
+    """Checkpoint every k-th block."""
+    checkpoint_labelled(labelled_blocks(recipe, draft.model, _label_blocks))
 
 
 def _describe(recipe: Recipe) -> str:
@@ -61,7 +63,6 @@ TECHNIQUE = Technique(
     name="recompute_every",
     order=80,
     title="Every k-th block",
-    fields=("recompute",),
     covers={"recompute": ("every",)},
     apply=apply,
     describe=_describe,

@@ -1,50 +1,35 @@
 """Full recomputation: keep each block's input and run its forward again in backward.
 
-Source: Chen et al., arXiv:1604.06174. Always non-reentrant, with random generators restored. On ``hf`` it
-is the model's own checkpointing: transformers 5.17 wraps the block's call, 5.23 its forward (so under
-``compile: block`` the checkpoint is inside the graph). Both make the embedding's output require a gradient,
-which costs LoRA a backward through the first block. On ``native`` each block's forward is wrapped here.
+Chen et al., arXiv:1604.06174. Always non-reentrant, with random generators restored. On ``hf`` it is the
+model's own checkpointing: transformers 5.17 wraps the block's call, 5.23 its forward (so under ``compile:
+block`` the checkpoint is inside the graph). Both make the embedding's output require a gradient.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
 
 
 def _applies(recipe: Recipe) -> bool:
-    # Blocks that move to the host are recomputed by what moves them (block_runs.py).
+    # Blocks that move to the host are recomputed by what moves them (checkpointing/whole_block.py).
     return recipe.recompute == "full" and not (recipe.offload.activations or recipe.offload.weights)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every decoder block.
-
-    Raises:
-        InputError: the model's own code has no checkpointing.
-    """
+    """Checkpoint every decoder block; refuse a model whose own code has no checkpointing."""
     from trainfit.checkpointing.selective import set_recompute
     from trainfit.models.layers import require_blocks
 
-    if recipe.model.implementation == "hf":
-        _enable_own(draft.model)
-    else:
+    if recipe.model.implementation == "native":
         for block in require_blocks(draft.model, "recompute", "full", "use recompute: none"):
             set_recompute(block, "full")
-
-
-def _enable_own(model: Any) -> None:
+        return
+    model: Any = draft.model
     if not model.supports_gradient_checkpointing:
-        raise InputError(
-            "this model's code has no checkpointing",
-            "use recompute: none, or model.implementation: native where it knows the family",
-            field="recompute",
-            value="full",
-        )
+        remedy = "use recompute: none, or model.implementation: native where it knows the family"
+        raise refusal(recipe, "recompute", "this model's code has no checkpointing", remedy)
     if hasattr(model, "activation_checkpointing_enable"):  # the name since transformers 5.23
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -55,11 +40,9 @@ TECHNIQUE = Technique(
     name="recompute_full",
     order=70,
     title="Full recomputation",
-    fields=("recompute",),
     covers={"recompute": ("full",)},
     apply=apply,
     when=_applies,
     describe=lambda recipe: "recompute full",
-    examples=({"recompute": "full"},),
     draw=Draw(weights={"recompute": {"none": 2, "full": 1}}),
 )

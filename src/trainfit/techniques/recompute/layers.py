@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from trainfit.catalog.load import model_config
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recompute import BudgetGib, Layers
-from trainfit.techniques.base import Data, Draw, Technique
+from trainfit.spec.recompute import BudgetGib, LayerRun, Layers
+from trainfit.techniques.base import Data, Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.recompute.every import checkpoint_labelled, labelled_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,44 +24,34 @@ if TYPE_CHECKING:
 def check(recipe: Recipe) -> None:
     """Refuse an unplanned budget, and plans by operation in compiled code."""
     if isinstance(recipe.recompute, BudgetGib):
-        raise InputError(
-            "a budget is planned before a step is built",
+        problem = "a budget is planned before a step is built"
+        remedy = (
             "plan it with trainfit.planning.recompute.resolve, as the commands do, "
-            "or write out recompute: {layers: [...]}",
-            field="recompute.budget_gib",
-            value=recipe.recompute.budget_gib,
+            "or write out recompute: {layers: [...]}"
         )
-    assert isinstance(recipe.recompute, Layers)
-    if recipe.compile and any(
-        run.recompute == "elementwise" or run.offload for run in recipe.recompute.layers
-    ):
-        raise InputError(
-            "compiled code has no single operations to keep, recompute or offload",
-            "use full and none in the layers, recompute: {budget: share}, or compile: false",
-            field="recompute.layers",
-            value=recipe.recompute.model_dump()["layers"],
-        )
+        raise refusal(recipe, "recompute.budget_gib", problem, remedy)
+    if recipe.compile and any(run.recompute == "elementwise" or run.offload for run in _runs(recipe)):
+        problem = "compiled code has no single operations to keep, recompute or offload"
+        remedy = "use full and none in the layers, recompute: {budget: share}, or compile: false"
+        raise refusal(recipe, "recompute.layers", problem, remedy)
+
+
+def _runs(recipe: Recipe) -> tuple[LayerRun, ...]:
+    return recipe.recompute.layers if isinstance(recipe.recompute, Layers) else ()
 
 
 def _label_blocks(recipe: Recipe, model: nn.Module) -> None:
-    """Label every block with its part of the plan, before a traced model is shortened.
-
-    Raises:
-        InputError: the plan is for another number of blocks.
-    """
-    if not isinstance(recipe.recompute, Layers):
-        return
+    """Label every block with its part of the plan, before a traced model is shortened."""
     from trainfit.models.layers import decoder_blocks
     from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
-    blocks = decoder_blocks(model)
-    planned = recipe.recompute.blocks()
+    blocks, planned = decoder_blocks(model), [block for run in _runs(recipe) for block in run.blocks()]
     if len(planned) != len(blocks):
         raise InputError(
             f"the entries speak of {len(planned)} in all, and the model has {len(blocks)} blocks",
             "write one entry a block, or {recompute: ..., count: n} for n of them",
             field="recompute.layers",
-            value=[f"{run.count} {run.recompute}" for run in recipe.recompute.layers],
+            value=[f"{run.count} {run.recompute}" for run in _runs(recipe)],
         )
     # The last block's backward comes next: there is no time to take anything away.
     planned[-1] = planned[-1].model_copy(update={"offload": 0.0})
@@ -74,37 +65,28 @@ def _min_repeated(recipe: Recipe) -> int:
     A fully recomputed block's input belongs to the block before it, and leaves while the block after it
     runs.
     """
-    if not isinstance(recipe.recompute, Layers):
-        return 1
-    return 2 if any(run.recompute == "full" and run.offload for run in recipe.recompute.layers) else 1
+    return 2 if any(run.recompute == "full" and run.offload for run in _runs(recipe)) else 1
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Give each block the forward of its label."""
     from trainfit.checkpointing.per_block import PerBlockSaving
-    from trainfit.checkpointing.selective import set_recompute
-    from trainfit.models.layers import decoder_blocks
-    from trainfit.virtual.trace.repeated_layers import BLOCK_CONFIG
 
-    blocks = decoder_blocks(draft.model)
-    if not all(hasattr(block, BLOCK_CONFIG) for block in blocks):
-        _label_blocks(recipe, draft.model)
-    labels = [getattr(block, BLOCK_CONFIG).split() for block in blocks]
+    labelled = labelled_blocks(recipe, draft.model, _label_blocks)
     if recipe.compile:
         # A block that knew its number would be compiled by itself.
-        for block, (level, _) in zip(blocks, labels, strict=True):
-            if level == "full":
-                set_recompute(block, "full")
+        checkpoint_labelled(labelled)
         return
-    PerBlockSaving(blocks, draft.device, [(level, float(share)) for level, share in labels]).install()
+    block_config = [(level, float(share)) for level, share in (label.split() for _, label in labelled)]
+    PerBlockSaving([block for block, _ in labelled], draft.device, block_config).install()
 
 
 def _describe(recipe: Recipe) -> str:
     if isinstance(recipe.recompute, BudgetGib):
         return f"recompute budget_gib {recipe.recompute.budget_gib}"
-    runs = recipe.recompute.layers if isinstance(recipe.recompute, Layers) else ()
-    counts = " + ".join(f"{run.count} {run.recompute}" for run in runs)
-    return f"recompute {counts}" + (" (partly offloaded)" if any(run.offload for run in runs) else "")
+    return "recompute " + " + ".join(
+        f"{run.count} {run.recompute}{' (partly offloaded)' if run.offload else ''}" for run in _runs(recipe)
+    )
 
 
 def _draw(chance: random.Random, recipe: Data) -> Data:
@@ -130,7 +112,6 @@ TECHNIQUE = Technique(
     name="recompute_layers",
     order=110,
     title="Plan by block",
-    fields=("recompute",),
     covers={"recompute": ("layers", "budget_gib")},
     check=check,
     apply=apply,

@@ -1,24 +1,19 @@
 """Selective recomputation: keep a block's matrix products and attention, recompute everything else.
 
-Uses autograd's own bookkeeping; kept results are not computed twice. ``mm`` is every matrix product over an
-inner dimension of 512 or more whose result backward needs, ``attention`` every fused attention.
-``{selective: {save: [...]}}`` lists others, also PyTorch's operations by name.
+``mm`` is every matrix product over an inner dimension of 512 or more whose result backward needs,
+``attention`` every fused attention.
 """
-
-from __future__ import annotations
 
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.recompute import Selective
 from trainfit.techniques.base import Draw, Technique
 from trainfit.techniques.draft import Draft
 
+SAVED = tuple({"selective": {"save": [name]}} for name in ("attention", "mm"))
+
 
 def apply(recipe: Recipe, draft: Draft) -> None:
-    """Checkpoint every block, keeping the results of the listed operations.
-
-    Raises:
-        InputError: an operation that cannot be kept, or a model without repeated blocks.
-    """
+    """Checkpoint every block, keeping the listed operations' results; refuse those that cannot be kept."""
     from trainfit.checkpointing.selective import DEFAULT_SAVED, check_names, set_recompute
     from trainfit.models.layers import require_blocks
 
@@ -26,14 +21,6 @@ def apply(recipe: Recipe, draft: Draft) -> None:
     check_names(save)
     for block in require_blocks(draft.model, "recompute", "selective", "use recompute: none"):
         set_recompute(block, "selective", save=save, compiled=bool(recipe.compile))
-
-
-DRAWN = (
-    "selective",
-    "selective",
-    {"selective": {"save": ["attention"]}},
-    {"selective": {"save": ["mm"]}},
-)
 
 
 def _describe(recipe: Recipe) -> str:
@@ -45,11 +32,9 @@ TECHNIQUE = Technique(
     name="recompute_selective",
     order=90,
     title="Selective recomputation",
-    fields=("recompute",),
     covers={"recompute": ("selective",)},
     apply=apply,
     describe=_describe,
-    variants=({"recompute": {"selective": {"save": ["attention"]}}},),
-    examples=({"recompute": "selective"},),
-    draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(DRAWN)}),
+    variants=({"recompute": SAVED[0]},),
+    draw=Draw(alone=lambda chance, _: {"recompute": chance.choice(("selective", "selective", *SAVED))}),
 )

@@ -51,8 +51,11 @@ class LiveStorages:
         self.current_group, self._last_owner = NO_LAYER, NO_SCOPE
 
     def own(self, tensor: Tensor, category: str, scope: Scope) -> None:
-        """Set the category and the owner of a tensor's storage; one shared by several groups has no owner."""
-        index = self.index_of(tensor)
+        """Set the category and the owner of a tensor's storage; one shared by several groups has no owner.
+
+        Of a DTensor it is this rank's part.
+        """
+        index = self.index_of(getattr(tensor, "_local_tensor", tensor))
         if index != UNKNOWN:
             if category == "weights" and self._owners.get(index, scope).group != scope.group:
                 scope = NO_SCOPE
@@ -190,6 +193,21 @@ class LiveStorages:
     def free(self, index: int, group: int) -> None:
         """Record a free in a group of layers."""
         self.ledger.events.append(Event(FREE, index, group, self.segment))
+
+    def index_of_storage(self, storage: Any) -> int | None:
+        """Return a storage's index in the ledger; None: it is not there."""
+        return self._live.get(storage._cdata)
+
+    def resize(self, storage: Any, index: int, num_bytes: int, name: str) -> int:
+        """Record that a storage was resized in place, a free and an allocation; return its new index."""
+        old = self.ledger.storages[index]
+        self.free(index, old.group)
+        _, _, path = old.path.partition("/")
+        path = path.rpartition("/")[0]
+        path = path if path.endswith(name) else f"{path}/{name}"
+        index = self.add(num_bytes, old.op, path, old.group, old.category)
+        self._follow(storage, index)
+        return index
 
     def add_scratch(self, sizes: tuple[int, ...], op: int, scope: Scope, name: str) -> None:
         """Record a kernel's scratch, allocated together and freed when it returns."""

@@ -1,6 +1,6 @@
 """The tracer: a dispatch mode that records every operation of a step on fake tensors in a ledger."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -49,6 +49,8 @@ class Tracer(TorchDispatchMode):
         self.visible_share: Fraction | None = None
         """In compiled code: the share of query-key pairs of the running product that a mask leaves
         visible."""
+        self.on_collective: Callable[[Any, Any], None] = lambda func, args: None
+        """Called with each operation of ``torch.distributed``."""
         self._unknown: set[str] = set()
         self._host: dict[int, tuple[Any, int]] = {}
         """Pinned host memory by address: the storage (on ``meta``) and the group that first copied it."""
@@ -130,6 +132,8 @@ class Tracer(TorchDispatchMode):
         return all(is_host(t) for t in tensors)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
+        if func.namespace == "c10d":
+            self.on_collective(func, args)
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
         if not fresh and not func._schema.is_mutable:

@@ -43,9 +43,9 @@ class EmptyCacheAllocator(CachingAllocator):
         super().__init__(capacity_bytes)
         self._emptied_at, self._num_calls = emptied_at, 0
 
-    def malloc(self, num_bytes: int) -> int:
+    def malloc(self, num_bytes: int, stream: int = 0) -> int:
         self._count()
-        return super().malloc(num_bytes)
+        return super().malloc(num_bytes, stream)
 
     def free(self, handle: int) -> None:
         self._count()

@@ -44,6 +44,7 @@ class StepFollower:
         self._num_updates = self._num_turns = self._engine_depth = 0
         self._turned = False
         self._handles: list[Any] = []
+        self.has_trained = False
         self.has_optimizer = False
         """Steps are updates rather than backwards."""
         self.num_parameters = self.num_trained = 0
@@ -70,6 +71,7 @@ class StepFollower:
         """Track a run of autograd's engine."""
         if self._engine_depth == 0 and self._scopes.phase != "optimizer":
             self._begin("backward")
+            self.has_trained = True
         self._engine_depth += 1
         try:
             yield

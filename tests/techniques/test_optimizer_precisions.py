@@ -1,4 +1,4 @@
-"""Every optimizer in every precision on a CPU: loss falls, updates equal a reference, overflows skip all."""
+"""Every optimizer in 16 bits on a CPU: loss falls, updates equal a reference, overflows skip the update."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from tiny_recipe import tiny_recipe, wide_recipe
 from trainfit.prediction.trace import trace
-from trainfit.spec.recipe import Adapter, Batch, Hardware, Optimizer, OptimizerName, Precision, Recipe
+from trainfit.spec.recipe import Batch, Hardware, Optimizer, OptimizerName, Recipe
 from trainfit.step import Step, assemble
 from virtual_runs import steady
 
 CPU = torch.device("cpu")
-SIXTEEN_BIT = [precision for precision in get_args(Precision) if precision not in ("fp32", "fp8")]
 RATES = {"sgd": 0.3, "sgd-momentum": 0.05, "adafactor": 0.05, "adafactor-momentum": 0.05}
 """The learning rate with which an optimizer learns the tiny model; 1e-2 for the others."""
 
@@ -24,30 +23,24 @@ def optimizers() -> Iterator[tuple[str, Optimizer]]:
     """Every optimizer with each implementation, and with momentum where that is another code path."""
     for name, implementation in itertools.product(get_args(OptimizerName), ("fused", "foreach", "forloop")):
         if implementation == "fused" or not name.endswith("bit"):
-            yield f"{name}:{implementation}", _optimizer(name, implementation)
-    for implementation in ("fused", "foreach", "forloop"):
-        yield f"sgd-momentum:{implementation}", _optimizer("sgd-momentum", implementation, momentum=0.9)
-    yield "adafactor-momentum:forloop", _optimizer("adafactor-momentum", "forloop", momentum=0.9)
+            yield _optimizer(name, implementation)
+        if name == "sgd":
+            yield _optimizer("sgd-momentum", implementation, momentum=0.9)
+    yield _optimizer("adafactor-momentum", "forloop", momentum=0.9)
 
 
-def _optimizer(case: str, implementation: Any, **fields: Any) -> Optimizer:
-    return Optimizer(
-        **{
-            "name": case.partition("-")[0],
-            "implementation": implementation,
-            "lr": RATES.get(case, 1e-2),
-            **fields,
-        }
-    )
+def _optimizer(case: str, implementation: Any, **fields: Any) -> tuple[str, Optimizer]:
+    name: Any = case.partition("-")[0]
+    found = Optimizer(name=name, implementation=implementation, lr=RATES.get(case, 1e-2), **fields)
+    return f"{case}:{implementation}", found
 
 
 OPTIMIZERS = dict(optimizers())
 
 
-@pytest.mark.parametrize("precision", SIXTEEN_BIT)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_learns_and_every_matrix_moves(name: str, precision: Any):
-    step = assemble(wide_recipe(2, precision=precision, optimizer=OPTIMIZERS[name]), CPU)
+def test_it_learns_and_every_matrix_moves(name: str):
+    step = assemble(wide_recipe(2, precision="bf16", optimizer=OPTIMIZERS[name]), CPU)
     before = {key: value.detach().clone() for key, value in step.model.named_parameters()}
     batches = step.random_batches()
     losses = [step(batches).item() for _ in range(10)]
@@ -55,15 +48,6 @@ def test_it_learns_and_every_matrix_moves(name: str, precision: Any):
     for key, value in step.model.named_parameters():
         if value.dim() == 2 and "embed" not in key:  # Rows of tokens that the batch lacks have no gradient.
             assert (value != before[key]).float().mean() > 0.5, key
-
-
-def test_adapters_in_the_weights_own_bf16_learn():
-    adapter = Adapter(kind="lora", rank=8, dtype="base")
-    asked = Optimizer(name="sgd", lr=1.0, momentum=0.5)
-    step = assemble(tiny_recipe(precision="bf16", adapter=adapter, optimizer=asked), CPU)
-    batches = step.random_batches()
-    losses = [step(batches).item() for _ in range(10)]
-    assert losses[-1] < losses[0] - 0.1, losses
 
 
 # -- the update itself
@@ -77,7 +61,7 @@ REFERENCES: dict[str, Callable[[list[nn.Parameter], Optimizer], torch.optim.Opti
 AGREE = [name for name in OPTIMIZERS if name.partition(":")[0] in (*REFERENCES, "sgd-momentum")]
 
 
-@pytest.mark.parametrize("precision", SIXTEEN_BIT)
+@pytest.mark.parametrize("precision", ["bf16", "amp-bf16"])
 @pytest.mark.parametrize("name", AGREE)
 def test_four_updates_are_those_of_fp64(name: str, precision: Any):
     """Updates of N(0, 1) weights by N(0, 1) gradients agree within bf16's rounding of each partial sum."""
@@ -147,23 +131,17 @@ def recipe_for(name: str, **fields: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"batch": Batch(micro=2, seq=16, accumulate=2)}], ids=["one", "accumulated"]
+    ("weight", "clip_norm", "accumulate"),
+    [("layers.0.mlp.down.weight", None, 1), ("norm.weight", 1.0, 2), ("embed.weight", None, 2)],
 )
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-@pytest.mark.parametrize("which", ["matrix", "norm", "embedding"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_overflow_in_one_weight_skips_the_whole_update(
-    name: str, which: str, clip_norm: float | None, fields: dict[str, Any]
+    name: str, weight: str, clip_norm: float | None, accumulate: int
 ):
-    recipe = recipe_for(name, **fields)
+    recipe = recipe_for(name, batch=Batch(micro=2, seq=16, accumulate=accumulate))
     optimizer = recipe.optimizer.model_copy(update={"clip_norm": clip_norm})
     step = assemble(recipe.model_copy(update={"optimizer": optimizer}), CPU)
-    model: Any = step.model
-    chosen = {
-        "matrix": model.layers[0].mlp.down.weight,
-        "norm": model.norm.weight,
-        "embedding": model.embed.weight,
-    }[which]
+    chosen = step.model.get_parameter(weight)
     overflowing(step, chosen, at=[1])
     batches = step.random_batches()
     step(batches)

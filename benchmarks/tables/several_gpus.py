@@ -1,0 +1,71 @@
+"""Table of the recipes for several GPUs, of docs/results/accuracy.md."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any, NamedTuple
+
+from benchmarks.several_gpus import PHASES, recipes
+from benchmarks.tables.joined import RESULTS
+from trainfit.report.table import markdown_grid
+from trainfit.report.words import describe
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.units import GIB
+
+
+class Comparison(NamedTuple):
+    """Peaks of one recipe, predicted and measured on every rank."""
+
+    recipe: Recipe
+    predicted: dict[str, Any]
+    ranks: list[dict[str, Any]]
+
+    def error_bytes(self) -> int:
+        """Return the phase error that is largest, predicted minus measured; every rank counts."""
+        errors = [
+            self.predicted["phases"][step][phase] - rank[step][phase]
+            for rank in self.ranks
+            for step in ("first", "steady")
+            for phase in PHASES
+        ]
+        errors += [self.predicted["phases"]["after_init"] - rank["after_init"] for rank in self.ranks]
+        return max(errors, key=abs)
+
+    def reserved_error(self) -> float:
+        """Return the error of the reserved peak over the measured one, a share; of the first rank."""
+        measured = self.ranks[0]["reserved"]
+        return (self.predicted["peak_reserved_bytes"] - measured) / measured
+
+    def steps(self) -> float:
+        """Return the measured step time over the predicted one."""
+        return max(rank["step_s"] for rank in self.ranks) / self.predicted["step_s"]
+
+
+@cache
+def comparisons() -> tuple[Comparison, ...]:
+    """Return the recipes that were predicted and measured, in their order."""
+    folder = RESULTS / "several-gpus"
+    predicted = {row["recipe_id"]: row["predicted"] for row in _rows(folder / "peaks-predicted.jsonl")}
+    measured = {row["recipe_id"]: row["ranks"] for row in _rows(folder / "peaks-measured.jsonl")}
+    return tuple(Comparison(one, predicted[one.id], measured[one.id]) for one in recipes())
+
+
+def _rows(file: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+
+
+def peaks() -> str:
+    """Predicted peaks and their errors, by recipe."""
+    heads = ["recipe", "allocated, GiB", "error, bytes", "reserved error", "step, measured / predicted"]
+    lines = [
+        [
+            describe(one.recipe).removesuffix(" on 2 x h200").rstrip(","),
+            f"{one.predicted['peak_allocated_bytes'] / GIB:.2f}",
+            f"{one.error_bytes():+,}" if one.error_bytes() else "0",
+            f"{one.reserved_error():+.2%}".replace("%", " %") if one.reserved_error() else "0",
+            f"{one.steps():.2f}",
+        ]
+        for one in comparisons()
+    ]
+    return markdown_grid(heads, lines)

@@ -1,0 +1,36 @@
+"""Collectives that the wrappers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+"""A process group; None is the default group."""
+
+
+class Average:
+    """An all-reduce in progress that leaves the mean over the group in ``tensor``."""
+
+    def __init__(self, tensor: Tensor, group: Group = None):
+        self.tensor = tensor
+        self._divisor = 1 if dist.get_backend(group) == "nccl" else dist.get_world_size(group)
+        op = dist.ReduceOp.AVG if self._divisor == 1 else dist.ReduceOp.SUM
+        self._work = dist.all_reduce(tensor, op, group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the mean; on a GPU the current stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        return self.tensor.div_(self._divisor) if self._divisor > 1 else self.tensor
+
+
+def broadcast(tensors: Iterable[Tensor], group: Group = None, group_rank: int = 0) -> None:
+    """Overwrite the tensors of all ranks with those of one rank of the group."""
+    source = dist.get_global_rank(group, group_rank) if group is not None else group_rank
+    works = [dist.broadcast(tensor.detach(), source, group, async_op=True) for tensor in tensors]
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,134 @@
+"""Rank 0 of a process group without other processes: collectives move nothing and return at once.
+
+PyTorch's distributed code runs unchanged. Uneven shards make the first rank's the largest, so its peak is the
+highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainfit.ledger.ledger import Collective
+from trainfit.spec.errors import InputError
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.tracer import Tracer
+
+PROPAGATE = "_propagate_tensor_meta_non_cached"
+"""Runs an operation on whole tensors for the shape of its result."""
+RESIZED = "resized"
+"""Name of the allocation that replaces a storage which is resized in place."""
+COLLECTIVES = {
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::broadcast_": "broadcast",
+}
+"""Schema name -> name in the ledger."""
+
+
+@contextmanager
+def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[DeviceMesh]:
+    """Enter as rank 0 of a mesh of this shape. Enter it before any fake mode: meshes read their ranks.
+
+    Raises:
+        InputError: the process already is a rank of a process group.
+    """
+    if dist.is_initialized():
+        raise InputError(
+            "this process is a rank of a process group already",
+            "predict for several GPUs in a process of its own",
+            field="hardware.count",
+        )
+    world_size = torch.Size(shape).numel()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def one_rank(tracer: Tracer) -> Iterator[None]:
+    """Record what distributed code does beside the dispatcher's operations on new tensors.
+
+    - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
+      anew.
+    - What DTensor runs only for the shape of a result is not recorded.
+    - Each allocation gets the number of its stream: every stream has its own pools of blocks. Those of other
+      streams than the first, and gathered parameters, are communication's.
+    - Collectives are recorded with their bytes and group.
+    """
+    live = tracer.live
+    resize, add = torch.UntypedStorage.resize_, live.add
+    propagate = getattr(ShardingPropagator, PROPAGATE)
+    streams = {torch.cpu.current_stream(): 0}
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        index = live.index_of_storage(storage)
+        result = resize(storage, size)
+        if index is not None:
+            live.categorise("communication", (live.resize(storage, index, size, RESIZED),))
+        return result
+
+    def unrecorded(self: Any, schema: Any) -> Any:
+        with _disable_current_modes():
+            return propagate(self, schema)
+
+    def added(*args: Any) -> int:
+        index = add(*args)
+        stream = streams.setdefault(torch.cpu.current_stream(), len(streams))
+        if stream:
+            live.ledger.storages[index] = live.ledger.storages[index]._replace(stream=stream)
+            live.categorise("communication", (index,))
+        return index
+
+    def collective(func: Any, args: Any) -> None:
+        name = COLLECTIVES.get(func._schema.name)
+        group = next((found for arg in args if (found := _group(arg)) is not None), None)
+        if name is None or group is None or group.size() == 1:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        num_bytes = max(t.nbytes for arg in args for t in _tensors(arg))
+        live.ledger.collectives.append(
+            Collective(
+                name,
+                live.segment,
+                live.current_group,
+                len(live.ledger.ops) - 1,
+                num_bytes,
+                num_ranks=len(ranks),
+                span=ranks[-1] - ranks[0] + 1,
+            )
+        )
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        stack.enter_context(replaced(ShardingPropagator, PROPAGATE, unrecorded))
+        stack.enter_context(replaced(live, "add", added))
+        stack.enter_context(replaced(tracer, "on_collective", collective))
+        yield
+
+
+def _group(arg: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an operation's argument boxes."""
+    if not isinstance(arg, torch.ScriptObject):
+        return None
+    try:
+        return dist.ProcessGroup.unbox(arg)
+    except RuntimeError:
+        return None
+
+
+def _tensors(arg: Any) -> list[torch.Tensor]:
+    if isinstance(arg, torch.Tensor):
+        return [arg]
+    return [t for one in arg for t in _tensors(one)] if isinstance(arg, list | tuple) else []

@@ -1,0 +1,273 @@
+"""Training on each rank of a process group, compared with one process and the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainfit.parallel import DataParallel, FullySharded, ShardedOptimizer
+
+BATCH = 8
+STEPS = 3
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, a frozen layer, odd sizes and a buffer."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(13, 6)
+        self.norm = nn.LayerNorm(6)
+        self.up = nn.Linear(6, 11)
+        self.frozen = nn.Linear(11, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(1.0 + seed))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(self.embed(tokens))
+        return self.head(self.frozen(torch.relu(self.up(hidden))) * self.scale)
+
+
+class Skipping(Tied):
+    """Also has one layer that only odd ranks use, and one that no rank uses."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__(seed)
+        self.sometimes = nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out = super().forward(tokens)
+        odd = tokens.shape[0] == BATCH or dist.get_rank() % 2 == 1
+        if not odd:
+            return out
+        extra = self.head(self.sometimes(self.embed(tokens)))
+        rows = tokens.shape[0] // 2 if tokens.shape[0] == BATCH else 0
+        return out + torch.cat([torch.zeros_like(extra[:rows]), extra[rows:]])
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 13, (BATCH, 5), generator=generator) for _ in range(STEPS)]
+
+
+def loss_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(module(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=True)
+
+
+def alone(
+    make: Callable[[int], nn.Module] = Tied, optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
+) -> dict[str, Tensor]:
+    """Return the parameters after ``STEPS`` steps of one process on the whole batch."""
+    module = make(0)
+    stepper = optimizer(module.parameters())
+    for tokens in batches():
+        loss_of(module, tokens).backward()
+        stepper.step()
+        stepper.zero_grad()
+    return {name: one.detach() for name, one in module.named_parameters()}
+
+
+def shares(tokens: Tensor, accumulate: int = 1) -> list[Tensor]:
+    """Return this rank's part of a batch, in ``accumulate`` micro-batches."""
+    own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    return list(own.chunk(accumulate))
+
+
+def difference(named: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert named.keys() == expected.keys()
+    return max((named[name].detach() - one).abs().max().item() for name, one in expected.items())
+
+
+def data_parallel(strategy: str, accumulate: int = 1, model: type[nn.Module] = Tied, **options: Any) -> float:
+    """Return the largest difference from one process's parameters; ranks begin with other weights."""
+    wrapper = DataParallel(model(dist.get_rank()), strategy, **options)
+    stepper = adamw(wrapper.module.parameters())
+    for tokens in batches():
+        parts = shares(tokens, accumulate)
+        with wrapper.no_sync():
+            for part in parts[:-1]:
+                (loss_of(wrapper, part) / accumulate).backward()
+        (loss_of(wrapper, parts[-1]) / accumulate).backward()
+        wrapper.wait_for_gradients()
+        stepper.step()
+        stepper.zero_grad()
+    return difference(dict(wrapper.module.named_parameters()), alone(model))
+
+
+def collectives_of(strategy: str, **options: Any) -> tuple[list[int], int]:
+    """Return the bytes of each all-reduce of a step, and how many began before the backward ended."""
+    wrapper = DataParallel(Tied(), strategy, **options)
+    begun: list[int] = []
+    real = dist.all_reduce
+
+    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        begun.append(tensor.nbytes)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = recorded
+    try:
+        loss_of(wrapper, shares(batches()[0])[0]).backward()
+        in_backward = len(begun)
+        wrapper.wait_for_gradients()
+    finally:
+        dist.all_reduce = real
+    return begun, in_backward
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def a_missing_gradient() -> str:
+    wrapper = DataParallel(Skipping(), "flat")
+    loss_of(wrapper, shares(batches()[0])[0]).backward()
+    return message_of(wrapper.wait_for_gradients)
+
+
+def a_second_backward() -> str:
+    wrapper = DataParallel(Tied(), "overlapped")
+    (part,) = shares(batches()[0])
+    loss_of(wrapper, part).backward()
+    message = message_of(lambda: loss_of(wrapper, part).backward())
+    wrapper.wait_for_gradients()
+    return message
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+}
+
+
+def groups_of(module: Tied) -> list[dict[str, Any]]:
+    matrices = [one for one in module.parameters() if one.requires_grad and one.ndim > 1]
+    vectors = [one for one in module.parameters() if one.requires_grad and one.ndim == 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 5e-3}]
+
+
+def train_with(stepper: torch.optim.Optimizer, module: nn.Module, steps: list[Tensor]) -> None:
+    for tokens in steps:
+        loss_of(module, tokens).backward()
+        stepper.step()
+        stepper.zero_grad()
+
+
+def sharded_optimizer(name: str) -> tuple[float, float, int]:
+    """Return the largest differences of parameters and states from unsharded ones, and the states held."""
+    cls, options = OPTIMIZERS[name]
+    ours, reference = Tied(), Tied()
+    first, second = groups_of(ours)
+    stepper = ShardedOptimizer([first], cls, **options)
+    stepper.add_param_group(second)
+    whole = cls(groups_of(reference), **options)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (stepper, whole)]
+    for tokens in batches():
+        train_with(stepper, ours, [tokens])
+        train_with(whole, reference, [tokens])
+        for scheduler in schedulers:
+            scheduler.step()
+    own, expected = stepper.state_dict(), whole.state_dict()
+    assert own["param_groups"] == expected["param_groups"]
+    assert own["state"].keys() == expected["state"].keys()
+    apart = max(
+        (torch.as_tensor(own["state"][index][key]) - torch.as_tensor(value)).abs().max().item()
+        for index, state in expected["state"].items()
+        for key, value in state.items()
+    )
+    parameters = difference(dict(ours.named_parameters()), dict(reference.named_parameters()))
+    return parameters, apart, len(stepper.sharded.state)
+
+
+def resharded(world_size: int) -> float:
+    """Save at this world size, load at a smaller one; return the difference from training that went on."""
+    members = dist.new_group(list(range(world_size)))
+    module = Tied()
+    stepper = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-2)
+    first, *rest = batches()
+    train_with(stepper, module, [first])
+    state = deepcopy(stepper.state_dict())
+    copy = Tied()
+    copy.load_state_dict(module.state_dict())
+    train_with(stepper, module, rest)
+    if dist.get_rank() >= world_size:
+        return 0.0
+    again = ShardedOptimizer(copy.parameters(), torch.optim.AdamW, group=members, lr=1e-2)
+    again.load_state_dict(state)
+    train_with(again, copy, rest)
+    return difference(dict(copy.named_parameters()), dict(module.named_parameters()))
+
+
+def fully_sharded(by_module: bool, checkpointed: bool = False) -> tuple[float, int, int]:
+    """Return the difference from one process, this rank's elements, and those of the whole module."""
+    module = Tied(dist.get_rank())
+    total = sum(one.numel() for one in module.parameters())
+    wrapper = FullySharded(module, () if by_module else (Tied,))
+    stepper = adamw(wrapper.parameters())
+    for tokens in batches():
+        (part,) = shares(tokens)
+        if checkpointed:
+            inner = torch.utils.checkpoint.checkpoint(wrapper, part[:, :-1], use_reentrant=False)
+            loss = nn.functional.cross_entropy(inner.flatten(0, 1), part[:, 1:].flatten())
+        else:
+            loss = loss_of(wrapper, part)
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+    full = wrapper.full_parameters()
+    held = sum(one.numel() for one in wrapper.parameters())
+    return difference(full, alone()), held, total
+
+
+def saved_by(compute_dtype: torch.dtype | None) -> tuple[int, int, set[torch.dtype]]:
+    """Return the bytes that a linear layer saves for its backward, whole and sharded, and its dtypes."""
+    kept: list[int] = []
+    dtypes: set[torch.dtype] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    def bytes_of(module: nn.Module) -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = module(torch.ones(2, 64, dtype=compute_dtype or torch.float32, requires_grad=True))
+            dtypes.add(out.dtype)
+            out.sum().backward()
+        return sum(kept)
+
+    plain = bytes_of(nn.Linear(64, 64, bias=False, dtype=compute_dtype))
+    wrapper = FullySharded(nn.Linear(64, 64, bias=False), compute_dtype=compute_dtype)
+    sharded = bytes_of(wrapper)
+    (shard,) = wrapper.parameters()
+    assert shard.grad is not None
+    assert shard.grad.dtype == torch.float32
+    return plain, sharded, dtypes
+
+
+def ddp() -> float:
+    """Return torch's own wrapper's difference from one process, under the same harness."""
+    module = DistributedDataParallel(Tied(dist.get_rank()))
+    stepper = adamw(module.parameters())
+    for tokens in batches():
+        loss_of(module, shares(tokens)[0]).backward()
+        stepper.step()
+        stepper.zero_grad()
+    return difference(dict(module.module.named_parameters()), alone())

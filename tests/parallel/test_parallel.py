@@ -1,0 +1,89 @@
+"""Training on several processes equals one process on the whole batch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import parallel_cases as cases
+from ranks import Ranks
+
+EQUAL = 1e-6
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        ("naive", {}),
+        ("flat", {"accumulate": 2}),
+        ("overlapped", {"accumulate": 2}),
+        ("bucketed", {"bucket_mb": 300 / 2**20}),
+        ("bucketed", {"bucket_mb": None}),
+        ("bucketed", {"model": cases.Skipping, "find_unused_parameters": True, "bucket_mb": 300 / 2**20}),
+        ("naive", {"model": cases.Skipping, "find_unused_parameters": True}),
+    ],
+)
+def test_data_parallel_equals_one_process(ranks: Ranks, strategy: str, options: dict[str, object]) -> None:
+    assert max(ranks.run(cases.data_parallel, strategy, **options)) <= EQUAL
+
+
+def test_torchs_own_wrapper_is_as_close(ranks: Ranks) -> None:
+    assert max(ranks.run(cases.ddp)) <= EQUAL
+
+
+def test_a_strategy_decides_how_many_all_reduces_begin_and_when(ranks: Ranks) -> None:
+    # Gradients: the tied embedding 13 x 6, norm 6 + 6, up 11 x 6 + 11; the frozen layer has none.
+    total = 4 * (78 + 12 + 77)
+    expected = {
+        ("naive",): (5, 0),
+        ("flat",): (1, 0),
+        ("overlapped",): (5, 5),
+    }
+    for (strategy,), (num, in_backward) in expected.items():
+        for sizes, begun in ranks.run(cases.collectives_of, strategy):
+            assert (len(sizes), begun, sum(sizes)) == (num, in_backward, total)
+    for sizes, begun in ranks.run(cases.collectives_of, "bucketed", bucket_mb=360 / 2**20):
+        assert sizes == [4 * (77 + 12), 4 * 78]
+        assert begun == 2
+
+
+def test_a_parameter_without_a_gradient_is_named(ranks: Ranks) -> None:
+    for rank, message in enumerate(ranks.run(cases.a_missing_gradient)):
+        assert "never.bias" in message
+        assert ("sometimes.bias" in message) == (rank == 0)
+
+
+def test_a_second_backward_names_no_sync(ranks: Ranks) -> None:
+    assert all("no_sync()" in message for message in ranks.run(cases.a_second_backward))
+
+
+@pytest.mark.parametrize("name", list(cases.OPTIMIZERS))
+def test_a_sharded_optimizer_equals_the_unsharded_one(ranks: Ranks, name: str) -> None:
+    results = ranks.run(cases.sharded_optimizer, name)
+    assert all(parameters <= EQUAL and states <= EQUAL for parameters, states, _ in results)
+    assert sorted(held for _, _, held in results) == [2, 3]
+
+
+def test_a_saved_state_goes_on_at_another_world_size(ranks: Ranks) -> None:
+    assert max(ranks.run(cases.resharded, 1)) <= EQUAL
+
+
+@pytest.mark.parametrize(("by_module", "checkpointed"), [(True, False), (False, False), (True, True)])
+def test_fully_sharded_equals_one_process(ranks: Ranks, by_module: bool, checkpointed: bool) -> None:
+    for apart, held, total in ranks.run(cases.fully_sharded, by_module, checkpointed):
+        assert apart <= EQUAL
+        assert total / 2 <= held <= total / 2 + 3
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_full_weights_are_not_kept_for_the_backward(ranks: Ranks, dtype: torch.dtype | None) -> None:
+    width = 2 if dtype else 4
+    for plain, sharded, dtypes in ranks.run(cases.saved_by, dtype):
+        assert plain - sharded == 64 * 64 * width
+        assert dtypes == {dtype or torch.float32}

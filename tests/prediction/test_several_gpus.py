@@ -1,0 +1,136 @@
+"""Predictions for several GPUs: one rank of FSDP2 on torch's fake process group."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tiny_recipe import tiny_recipe
+from trainfit.catalog.load import gpu
+from trainfit.ledger.ledger import Ledger
+from trainfit.models.build import build_model
+from trainfit.prediction.estimate import estimate, replay_on
+from trainfit.prediction.trace import trace
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
+from trainfit.spec.result import Estimate
+
+LAYERS = 3
+INVERSE_FREQUENCIES = 16
+"""Bytes of the rotary embedding's buffer, which every rank holds whole."""
+
+
+def recipe(count: int, **fields: Any) -> Recipe:
+    return tiny_recipe("native", LAYERS, hardware=Hardware(gpu="h200", count=count), **fields)
+
+
+@cache
+def ledger(count: int, **fields: Any) -> Ledger:
+    return trace(recipe(count, **fields))
+
+
+def predicted(count: int) -> Estimate:
+    return estimate(recipe(count), gpu("h200"), ledger(count))
+
+
+@cache
+def shapes() -> dict[str, torch.Size]:
+    device = torch.device("meta")
+    model = build_model(recipe(1).model, dtype=torch.float32, device=device, attention="sdpa", quantize=None)
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def elements(count: int, blocks_only: bool = False) -> int:
+    """Elements of the first rank: rows of each parameter rounded up."""
+    return sum(
+        -(-shape[0] // count) * shape[1:].numel()
+        for name, shape in shapes().items()
+        if not blocks_only or "layers." in name
+    )
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_the_first_rank_holds_the_largest_shards(count: int) -> None:
+    weights = sum(s.num_bytes for s in ledger(count).storages if s.path.startswith("weights/"))
+    assert weights == 4 * elements(count) + INVERSE_FREQUENCIES
+    states = sum(s.num_bytes for s in ledger(count).storages if s.category == "optimizer")
+    assert 8 * elements(count) <= states <= 8 * elements(count) + 512 * len(shapes())
+
+
+def test_blocks_are_gathered_twice_and_gradients_scattered_once() -> None:
+    found = ledger(4)
+    total = 4 * elements(1)
+    moved: dict[tuple[str, str, str], int] = {}
+    for one in found.collectives:
+        key = (one.name, *found.segments[one.segment])
+        moved[key] = moved.get(key, 0) + one.num_bytes
+        assert (one.num_ranks, one.span) == (4, 4)
+    for step in ("first", "steady"):
+        assert moved["all_gather", step, "forward"] == total
+        assert moved["reduce_scatter", step, "backward"] == total
+        # The root's parameters stay gathered from the forward to the backward.
+        assert moved["all_gather", step, "backward"] == 4 * elements(1, blocks_only=True)
+    sent = {one.kind: one.bytes_sent for one in predicted(4).traffic}
+    assert sent["reduce_scatter"] == total * 3 // 4
+    assert sent["all_gather"] == (total + 4 * elements(1, blocks_only=True)) * 3 // 4
+
+
+def test_gathers_and_scatters_have_streams_of_their_own() -> None:
+    found = ledger(4)
+    streams = {s.stream for s in found.storages}
+    assert streams == {0, 1, 2}
+    assert {s.category for s in found.storages if s.stream} == {"communication", "gradients"}
+    replayed, _ = replay_on(gpu("h200"), found)
+    assert replayed.breakdown.communication > 0
+
+
+def test_replicas_reduce_their_shards() -> None:
+    found = ledger(4, parallel=Parallel(replicate=2, shard=2))
+    reduced = [
+        one
+        for one in found.collectives
+        if one.name == "all_reduce" and found.segments[one.segment].step == "steady"
+    ]
+    assert sum(one.num_bytes for one in reduced) == 4 * elements(2)
+    assert {(one.num_ranks, one.span) for one in reduced} == {(2, 3)}
+    assert {(one.num_ranks, one.span) for one in found.collectives if one.name == "all_gather"} == {(2, 2)}
+
+
+def test_more_gpus_need_less_memory_each_and_cost_more_an_hour() -> None:
+    two, eight = predicted(2), predicted(8)
+    assert eight.peak_allocated_bytes < two.peak_allocated_bytes
+    assert eight.phases.after_init < two.phases.after_init
+    assert (two.num_gpus, eight.num_gpus) == (2, 8)
+    assert two.params == eight.params == predicted(1).params
+    assert two.step_s is not None
+    assert two.tokens_per_s == pytest.approx(2 * 32 / two.step_s)
+    assert two.cost is not None
+    assert two.cost.per_hour == 2 * two.cost.price_per_gpu_hour
+    assert not predicted(1).traffic
+
+
+def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
+    found = ledger(2, batch=Batch(micro=1, seq=16, accumulate=2))
+    scattered = sum(one.num_bytes for one in found.collectives if one.name == "reduce_scatter")
+    assert scattered == 2 * 2 * 4 * elements(1)
+
+
+def test_what_does_not_work_on_shards_is_refused() -> None:
+    with pytest.raises(InputError, match=r"optimizer.name.*hardware.count: 2"):
+        trace(recipe(2, optimizer={"name": "muon"}))
+    with pytest.raises(ValueError, match="hardware.count is 4"):
+        recipe(4, parallel=Parallel(shard=2))
+
+
+def test_a_process_that_is_a_rank_is_refused_and_none_is_left_behind() -> None:
+    ledger(2)
+    assert not dist.is_initialized()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(InputError, match="rank of a process group already"):
+            trace(recipe(2))
+    finally:
+        dist.destroy_process_group()
