@@ -1,6 +1,6 @@
 """Compare published calculators with the virtual GPU: ``python -m benchmarks.calculators [RECIPE ...]``.
 
-A calculator that cannot express a recipe has no row; it is never bent to fit.
+A calculator that cannot express a recipe has no figure; it is never bent to fit.
 
 Without recipes: the shipped ones, and the Ultrascale widget's presets as the models that they are named
 after. ``--into docs/reference/calculators.md`` rewrites what stands between that file's two marks; else the
@@ -9,7 +9,7 @@ Markdown is printed.
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,7 +62,7 @@ def markdown(paths: Iterable[Path]) -> str:
         predict,  # Brings torch: only once the recipes are known to be good.
     )
 
-    sections = [section(name, recipe, compare(recipe, predict(recipe))) for name, recipe in named]
+    sections = [table({name: (recipe, compare(recipe, predict(recipe))) for name, recipe in named})]
     if not chosen:
         sections.append(
             presets_section(
@@ -132,21 +132,34 @@ def korthikanti(recipe: Recipe, shape: Shape) -> float | None:
     )  # fmt: skip
 
 
-def section(name: str, recipe: Recipe, rows: Iterable[Comparison]) -> str:
-    """One recipe's table."""
-    batch = recipe.batch
-    head = (
-        f"### {name}\n\n{recipe.model.display_name}, {batch.micro} x {batch.seq} tokens, {recipe.precision}, "
-    )
-    head += f"{recipe.optimizer.name}, recompute {recipe.recompute}, attention {recipe.attention}\n\n"
-    lines = ["| calculator | quantity | it says | virtual GPU | difference |", "|---|---|---:|---:|---:|"]
-    for row in rows:
-        shown = format_flops if row.quantity == MODEL_FLOPS else format_bytes
-        off = "n/a" if row.difference is None else f"{row.difference:+.1%}"
-        lines.append(
-            f"| {row.calculator} | {row.quantity} | {shown(row.theirs)} | {shown(row.ours)} | {off} |"
-        )
-    return head + "\n".join(lines)
+COLUMNS = {
+    ("Ultrascale Playbook widget", "peak memory"): "widget: peak",
+    ("Ultrascale Playbook widget", "activations"): "widget: activations",
+    ("Korthikanti et al., equation 2", "activations"): "Korthikanti: activations",
+    ("4x rule", "peak memory"): "4x: peak",
+    ("16 bytes a parameter (ZeRO)", "weights, gradients, optimizer"): "16 bytes: states",
+    ("6N", MODEL_FLOPS): "6N: FLOPs",
+}
+"""The heads of the columns, by calculator and quantity."""
+
+
+def table(compared: Mapping[str, tuple[Recipe, Iterable[Comparison]]]) -> str:
+    """Return a line a recipe: the virtual GPU's peak and FLOPs, and the calculators' differences from it."""
+    heads = ["recipe", "peak", "model FLOPs", *(f"{head}, %" for head in COLUMNS.values())]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for name, (recipe, comparisons) in compared.items():
+        rows = {(row.calculator, row.quantity): row for row in comparisons}
+        peak, flops = rows["4x rule", "peak memory"].ours, rows["6N", MODEL_FLOPS].ours
+        batch = f"{recipe.batch.micro} x {recipe.batch.seq}"
+        lines.append([
+            f"`{name}`: {batch}, {recipe.precision}", format_bytes(peak or 0), format_flops(flops or 0),
+            *(_difference(rows.get(key)) for key in COLUMNS),
+        ])  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _difference(row: Comparison | None) -> str:
+    return "–" if row is None or row.difference is None else f"{100 * row.difference:+z.1f}"
 
 
 def preset_recipes() -> dict[str, Recipe]:

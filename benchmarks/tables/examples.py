@@ -29,16 +29,7 @@ def scripts() -> str:
         line = [f"`{row['command']}`"]
         for name in PEAKS:
             found = error(row, name)
-            text = f"{found * 100:+.3f} %" if found else "0 %"
-            line += [f"{row['measured'][name]:,}", f"{row['predicted'][name]:,}", text]
+            line += [f"{row['measured'][name]:,}", f"{found * 100:+.3f}" if found else "0"]
         cells.append(line)
-    heads = [
-        "command",
-        "allocated: measured, bytes",
-        "predicted",
-        "error",
-        "reserved: measured, bytes",
-        "predicted",
-        "error",
-    ]
+    heads = ["command", "allocated, bytes", "error, %", "reserved, bytes", "error, %"]
     return markdown_grid(heads, cells)

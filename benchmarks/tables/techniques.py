@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -159,14 +159,28 @@ def _cells(held: Measurement, effect: Effect | None, perplexity: float | None) -
 
 
 def together() -> str:
-    """Combinations of techniques, measured."""
-    rows = []
-    for recipe in (recipe_from(merge(REFERENCE, fields)) for fields in COMBINED):
-        rows.append(
-            [f"`{as_yaml(differences(recipe))}`", *_cells(_measurements()[recipe.id], None, None)[:3]]
-        )
+    """Return the combinations on the Pareto frontier, of all and of those without adapters and fp8."""
+    held = {
+        recipe: _measurements()[recipe.id]
+        for recipe in (recipe_from(merge(REFERENCE, fields)) for fields in COMBINED)
+    }
+    plain = [recipe for recipe in held if recipe.adapter is None and recipe.precision != "fp8"]
+    shown = [
+        one for one in held if _is_on_frontier(one, held, list(held)) or _is_on_frontier(one, held, plain)
+    ]
+    rows = [[f"`{as_yaml(differences(one))}`", *_cells(held[one], None, None)[:3]] for one in shown]
     rows.sort(key=lambda row: float(row[1]))
     return markdown_grid(["techniques", "allocated, GiB", "device, GiB", "step, ms"], rows)
+
+
+def _is_on_frontier(one: Recipe, held: Mapping[Recipe, Measurement], group: Sequence[Recipe]) -> bool:
+    """Return whether no other recipe of its group is both smaller and faster."""
+    mine = held[one]
+    return one in group and not any(
+        (held[other].peak_allocated_bytes or 0) < (mine.peak_allocated_bytes or 0)
+        and (held[other].step_s or 0) < (mine.step_s or 0)
+        for other in group
+    )
 
 
 def tradeoff() -> str:

@@ -119,6 +119,7 @@ CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
     (r"Prompt and prefix tuning save # % and #",
      lambda: (*change("soft_prompts", ALLOCATED)(), *change("prefix_tuning", ALLOCATED)())),
     (r"Label smoothing changes the loss that is trained, so its # is", perplexity("loss_terms")),
+    (r"# combinations were measured", lambda: (len(COMBINED),)),
     (r"The smallest needs # GiB allocated \(# GiB on the device\) at # % more time", smallest),
     (r"without adapters or fp8 takes # ms with # % less memory", fastest),
     (r"a model whose training needs # GiB instead of # GiB",

@@ -5,7 +5,7 @@ Compare sets them beside an Estimate.
 
 import pytest
 
-from benchmarks.calculators import Comparison, compare, main, presets_section, put_between_marks, section
+from benchmarks.calculators import Comparison, compare, main, presets_section, put_between_marks, table
 from trainfit.catalog import load
 from trainfit.prediction.calculators import rules, ultrascale
 from trainfit.spec.errors import InputError
@@ -155,10 +155,13 @@ def test_nothing_is_compared_with_nothing() -> None:
     assert rows_of(recipe())["4x rule", "peak memory"]._replace(ours=0.0).difference is None
 
 
-def test_the_tables_print_both_and_the_difference() -> None:
+def test_the_tables_print_the_virtual_gpus_figures_and_the_differences() -> None:
     of = recipe()
-    text = section("demo", of, compare(of, estimate(of)))
-    assert "| 4x rule | peak memory | 59.83 GiB | 90.00 GiB | -33.5% |" in text
+    heads, _, row = (
+        line.split(" | ") for line in table({"demo": (of, compare(of, estimate(of)))}).splitlines()
+    )
+    assert row[1] == "90.00 GiB"
+    assert row[heads.index("4x: peak, %")] == "-33.5"
     shown = presets_section({"Llama 3 8B": 100 * GIB})
     assert "| Llama 3 8B | 61.09 GiB | 158.99 GiB | 100.00 GiB | +59.0% |" in shown
     assert "2.28 TiB | several GPUs: not yet" in shown
