@@ -7,16 +7,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
-from statistics import median
 
-from benchmarks.tables.errors import exact, percentile_95, share, worst
+from benchmarks.tables.errors import exact, in_head, percentile_95, share, worst
 from benchmarks.tables.joined import FIRST_FILE, RESULTS, SUITE, describe, errors, join, records
 from trainfit.catalog.load import model as find_model
 from trainfit.report.compare import Comparison
 from trainfit.report.plot import Panel, Series, draw
 from trainfit.report.table import NOTHING, markdown_cell, markdown_grid
 from trainfit.spec.recipe import Recipe, is_held_out
-from trainfit.spec.units import MIB
 from trainfit.techniques.registry import techniques as all_techniques
 
 FIRST, ANEW = "as first committed", "predicted anew"
@@ -25,9 +23,6 @@ PEAKS = {
     "reserved": "peak_reserved_bytes",
     "device": "peak_device_bytes",
 }
-PHASES = ("first.forward", "first.backward", "first.optimizer",
-          "steady.forward", "steady.backward", "steady.optimizer")  # fmt: skip
-
 Pairs = list[Comparison]
 
 
@@ -69,53 +64,39 @@ def verdicts(pairs: Pairs) -> Counter[tuple[bool, str]]:
 
 
 def headline() -> str:
-    """Both predictions of the whole suite, by quantity."""
-    rows: list[list[str]] = []
-
-    def row(title: str, of: Callable[[Pairs], object]) -> None:
-        rows.append([title, *(str(of(pairs)) for pairs in suite().values())])
-
-    row("recipes that ran", lambda pairs: verdicts(pairs).total() - _out_of_memory(pairs))
-    for name, field in PEAKS.items():
-        row(f"{name} peak: recipes", lambda pairs, field=field: len(errors(pairs, field)))
-        row("to the byte", lambda pairs, field=field: exact(errors(pairs, field)))
-        row("median error", lambda pairs, field=field: share(median(map(abs, errors(pairs, field)))))
-        row("95th percentile", lambda pairs, field=field: share(percentile_95(errors(pairs, field))))
-        row("worst", lambda pairs, field=field: share(worst(errors(pairs, field)), signed=True))
-    row("out of memory: recipes", _out_of_memory)
-    row("predicted not to fit", lambda pairs: verdicts(pairs)[False, "out-of-memory"])
-    row("ran, but predicted not to fit", lambda pairs: verdicts(pairs)[False, "done"])
-    row("step time, measured / predicted: recipes", lambda pairs: len(time_ratios(pairs)))
-    row("lowest", lambda pairs: f"{time_ratios(pairs)[0]:.2f}")
-    row("median", lambda pairs: f"{median(time_ratios(pairs)):.2f}")
-    row("highest", lambda pairs: f"{time_ratios(pairs)[-1]:.2f}")
-    row("within the printed bounds", inside_bounds)
-    return markdown_grid(["H200, torch 2.11.0, transformers 5.17.0", *suite()], rows)
-
-
-def _out_of_memory(pairs: Pairs) -> int:
-    return sum(one.status == "out-of-memory" for one in pairs)
-
-
-def halves() -> str:
-    """The half that rules were learned from and the held-out half, eager and compiled."""
-    heads = ["half", "ran", f"to the byte, {FIRST}", "worst", f"to the byte, {ANEW}", "worst",
-             "device: worst",
-             "step time, measured / predicted"]  # fmt: skip
+    """Return both predictions of the whole suite, by kind of peak."""
     rows = []
-    for held_out in (False, True):
-        for compiled in (False, True):
-            first, anew = (
-                [one for one in pairs if _is_in(one, held_out=held_out, compiled=compiled)]
-                for pairs in suite().values()
-            )
-            ratios = time_ratios(anew)
-            rows.append([
-                f"{'held out' if held_out else 'learned from'}, {'compiled' if compiled else 'eager'}",
-                str(len(errors(anew, PEAKS["allocated"]))), *_exact_and_worst(first), *_exact_and_worst(anew),
-                share(worst(errors(anew, PEAKS["device"])), signed=True),
-                f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
-            ])  # fmt: skip
+    for name, field in PEAKS.items():
+        found = [errors(pairs, field) for pairs in suite().values()]
+        rows.append([
+            name, str(len(found[0])), *(str(exact(some)) for some in found),
+            *(in_head(share(percentile_95(some))) for some in found),
+            *(in_head(share(worst(some), signed=True)) for some in found),
+        ])  # fmt: skip
+    heads = ["peak", "recipes", f"to the byte, {FIRST}", ANEW, f"95th percentile, {FIRST}, %", f"{ANEW}, %",
+             f"worst, {FIRST}, %", f"{ANEW}, %"]  # fmt: skip
+    return markdown_grid(heads, rows)
+
+
+def groups() -> str:
+    """Return the recipes by how they were chosen, and by the half that rules were learned from."""
+    tests: dict[str, Callable[[Comparison], bool]] = {
+        name: lambda one, name=name: origins_by_id()[one.recipe.id] == name
+        for name in sorted(set(origins_by_id().values()))
+    }
+    for half, is_out in (("learned from", False), ("held out", True)):
+        for kind, compiled in (("eager", False), ("compiled", True)):
+            tests[f"{half}, {kind}"] = lambda one, a=is_out, b=compiled: _is_in(one, held_out=a, compiled=b)
+    rows = []
+    for name, holds in tests.items():
+        first, anew = (list(filter(holds, pairs)) for pairs in suite().values())
+        ratios = time_ratios(anew)
+        rows.append([
+            name, str(len(errors(anew, PEAKS["allocated"]))), *_exact_and_worst(first),
+            *_exact_and_worst(anew), f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else NOTHING,
+        ])  # fmt: skip
+    heads = ["recipes", "ran", f"to the byte, {FIRST}", "worst, %", f"to the byte, {ANEW}", "worst, %",
+             "step time, measured / predicted"]  # fmt: skip
     return markdown_grid(heads, rows)
 
 
@@ -125,7 +106,7 @@ def _is_in(one: Comparison, *, held_out: bool, compiled: bool) -> bool:
 
 def _exact_and_worst(pairs: Pairs, name: str = "allocated") -> tuple[str, str]:
     found = errors(pairs, PEAKS[name])
-    return (str(exact(found)), share(worst(found), signed=True)) if found else (NOTHING, NOTHING)
+    return (str(exact(found)), in_head(share(worst(found), signed=True))) if found else (NOTHING, NOTHING)
 
 
 def origin(tags: Iterable[str]) -> str:
@@ -150,46 +131,26 @@ def origins_by_id() -> dict[str, str]:
     return {recipe_id: origin(found) for recipe_id, found in tags.items()}
 
 
-def origins() -> str:
-    """Recipes drawn by a seed, and chosen ones."""
-    rows = []
-    for name in sorted(set(origins_by_id().values())):
-        first, anew = (
-            [one for one in pairs if origins_by_id()[one.recipe.id] == name] for pairs in suite().values()
-        )
-        ran = len(errors(anew, PEAKS["allocated"]))
-        rows.append([name, str(ran), str(len(anew) - ran), *_exact_and_worst(first), *_exact_and_worst(anew)])
-    heads = [
-        "recipes",
-        "ran",
-        "out of memory",
-        f"to the byte, {FIRST}",
-        "worst",
-        f"to the byte, {ANEW}",
-        "worst",
-    ]
-    return markdown_grid(heads, rows)
-
-
 def techniques() -> str:
-    """The recipes that use each technique, alone or with others."""
+    """Return the recipes that use each technique, alone or with others."""
     rows = []
     for name, technique in sorted(all_techniques().items()):
         mine = [one for one in suite()[ANEW] if technique.applies(one.recipe)]
-        held = errors(mine, PEAKS["device"])
         if mine:
-            rows.append([
-                f"`{name}`", str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine),
-                *_exact_and_worst(mine, "reserved"), str(len(held)),
-                share(worst(held), signed=True) if held else NOTHING,
-            ])  # fmt: skip
-    heads = ["technique", "ran", "allocated: to the byte", "worst", "reserved: to the byte", "worst",
-             "device: recipes", "worst"]  # fmt: skip
-    return markdown_grid(heads, rows)
+            rows.append([f"`{name}`", *_of_group(mine)])
+    return markdown_grid(["technique", *GROUP_HEADS], rows)
+
+
+GROUP_HEADS = ("ran", "to the byte", "worst, %", "reserved: worst, %", "device: worst, %")
+
+
+def _of_group(mine: Pairs) -> list[str]:
+    others = [_exact_and_worst(mine, name)[1] for name in ("reserved", "device")]
+    return [str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine), *others]
 
 
 def families() -> str:
-    """The recipes of each model family; trainfit's native decoder apart from transformers' models."""
+    """Return the recipes of each model family; trainfit's native decoder apart from transformers' models."""
     groups: dict[str, Pairs] = {}
     for one in suite()[ANEW]:
         groups.setdefault(_family(one.recipe), []).append(one)
@@ -197,7 +158,7 @@ def families() -> str:
         [name, str(len(errors(mine, PEAKS["allocated"]))), *_exact_and_worst(mine)]
         for name, mine in sorted(groups.items(), key=lambda item: item[0].lower())
     ]
-    return markdown_grid(["family", "ran", "to the byte", "worst"], rows)
+    return markdown_grid(["family", "ran", "to the byte", "worst, %"], rows)
 
 
 def _family(recipe: Recipe) -> str:
@@ -206,43 +167,21 @@ def _family(recipe: Recipe) -> str:
     return f"{name} (native)" if recipe.model.implementation == "native" else name
 
 
-def phases() -> str:
-    """The peak of each phase, predicted anew."""
-    rows = []
-    for name in PHASES:
-        found = errors(suite()[ANEW], f"phases.{name}")
-        cells = [
-            share(median(map(abs, found))),
-            share(percentile_95(found)),
-            share(worst(found), signed=True),
-        ]
-        rows.append([name.replace(".", " step, "), str(len(found)), str(exact(found)), *cells])
-    return markdown_grid(["phase", "recipes", "to the byte", "median", "95th percentile", "worst"], rows)
-
-
-def largest(of: str, count: str = "5") -> str:
-    """The recipes of the largest errors of a peak, with the cause where it is known."""
-    causes = _causes()
-    found = [(error, one) for one in suite()[ANEW] if (error := one.error(PEAKS[of])) is not None]
-    found.sort(key=lambda pair: (-abs(pair[0]), pair[1].recipe.id))
-    rows = []
-    for error, one in found[: int(count)]:
-        off = getattr(one.predicted, PEAKS[of]) - getattr(one.measured, PEAKS[of])
-        cause = causes.get(one.recipe.id, "unknown")
-        rows.append(
-            [describe(one.recipe), markdown_cell(cause), share(error, signed=True), f"{off / MIB:+.1f}"]
-        )
-    return markdown_grid(["recipe", "cause", "error", "MiB"], rows, num_text=2)
-
-
-def crashed() -> str:
-    """Trials that ended without a result."""
+def largest(count: str = "3") -> str:
+    """Return the recipes of the largest errors of each kind of peak, with the cause where it is known."""
+    shown: dict[str, Comparison] = {}
+    for field in PEAKS.values():
+        found = [one for one in suite()[ANEW] if one.error(field) is not None]
+        found.sort(key=lambda one: (-abs(one.error(field) or 0), one.recipe.id))
+        shown |= {one.recipe.id: one for one in found[: int(count)]}
     rows = [
-        [describe(one.recipe), f"`{one.recipe.id}`", markdown_cell(_causes().get(one.recipe.id, "unknown"))]
-        for one in join(records(SUITE))
-        if one.status in ("crashed", "timeout")
-    ]
-    return markdown_grid(["recipe", "id", "cause"], rows, num_text=3)
+        [
+            describe(one.recipe), markdown_cell(_causes().get(recipe_id, "unknown")),
+            *(_exact_and_worst([one], name)[1] for name in PEAKS),
+        ]
+        for recipe_id, one in shown.items()
+    ]  # fmt: skip
+    return markdown_grid(["recipe", "cause", *(f"{name}, %" for name in PEAKS)], rows, num_text=2)
 
 
 @cache

@@ -102,38 +102,15 @@ def attention_rates() -> str:
     return pivot(some, keys, "body", BODIES, of_number("tflops_per_s", ".0f"))
 
 
-def attention_passes() -> str:
-    """TFLOP/s of forward and backward of the shapes that all kernels run."""
-    some = having(rows("flash"), {"dtype": "bf16", "heads": 16})
-    some = [row for row in some if row.point["pass"] != "both" and int(row.point["seq"]) in (8192, 16384)]
-    some = in_order(some, {"head": (128, 64), "seq": (), "pass": ("forward", "backward")})
-    keys = {"head": "head size", "seq": "tokens", "pass": "pass"}
-    return pivot(some, keys, "body", BODIES, of_number("tflops_per_s", ".0f"))
-
-
-def attention_one_head() -> str:
-    """Milliseconds of one head of 65,536 tokens, forward and backward."""
-    some = having(rows("flash"), {"heads": 1, "seq": 65536, "pass": "both"})
-    some = in_order(some, {"dtype": ("bf16", "fp32"), "head": (16, 32, 64, 128)})
-    names: dict[Cell, str] = {"ours": "trainfit, ms", "pytorch": "PyTorch's choice, ms"}
-    return pivot(some, {"dtype": "dtype", "head": "head size"}, "body", names, milliseconds)
-
-
-def attention_masks() -> str:
-    """TFLOP/s with an additive mask at 8,192 tokens, forward and backward."""
-    some = having(rows("attention"), {"mask": "additive", "seq": 8192, "pass": "both"})
-    some = in_order(some, {"dtype": ("bf16", "fp32"), "head": ()})
-    names: dict[Cell, str] = {"cudnn": "cuDNN", "efficient": "efficient"}
-    keys = {"dtype": "dtype", "head": "head size"}
-    return pivot(some, keys, "body", names, of_number("tflops_per_s", ".0f"))
+LENGTHS = (1024, 4096, 16384, 65536)
 
 
 def attention_memory() -> str:
-    """Bytes held before the backward, and milliseconds, of one head of 64, by length."""
+    """Return milliseconds, and the bytes held before the backward, of one head of 64, by length."""
     some = [row for row in rows("attention") if row.point["heads"] == 1 and row.point["head"] == 64]
     lines = []
     for dtype in ("bf16", "fp32"):
-        for seq in sorted({int(row.point["seq"]) for row in some}):
+        for seq in LENGTHS:
             at = {"dtype": dtype, "seq": seq}
             cells = [
                 _first(having(some, {**at, "body": body, "pass": "both"}), milliseconds)
@@ -192,20 +169,17 @@ def step_parts() -> str:
 
 
 def memory() -> str:
-    """Peaks of a whole step of the 2.7B model, measured and predicted."""
+    """Return the peaks of a whole step of the 2.7B model; predicted where it runs out of memory."""
     lines = []
     predicted = having(rows("memory"), {"pass": "whole step", "source": "predicted"})
     for row in in_order(predicted, {"attention": ("eager", "sdpa"), "context": (), "precision": ("fp32",)}):
         (measured,) = having(rows("memory"), {**row.point, "source": "measured"})
-        cells = [_gib(one, name) for name in ("first_peak_bytes", "peak_bytes") for one in (measured, row)]
+        fits = measured.status != "out-of-memory"
+        cells = [_gib(measured if fits else row, name) for name in ("first_peak_bytes", "peak_bytes")]
         lines.append(
             (str(row.point["attention"]), f"{row.point['context']:,}", str(row.point["precision"]), *cells)
         )
-    heads = (
-        "attention", "context", "precision", "first step, measured", "predicted", "later steps, measured",
-        "predicted",
-    )  # fmt: skip
-    return markdown_grid(heads, lines, 3)
+    return markdown_grid(("attention", "context", "precision", "first step", "later steps"), lines, 3)
 
 
 def _gib(row: BenchRow, name: str) -> str:

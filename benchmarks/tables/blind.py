@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from benchmarks.tables.errors import exact, share, worst
-from benchmarks.tables.joined import FIRST_FILE, SUITE, describe, recipe_of, records, versions_of
+from benchmarks.tables.errors import exact, in_head, share, worst
+from benchmarks.tables.joined import FIRST_FILE, SUITE, UNNAMED, describe, recipe_of, records, versions_of
 from trainfit.report.table import NOTHING, markdown_grid
 from trainfit.spec.result import Estimate, Record
 
@@ -99,51 +99,36 @@ def _peaks(record: Record) -> tuple[int | None, int | None]:
 
 
 def groups() -> str:
-    """Recipes predicted before they were measured, by group."""
-    rows = [_row(title, found) for title, found in by_title().items()]
+    """Return recipes predicted before they were measured, by group."""
     every = [one for found in by_title().values() for one in found]
-    heads = [
-        "recipes",
-        "ran",
-        "to the byte",
-        "worst",
-        "device: recipes",
-        "worst",
-        "out of memory",
-        "predicted not to fit",
-    ]
-    return markdown_grid(heads, [*rows, _row("all", every)])
+    rows = [_row(title, found) for title, found in [*by_title().items(), ("all", every)]]
+    return markdown_grid(["recipes", "ran", "to the byte", "worst, %", "device: ran", "worst, %"], rows)
 
 
 def _row(title: str, found: Sequence[Blind]) -> list[str]:
     allocated = [one.error for one in found if one.error is not None]
     device = [one.device_error for one in found if one.device_error is not None]
-    out = [one for one in found if one.allocated_bytes is None]
     return [
-        title, str(len(allocated)), str(exact(allocated)), share(worst(allocated), signed=True),
-        str(len(device)),
-        share(worst(device), signed=True) if device else NOTHING, str(len(out)),
-        str(sum(not one.predicted.fits for one in out)),
+        title, str(len(allocated)), str(exact(allocated)), in_head(share(worst(allocated), signed=True)),
+        str(len(device)), in_head(share(worst(device), signed=True)) if device else NOTHING,
     ]  # fmt: skip
 
 
 def versions() -> str:
-    """Predictions of one recipe under several versions, and the measurements under the same."""
-    found = records("versions/predicted.jsonl")
+    """Return the peaks of recipes predicted under several versions, in bytes, and what the first measured."""
+    predicted: dict[str, dict[tuple[str, str], Record]] = {}
+    for record in records("versions/predicted.jsonl"):
+        predicted.setdefault(record.recipe_id, {})[versions_of(record)] = record
     measured = {
-        (record.recipe_id, versions_of(record)): record.measurement
-        for record in (*records(SUITE), *records("versions/measured.jsonl"))
-        if record.measurement is not None
+        record.recipe_id: record.measurement.peak_allocated_bytes
+        for record in records(SUITE, "versions/measured.jsonl")
+        if record.measurement is not None and versions_of(record) == UNNAMED
     }
+    columns = sorted({key for found in predicted.values() for key in found})
     rows = []
-    for record in sorted(found, key=lambda one: (one.recipe_id, versions_of(one))):
-        assert record.estimate is not None
-        held = measured.get((record.recipe_id, versions_of(record)))
-        peak = held.peak_allocated_bytes if held is not None else None
-        rows.append([
-            describe(recipe_of(record)), *versions_of(record),
-            f"{record.estimate.peak_allocated_bytes:,}", f"{peak:,}" if peak else NOTHING,
-        ])  # fmt: skip
-    return markdown_grid(
-        ["recipe", "torch", "transformers", "predicted, bytes", "measured, bytes"], rows, num_text=3
-    )
+    for recipe_id, found in sorted(predicted.items()):
+        cells = [f"{found[key].estimate.peak_allocated_bytes:,}" for key in columns if found[key].estimate]
+        peak = measured.get(recipe_id)
+        rows.append([describe(recipe_of(found[columns[0]])), f"{peak:,}" if peak else NOTHING, *cells])
+    heads = [f"torch {torch}, transformers {transformers}" for torch, transformers in columns]
+    return markdown_grid(["recipe", f"measured, {heads[0]}", *heads], rows)

@@ -7,7 +7,6 @@ from collections import Counter
 from functools import cache
 
 from benchmarks.tables.joined import RESULTS
-from trainfit.report.table import markdown_grid
 
 
 def lost() -> tuple[str, ...]:
@@ -25,16 +24,3 @@ def rows_by_file() -> dict[str, Counter[str]]:
         named = Counter(row["commit"] for row in rows if isinstance(row, dict) and row.get("commit"))
         found[file.relative_to(RESULTS).as_posix()] = named
     return found
-
-
-def missing() -> str:
-    """Rows whose commit does not exist in this repository, by file."""
-    rows = []
-    for commit in lost():
-        for file, counts in rows_by_file().items():
-            rows += [
-                [f"`{commit[:7]}{commit[40:]}`", f"`results/{file}`", str(num)]
-                for name, num in counts.items()
-                if name == commit
-            ]
-    return markdown_grid(["commit", "file", "rows"], rows, num_text=2)

@@ -17,6 +17,11 @@ def share(value: float, *, signed: bool = False) -> str:
     return f"{sign}{size * 100:.{2 if size >= 1e-3 else 4}f} %"
 
 
+def in_head(per_cent: str) -> str:
+    """Return a share without its unit, which the column's head names."""
+    return per_cent.removesuffix(" %").replace("< ", "<")
+
+
 def percentile_95(values: Sequence[float]) -> float:
     """Return the 95th percentile of the values' sizes."""
     return quantiles(map(abs, values), n=20, method="inclusive")[-1]

@@ -16,7 +16,7 @@ from typing import Any
 from trainfit.catalog.load import model_config
 from trainfit.records import load
 from trainfit.report.plot import CATEGORY_COLORS, MEASURED, MUTED, PREDICTED, Panel, Series, draw
-from trainfit.report.table import NOTHING, Column, Table, markdown_grid, number_text, percent
+from trainfit.report.table import NOTHING, Column, Table, markdown_grid, number_text
 from trainfit.spec.recipe_file import load_recipe
 from trainfit.spec.result import Explanation, MemoryBreakdown
 from trainfit.spec.sweep import Row
@@ -41,6 +41,9 @@ COMPILED = ("compile", "fused_compile", "memory_budget_05", "fused_memory_budget
 BLOCKS = ("compile_block", "fused_compile_block", "block_budget_05", "fused_block_budget_05")
 FEWEST_STEPS = 100
 """Shorter training runs show no perplexity."""
+LONG = 5
+"""Changes from which on another row refers to them by the name of the row."""
+LADDERS = {"Llama": "llama-3.2-1b", "Qwen": "qwen3-4b"}
 
 
 @cache
@@ -97,7 +100,7 @@ def perplexity_change(row: Row, control: Row) -> float | None:
     return row.perplexity / control.perplexity - 1 if row.train["run"]["steps"] >= FEWEST_STEPS else None
 
 
-def changes(recipe: dict[str, Any], control: dict[str, Any]) -> str:
+def changes(recipe: dict[str, Any], control: dict[str, Any]) -> list[str]:
     """Return the fields in which a recipe differs from the control."""
     found = [f"{path}: {_plain(value)}" for path, value in _leaves(recipe, control)]
     model, other = recipe["model"], control["model"]
@@ -108,7 +111,19 @@ def changes(recipe: dict[str, Any], control: dict[str, Any]) -> str:
         config, before = model_config(model["config"]), model_config(other["config"])
         keys = [key for key, value in before.items() if config.get(key) != value]
         found = [f"model.config.{key}: {_plain(config.get(key))}" for key in keys] + found
-    return ", ".join(f"`{one}`" for one in found) or NOTHING
+    return [f"`{one}`" for one in found]
+
+
+def _changes_of(rows: Sequence[Row], control: Row) -> dict[str, str]:
+    """Return the changes of each row by variant; a row that adds to an earlier long one names that one."""
+    every = {row.variant: changes(row.recipe, control.recipe) for row in rows}
+    shown: dict[str, str] = {}
+    for variant, found in every.items():
+        bases = [name for name in shown if LONG <= len(every[name]) < len(found)]
+        base = next((name for name in bases if {*every[name]} < {*found}), "")
+        own = [one for one in found if not base or one not in every[base]]
+        shown[variant] = ", ".join([f"as `{base}`"] * bool(base) + own) or NOTHING
+    return shown
 
 
 def _leaves(recipe: dict[str, Any], control: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
@@ -132,47 +147,70 @@ def _plain(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) or value is None else f"{value:g}"
 
 
-def memory(name: str, also: str = "", rows: str = "") -> str:
-    """Return the memory, speed and perplexity of a sweep's rows.
-
-    Args:
-        also: a second sweep, whose rows follow.
-        rows: the only rows, with commas between; by default all.
-    """
-    every = [*sweep(name).values(), *(sweep(also).values() if also else ())]
-    control = sweep(name)["control"]
-    shown = [row for row in every if not rows or row.variant in rows.split(",")]
-    theirs = published() if name == "trained" else {}
-
-    def speed(row: Row) -> str:
-        ours, base = late_samples_per_s(row), late_samples_per_s(control)
-        return NOTHING if not ours else f"{ours:.3g}" + (f" ({ours / base:.2f} x)" if base else "")
-
+def memory(name: str, also: str = "") -> str:
+    """Return memory, speed and perplexity of a sweep's rows; ``also``: a second sweep, whose rows follow."""
+    rows = [*sweep(name).values(), *(sweep(also).values() if also else ())]
+    control, theirs = sweep(name)["control"], published() if name == "trained" else {}
+    shown = _changes_of(rows, control)
     columns = [
+        NAME,
+        Column("changes", lambda row: shown[row.variant], False),
         *_memory_columns(control),
-        Column("samples/s", speed),
-        Column("perplexity", lambda row: percent(perplexity_change(row, control))),
+        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
+        HOST,
+        *_training_columns(control),
         Column(
             "published GiB", lambda row: number_text(theirs.get(row.variant, {}).get("peak_gib"), "{:.2f}")
         ),
     ]
-    return _markdown(columns, shown)
+    return _markdown(columns, rows)
 
 
 def _memory_columns(control: Row) -> list[Column]:
-    def measured(row: Row) -> str:
-        return ENDINGS.get(row.status, row.status) if row.measured_bytes is None else _gib(row.measured_bytes)
+    return [
+        Column("allocated GiB, predicted", lambda row: _gib(row.predicted_bytes)),
+        Column("measured", _measured),
+        Column("less, %", lambda row: _per_cent(reduction(row, control), "z.1f")),
+    ]
+
+
+def _measured(row: Row) -> str:
+    return ENDINGS.get(row.status, row.status) if row.measured_bytes is None else _gib(row.measured_bytes)
+
+
+def _training_columns(control: Row) -> list[Column]:
+    def speed(row: Row) -> str:
+        ours, base = late_samples_per_s(row), late_samples_per_s(control)
+        return number_text(ours / base if ours and base else None, "{:.2f}")
 
     return [
-        Column("row", lambda row: f"`{row.variant}`", False),
-        Column("changes", lambda row: changes(row.recipe, control.recipe), False),
-        Column("allocated GiB, predicted", lambda row: _gib(row.predicted_bytes)),
-        Column("measured", measured),
-        Column("error", lambda row: percent(row.error)),
-        Column("less", lambda row: _less(reduction(row, control))),
-        Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes, 2)),
-        Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) if row.estimate else NOTHING),
+        Column("speed", speed),
+        Column("perplexity, %", lambda row: _per_cent(perplexity_change(row, control), "+z.2f")),
     ]
+
+
+NAME = Column("row", lambda row: f"`{row.variant}`", False)
+HOST = Column("host GiB", lambda row: _gib(row.estimate.host_bytes or None, 2) if row.estimate else NOTHING)
+
+
+def ladders() -> str:
+    """Return the rows of both ladders, which are the same techniques on two models."""
+    rows = list(sweep(LADDERS["Llama"]).values())
+    shown = _changes_of(rows, rows[0])
+    columns = [NAME, Column("changes", lambda row: shown[row.variant], False)]
+    for title, name in LADDERS.items():
+        # Llama's peaks are predicted to the byte (the page says so), so one column shows both.
+        found = _memory_columns(sweep(name)["control"])[title == "Llama" :]
+        found += _training_columns(sweep(name)["control"])
+        columns += [_of_ladder(column, title, name) for column in found]
+    return _markdown(columns, rows)
+
+
+def _of_ladder(column: Column, title: str, name: str) -> Column:
+    return Column(
+        f"{title}: {column.title.replace('measured', 'measured GiB')}",
+        lambda row: column.cell(sweep(name)[row.variant]),
+    )
 
 
 def _markdown(columns: Sequence[Column], rows: Sequence[Any]) -> str:
@@ -187,12 +225,11 @@ def device(name: str = "trained") -> str:
     """Return the rows whose device bytes were measured, with their allocated bytes."""
     shown = [row for row in sweep(name).values() if row.recipe_id in device_bytes()]
     columns = [
-        Column("row", lambda row: f"`{row.variant}`", False),
-        Column("allocated GiB, predicted", lambda row: _gib(row.predicted_bytes)),
-        Column("measured", lambda row: _gib(row.measured_bytes)),
+        NAME,
+        Column("allocated GiB", lambda row: _gib(row.measured_bytes)),
         Column("device GiB, predicted", lambda row: _gib(row.predicted_device_bytes)),
         Column("measured", lambda row: _gib(device_bytes()[row.recipe_id])),
-        Column("pinned host GiB, predicted", lambda row: _gib(row.estimate.host_bytes or None, 2)),
+        HOST,
     ]
     return _markdown(columns, sorted(shown, key=lambda row: -(row.measured_bytes or 0)))
 
@@ -201,17 +238,13 @@ def budgets(name: str, control: str) -> str:
     """Return memory and step time of rows with memory budgets, against the row that recomputes nothing."""
     rows, base = list(sweep(name).values()), sweep(name)[control]
     columns = [
+        NAME,
         *_memory_columns(base),
+        HOST,
         Column("step ms, predicted", lambda row: _ms(predicted_step_s(row))),
         Column("measured", lambda row: _ms(measured_step_s(row))),
-        Column("slower", lambda row: percent(slower(row, base))),
-        Column(
-            "within the budget",
-            lambda row: {None: NOTHING, True: "yes", False: "no"}[within_budget(row)],
-            False,
-        ),
+        Column("slower, %", lambda row: _per_cent(slower(row, base), "+z.2f")),
     ]
-    columns = [column for column in columns if column.title not in ("changes", "device GiB, predicted")]
     return _markdown(columns, rows)
 
 
@@ -231,27 +264,17 @@ def slower(row: Row, base: Row, step_s: Callable[[Row], float | None] = measured
     return seconds / other - 1 if seconds and other else None
 
 
-def within_budget(row: Row) -> bool | None:
-    """Return whether a row is within its budget in GiB when measured; None where either is missing."""
-    recompute = row.recipe["recompute"]
-    budget = recompute.get("budget_gib") if isinstance(recompute, dict) else None
-    if budget is None or (row.measured_bytes is None and row.status != "out-of-memory"):
-        return None
-    return row.measured_bytes is not None and row.measured_bytes <= budget * GIB
-
-
-def peaks(rows: str) -> str:
-    """Return where the peaks of rows (with commas between) are and what is allocated there."""
+def peaks() -> str:
+    """Return where in the backward the peaks of explained rows are, and what is allocated there."""
     columns = [
         Column("row", lambda one: f"`{one[0]}`", False),
         Column("peak GiB", lambda one: _gib(one[1].peak_allocated_bytes)),
         Column("at", lambda one: _moment(one[1]), False),
-        *(_part_column(part) for part in ("weights", "gradients", "activations")),
+        *(_part_column(part) for part in ("gradients", "activations")),
         Column("other", lambda one: _gib(_other(one[1].breakdown), 2)),
         Column("most gradients", lambda one: _gib(one[1].most.gradients, 2)),
     ]
-    names = {"eager": EXPLAINED, "compiled": (*COMPILED, *BLOCKS)}[rows]
-    return _markdown(columns, [(name, explained()[name]) for name in names])
+    return _markdown(columns, [(name, explained()[name]) for name in (*EXPLAINED, *COMPILED, *BLOCKS)])
 
 
 def _part_column(part: str) -> Column:
@@ -263,12 +286,8 @@ def _other(held: MemoryBreakdown) -> int:
 
 
 def _moment(one: Explanation) -> str:
-    op, step = one.moment.op, "first step's " if one.moment.step == "first" else ""
-    op = (
-        op if len(op) <= 40 else f"{op[:28]}…{op[-11:]}"
-    )  # A fused kernel is named after all that it computes.
-    where = f" of `{one.moment.module}`" if one.moment.module else ""
-    return f"{step}{one.moment.phase}, `{op}`{where}"
+    assert one.moment.phase == "backward"
+    return f"`{one.moment.module or one.moment.op}`" + (", first step" if one.moment.step == "first" else "")
 
 
 def bars() -> str:
@@ -354,8 +373,8 @@ def _over_gib(size: float | None) -> float | None:
     return None if size is None else size / GIB
 
 
-def _less(share: float | None) -> str:
-    return NOTHING if share is None else f"{round(share * 100, 1) + 0.0:.1f} %"  # + 0.0: no "-0.0"
+def _per_cent(share: float | None, spec: str) -> str:
+    return NOTHING if share is None else format(share * 100, spec)
 
 
 def _ms(seconds: float | None) -> str:

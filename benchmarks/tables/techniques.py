@@ -131,75 +131,31 @@ def _key(recipe: Recipe) -> str:
 
 def measured() -> str:
     """Memory, step time and perplexity with each technique, against the same recipe without it."""
-    rows = [["(reference)", "", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
+    rows = [["(reference)", "", *_cells(reference(), None, perplexities()[_key(recipe_from(REFERENCE))])]]
     for one in effects():
         own = as_yaml(differences(one.recipe, ALL[one.technique].fields))
         needed = as_yaml(ALL[one.technique].needs)
         cells = _cells(one.with_it, one, one.perplexity)
-        rows.append([TITLES[one.technique], f"`{own}`", f"`{needed}`" if needed else "", *cells])
+        recipe = f"`{own}`" + (f" over `{needed}`" if needed else "")
+        rows.append([TITLES[one.technique], recipe, *cells])
     heads = [
         "technique",
         "in a recipe",
-        "both with",
-        "allocated, GiB",
-        "device, GiB",
-        "step, ms",
+        "allocated, GiB (%)",
+        "device, GiB (%)",
+        "step, ms (%)",
         "perplexity",
     ]
-    return markdown_grid(heads, rows, num_text=3)
+    return markdown_grid(heads, rows, num_text=2)
 
 
 def _cells(held: Measurement, effect: Effect | None, perplexity: float | None) -> list[str]:
     units = {"peak_allocated_bytes": (GIB, 2), "peak_device_bytes": (GIB, 2), "step_s": (MS, 1)}
     cells = []
     for field, (unit, digits) in units.items():
-        change = f" ({percent(effect.change(field))})" if effect is not None else ""
+        change = f" ({effect.change(field) * 100:+z.1f})" if effect is not None else ""
         cells.append(f"{getattr(held, field) / unit:.{digits}f}{change}")
     return [*cells, NOTHING if perplexity is None else f"{perplexity:,.2f}"]
-
-
-def percent(share: float) -> str:
-    """Return a change in per cent, with its sign."""
-    text = f"{share * 100:+.1f} %"
-    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text
-
-
-ADAFACTOR = {
-    "control": "fp32, torch's Adafactor",
-    "bf16_only": "bf16, torch's Adafactor",
-    "bf16_fused_kernel": "bf16, trainfit's Adafactor, rounded to nearest",
-    "best_resident": "bf16, trainfit's Adafactor, stochastic rounding",
-}
-"""Rows of the peak-memory experiment that differ in precision and optimizer."""
-
-
-@cache
-def adafactor_perplexities() -> dict[str, float]:
-    """Return the perplexity after training of the rows of ``ADAFACTOR``."""
-    runs = [one for one in records("peak-memory/records.jsonl") if one.train is not None]
-    return {
-        row: one.train["eval_perplexity"]
-        for row in ADAFACTOR
-        for one in runs
-        if one.train and f"variant:{row}" in one.tags
-    }
-
-
-def adafactor() -> str:
-    """Perplexity of bf16 weights under two implementations of Adafactor."""
-    found = adafactor_perplexities()
-    rows = [
-        [title, f"`{row}`", f"{found[row]:.2f}", percent_2(found[row] / found["control"] - 1)]
-        for row, title in ADAFACTOR.items()
-    ]
-    return markdown_grid(
-        ["weights and optimizer", "row of the experiment", "perplexity", "against fp32"], rows, num_text=2
-    )
-
-
-def percent_2(share: float) -> str:
-    """Return a change in per cent with two decimals."""
-    return f"{share * 100:+.2f} %" if share else "0 %"
 
 
 def together() -> str:
@@ -236,19 +192,18 @@ def _label(one: Effect) -> str:
 
 
 def combinations() -> str:
-    """How a recipe turns on each technique, and with which others it is refused."""
+    """Return how a recipe turns on each technique, and with which earlier ones it is refused."""
     never, partly = refusals()
-    rows = [
-        [f"[{title}](#{_anchor(title)})", in_a_recipe(name), _names(never[name]), _names(partly[name])]
-        for name, title in TITLES.items()
-    ]
+    rows = []
+    for number, (name, title) in enumerate(TITLES.items()):
+        earlier = list(TITLES)[:number]
+        refused = [
+            ", ".join(TITLES[other] for other in earlier if other in found[name]) for found in (never, partly)
+        ]
+        rows.append([f"[{title}](#{_anchor(title)})", in_a_recipe(name), *refused])
     return markdown_grid(
         ["technique", "in a recipe", "refused with", "refused with some variants of"], rows, num_text=4
     )
-
-
-def _names(techniques: set[str]) -> str:
-    return ", ".join(TITLES[name] for name in TITLES if name in techniques)
 
 
 def _anchor(title: str) -> str:

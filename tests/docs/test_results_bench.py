@@ -171,6 +171,18 @@ def flash(*cells: tuple[int, int, str], which: str = "both") -> Callable[[], Fig
     return lambda: tuple(at(head=head, seq=seq, body=body) for head, seq, body in cells)
 
 
+def one_head_bf16() -> Figures:
+    at = partial(every, "flash", "median_s", heads=1, dtype="bf16", seq=65536, **{"pass": "both"})
+    return tuple(1e3 * ms for body in ("ours", "pytorch") for ms in extremes(list(at(body=body).values())))
+
+
+def masked() -> Figures:
+    at = partial(every, "attention", "tflops_per_s", mask="additive", seq=8192, **{"pass": "both"})
+    kinds = (("cudnn", "bf16"), ("efficient", "bf16"), ("efficient", "fp32"))
+    rates = [list(at(body=body, dtype=dtype).values()) for body, dtype in kinds]
+    return tuple(rate for some in rates for rate in extremes(some))
+
+
 def one_head() -> Figures:
     at = partial(value, "flash", "median_s", heads=1, dtype="fp32", head=128, seq=65536, **{"pass": "both"})
     return (at(body="ours") / at(body="pytorch"),)
@@ -249,6 +261,8 @@ KERNEL_CLAIMS: dict[str, Callable[[], Figures]] = {
         flash((128, 16384, "ours"), (128, 16384, "cudnn"), which="forward"),
     r"Hopper's features: # TFLOP/s where trainfit has #\.": flash((128, 8192, "flash"), (128, 8192, "ours")),
     r"with heads of 128 by a factor of #:": one_head,
+    r"takes # to # ms in bf16, by head size, where PyTorch's choice takes # to # ms": one_head_bf16,
+    r"cuDNN reaches # to # TFLOP/s .* `efficient` # to # \(fp32: # to #\)": masked,
     r"as the compiled loss \(# against # ms\)": kernel("loss", "both", "ours fused", "compiled"),
     r"of its memory: # against # GB":
         kernel("loss", "both", "ours fused", "compiled", name="extra_bytes", scale=1e-9),

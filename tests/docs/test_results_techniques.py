@@ -48,11 +48,6 @@ def trained(row: str, file: str = "peak-memory/records.jsonl") -> dict[str, floa
     return found
 
 
-def adafactor(row: str) -> Callable[[], Figures]:
-    found = techniques.adafactor_perplexities
-    return lambda: (found()[row], (found()[row] / found()["control"] - 1) * 100)
-
-
 def in_backward() -> Figures:
     with_it, without = trained("fused_checkpoint"), trained("checkpoint")
     return ((1 - with_it["peak_memory_bytes"] / without["peak_memory_bytes"]) * 100,)
@@ -108,9 +103,6 @@ CLAIMS: list[tuple[str, Callable[[], Figures]]] = [
      lambda: (reference_perplexity(), *perplexity("precision")(), *perplexity("precision", variant=1)())),
     (r"gets it back \(#\) at no memory and # % more time",
      lambda: (*perplexity("stochastic_rounding")(), *change("stochastic_rounding", STEP)())),
-    (r"In the 1.6B experiment, fp32 ends at #\.", lambda: adafactor("control")()[:1]),
-    (r"torch's Adafactor ends at # \(# %\)", adafactor("bf16_only")),
-    (r"rounded to nearest, ends at # \(# %\)", adafactor("bf16_fused_kernel")),
     (r"# % less memory and # % less time than bf16 under", change("fp8", ALLOCATED, STEP)),
     (r"at a perplexity of # against #\.", perplexity("fp8", "compile_block")),
     (r"\(SGD, Adafactor\) saves # %", change("sgd", ALLOCATED)),
