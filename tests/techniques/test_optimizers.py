@@ -221,7 +221,7 @@ def low_bit_moment(numel: int, bits: int) -> int:
         ({"stochastic_rounding": True}, lambda numel: 2 * stored(2 * numel)),
         ({"name": "sgd", "momentum": 0.9, "stochastic_rounding": True}, lambda numel: stored(2 * numel)),
     ],
-    ids=str,
+    ids=["adamw8bit", "adamw4bit", "adamw-rounded", "sgd-rounded"],
 )
 def test_state_weighs_what_the_papers_say(fields: dict[str, Any], state_bytes: Any) -> None:
     recipe = recipe_of(with_layers("gpt2", 4), optimizer=Optimizer(**fields))
