@@ -167,7 +167,7 @@ def _family(recipe: Recipe) -> str:
     return f"{name} (native)" if recipe.model.implementation == "native" else name
 
 
-def largest(count: str = "3") -> str:
+def largest(count: str = "2") -> str:
     """Return the recipes of the largest errors of each kind of peak, with the cause where it is known."""
     shown: dict[str, Comparison] = {}
     for field in PEAKS.values():

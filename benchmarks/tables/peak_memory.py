@@ -41,7 +41,7 @@ COMPILED = ("compile", "fused_compile", "memory_budget_05", "fused_memory_budget
 BLOCKS = ("compile_block", "fused_compile_block", "block_budget_05", "fused_block_budget_05")
 FEWEST_STEPS = 100
 """Shorter training runs show no perplexity."""
-LONG = 5
+LONG = 3
 """Changes from which on another row refers to them by the name of the row."""
 LADDERS = {"Llama": "llama-3.2-1b", "Qwen": "qwen3-4b"}
 
@@ -120,7 +120,8 @@ def _changes_of(rows: Sequence[Row], control: Row) -> dict[str, str]:
     shown: dict[str, str] = {}
     for variant, found in every.items():
         bases = [name for name in shown if LONG <= len(every[name]) < len(found)]
-        base = next((name for name in bases if {*every[name]} < {*found}), "")
+        bases = [name for name in bases if {*every[name]} < {*found}]
+        base = max(bases, key=lambda name: len(every[name]), default="")
         own = [one for one in found if not base or one not in every[base]]
         shown[variant] = ", ".join([f"as `{base}`"] * bool(base) + own) or NOTHING
     return shown
