@@ -127,6 +127,7 @@ def _run(request: dict[str, Any], out: int, err: int) -> None:
         os.dup2(os.open(request["out"], os.O_WRONLY) if request["out"] else out, 1)
         os.dup2(err, 2)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs ignore it.
         signal.alarm(request["seconds"])
         if request["memory_bytes"] is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
