@@ -27,7 +27,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 
 
 MAX_TRACED_LAYERS = 64
-"""Of deeper models three layers stand for all; 70B over 64 GPUs: 0.03 % less allocated, 0.12 % more reserved."""
+"""Of deeper models three layers stand for all (70B over 64: -0.03 % allocated, +0.12 % reserved)."""
 
 
 def check(recipe: Recipe) -> None:
