@@ -122,6 +122,7 @@ def _run(request: dict[str, Any], out: int, err: int) -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10 * request["seconds"])
         resource.setrlimit(resource.RLIMIT_CPU, (request["seconds"],) * 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Background jobs ignore it.
         if request["memory_bytes"] is not None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limit = pages * resource.getpagesize() + request["memory_bytes"]

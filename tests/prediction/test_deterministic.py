@@ -129,12 +129,9 @@ def test_train_counts_the_flops_of_the_kernels_that_it_runs() -> None:
             train=TrainPart(deterministic=deterministic),
             model_flops=plain.model_flops, hardware_flops=plain.hardware_flops,
         )  # fmt: skip
-        counted = trial._flops(request)
-        assert counted is not None
-        assert (counted.model_flops, counted.hardware_flops) == (
-            expected.model_flops,
-            expected.hardware_flops,
-        )
+        flops = trial._flops(request)
+        assert flops is not None
+        assert (flops.model_flops, flops.hardware_flops) == (expected.model_flops, expected.hardware_flops)
 
 
 def test_all_code_that_decides_a_ledger_is_part_of_its_key() -> None:

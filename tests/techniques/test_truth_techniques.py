@@ -46,7 +46,7 @@ def test_every_technique_joins_one_of_the_two_suites() -> None:
         for kind in ("alone", "weights")
     )
     assert weighted == {*FIRST_GENERATION, "adafactor", "optimizer_in_backward"}
-    assert drawn | weighted == set(registry.techniques())
+    assert drawn | weighted == {*registry.techniques()} - {"fsdp"}  # The suites are of one GPU.
     assert not drawn & {*FIRST_GENERATION}
 
 
