@@ -12,11 +12,13 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.models.build import build_model
+from trainfit.prediction.communication import assumptions, traffic
 from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
+from trainfit.spec.sweep import Row
 
 LAYERS = 3
 INVERSE_FREQUENCIES = 16
@@ -107,9 +109,20 @@ def test_more_gpus_need_less_memory_each_and_cost_more_an_hour() -> None:
     assert two.params == eight.params == predicted(1).params
     assert two.step_s is not None
     assert two.tokens_per_s == pytest.approx(2 * 32 / two.step_s)
+    row = Row(
+        variant="two", recipe=recipe(2).content(), recipe_id="", status="done", estimate=two
+    )  # fmt: skip
+    assert row.predicted_samples_per_s == pytest.approx(two.tokens_per_s / 16)
     assert two.cost is not None
     assert two.cost.per_hour == 2 * two.cost.price_per_gpu_hour
     assert not predicted(1).traffic
+
+
+def test_collectives_leave_a_host_by_the_catalogs_number_of_gpus() -> None:
+    found = ledger(4)
+    for name, between_hosts in (("h200", False), ("gb200", False), ("rtx-4090", True), ("gh200-96gb", True)):
+        assert {one.between_hosts for one in traffic(found, gpu(name))} == {between_hosts}
+        assert any("between hosts" in line for line in assumptions(found, gpu(name))) is between_hosts
 
 
 def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
@@ -121,6 +134,8 @@ def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
 def test_what_does_not_work_on_shards_is_refused() -> None:
     with pytest.raises(InputError, match=r"optimizer.name.*hardware.count: 2"):
         trace(recipe(2, optimizer={"name": "muon"}))
+    with pytest.raises(InputError, match="hardware.count = 2: a CPU is one device"):
+        trace(tiny_recipe("native", LAYERS, hardware=Hardware(gpu="cpu", count=2)))
     with pytest.raises(ValueError, match="hardware.count is 4"):
         recipe(4, parallel=Parallel(shard=2))
 

@@ -6,9 +6,10 @@ and its backward. Several replicas of the shards (HSDP) all-reduce their gradien
 
 from __future__ import annotations
 
+from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, value_at
+from trainfit.techniques.base import Technique, refusal, value_at
 from trainfit.techniques.draft import Draft
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -31,6 +32,8 @@ def check(recipe: Recipe) -> None:
     Raises:
         InputError: naming the field.
     """
+    if recipe.hardware.gpu == CPU:
+        raise refusal(recipe, "hardware.count", "a CPU is one device", "use hardware.count: 1, or name a GPU")
     for field, values in ALLOWED.items():
         value = value_at(recipe, field)
         if value not in values:
