@@ -12,15 +12,16 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.models.build import build_model
-from trainfit.prediction.communication import assumptions, traffic
+from trainfit.prediction import communication
 from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.sweep import Row
+from trainfit.techniques.parallel import fsdp
 
-LAYERS = 3
+LAYERS = 4
 INVERSE_FREQUENCIES = 16
 """Bytes of the rotary embedding's buffer, which every rank holds whole."""
 
@@ -121,8 +122,11 @@ def test_more_gpus_need_less_memory_each_and_cost_more_an_hour() -> None:
 def test_collectives_leave_a_host_by_the_catalogs_number_of_gpus() -> None:
     found = ledger(4)
     for name, between_hosts in (("h200", False), ("gb200", False), ("rtx-4090", True), ("gh200-96gb", True)):
-        assert {one.between_hosts for one in traffic(found, gpu(name))} == {between_hosts}
-        assert any("between hosts" in line for line in assumptions(found, gpu(name))) is between_hosts
+        assert {one.between_hosts for one in communication.traffic(found, gpu(name))} == {between_hosts}
+        assert (
+            any("between hosts" in line for line in communication.assumptions(found, gpu(name)))
+            is between_hosts
+        )
 
 
 def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
@@ -149,3 +153,15 @@ def test_a_process_that_is_a_rank_is_refused_and_none_is_left_behind() -> None:
             trace(recipe(2))
     finally:
         dist.destroy_process_group()
+
+
+def test_deep_models_are_traced_with_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replay_on(gpu("h200"), ledger(4))[0]
+    monkeypatch.setattr(fsdp, "MAX_TRACED_LAYERS", LAYERS - 1)
+    found = trace(recipe(4))
+    assert found.repeats == (2,)
+    assert len(found.ops) <= len(ledger(4).ops)
+    short = replay_on(gpu("h200"), found)[0]
+    assert short.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=1e-3)
+    assert communication.traffic(found, gpu("h200")) == predicted(4).traffic
+    assert any("traced once" in line for line in communication.assumptions(found, gpu("h200")))

@@ -6,6 +6,7 @@ and its backward. Several replicas of the shards (HSDP) all-reduce their gradien
 
 from __future__ import annotations
 
+from trainfit.catalog.load import model_config
 from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -24,6 +25,10 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "offload.weights": (False,),
 }
 """Field -> values that work on sharded parameters."""
+
+
+MAX_TRACED_LAYERS = 64
+"""Of deeper models three layers stand for all (70B over 64: -0.03 % allocated, +0.12 % reserved)."""
 
 
 def check(recipe: Recipe) -> None:
@@ -86,6 +91,12 @@ def _describe(recipe: Recipe) -> str:
     return f"{mesh.replicate} replicas of {shards}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
 
 
+def _trace_whole(recipe: Recipe) -> bool:
+    """Return whether every layer is traced: when a block is gathered and freed depends on its neighbours."""
+    config = model_config(recipe.model.config)
+    return int(config.get("num_hidden_layers", 0)) <= MAX_TRACED_LAYERS  # pyright: ignore[reportArgumentType]
+
+
 TECHNIQUE = Technique(
     name="fsdp",
     order=235,
@@ -100,5 +111,5 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}},
         {"hardware": {"count": 4}, "parallel": {"replicate": 2, "shard": 2}},
     ),
-    trace_whole=lambda recipe: True,  # Where a block is gathered depends on its neighbours.
+    trace_whole=_trace_whole,
 )
