@@ -15,6 +15,7 @@ from trainfit.models.build import build_model
 from trainfit.prediction import communication
 from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
+from trainfit.report.prediction_text import show
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
@@ -138,8 +139,6 @@ def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
 def test_what_does_not_work_on_shards_is_refused() -> None:
     with pytest.raises(InputError, match=r"optimizer.name.*hardware.count: 2"):
         trace(recipe(2, optimizer={"name": "muon"}))
-    with pytest.raises(InputError, match="hardware.count = 2: a CPU is one device"):
-        trace(tiny_recipe("native", LAYERS, hardware=Hardware(gpu="cpu", count=2)))
     with pytest.raises(ValueError, match="hardware.count is 4"):
         recipe(4, parallel=Parallel(shard=2))
 
@@ -153,6 +152,22 @@ def test_a_process_that_is_a_rank_is_refused_and_none_is_left_behind() -> None:
             trace(recipe(2))
     finally:
         dist.destroy_process_group()
+
+
+def test_the_text_states_what_is_of_one_gpu_and_what_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(count: int) -> str:
+        show(recipe(count), predicted(count))
+        return " ".join(capsys.readouterr().out.split())
+
+    one, two = printed(1), printed(2)
+    for part in ("Memory of one GPU at the peak", "One step of one GPU", "tokens/s in all", "on each of 2 x"):
+        assert part in two
+        assert part not in one
+
+
+def test_several_of_the_virtual_cpu_are_refused() -> None:
+    with pytest.raises(InputError, match=r"hardware.count.*gpu: cpu is this machine"):
+        trace(tiny_recipe("native", LAYERS, hardware=Hardware(gpu="cpu", count=8)))
 
 
 def test_deep_models_are_traced_with_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,6 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
-        registry.check(recipe)
         registry.check_device(recipe, "cpu")
     with ExitStack() as stack:
         stack.enter_context(exclusive())  # Another thread's process group would be taken for a real one.

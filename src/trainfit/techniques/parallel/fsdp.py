@@ -10,7 +10,7 @@ from trainfit.catalog.load import model_config
 from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, refusal, value_at
+from trainfit.techniques.base import Technique, value_at
 from trainfit.techniques.draft import Draft
 
 ALLOWED: dict[str, tuple[object, ...]] = {
@@ -38,7 +38,12 @@ def check(recipe: Recipe) -> None:
         InputError: naming the field.
     """
     if recipe.hardware.gpu == CPU:
-        raise refusal(recipe, "hardware.count", "a CPU is one device", "use hardware.count: 1, or name a GPU")
+        raise InputError(
+            "gpu: cpu is this machine, one device",
+            "name a GPU, such as hardware.gpu: h100-sxm, or use hardware.count: 1",
+            field="hardware.count",
+            value=recipe.hardware.count,
+        )
     for field, values in ALLOWED.items():
         value = value_at(recipe, field)
         if value not in values:
@@ -55,8 +60,9 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse to run on real devices.
 
     Raises:
-        InputError: always.
+        InputError: always; first what ``check`` refuses.
     """
+    check(recipe)
     raise InputError(
         "several GPUs are predicted; they are not measured or trained on in this version",
         "use hardware.count: 1, or predict",
