@@ -146,28 +146,6 @@ def transformer() -> str:
     return pivot(some, {"model": "model", "precision": "precision"}, "compile", names, milliseconds)
 
 
-def step_parts() -> str:
-    """Shares of a step's busy time by part of the model, at a context of 512."""
-    profiled = [row for row in rows("kernels") if "profiled" in row.point and row.point["context"] == 512]
-    lines = []
-    for row in in_order(profiled, {"model": SIZES, "precision": ("fp32", "amp-bf16")}):
-        at = {key: row.point[key] for key in ("model", "precision", "context")}
-        (step,) = having(rows("kernels"), {**at, "pass": "whole step"})
-        shares = {name: float(share) for name, share in row.numbers.items()}
-        core = sum(shares[f"{name}_share"] for name in ("scores", "scale_and_mask", "softmax", "values"))
-        parts = [shares["MLP_share"], shares["projections_share"], core, shares["optimizer_share"]]
-        busy = number(step, "busy_share")
-        cells = [f"{100 * share:.1f}" for share in [*parts, 1 - sum(parts)]]
-        lines.append(
-            (str(at["model"]), str(at["precision"]), *cells, "" if busy is None else f"{100 * busy:.1f}")
-        )
-    heads = (
-        "model", "precision", "MLP %", "projections %", "attention's core %", "optimizer %", "rest %",
-        "GPU busy %",
-    )  # fmt: skip
-    return markdown_grid(heads, lines, 2)
-
-
 def memory() -> str:
     """Return the peaks of a whole step of the 2.7B model; predicted where it runs out of memory."""
     lines = []

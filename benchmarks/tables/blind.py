@@ -116,9 +116,13 @@ def _row(title: str, found: Sequence[Blind]) -> list[str]:
 
 def versions() -> str:
     """Return the peaks of recipes predicted under several versions, in bytes, and what the first measured."""
-    predicted: dict[str, dict[tuple[str, str], Record]] = {}
+    predicted: dict[str, dict[tuple[str, str], int]] = {}
+    titles: dict[str, str] = {}
     for record in records("versions/predicted.jsonl"):
-        predicted.setdefault(record.recipe_id, {})[versions_of(record)] = record
+        assert record.estimate is not None
+        titles[record.recipe_id] = describe(recipe_of(record))
+        found = predicted.setdefault(record.recipe_id, {})
+        found[versions_of(record)] = record.estimate.peak_allocated_bytes
     measured = {
         record.recipe_id: record.measurement.peak_allocated_bytes
         for record in records(SUITE, "versions/measured.jsonl")
@@ -127,8 +131,8 @@ def versions() -> str:
     columns = sorted({key for found in predicted.values() for key in found})
     rows = []
     for recipe_id, found in sorted(predicted.items()):
-        cells = [f"{found[key].estimate.peak_allocated_bytes:,}" for key in columns if found[key].estimate]
         peak = measured.get(recipe_id)
-        rows.append([describe(recipe_of(found[columns[0]])), f"{peak:,}" if peak else NOTHING, *cells])
+        cells = [f"{found[key]:,}" if key in found else NOTHING for key in columns]
+        rows.append([titles[recipe_id], f"{peak:,}" if peak else NOTHING, *cells])
     heads = [f"torch {torch}, transformers {transformers}" for torch, transformers in columns]
     return markdown_grid(["recipe", f"measured, {heads[0]}", *heads], rows)

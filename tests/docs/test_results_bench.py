@@ -216,7 +216,12 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
         lambda: (value("gpu", "of_data_sheet", 100.0, sustained="bf16", product="all", inputs=14336),),
     r"`bf16` is # times as fast for the small model and # times for": speedups,
     r"far too long: # times for the small model": without_warm_up,
-    r"works only # % of the small model's step": lambda: (share("small", "amp-bf16", "busy_share", **WHOLE),),
+    r"works only # % of the small model's step and # % of the xl model's":
+        lambda: tuple(share(model, "amp-bf16", "busy_share", **WHOLE) for model in ("small", "xl")),
+    r"In fp32 it works at least # %":
+        lambda: (min(share(model, "fp32", "busy_share", **WHOLE) for model in SIZES),),
+    r"the 2\.7B model's MLP alone takes # %":
+        lambda: (share("2.7b", "fp32", "MLP_share", profiled="whole step"),),
     r"takes up to # % of the busy time": attention_core,
     r"AdamW takes # % of the 2\.7B model's step in mixed precision and # % in fp32": lambda: tuple(
         share("2.7b", mode, "optimizer_share", profiled="whole step") for mode in ("amp-bf16", "fp32")),

@@ -12,13 +12,16 @@ from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.models.build import build_model
+from trainfit.prediction import communication
 from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
+from trainfit.report.prediction_text import show
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
+from trainfit.techniques.parallel import fsdp
 
-LAYERS = 3
+LAYERS = 4
 INVERSE_FREQUENCIES = 16
 """Bytes of the rotary embedding's buffer, which every rank holds whole."""
 
@@ -134,3 +137,31 @@ def test_a_process_that_is_a_rank_is_refused_and_none_is_left_behind() -> None:
             trace(recipe(2))
     finally:
         dist.destroy_process_group()
+
+
+def test_the_text_states_what_is_of_one_gpu_and_what_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(count: int) -> str:
+        show(recipe(count), predicted(count))
+        return " ".join(capsys.readouterr().out.split())
+
+    one, two = printed(1), printed(2)
+    for part in ("Memory of one GPU at the peak", "One step of one GPU", "tokens/s in all", "on each of 2 x"):
+        assert part in two
+        assert part not in one
+
+
+def test_several_of_the_virtual_cpu_are_refused() -> None:
+    with pytest.raises(InputError, match=r"hardware.count.*gpu: cpu is this machine"):
+        trace(tiny_recipe("native", LAYERS, hardware=Hardware(gpu="cpu", count=8)))
+
+
+def test_deep_models_are_traced_with_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = replay_on(gpu("h200"), ledger(4))[0]
+    monkeypatch.setattr(fsdp, "MAX_TRACED_LAYERS", LAYERS - 1)
+    found = trace(recipe(4))
+    assert found.repeats == (2,)
+    assert len(found.ops) <= len(ledger(4).ops)
+    short = replay_on(gpu("h200"), found)[0]
+    assert short.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=1e-3)
+    assert communication.traffic(found) == communication.traffic(ledger(4))
+    assert any("traced once" in line for line in communication.assumptions(found, gpu("h200")))

@@ -95,10 +95,11 @@ def plan(recipe: Recipe) -> Plan:
     if least.estimate.peak_allocated_bytes <= budget_bytes:
         return least
     reachable_gib = math.ceil(least.estimate.peak_allocated_bytes / GIB * 1000) / 1000
+    smaller = "batch.micro or batch.seq smaller"
+    others = f"{smaller}, or loss: chunked" if recipe.hardware.count == 1 else f"or {smaller}"
     raise InputError(
         f"the least that any plan reaches is {reachable_gib} GiB",
-        f"set recompute.budget_gib to {reachable_gib} or more, "
-        "batch.micro or batch.seq smaller, or loss: chunked",
+        f"set recompute.budget_gib to {reachable_gib} or more, {others}",
         field="recompute.budget_gib",
         value=recipe.recompute.budget_gib,
     )

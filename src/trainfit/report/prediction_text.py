@@ -35,7 +35,7 @@ def show(
     _memory(out, estimate)
     _phases(out, estimate)
     _holders(out, estimate)
-    heading(out, "One step")
+    heading(out, f"One step{_of_one(estimate)}")
     rows(out, _step_lines(estimate), "left", "right", "wrap")
     bullets(out, "Operations without a FLOP rule (counted as 0)", estimate.ops_without_flops)
     shown = {*notes, *estimate.warnings}
@@ -105,7 +105,8 @@ def speed(recipe: Recipe | None, estimate: Estimate) -> str:
     step = f"a step {format_seconds(estimate.step_s)}{between}"
     if estimate.tokens_per_s is None:
         return f"{step}{mfu}"
-    return f"{estimate.tokens_per_s:,.0f} tokens/s{mfu}, {step}"
+    every = " in all" * (estimate.num_gpus > 1)
+    return f"{estimate.tokens_per_s:,.0f} tokens/s{every}{mfu}, {step}"
 
 
 def cost(recipe: Recipe | None, estimate: Estimate) -> str:
@@ -117,12 +118,17 @@ def cost(recipe: Recipe | None, estimate: Estimate) -> str:
     return f"{money.per_million_tokens:.4g} $ a million tokens, {money.per_hour:.2f} $ an hour ({gpus})"
 
 
+def _of_one(estimate: Estimate) -> str:
+    """Return what a heading adds where the figures below it are of one GPU of several."""
+    return " of one GPU" * (estimate.num_gpus > 1)
+
+
 def _memory(out: Console, estimate: Estimate) -> None:
     label = len("pinned on the host" if estimate.host_bytes else "on the device")
     blocks, width = can_draw(out), max(0, min(40, out.width - 27 - label))
     whole = _full_bar(estimate)
     peak = estimate.peak_allocated_bytes
-    heading(out, f"Memory at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
+    heading(out, f"Memory{_of_one(estimate)} at the peak ({estimate.peak_phase.replace('.', ' step, ')})")
 
     def line(name: str, size: int, share: str = "") -> list[str]:
         return [name, format_bytes(size), share, bar(size / whole, width, blocks=blocks)]

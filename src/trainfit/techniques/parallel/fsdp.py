@@ -6,6 +6,8 @@ and its backward. Several replicas of the shards (HSDP) all-reduce their gradien
 
 from __future__ import annotations
 
+from trainfit.catalog.load import model_config
+from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques.base import Technique, value_at
@@ -25,12 +27,23 @@ ALLOWED: dict[str, tuple[object, ...]] = {
 """Field -> values that work on sharded parameters."""
 
 
+MAX_TRACED_LAYERS = 64
+"""Of deeper models three layers stand for all (70B over 64: -0.03 % allocated, +0.12 % reserved)."""
+
+
 def check(recipe: Recipe) -> None:
     """Refuse what does not work on sharded parameters, or was not tried.
 
     Raises:
         InputError: naming the field.
     """
+    if recipe.hardware.gpu == CPU:
+        raise InputError(
+            "gpu: cpu is this machine, one device",
+            "name a GPU, such as hardware.gpu: h100-sxm, or use hardware.count: 1",
+            field="hardware.count",
+            value=recipe.hardware.count,
+        )
     for field, values in ALLOWED.items():
         value = value_at(recipe, field)
         if value not in values:
@@ -47,8 +60,9 @@ def check_device(recipe: Recipe, device_type: str) -> None:
     """Refuse to run on real devices.
 
     Raises:
-        InputError: always.
+        InputError: always; first what ``check`` refuses.
     """
+    check(recipe)
     raise InputError(
         "several GPUs are predicted; they are not measured or trained on in this version",
         "use hardware.count: 1, or predict",
@@ -83,6 +97,12 @@ def _describe(recipe: Recipe) -> str:
     return f"{mesh.replicate} replicas of {shards}" if mesh.shard > 1 else f"FSDP2, {mesh.replicate} replicas"
 
 
+def _trace_whole(recipe: Recipe) -> bool:
+    """Return whether every layer is traced: when a block is gathered and freed depends on its neighbours."""
+    config = model_config(recipe.model.config)
+    return int(config.get("num_hidden_layers", 0)) <= MAX_TRACED_LAYERS  # pyright: ignore[reportArgumentType]
+
+
 TECHNIQUE = Technique(
     name="fsdp",
     order=235,
@@ -97,5 +117,5 @@ TECHNIQUE = Technique(
         {"hardware": {"count": 2}},
         {"hardware": {"count": 4}, "parallel": {"replicate": 2, "shard": 2}},
     ),
-    trace_whole=lambda recipe: True,  # Where a block is gathered depends on its neighbours.
+    trace_whole=_trace_whole,
 )
