@@ -255,8 +255,8 @@ def _rows_to_recover(path: Path) -> Iterator[Callable[[], Record]]:
         counter, end = "SELECT seq FROM sqlite_sequence WHERE name = 'records'", None
         with suppress(sqlite3.DatabaseError):  # Without the counter only the table itself says where it ends.
             end = database.execute(counter).fetchone()
-        ((last,),) = (end,) if end else database.execute("SELECT max(number) FROM records").fetchall()
-        for number in range(1, (last or 0) + 1):
+        last = (end and end[0]) or database.execute("SELECT max(number) FROM records").fetchone()[0] or 0
+        for number in range(1, last + 1):
             yield partial(_record_of_number, database, number, f"{path}, record {number}")
 
 

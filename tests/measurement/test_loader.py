@@ -149,7 +149,7 @@ def test_a_signal_to_the_whole_group_saves_and_stops(tmp_path: Path, monkeypatch
     (tmp_path / "trains_in_group.py").write_text(GROUP)
     monkeypatch.syspath_prepend(tmp_path)
     group = forked(tmp_path, "trains_in_group")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not list(tmp_path.glob("run/checkpoints/*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(group, signal.SIGTERM)

@@ -174,6 +174,23 @@ def test_predicted_bytes_of_an_8b_base():
         assert not ledger.ops_without_flops
 
 
+def test_predicted_bytes_of_a_transformers_base():
+    """Query, key, value, gate and up are separate matrices here; the embedding and the head keep 16 bits."""
+    config = with_layers("llama-3.1-8b", 2) | {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    }  # fmt: skip
+    quantized = 2 * 1024 * (1024 + 2 * 256 + 1024 + 3 * 2048)
+    num_rows = 2 * (1024 + 2 * 256 + 1024 + 2 * 2048 + 1024)
+    whole = 2 * 1024 * 1024 + 5 * 1024
+    for kind, num_bytes in (("nf4", quantized * 4.127 / 8), ("int8", quantized + 4 * num_rows)):
+        options = {"quantize": kind, "precision": "bf16", "batch": Batch(seq=16)}
+        ledger = trace(recipe_of(config, adapter=Adapter(kind="lora", dtype="base"), **options))
+        assert ledger.params == quantized + whole + ledger.trainable_params
+        expected = num_bytes + 2 * (whole + ledger.trainable_params)
+        assert sums(ledger)["phases"]["after_init"] == pytest.approx(expected, rel=3e-3)
+
+
 def test_a_step_with_few_layers_tells_the_whole_models():
     """The middle layers stand for the others, codes included; init leaves no more than a block behind."""
     config = with_layers("llama-3.2-1b", 5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import parallel_cases as cases
-from ranks import Ranks
+from parallel_cases import Ranks
 
 EQUAL = 1e-6
 

@@ -55,7 +55,7 @@ EAGER = {
     "cpu": tiny_recipe(hardware=Hardware(gpu="cpu")),
 }
 COMPILED = {
-    "block": tiny_recipe(compile="block", precision="amp-bf16"),
+    "block": tiny_recipe("native", layers=1, compile="block", precision="amp-bf16"),
     "budget": tiny_recipe("native", layers=1, compile="model", recompute={"budget": 0.5}),
 }
 

@@ -19,6 +19,7 @@ from trainfit.report.prediction_text import show
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
+from trainfit.spec.sweep import Row
 from trainfit.techniques.parallel import fsdp
 
 LAYERS = 4
@@ -110,9 +111,23 @@ def test_more_gpus_need_less_memory_each_and_cost_more_an_hour() -> None:
     assert two.params == eight.params == predicted(1).params
     assert two.step_s is not None
     assert two.tokens_per_s == pytest.approx(2 * 32 / two.step_s)
+    row = Row(
+        variant="two", recipe=recipe(2).content(), recipe_id="", status="done", estimate=two
+    )  # fmt: skip
+    assert row.predicted_samples_per_s == pytest.approx(two.tokens_per_s / 16)
     assert two.cost is not None
     assert two.cost.per_hour == 2 * two.cost.price_per_gpu_hour
     assert not predicted(1).traffic
+
+
+def test_collectives_leave_a_host_by_the_catalogs_number_of_gpus() -> None:
+    found = ledger(4)
+    for name, between_hosts in (("h200", False), ("gb200", False), ("rtx-4090", True), ("gh200-96gb", True)):
+        assert {one.between_hosts for one in communication.traffic(found, gpu(name))} == {between_hosts}
+        assert (
+            any("between hosts" in line for line in communication.assumptions(found, gpu(name)))
+            is between_hosts
+        )
 
 
 def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
@@ -163,5 +178,5 @@ def test_deep_models_are_traced_with_three_layers(monkeypatch: pytest.MonkeyPatc
     assert len(found.ops) <= len(ledger(4).ops)
     short = replay_on(gpu("h200"), found)[0]
     assert short.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=1e-3)
-    assert communication.traffic(found) == communication.traffic(ledger(4))
+    assert communication.traffic(found, gpu("h200")) == predicted(4).traffic
     assert any("traced once" in line for line in communication.assumptions(found, gpu("h200")))

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from tiny_sweep import BASE, sweep_of
+from trainfit.cli.main import main
 from trainfit.measurement import process
 from trainfit.report.html import sweep_page as page
 from trainfit.report.sweep import markdown_table, text_table, unit
@@ -238,6 +240,19 @@ def test_utilisation_is_of_the_users_peak_or_of_the_gpu_that_ran(ended: Any):
     own = request.model_copy(update={"own_peak_flops_per_s": 1e12})
     assert own.peak_flops_per_s(on_cuda=False) == own.peak_flops_per_s(on_cuda=True) == 1e12
     assert own.id == request.id
+
+
+def test_predict_only_runs_no_step_and_names_the_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, forks = tmp_path / "both.yaml", Forks()
+    file.write_text(f"{BASE}list: [{{name: one}}]\nmeasure: {{}}\ntrain: {{steps: 1}}\n")
+    monkeypatch.setattr("trainfit.cli.sweep.executing", lambda *_: nullcontext(forks))
+    assert main(["sweep", str(file), "--out", str(tmp_path / "out.jsonl"), "--predict-only"]) == 0
+    assert forks.ran == [("predict", "one")]
+    out = capsys.readouterr().out
+    assert "Sweep both: 1 variants" in out
+    assert re.search(r"^holds for torch \d\S+, transformers \d\S+$", out, re.M)
 
 
 class Planner:

@@ -1,6 +1,8 @@
 """Plans by block and budgets in GiB: the same gradients, the predicted bytes, never over the budget."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft  # noqa: F401
@@ -9,6 +11,7 @@ import torch
 import transformers.optimization  # noqa: F401 - a few tensors are made while these two are imported, the first time
 from torch import Tensor, nn
 
+import trainfit
 from tiny_step import gradients, same_bits
 from trainfit.checkpointing.rematerialize import SavedTensorMode
 from trainfit.measurement.process import forked
@@ -163,6 +166,26 @@ def test_a_plan_is_within_its_budget_and_less_budget_is_never_faster(
     assert times == sorted(times)
 
 
+def test_measure_and_train_run_the_plan_of_a_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole, least = (predict(DEEP.model_copy(update={"recompute": how})) for how in ("none", "full"))
+    recipe = budget(DEEP, (whole.peak_allocated_bytes + least.peak_allocated_bytes) / 2)
+    built: list[Recipe] = []
+
+    def runs(recipe: Recipe, *_: Any, **__: Any) -> None:
+        built.append(recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainfit.measurement.run.measure", runs)
+    monkeypatch.setattr("trainfit.training.loop.train", runs)
+    with pytest.raises(KeyboardInterrupt):
+        trainfit.measure(recipe, device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        trainfit.train(recipe, device="cpu", out=tmp_path)
+    planned = plan(recipe).recipe
+    assert isinstance(planned.recompute, Layers)
+    assert built == [planned, planned]
+
+
 def test_compiled_blocks_keep_everything_or_only_their_input() -> None:
     config = SMALL | {"num_hidden_layers": 4}
     recipe = recipe_of(config, "native", batch=Batch(micro=4, seq=64), compile="block")
@@ -170,6 +193,26 @@ def test_compiled_blocks_keep_everything_or_only_their_input() -> None:
     assert found.choices == [Option("none"), Option("full")]
     assert found.recipe(recipe, 0).recompute == "none"
     assert found.recipe(recipe, int(found.peak_bytes.argmin())).recompute == layers(("full", 0.0, 4))
+
+
+def test_the_excess_of_a_traced_peak_corrects_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short trace of compiled blocks lacks their tuning, which the whole trace of a plan has."""
+    excess, tried = 50 * 2**20, []
+
+    def traced(recipe: Recipe, found: planning.Candidates, index: int) -> planning.Plan:
+        tried.append(index)
+        peak: Any = SimpleNamespace(peak_allocated_bytes=found.peak_bytes[index] + excess)
+        return planning.Plan(found.recipe(recipe, index), peak)
+
+    monkeypatch.setattr(planning, "_traced", traced)
+    peaks = planning.candidates(budget(DEEP, GIB)).peak_bytes
+    allowed = (peaks.min() + peaks.max()) / 2
+    found = plan(budget(DEEP, allowed + excess))
+    assert tried == [0, int((peaks <= allowed).argmax())]
+    assert found.estimate.peak_allocated_bytes <= allowed + excess
+    with pytest.raises(InputError, match="the least that any plan reaches is"):
+        plan(budget(DEEP, allowed))
+    assert tried[-1] == int(peaks.argmin())
 
 
 def test_all_the_memory_there_is_needs_no_plan() -> None:

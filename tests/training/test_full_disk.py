@@ -20,6 +20,7 @@ from tiny_training import Listener, asked, losses_in_log, tiny
 from trainfit import records
 from trainfit.cli.main import guarded
 from trainfit.measurement.process import forked
+from trainfit.measurement.trial import ended_by_storage
 from trainfit.spec.files import Appender, StorageError, one_line, storage_failure, writing
 from trainfit.sweeps import parts
 from trainfit.sweeps.journal import RECORDS, Journal
@@ -193,6 +194,15 @@ def test_a_full_record_file_is_an_os_error_with_its_name(small_disk: Path) -> No
     assert [one.recipe["seed"] for one in records.read(path)] == [1]
 
 
+def main(folder: Path) -> int:
+    """Trial whose disk is full: what the process of a sweep's part then does."""
+
+    def run() -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk/model")
+
+    return ended_by_storage(run)
+
+
 class Executor:
     """Each part's result is that of ``run``, called in this process."""
 
@@ -210,7 +220,7 @@ def test_a_trials_full_disk_is_not_its_recipes_failure(
     sweep = sweep_of(tmp_path, BASE + "list: [{name: one}]\ntrain: {steps: 2}\n")
 
     def full(request: PartRequest) -> PartResult:
-        module = "failing_trial" if request.part == "train" else parts.PART_TRIAL
+        module = __name__ if request.part == "train" else parts.PART_TRIAL
         return run_part(request, lambda folder, _: forked(folder, module))
 
     with (

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from command_worker import Ending, Worker
-from machine_speed import slowness
 from tiny_sweep import BASE
 from tiny_training import Listener, asked, losses_in_log, tiny
 from trainfit.cli.main import guarded
@@ -93,13 +92,11 @@ def test_a_signal_during_a_late_import_too(
 STOPPED_IN = """
 import os, signal, time
 import trainfit.training.{module} as module
-plain = module.{name}
 
 def stopped(*arguments, **options):
     os.kill(os.getpid(), signal.SIGTERM)
-    for _ in range(600):
+    while True:
         time.sleep(0.1)
-    return plain(*arguments, **options)
 
 module.{name} = stopped
 """
@@ -129,8 +126,7 @@ def test_a_run_that_is_ended_at_every_stage_has_the_losses_of_an_unbroken_one(
 
     def stopped_in(module: str, name: str, saved: str, *more: str) -> None:
         ended = go(*more, first=STOPPED_IN.format(module=module, name=name))
-        assert ended.wall_s < 30 * slowness(), "it did not wait for the work"
-        assert (ended.code, ended.out) == (75, "")
+        assert (ended.code, ended.out) == (75, ""), "it does not wait for the work"
         assert ended.err.splitlines()[-1] == f"trainfit: SIGTERM: stopped; {saved}"
         assert not list((tmp_path / "run").rglob(".unfinished*"))
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from tiny_training import Listener, asked, stop_at, tiny
+import trainfit
+from tiny_training import LLAMA, Listener, asked, stop_at, tiny
+from trainfit.prediction.estimate import predict
 from trainfit.spec.errors import InputError
 from trainfit.training.log import TensorBoard
 from trainfit.training.loop import _deterministic, train
@@ -61,6 +63,22 @@ def test_observers_are_called_in_order_with_every_metric(tmp_path):
     assert summary.peak_memory_is == "live-tensors"
     state_bytes, logits_bytes = 16 * summary.run.params, 4 * 32 * 384 * 4
     assert state_bytes < summary.peak_memory_bytes < state_bytes + 20 * logits_bytes
+
+
+def test_live_mfu_is_that_of_the_predicted_flops(tmp_path):
+    """With a window, model FLOPs are of visible pairs only; eager attention executes all of them."""
+    config = {**LLAMA, "model_type": "mistral", "sliding_window": 8}
+    recipe, listener = tiny("attention=eager", "recompute=full", config=config), Listener()
+    trainfit.train(
+        recipe, out=tmp_path, steps=2, data="stories:60", device="cpu", peak_flops=1e12, tensorboard=False,
+        observers=[listener],
+    )  # fmt: skip
+    estimate = predict(recipe)
+    assert len(listener.steps) == 2
+    for metrics in listener.steps:
+        assert metrics.mfu == pytest.approx(estimate.model_flops / metrics.step_s / 1e12)
+        assert metrics.hfu == pytest.approx(estimate.hardware_flops / metrics.step_s / 1e12)
+        assert metrics.hfu > 1.2 * metrics.mfu
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from trainfit.catalog.families import FAMILIES
 from trainfit.catalog.load import gpu, gpu_of_device, gpus
 from trainfit.cli.main import main
 from trainfit.measurement.environment import host_environment
+from trainfit.measurement.process import forked
+from trainfit.measurement.run import measure
 from trainfit.records import read
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -126,6 +129,7 @@ def test_a_cpu_is_verified_to_the_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setattr(this_device, "device_name", lambda: None)
+    monkeypatch.setattr(verify, "measure", partial(measure, start=forked))
     records = tmp_path / "verify.sqlite"
     assert main(["verify", "--count", "1", "--json", "--record", str(records)]) == 0
     captured = capsys.readouterr()

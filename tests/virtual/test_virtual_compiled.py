@@ -93,15 +93,21 @@ def test_a_product_that_tensor_cores_cannot_take_is_padded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "fields"),
+    ("mode", "code", "layers", "fields"),
     [
-        pytest.param("block", {"precision": "amp-bf16", "recompute": "full"}, id="block-amp-recompute"),
-        pytest.param("block", {"batch": Batch(micro=2, seq=16, accumulate=2)}, id="block-accumulate"),
-        pytest.param("model", {"recompute": "full", "precision": "bf16"}, id="model-recompute"),
+        pytest.param(
+            "block", "hf", 2, {"precision": "amp-bf16", "recompute": "full"}, id="block-amp-recompute"
+        ),
+        pytest.param(
+            "block", "native", 2, {"batch": Batch(micro=2, seq=16, accumulate=2)}, id="block-accumulate"
+        ),
+        pytest.param("model", "hf", 1, {"recompute": "full", "precision": "bf16"}, id="model-recompute"),
     ],
 )
-def test_compiled_code_saves_no_more_and_computes_the_same(mode: Any, fields: dict[str, Any]) -> None:
-    recipe = tiny_recipe(layers=2, **fields)
+def test_compiled_code_saves_no_more_and_computes_the_same(
+    mode: Any, code: str, layers: int, fields: dict[str, Any]
+) -> None:
+    recipe = tiny_recipe(code, layers, **fields)
     eager, compiled = trace(recipe), trace(recipe.model_copy(update={"compile": mode}))
     assert activation_bytes(compiled) <= activation_bytes(eager)
     eager_flops, compiled_flops = steady_sum(eager, "model_flops"), steady_sum(compiled, "model_flops")
@@ -125,7 +131,7 @@ def activation_bytes(ledger: Ledger) -> int:
 
 def test_an_update_in_the_backward_frees_gradients() -> None:
     """By block the gradients of one block are alive at a time; nothing is left for the optimizer's phase."""
-    recipe = tiny_recipe(layers=2, compile="block")
+    recipe = tiny_recipe("native", compile="block")
     in_backward = recipe.model_copy(
         update={"optimizer": recipe.optimizer.model_copy(update={"in_backward": True})}
     )
@@ -145,9 +151,13 @@ def test_one_graph_serves_all_blocks_and_both_steps() -> None:
             assert virtual.compiler.num_graphs == 1
 
 
-@pytest.mark.parametrize("adapter", [None, Adapter(kind="lora", rank=4)], ids=["all", "lora"])
-def test_blocks_that_repeat_equal_all_of_them(adapter: Adapter | None) -> None:
-    recipe = tiny_recipe(layers=5, compile="block", adapter=adapter)
+@pytest.mark.parametrize(
+    ("implementation", "adapter"),
+    [("native", None), ("hf", Adapter(kind="lora", rank=4, targets=("q_proj",)))],
+    ids=["all", "lora"],
+)
+def test_blocks_that_repeat_equal_all_of_them(implementation: str, adapter: Adapter | None) -> None:
+    recipe = tiny_recipe(implementation, layers=5, compile="block", adapter=adapter)
     folded, whole = _trace(recipe, whole=False), _trace(recipe, whole=True)
     assert folded.repeat > 1
     a, b = sums(folded), sums(whole)

@@ -101,7 +101,12 @@ def visible_gpus() -> list[str]:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return _listed()
     nvml = _started()
-    return [] if nvml is None else [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    if nvml is None:
+        return []
+    try:
+        return [str(index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError:
+        return []
 
 
 def _listed() -> list[str]:

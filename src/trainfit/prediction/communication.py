@@ -11,18 +11,17 @@ from trainfit.spec.result import Traffic
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
-GPUS_PER_HOST = 8
 HOST_LINK = "ib-ndr"
 """Between hosts, one a GPU; an assumption, listed in the estimate."""
 BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
 """Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
 
 
-def traffic(ledger: Ledger) -> tuple[Traffic, ...]:
+def traffic(ledger: Ledger, gpu: Gpu) -> tuple[Traffic, ...]:
     """Return what one rank sends in a steady step, by kind of collective and size of the group."""
     found: dict[tuple[str, int, bool], list[Collective]] = {}
     for one in _steady(ledger):
-        found.setdefault((one.name, one.num_ranks, one.span > GPUS_PER_HOST), []).append(one)
+        found.setdefault((one.name, one.num_ranks, _leaves_host(one, gpu)), []).append(one)
     return tuple(
         Traffic(
             kind=name,
@@ -44,7 +43,7 @@ def collectives_s(ledger: Ledger, gpu: Gpu) -> dict[int, tuple[float, float]]:
     """Return, for each segment of the steady step, the seconds of all its collectives and of the first."""
     found: dict[int, tuple[float, float]] = {}
     for one in _steady(ledger):
-        used = link(gpu.link if one.span <= GPUS_PER_HOST and gpu.link != "none" else HOST_LINK)
+        used = link(HOST_LINK if _leaves_host(one, gpu) else gpu.link)
         seconds = sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
         total, first = found.get(one.segment, (0.0, seconds))
         found[one.segment] = total + ledger.times(one) * seconds, first
@@ -55,8 +54,8 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     """Return what the time of the collectives rests on; empty for one GPU."""
     if not ledger.collectives:
         return ()
-    hosts = any(one.span > GPUS_PER_HOST for one in ledger.collectives)
-    between = f", {GPUS_PER_HOST} GPUs a host and {HOST_LINK} for each GPU between hosts" if hosts else ""
+    hosts = any(_leaves_host(one, gpu) for one in ledger.collectives)
+    between = f", {gpu.gpus_per_host} GPUs a host and {HOST_LINK} for each GPU between hosts" if hosts else ""
     repeated = (
         ("FSDP2 with layers traced once: within 0.03 % (allocated) of all traced, for llama-3.1-70b over 64",)
         if ledger.repeat > 1
@@ -68,6 +67,10 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         "they overlap the computation except for each phase's first",
         "memory is that of rank 0, whose shards are the largest; NCCL's own buffers are not counted",
     )
+
+
+def _leaves_host(one: Collective, gpu: Gpu) -> bool:
+    return one.span > gpu.gpus_per_host
 
 
 def _steady(ledger: Ledger) -> list[Collective]:

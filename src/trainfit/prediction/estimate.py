@@ -120,7 +120,7 @@ def summary(gpu: Gpu, ledger: Ledger, replayed: Replay, time: Roofline | None, *
         mfu=model_flops / step_s / peak if step_s and peak else None,
         hfu=hardware_flops / step_s / peak if step_s and peak else None,
         cost=None,
-        traffic=communication.traffic(ledger),
+        traffic=communication.traffic(ledger, gpu),
         assumptions=ledger.assumptions,
         ops_without_flops=ledger.ops_without_flops,
         warnings=_little_headroom(gpu.usable_bytes - peak_device_bytes, gpu.usable_bytes, fits=fits),

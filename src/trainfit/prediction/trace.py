@@ -118,6 +118,7 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
     if traits is None:
         registry.check_device(recipe, "cpu")
     with ExitStack() as stack:
+        stack.enter_context(exclusive())  # Another thread's process group would be taken for a real one.
         mesh = stack.enter_context(fake_group(*mesh_of(recipe))) if recipe.hardware.count > 1 else None
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
         if mesh is not None:

@@ -187,8 +187,10 @@ class Row(Value):
 
     @property
     def predicted_samples_per_s(self) -> float | None:
-        step_s = self.estimate.step_s if self.estimate else None
-        return self.samples / step_s if step_s else None
+        """Of all GPUs, as ``predicted_tokens_per_s``."""
+        if self.estimate is None or not self.estimate.step_s:
+            return None
+        return self.samples * self.estimate.num_gpus / self.estimate.step_s
 
     @property
     def samples_per_s(self) -> float | None:

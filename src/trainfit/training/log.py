@@ -167,7 +167,8 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
 
 def _ranges(steps: Sequence[int]) -> str:
     """Format increasing step numbers such as ``step 3`` or ``steps 3 to 5, 9``."""
-    first = [step for step in steps if step - 1 not in steps]
-    last = [step for step in steps if step + 1 not in steps]
+    present = set(steps)
+    first = [step for step in steps if step - 1 not in present]
+    last = [step for step in steps if step + 1 not in present]
     words = [str(one) if one == end else f"{one} to {end}" for one, end in zip(first, last, strict=True)]
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(words)}"

@@ -135,14 +135,17 @@ def restored_random() -> Iterator[None]:
 
 @contextmanager
 def _restored(settings: list[Setting]) -> Iterator[None]:
-    """Write back what has changed on exit, the last setting first."""
-    before = [read() for read, _ in settings]
-    try:
+    """Write back what has changed on exit, the last setting first; an error leaves no other one changed."""
+
+    def restore(setting: Setting, value: Any) -> None:
+        read, write = setting
+        if read() != value:
+            write(value)
+
+    with ExitStack() as stack:
+        for setting in settings:
+            stack.callback(restore, setting, setting[0]())
         yield
-    finally:
-        for (read, write), value in reversed(list(zip(settings, before, strict=True))):
-            if read() != value:
-                write(value)
 
 
 def _legacy_precision() -> str | None:
