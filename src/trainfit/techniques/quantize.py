@@ -15,9 +15,6 @@ def check(recipe: Recipe) -> None:
     if recipe.precision == "fp8":
         problem = "fp8 products quantise whole weights at each step, and these are stored quantised"
         raise refusal(recipe, "quantize", problem, "use precision: bf16 with quantize: fp8")
-    if recipe.parallel.world_size > 1:
-        remedy = "use one GPU, or quantize: null"
-        raise refusal(recipe, "quantize", "codes are not shared out over GPUs yet", remedy)
 
 
 def _draw(chance: random.Random, _: Data) -> Data:
