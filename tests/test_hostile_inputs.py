@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from command_worker import Ending, Worker
+from machine_speed import slowness
 from tiny_sweep import BASE
 from trainfit.catalog.config_checks import check_config
 from trainfit.cli.main import main
@@ -21,6 +22,7 @@ from trainfit.spec import files
 from trainfit.spec.errors import InputError
 from trainfit.techniques.adapter._target_pattern import check_pattern
 
+CPU_S = 6.0
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 384, "max_position_embeddings": 64,
@@ -41,6 +43,7 @@ def refused(ending: Ending, says: str = "") -> None:
     assert ending.err.startswith("trainfit: error: ")
     assert says in ending.err
     assert not ending.out
+    assert ending.cpu_s < CPU_S * slowness()
 
 
 def predicted(worker: Worker, config: dict[str, Any], folder: Path, implementation: str = "hf") -> Ending:
