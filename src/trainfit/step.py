@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainfit.models.build import build_model
 from trainfit.models.layers import max_positions
@@ -23,6 +22,9 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.techniques import registry
 from trainfit.techniques.draft import Compiler, ContextFactory, Draft, LossFunction, weight_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Batch = dict[str, Tensor]
 """One micro-batch: ``input_ids`` and ``labels``, both int64 [b, s]; the model shifts the labels."""

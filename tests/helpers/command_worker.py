@@ -29,11 +29,12 @@ IMPORTS = (
 
 @dataclass(frozen=True)
 class Ending:
-    """Result of one command line: exit code (negative: the signal) and output."""
+    """Result of one command line: exit code (negative: the signal), output and processor time."""
 
     code: int
     out: str
     err: str
+    cpu_s: float
 
 
 class Worker:
@@ -104,12 +105,15 @@ def _ending(request: dict[str, Any]) -> dict[str, Any]:
         child = os.fork()
         if child == 0:
             _run(request, out.fileno(), err.fileno())
-        _, status = os.waitpid(child, 0)
+        _, status, usage = os.wait4(child, 0)
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read(10**6).decode(errors="replace"))
-        return {"code": os.waitstatus_to_exitcode(status), "out": texts[0], "err": texts[1]}
+        return {
+            "code": os.waitstatus_to_exitcode(status), "out": texts[0], "err": texts[1],
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+        }  # fmt: skip
 
 
 def _run(request: dict[str, Any], out: int, err: int) -> None:

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainfit.catalog.load import gpu as find_gpu
 from trainfit.catalog.names import CPU
@@ -24,7 +23,6 @@ from trainfit.step import Step, assemble
 from trainfit.techniques import registry
 from trainfit.techniques.base import Technique
 from trainfit.techniques.parallel.fsdp import mesh_of
-from trainfit.virtual.cluster.rank import fake_group, one_rank
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -119,11 +117,15 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
         registry.check_device(recipe, "cpu")
     with ExitStack() as stack:
         stack.enter_context(exclusive())  # Another thread's process group would be taken for a real one.
-        mesh = stack.enter_context(fake_group(*mesh_of(recipe))) if recipe.hardware.count > 1 else None
+        if recipe.hardware.count == 1:
+            yield stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
+            return
+        from trainfit.virtual.cluster.rank import fake_group, one_rank  # Imports torch.distributed.
+
+        mesh = stack.enter_context(fake_group(*mesh_of(recipe)))
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
-        if mesh is not None:
-            virtual.mesh = mesh
-            stack.enter_context(one_rank(virtual.tracer))
+        virtual.mesh = mesh
+        stack.enter_context(one_rank(virtual.tracer))
         yield virtual
 
 
@@ -183,7 +185,7 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
         batches = step.random_batches()
 
         def on_phase(phase: str, name: str = name) -> None:
-            if phase == "optimizer":
+            if phase == "optimizer" and virtual.mesh is not None:
                 _own_sharded_gradients(step, virtual)
             virtual.begin(name, phase)
 
@@ -196,6 +198,8 @@ def run_steps(step: Step, virtual: VirtualGpu) -> None:
 
 def _own_sharded_gradients(step: Step, virtual: VirtualGpu) -> None:
     """Assign the gradients that a reduce-scatter made; autograd's hooks assign the others."""
+    from torch.distributed.tensor import DTensor
+
     for parameter in step.model.parameters():
         if isinstance(parameter, DTensor) and parameter.grad is not None:
             virtual.tracer.live.own(parameter.grad, "gradients", virtual.scope_of(parameter))

@@ -5,11 +5,11 @@ Inside, tensors are fake, composite operations decompose as on CUDA, and the tra
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 
 from trainfit.ledger.ledger import Ledger
 from trainfit.virtual.compile import VirtualCompiler
@@ -22,6 +22,9 @@ from trainfit.virtual.trace.host_tensors import HostTensorMode, PlacementState
 from trainfit.virtual.trace.process_state import frozen_gc, restored_settings
 from trainfit.virtual.trace.scope import LayerGroups, Scope, ScopeTracker
 from trainfit.virtual.trace.tracer import Tracer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class VirtualGpu:
