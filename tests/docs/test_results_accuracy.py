@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks.tables import accuracy, blind, commits, joined
+from benchmarks.tables import accuracy, blind, commits, joined, several_gpus
 from benchmarks.tables.accuracy import ANEW, FIRST, PEAKS, suite, time_ratios, verdicts
 from benchmarks.tables.errors import exact, percentile_95, share, worst
 from benchmarks.tables.joined import errors
@@ -326,3 +326,12 @@ def test_the_lost_commits_are_those_that_git_does_not_hold() -> None:
 def test_first_predictions_are_of_the_measured_recipes() -> None:
     first = {one.recipe_id for one in joined.records(joined.FIRST_FILE)}
     assert {one.recipe.id for one in suite()[ANEW]} <= first
+
+
+def test_recipes_of_two_gpus_are_exact_but_for_the_barriers_tensor() -> None:
+    found = several_gpus.comparisons()
+    (num,) = figures(PAGE, r"# recipes for two H200s of one host")
+    (barrier,) = figures(PAGE, r"Rows that are off by # bytes")
+    assert len(found) == int(num)
+    assert {one.error_bytes() for one in found} == {0, -int(barrier)}
+    assert {one.recipe.hardware.count for one in found} == {2}

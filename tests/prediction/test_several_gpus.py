@@ -139,6 +139,13 @@ def test_accumulated_gradients_are_scattered_once_a_micro_batch() -> None:
 def test_what_does_not_work_on_shards_is_refused() -> None:
     with pytest.raises(InputError, match=r"optimizer.name.*hardware.count: 2"):
         trace(recipe(2, optimizer={"name": "muon"}))
+    for fields in (
+        {"optimizer": {"name": "adamw", "clip_norm": 1.0}},
+        {"recompute": {"layers": [{"recompute": "full", "count": LAYERS}]}},
+        {"adapter": {"kind": "prompt"}},
+    ):
+        with pytest.raises(InputError, match=r"on several GPUs \(hardware.count: 2\)"):
+            trace(recipe(2, **fields))
     with pytest.raises(ValueError, match="hardware.count is 4"):
         recipe(4, parallel=Parallel(shard=2))
 

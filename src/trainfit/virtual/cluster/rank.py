@@ -58,7 +58,7 @@ def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[Devic
 
 @contextmanager
 def one_rank(tracer: Tracer) -> Iterator[None]:
-    """Record what distributed code does beside the dispatcher's operations on new tensors.
+    """Record what distributed code does in addition to operations on new tensors.
 
     - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
       anew.
