@@ -6,12 +6,13 @@ highest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,10 +27,17 @@ PROPAGATE = "_propagate_tensor_meta_non_cached"
 """Runs an operation on whole tensors for the shape of its result."""
 RESIZED = "resized"
 """Name of the allocation that replaces a storage which is resized in place."""
+GATHERS = "_c10d_functional::all_gather_into_tensor"
+"""Has no argument of the size of its result."""
 COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
+    GATHERS: "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
     "c10d::broadcast_": "broadcast",
 }
 """Schema name -> name in the ledger."""
@@ -57,7 +65,9 @@ def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[Devic
 
 
 @contextmanager
-def one_rank(tracer: Tracer) -> Iterator[None]:
+def one_rank(
+    tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.current_stream
+) -> Iterator[None]:
     """Record what distributed code does in addition to operations on new tensors.
 
     - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
@@ -70,7 +80,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
     live = tracer.live
     resize, add = torch.UntypedStorage.resize_, live.add
     propagate = getattr(ShardingPropagator, PROPAGATE)
-    streams = {torch.cpu.current_stream(): 0}
+    streams = {current_stream(): 0}
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         index = live.index_of_storage(storage)
@@ -85,7 +95,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
 
     def added(*args: Any) -> int:
         index = add(*args)
-        stream = streams.setdefault(torch.cpu.current_stream(), len(streams))
+        stream = streams.setdefault(current_stream(), len(streams))
         if stream:
             live.ledger.storages[index] = live.ledger.storages[index]._replace(stream=stream)
             live.categorise("communication", (index,))
@@ -93,18 +103,20 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
 
     def collective(func: Any, args: Any) -> None:
         name = COLLECTIVES.get(func._schema.name)
+        if name is None:
+            return
         group = next((found for arg in args if (found := _group(arg)) is not None), None)
-        if name is None or group is None or group.size() == 1:
+        if group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        num_bytes = max(t.nbytes for arg in args for t in _tensors(arg))
+        num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         live.ledger.collectives.append(
             Collective(
                 name,
                 live.segment,
                 live.current_group,
                 len(live.ledger.ops) - 1,
-                num_bytes,
+                num_bytes * len(ranks) if func._schema.name == GATHERS else num_bytes,
                 num_ranks=len(ranks),
                 span=ranks[-1] - ranks[0] + 1,
             )
@@ -119,7 +131,11 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
 
 
 def _group(arg: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operation's argument boxes."""
+    """Return the process group that an operation's argument is, boxes or names; None: another argument."""
+    if isinstance(arg, dist.ProcessGroup):
+        return arg
+    if isinstance(arg, str) and arg in c10d._world.pg_names.values():
+        return c10d._resolve_process_group(arg)  # pyright: ignore[reportArgumentType]
     if not isinstance(arg, torch.ScriptObject):
         return None
     try:
