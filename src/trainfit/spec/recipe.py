@@ -223,12 +223,20 @@ class Hardware(Value):
 
     gpu: str = DEFAULT_GPU
     count: PositiveInt = 1
+    nodes: PositiveInt | None = None  # Hosts, with equally many GPUs each; None: the catalog's GPUs a host
     price_per_hour: Annotated[float, Field(ge=0)] | None = None  # US dollars for one GPU and one hour
 
     @field_validator("gpu")
     @classmethod
     def _name_of_the_catalog(cls, gpu: str) -> str:
         return names().gpu_name(gpu)
+
+    @model_validator(mode="after")
+    def _equal_hosts(self) -> "Hardware":
+        if self.nodes is not None and self.count % self.nodes:
+            problem = f"{self.count} GPUs cannot be shared equally by {self.nodes} hosts"
+            raise disagreement(problem, "write a divisor of hardware.count", field="hardware.nodes")
+        return self
 
 
 class Recipe(Value):
@@ -318,6 +326,7 @@ LATER: dict[str, Any] = {
     "parallel.reshard_after_forward": True,
     "parallel.bucket_mb": 25.0,
     "parallel.sync_each_batch": None,
+    "hardware.nodes": None,
 }
 """Fields that recipes got after the first records were made -> their defaults."""
 
