@@ -64,9 +64,7 @@ def trace(
         raise InputError("at least one step is traced", "use steps=3", field="steps", value=steps)
     if world_size is not None and world_size < 1:
         raise InputError("at least one rank is traced", "use 1 or more", field="world_size", value=world_size)
-    with user_gpu(
-        row, prefers_cudnn=prefers_cudnn(row), max_steps=steps, num_ranks=world_size
-    ) as virtual:
+    with user_gpu(row, prefers_cudnn=prefers_cudnn(row), max_steps=steps, num_ranks=world_size) as virtual:
         with contextlib.suppress(TraceComplete):
             step()
         segments, whole = virtual.steps.segments(), virtual.steps.num_steps()
@@ -145,6 +143,7 @@ def _holders(ledger: Ledger, replayed: Replay) -> tuple[PeakHolder, ...]:
     return tuple(
         PeakHolder(num_bytes=size, category=category, module=module, operation=name)
         for (category, module, name), size in totals.most_common(NUM_HOLDERS)
+        if size
     )
 
 
@@ -159,5 +158,6 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
     if virtual.buckets is not None:
         notes += virtual.buckets.assumptions(ledger)
+        notes += [] if ledger.collectives else ["no collective ran: the ranks train independently"]
     notes += [line for kind, line in NOT_MODELLED.items() if any(kind in op.name for op in ledger.ops)]
     return (*notes, *sorted(virtual.tracer.notes))

@@ -66,9 +66,7 @@ def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def one_rank(
-    tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.current_stream
-) -> Iterator[None]:
+def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.current_stream) -> Iterator[None]:
     """Record what distributed code does in addition to operations on new tensors.
 
     - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins

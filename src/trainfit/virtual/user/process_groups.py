@@ -57,6 +57,7 @@ def single_rank() -> Iterator[None]:
         )
 
     had_group = dist.is_initialized()
+
     def refused_data_parallel(*_: Any, **__: Any) -> None:
         raise InputError(
             "data parallel training on one rank without --world-size",

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as distributed_checkpoint
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import _dispatch, _op_schema
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainfit.spec.errors import InputError
@@ -31,6 +33,8 @@ STATES = "_get_managed_states"
 """Returns the parameters and buffers that ``fully_shard`` moves to the GPU."""
 BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 """Operations of two ranks, of which only one is traced."""
+NCCL_VERSION = (2, 28, 9)
+"""Of torch 2.13 for CUDA; logged only."""
 Objects = list[Any]
 
 
@@ -82,7 +86,13 @@ def virtual_rank(
             enter(replaced(dist, name, function))
         for name, note in _CHECKPOINTS.items():
             enter(replaced(distributed_checkpoint, name, _noting(tracer.notes, note)))
+        enter(torch._dynamo.config.patch(optimize_ddp=False))
+        enter(replaced(importlib.import_module("torch.cuda.nccl"), "version", lambda: NCCL_VERSION))
+        # Draw random numbers as a single rank does: they are not computed.
+        enter(replaced(_dispatch, "is_rng_supported_mesh", lambda mesh: False))
+        enter(replaced(_op_schema, "_rebuild_tensor_from_dtensor_meta", _whole_tensor))
         enter(replaced(tracer, "before_collective", _check_partner))
+        enter(replaced(FSDPParam, "_init_sharded_param", _on_device(FSDPParam._init_sharded_param)))
         enter(replaced(FSDPParam, "init_unsharded_param", _unnoticed(FSDPParam.init_unsharded_param, steps)))
         for module in (_fsdp_init, _fully_shard):
             if hasattr(module, STATES):  # Which of them calls it depends on PyTorch's version.
@@ -110,7 +120,9 @@ def _new_group(num_ranks: int) -> Callable[..., Any]:
         if not ranks:
             _checked(size, num_ranks)
         more.update(backend_options=None, device_id=None)
-        group, store = original(size, 0 if not ranks else rank, ranks, c10d.Backend("fake"), store, name, **more)
+        group, store = original(
+            size, 0 if not ranks else rank, ranks, c10d.Backend("fake"), store, name, **more
+        )
         if group is not c10d.GroupMember.NON_GROUP_MEMBER:
             c10d._world.pg_map[group] = (backend, store)  # What get_backend returns.
         return group, store
@@ -163,6 +175,26 @@ def _unnoticed(original: Callable[..., Any], steps: StepFollower) -> Callable[..
     return init
 
 
+def _on_device(original: Callable[..., Any]) -> Callable[..., None]:
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.offload_to_cpu:
+            raise InputError(
+                "FSDP2's offload of parameters to the host is not traced",
+                "leave the offload policy out of the traced code",
+                field="step",
+                value="CPUOffloadPolicy",
+            )
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _whole_tensor(spec: Any) -> torch.Tensor:
+    """Return a fake tensor for the shape of DTensor's result, on the CPU: PyTorch without CUDA needs it."""
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+
+
 def _with_buffers_moved(original: Callable[..., Any]) -> Callable[..., Any]:
     """Move buffers to the GPU before ``fully_shard`` would set their data, which are of another type."""
 
@@ -176,12 +208,21 @@ def _with_buffers_moved(original: Callable[..., Any]) -> Callable[..., Any]:
     return states
 
 
-def _noting(notes: set[str], note: str) -> Callable[..., None]:
-    return lambda *_, **__: notes.add(note)
+def _noting(notes: set[str], note: str) -> Callable[..., Future[None]]:
+    """Return a function that adds a note in place of reading or writing a checkpoint."""
+
+    def noted(*_: Any, **__: Any) -> Future[None]:
+        notes.add(note)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    return noted
 
 
 _CHECKPOINTS = {
     "save": "torch.distributed.checkpoint.save wrote nothing: there are no values to keep",
+    "async_save": "torch.distributed.checkpoint.async_save wrote nothing: there are no values to keep",
     "load": "torch.distributed.checkpoint.load read nothing: values are not computed",
 }
 

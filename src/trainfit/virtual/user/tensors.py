@@ -31,6 +31,7 @@ from trainfit.virtual.user.placement import (
     names_host,
 )
 
+PARSE_TO: Callable[..., Any] = torch._C._nn._parse_to  # pyright: ignore[reportAttributeAccessIssue]
 FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 NEW = frozenset(getattr(torch.Tensor, f"new_{name}") for name in ("tensor", "zeros", "ones", "full", "empty"))
 LIKE = frozenset(
@@ -63,7 +64,7 @@ class UserTensorMode(HostTensorMode):
             torch.Tensor.get_device: lambda t: 0 if is_device(t) else -1,
             torch.Tensor.__deepcopy__: self._deepcopy,
             torch.Tensor.__format__: self._format,
-            torch._C._nn._parse_to: _parse_to,
+            PARSE_TO: _parse_to,
             _setter("data"): self._set_data,
             _getter("is_cuda"): is_device,
             _getter("is_cpu"): lambda t: device_of(t).type == "cpu",
@@ -207,7 +208,7 @@ def _address(t: Tensor) -> int:
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
     """Parse the arguments of ``module.to``; PyTorch without CUDA knows no device index."""
     named = [torch.device(CUDA.type, arg) if type(arg) is int else arg for arg in args]
-    return torch._C._nn._parse_to(*named, **kwargs)
+    return PARSE_TO(*named, **kwargs)
 
 
 def _getter(name: str) -> Any:
