@@ -17,7 +17,7 @@ GFX: dict[str, tuple[tuple[int, int], int, int]] = {
 AMDGPU user guide; CDNA white papers)."""
 THREADS_PER_COMPUTE_UNIT = 2048
 ROCM = (
-    "AMD GPU: 76 MiB of hipBLASLt's workspace a thread and attention by AOTriton, from PyTorch's ROCm source; "
+    "AMD GPU: 76 MiB of hipBLASLt's workspace a thread and attention by AOTriton, as in PyTorch's source; "
     "other scratch as on CUDA; nothing measured",
 )
 
