@@ -27,7 +27,7 @@ def local_device(device_type: str) -> torch.device:
 
 @contextmanager
 def process_group(mesh: Parallel, device: torch.device) -> Iterator[DeviceMesh]:
-    """Initialise NCCL (GPU tensors) and gloo (CPU tensors) from torchrun's environment; yield the ranks' mesh.
+    """Initialise NCCL (GPU tensors) and gloo (CPU tensors) from torchrun's environment; yield the mesh.
 
     NCCL's communicators are made on first use: each takes device memory, 366 MiB between two H200s (NCCL
     2.28.9), and the default group's is not needed. Exchange small values as CPU tensors.
