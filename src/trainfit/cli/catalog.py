@@ -60,6 +60,10 @@ def _details(gpu: "Gpu") -> None:
     if gpu.link != "none":
         rate = f"{link(gpu.link).bytes_per_s / 1e9:,.4g} GB/s in one direction"
         speed = f"{gpu.link}, {rate}; {gpu.gpus_per_host} GPUs a host"
+    network = "the same links" if gpu.vendor == "google" else ABSENT
+    if gpu.vendor in ("nvidia", "amd"):
+        rate = f"{link(gpu.network).bytes_per_s / 1e9:,.4g} GB/s in one direction"
+        network = f"{gpu.network}, {rate}, for each GPU; an assumption"
     price = "none that could be dated; give your own: --set hardware.price_per_hour=USD"
     if (source := gpu.price_source) is not None:
         price = f"{source.url} ({source.accessed}): {source.note}"
@@ -69,6 +73,7 @@ def _details(gpu: "Gpu") -> None:
         ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
         ["a process may allocate", format_bytes(gpu.usable_bytes)],
         ["link", speed],
+        ["between hosts", network],
         ["source", f"{gpu.source.url or 'read off this machine'} ({gpu.source.accessed})"],
         ["price", price],
     ]

@@ -97,7 +97,8 @@ class DataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.overlaps = strategy in ("overlapped", "bucketed")
         self._flattens = strategy == "flat"
-        self._synchronize = True
+        self.require_backward_grad_sync = True
+        """False: gradients accumulate locally, as in :meth:`no_sync`. DDP's name for it."""
         self._num_begun = 0
         broadcast([*module.parameters(), *module.buffers()], group)
         limit = {"naive": 0.0, "overlapped": 0.0, "flat": float("inf")}.get(
@@ -114,11 +115,11 @@ class DataParallel(nn.Module):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally; the first backward outside averages their sum."""
-        self._synchronize = False
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self._synchronize = True
+            self.require_backward_grad_sync = True
 
     def wait_for_gradients(self) -> None:
         """Average the gradients that are not yet averaged and wait for all of them.
@@ -142,7 +143,7 @@ class DataParallel(nn.Module):
         self._num_begun += 1
 
     def _gradient_ready(self, bucket: Bucket, parameter: Tensor) -> None:
-        if not self._synchronize:
+        if not self.require_backward_grad_sync:
             return
         if bucket.is_begun:
             raise RuntimeError("a second backward before wait_for_gradients(): use no_sync() to accumulate")

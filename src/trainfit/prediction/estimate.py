@@ -68,6 +68,7 @@ def ledger_of(recipe: Recipe, *, use_cache: bool = True, deterministic: bool = F
 
 def estimate(recipe: Recipe, gpu: Gpu, ledger: Ledger) -> Estimate:
     """Return the Estimate of a recipe's ledger on a GPU."""
+    gpu = communication.on_hosts(gpu, recipe.hardware)
     replayed, fits = replay_on(gpu, ledger)
     time = roofline(ledger, gpu)
     found = summary(gpu, ledger, replayed, time, fits=fits)

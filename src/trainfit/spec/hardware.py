@@ -27,6 +27,7 @@ class Link(Value):
     kind: Literal["nvlink", "infinity-fabric", "pcie", "ici", "ethernet", "infiniband"]
     bytes_per_s: PositiveFloat
     latency_s: PositiveFloat
+    axes: PositiveInt = 1  # Of the torus that it builds; each has an equal share of bytes_per_s
     source: Source
 
 
@@ -71,6 +72,7 @@ class Gpu(Value):
     peak_flops_per_s: dict[PeakDtype, PositiveFloat]  # Dense peak by dtype of the inputs, FLOP/s
     link: str  # Name of the Link to its neighbours in one host
     host_link: str  # Name of the Link to its host's memory
+    network: str = "ib-ndr"  # Name of the Link between hosts, one port for each GPU
     gpus_per_host: PositiveInt = 8
     step_time_range: StepTimeRange | None = None  # None: no step was measured on it
     attention_rates_of: str = "h200"  # Its measured rates are taken, as shares of the dense peak

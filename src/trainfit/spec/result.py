@@ -249,6 +249,30 @@ class CurvePoint(Value):
     alive: MemoryBreakdown
 
 
+class PhaseCommunication(Value):
+    """Computation and communication of one phase of a steady step, on one GPU."""
+
+    phase: str
+    compute_s: Seconds
+    communication_s: Seconds
+    compute_bound_tokens: float | None
+    """Tokens of all GPUs in a step from which the computation takes as long; None: no batch does."""
+
+
+class CommunicationBound(Value):
+    """When a recipe of several GPUs is bound by communication, at the rates that its prediction expects."""
+
+    tokens: Count  # Of all GPUs in one step, as the recipe has them
+    phases: tuple[PhaseCommunication, ...]  # Those with collectives
+    compute_bound_tokens: float | None
+    """Smallest batch, in tokens of all GPUs, at which no phase is bound by communication; None: none is."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a phase of the recipe's own batch is bound by communication."""
+        return any(one.communication_s > one.compute_s for one in self.phases)
+
+
 class Explanation(Value):
     """One recipe's peak explained."""
 
@@ -271,3 +295,4 @@ class Explanation(Value):
     """The peak's step cut into stretches of equally many allocations and frees."""
     most: MemoryBreakdown
     """Maximum of each category over the peak's step; not of one moment, so no sum."""
+    communication: CommunicationBound | None = None  # None: of one GPU

@@ -37,8 +37,8 @@ COLLECTIVES = {
 
 
 @contextmanager
-def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[DeviceMesh]:
-    """Enter as rank 0 of a mesh of this shape. Enter it before any fake mode: meshes read their ranks.
+def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
+    """Enter as rank 0 of a mesh of these sizes. Enter it before any fake mode: meshes read their ranks.
 
     Raises:
         InputError: the process already is a rank of a process group.
@@ -49,6 +49,7 @@ def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[Devic
             "predict for several GPUs in a process of its own",
             field="hardware.count",
         )
+    names, shape = tuple(dimensions), tuple(dimensions.values())
     world_size = torch.Size(shape).numel()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
