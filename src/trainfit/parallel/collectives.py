@@ -22,7 +22,7 @@ class Average:
 
     def __init__(self, tensors: list[Tensor], group: Group = None):
         self.tensors = tensors
-        averages = dist.get_backend(group) == "nccl"
+        averages = can_average(tensors[0], group)
         self._divisor = 1 if averages else dist.get_world_size(group)
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._work = all_reduce(tensors, op, group)
@@ -33,6 +33,11 @@ class Average:
             self._work.wait()
         if self._divisor > 1:
             torch._foreach_div_(self.tensors, self._divisor)
+
+
+def can_average(tensor: Tensor, group: Group) -> bool:
+    """Return whether a reduction can average: NCCL's can, gloo's only add. A group may have both."""
+    return tensor.is_cuda and "nccl" in dist.get_backend(group)
 
 
 def all_reduce(tensors: list[Tensor], op: Any, group: Group) -> dist.Work | None:
