@@ -84,7 +84,6 @@ def _rank(rank: int, data: Data, world_size: int, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from trainfit.step import assemble
-    from trainfit.techniques.parallel.fsdp import mesh_of
 
     recipe = Recipe.model_validate(data)
     device = torch.device("cuda", rank)
@@ -92,8 +91,8 @@ def _rank(rank: int, data: Data, world_size: int, folder: str) -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
-    shape, names = mesh_of(recipe)
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    dimensions = recipe.mesh.dimensions
+    mesh = init_device_mesh("cuda", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
     step = assemble(recipe, device, mesh=mesh)
     torch.cuda.synchronize()
     after_init = torch.cuda.memory_allocated()

@@ -122,7 +122,7 @@ def test_the_order_of_application() -> None:
         "fused_loss", "loss_terms", "compile_block", "compile_model", "offload_weights",
         "offload_activations", "precision", "attention", "accumulation", "loader", "empty_cache",
         "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon", "stochastic_rounding",
-        "optimizer_in_backward", "gradient_clipping",
+        "optimizer_in_backward", "gradient_clipping", "data_parallel",
     ]  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_a_declaration_is_complete_and_its_examples_turn_it_on(name: str) -> Non
     technique = registry.techniques()[name]
     assert technique.title
     assert technique.fields
-    if name != "fsdp":  # Several GPUs are not in the suites of one.
+    if name not in ("fsdp", "data_parallel"):  # Several GPUs are not in the suites of one.
         assert technique.examples
         assert technique.draw.alone or technique.draw.weights
     for example in technique.examples:

@@ -21,8 +21,7 @@ from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.techniques.base import Technique
-from trainfit.techniques.parallel.fsdp import mesh_of
+from trainfit.techniques.base import Technique, refusal
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -120,9 +119,12 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
         if recipe.hardware.count == 1:
             yield stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
             return
+        if not recipe.mesh.shards_weights:
+            problem, remedy = "trained and measured; not predicted in this version", "use strategy: fsdp"
+            raise refusal(recipe, "parallel.strategy", problem, remedy)
         from trainfit.virtual.cluster.rank import fake_group, one_rank  # Imports torch.distributed.
 
-        mesh = stack.enter_context(fake_group(*mesh_of(recipe)))
+        mesh = stack.enter_context(fake_group(recipe.mesh.dimensions))
         virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
         virtual.mesh = mesh
         stack.enter_context(one_rank(virtual.tracer))

@@ -21,6 +21,8 @@ Compiler = Callable[["nn.Module"], None]
 """Compiles a module in place."""
 LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
 """(model, micro-batch) -> mean next-token loss, fp32 scalar."""
+Forward = Callable[["dict[str, torch.Tensor]"], "torch.Tensor"]
+"""(micro-batch) -> training loss, fp32 scalar."""
 ContextFactory = Callable[[], AbstractContextManager[object]]
 """Makes a fresh context manager; a step enters one each time."""
 
@@ -66,7 +68,11 @@ class Draft:
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     mesh: DeviceMesh | None = None
-    """The ranks, by replica and shard; None: one rank."""
+    """The ranks, with the dimensions of ``recipe.mesh``; None: one rank."""
+    before_batch: list[Callable[[bool], None]] = field(default_factory=list)
+    """Called before each micro-batch; the argument is True for the last of a step."""
+    wrapped: Forward | None = None
+    """The training forward through a data-parallel wrapper; None: model and loss are called directly."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
         """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""
