@@ -38,6 +38,7 @@ COLLECTIVES = {
     "c10d::allreduce_": "all_reduce",
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_reduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
 }
 """Schema name -> name in the ledger."""
