@@ -159,7 +159,7 @@ def test_the_trainer_runs_under_ddp_and_under_fsdp2(tmp_path: Any, monkeypatch: 
     ddp = trainfit.trace(lambda: trainer(tmp_path), world_size=2, steps=2)
     wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
     argument = trainfit.trace(
-        lambda: trainer(tmp_path, fsdp=True, fsdp_config=wrapped), world_size=2, steps=2
+        lambda: trainer(tmp_path, fsdp="full_shard auto_wrap", fsdp_config=wrapped), world_size=2, steps=2
     )
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
