@@ -41,7 +41,8 @@ class VirtualGpu:
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind the ledger."""
-        return (*self.compiler.assumptions(), *sorted(self._notes))
+        traits = self.tracer.gpu
+        return (*(traits.assumptions if traits else ()), *self.compiler.assumptions(), *sorted(self._notes))
 
     def model_is_complete(self, model: nn.Module, groups: list[LayerGroups]) -> None:
         """Register the model's modules and parameters, which gives operations a scope."""
