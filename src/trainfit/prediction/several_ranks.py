@@ -1,4 +1,4 @@
-"""One rank of a recipe's GPUs on the virtual GPU: the rank with the highest peak, and how the others differ."""
+"""One rank of a recipe's GPUs on the virtual GPU: the rank with the highest peak."""
 
 from __future__ import annotations
 
