@@ -5,8 +5,8 @@
     python -m benchmarks.several_gpus compare PREDICTED.jsonl MEASURED.jsonl
 
 Lines are records (docs/guide/records-and-report.md). ``predict`` draws each recipe until one is allowed, is
-within the card's memory and has a short step; with ``--of FILE`` it predicts the recipes of another file, such
-as with other library versions. Both skip what their file has. ``measure`` starts no recipe that
+within the card's memory and has a short step; with ``--of FILE`` it predicts the recipes of another file,
+such as with other library versions. Both skip what their file has. ``measure`` starts no recipe that
 ``--seconds`` leaves no time for.
 """
 
