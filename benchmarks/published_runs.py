@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.published_runs predict [NAME ...]`` predicts the runs of
 ``accuracy/published/runs.yaml``, by default all, without a GPU, and writes
-``results/published-runs/predicted.jsonl``, a line each. ``show`` prints published and predicted figures, errors,
-and the cause where an error is above 10 %.
+``results/published-runs/predicted.jsonl``, a line each. ``show`` prints published and predicted figures, with
+errors, and the cause where an error is above 10 %.
 """
 
 from __future__ import annotations
