@@ -41,10 +41,10 @@ def can_average(tensor: Tensor, group: Group) -> bool:
 
 
 def all_reduce(tensors: list[Tensor], op: Any, group: Group) -> dist.Work | None:
-    """Begin one all-reduce of all tensors."""
-    if len(tensors) == 1:
-        return dist.all_reduce(tensors[0], op, group, async_op=True)
-    # ``dist.all_reduce_coalesced`` is this call with a deprecation warning.
+    """Begin one all-reduce of all tensors.
+
+    ``dist.all_reduce_coalesced`` is the same call after more checks, with a deprecation warning.
+    """
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp, options.asyncOp = op, True
     members = group if group is not None else dist.group.WORLD

@@ -119,8 +119,8 @@ def profiled(rank: Rank, one: Replica) -> profile:
     activities = [ProfilerActivity.CPU]
     if rank.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    rank.start_together()
     with profile(activities=activities, record_shapes=True) as seen:
+        rank.start_together()  # The profiler takes seconds to start, and not equally long on all ranks.
         run_in_phases(one, one.batches)
         rank.synchronize()
     return seen
