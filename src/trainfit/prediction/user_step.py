@@ -158,7 +158,11 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
     if virtual.buckets is not None:
         notes += virtual.buckets.assumptions(ledger)
-        notes += [] if ledger.collectives else ["no collective ran: the ranks train independently"]
+        notes.append(
+            "memory, FLOPs and time are those of rank 0; what other ranks would send is not known"
+            if ledger.collectives
+            else "no collective ran: the ranks train independently"
+        )
     notes += [line for kind, line in NOT_MODELLED.items() if any(kind in op.name for op in ledger.ops)]
     traits = virtual.tracer.gpu
     return (*(traits.assumptions if traits else ()), *notes, *sorted(virtual.tracer.notes))
