@@ -228,6 +228,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: DistributedDataParallel(four_matrices().cuda()).register_comm_hook(None, print),
         "communication hooks",
     ),
+    "fsdp1": (
+        lambda: torch.distributed.fsdp.FullyShardedDataParallel(four_matrices().cuda()),
+        "FSDP1.*fully_shard.*FSDP version 2",
+    ),
     "offload": (
         lambda: fully_shard(
             four_matrices(), offload_policy=torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False)

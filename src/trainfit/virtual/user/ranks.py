@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import _dispatch, _op_schema
@@ -36,6 +37,8 @@ BETWEEN_TWO = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 NCCL_VERSION = (2, 28, 9)
 """Of torch 2.13 for CUDA; logged only."""
 Objects = list[Any]
+Replacement = tuple[Any, str, Callable[..., Any]]
+"""Owner, name and the function in place of it."""
 
 
 @contextmanager
@@ -73,30 +76,14 @@ def virtual_rank(
         enter = stack.enter_context
         enter(environment_of(num_ranks, local_ranks))
         stack.callback(setattr, sys, "excepthook", sys.excepthook)
-        enter(replaced(torch._C, "_get_accelerator", lambda: torch.device(CUDA.type)))
-        enter(replaced(c10d, "_get_default_timeout", lambda backend: c10d.default_pg_timeout))
-        enter(replaced(c10d, "rendezvous", _rendezvous(num_ranks)))
-        enter(replaced(c10d, "_new_process_group_helper", _new_group(num_ranks)))
-        enter(replaced(dist.TCPStore, "__init__", _refused_store))
-        # ``torch.multiprocessing.spawn`` is the function.
-        spawn = importlib.import_module("torch.multiprocessing.spawn")
-        enter(replaced(spawn, "start_processes", _run_first))
-        for name, function in _OBJECTS.items():
-            enter(replaced(c10d, name, function))
-            enter(replaced(dist, name, function))
-        for name, note in _CHECKPOINTS.items():
-            enter(replaced(distributed_checkpoint, name, _noting(tracer.notes, note)))
         enter(torch._dynamo.config.patch(optimize_ddp=False))
-        enter(replaced(importlib.import_module("torch.cuda.nccl"), "version", lambda: NCCL_VERSION))
-        # Draw random numbers as a single rank does: they are not computed.
-        enter(replaced(_dispatch, "is_rng_supported_mesh", lambda mesh: False))
-        enter(replaced(_op_schema, "_rebuild_tensor_from_dtensor_meta", _whole_tensor))
-        enter(replaced(tracer, "before_collective", _check_partner))
-        enter(replaced(FSDPParam, "_init_sharded_param", _on_device(FSDPParam._init_sharded_param)))
-        enter(replaced(FSDPParam, "init_unsharded_param", _unnoticed(FSDPParam.init_unsharded_param, steps)))
-        for module in (_fsdp_init, _fully_shard):
-            if hasattr(module, STATES):  # Which of them calls it depends on PyTorch's version.
-                enter(replaced(module, STATES, _with_buffers_moved(getattr(module, STATES))))
+        for owner, name, function in (
+            *_of_groups(num_ranks, tracer.notes),
+            *_of_dtensor(),
+            *_of_fsdp(steps),
+            (tracer, "before_collective", _check_partner),
+        ):
+            enter(replaced(owner, name, function))
         enter(one_rank(tracer, torch.cuda.current_stream))
         buckets = enter(ddp_on_fakes(tracer))
         try:
@@ -104,6 +91,41 @@ def virtual_rank(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _of_groups(num_ranks: int, notes: set[str]) -> list[Replacement]:
+    # ``torch.multiprocessing.spawn`` is the function.
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    return [
+        (torch._C, "_get_accelerator", lambda: torch.device(CUDA.type)),
+        (c10d, "_get_default_timeout", lambda backend: c10d.default_pg_timeout),
+        (c10d, "rendezvous", _rendezvous(num_ranks)),
+        (c10d, "_new_process_group_helper", _new_group(num_ranks)),
+        (dist.TCPStore, "__init__", _refused_store),
+        (spawn, "start_processes", _run_first),
+        (importlib.import_module("torch.cuda.nccl"), "version", lambda: NCCL_VERSION),
+        *((owner, name, function) for name, function in _OBJECTS.items() for owner in (c10d, dist)),
+        *((distributed_checkpoint, name, _noting(notes, note)) for name, note in _CHECKPOINTS.items()),
+    ]
+
+
+def _of_dtensor() -> list[Replacement]:
+    return [
+        # Draw random numbers as a single rank does: they are not computed.
+        (_dispatch, "is_rng_supported_mesh", lambda mesh: False),
+        (_op_schema, "_rebuild_tensor_from_dtensor_meta", _whole_tensor),
+    ]
+
+
+def _of_fsdp(steps: StepFollower) -> list[Replacement]:
+    # Which of them moves parameters and buffers depends on PyTorch's version.
+    modules = [module for module in (_fsdp_init, _fully_shard) if hasattr(module, STATES)]
+    return [
+        (FullyShardedDataParallel, "__init__", _refused_fsdp1),
+        (FSDPParam, "_init_sharded_param", _on_device(FSDPParam._init_sharded_param)),
+        (FSDPParam, "init_unsharded_param", _unnoticed(FSDPParam.init_unsharded_param, steps)),
+        *((module, STATES, _with_buffers_moved(getattr(module, STATES))) for module in modules),
+    ]
 
 
 def _rendezvous(num_ranks: int) -> Callable[..., Iterator[Any]]:
@@ -147,6 +169,15 @@ def _refused_store(*_: Any, **__: Any) -> None:
         "use torch.distributed.init_process_group in the traced code",
         field="step",
         value="torch.distributed.TCPStore",
+    )
+
+
+def _refused_fsdp1(*_: Any, **__: Any) -> None:
+    raise InputError(
+        "FSDP1 is not traced",
+        "shard with torch.distributed.fsdp.fully_shard (accelerate: FSDP version 2)",
+        field="step",
+        value="FullyShardedDataParallel",
     )
 
 
