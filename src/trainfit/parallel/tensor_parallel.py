@@ -122,7 +122,7 @@ def _embedding_forward(self: Any, ids_bs: Tensor) -> Tensor:
     weight = self.weight
     start = self.tokens.mesh.get_local_rank() * weight.shape[0]
     local = ids_bs - start
-    outside = (local < 0) | (local >= weight.shape[0])
+    outside = (local < 0).bitwise_or_(local >= weight.shape[0])
     padding = None if self.padding_idx is None else self.padding_idx - start
     is_own = padding is not None and 0 <= padding < weight.shape[0]
     hidden = F.embedding(local.masked_fill_(outside, 0), weight, padding if is_own else None)
@@ -172,7 +172,9 @@ def _local_class(kind: type[nn.Module], summed: tuple[str, ...], forward: Forwar
     def on_local(self: Any, *args: Any) -> Any:
         parameters = self._parameters
         self._parameters = {
-            name: None if one is None else one.to_local(grad_placements=[Partial()] if name in summed else None)
+            name: None
+            if one is None
+            else one.to_local(grad_placements=[Partial()] if name in summed else None)
             for name, one in parameters.items()
         }
         try:

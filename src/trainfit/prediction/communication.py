@@ -113,7 +113,7 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     )
     repeated = (
         ("FSDP2 with layers traced once: within 0.03 % (allocated) of all traced, for llama-3.1-70b over 64",)
-        if ledger.repeat > 1
+        if ledger.repeat > 1 and not all(one.is_synchronous for one in ledger.collectives)
         else ()
     )
     waited = ", and those that it waits for" if any(one.is_synchronous for one in ledger.collectives) else ""

@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[object, ...]] = {
     "optimizer.clip_norm": (None,),
     "optimizer.in_backward": (False,),
     "optimizer.stochastic_rounding": (False,),
-    "optimizer.name": ("adamw", "sgd"),
+    "optimizer.name": ("adamw",),
     "quantize": (None,),
     "offload.activations": (False,),
     "offload.weights": (False,),
