@@ -49,8 +49,8 @@ PLAN = {
     },
     "native": {
         "out": "rows", "down": "rows", "attention": "gather", "mlp": "gather", "embed": "embedding",
-        "lm_head": "head", "embed_positions": "whole", "attention_norm": "shared", "mlp_norm": "shared", "norm": "shared",
-        "q_norm": "shared", "k_norm": "shared",
+        "lm_head": "head", "embed_positions": "whole", "attention_norm": "shared",
+        "mlp_norm": "shared", "norm": "shared", "q_norm": "shared", "k_norm": "shared",
     },
 }  # fmt: skip
 """Implementation -> last part of a module's name -> how it is sharded.

@@ -31,6 +31,7 @@ COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
@@ -105,7 +106,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
         if group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        num_bytes = max(t.nbytes for arg in args for t in _tensors(arg))
+        num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         if is_functional and name == "all_gather":
             num_bytes *= len(ranks)  # The result is no argument.
         is_first_stream = streams.get(torch.cpu.current_stream()) == 0
