@@ -144,7 +144,9 @@ def _group(args: Any) -> dist.ProcessGroup | None:
 
 def _named(group: Any) -> dist.ProcessGroup:
     """Return the process group that a functional collective names."""
-    return distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+    if not isinstance(group, str):
+        return group
+    return distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType]
 
 
 def _tensors(arg: Any) -> list[torch.Tensor]:
