@@ -53,6 +53,8 @@ LONGEST_STEP_S = 1.2
 MOST_DRAWS = 150
 """After as many draws the recipe is one of FSDP2: the strategy is refused or not predicted."""
 WARMUP, STEPS = 2, 4
+MOST_CRASHES = 3
+"""As many crashes in a row are this machine's or the program's, and no results of the recipes."""
 LIMIT_S, LEAST_S = 100.0, 25.0
 """Time limit of one measurement, and the least time that is left for one to be started."""
 
@@ -243,6 +245,7 @@ def measure_all(source: Path, into: Path, seconds: float) -> None:
     have = {one.recipe_id for one in _load(into)}
     rows = load(source)
     start = ready_to_fork("cuda")
+    crashed: list[Record] = []
     for number, row in enumerate(rows, 1):
         if row.recipe_id in have or row.estimate is None:
             continue
@@ -257,8 +260,18 @@ def measure_all(source: Path, into: Path, seconds: float) -> None:
         if result.status == "timeout" and left < LIMIT_S:
             say(f"stopped at recipe {number}: its time ran out with the command's")
             return
-        _append(into, record)
+        if result.status == "crashed":
+            crashed.append(record)
+            say(f"[{number}/{len(rows)}] {_words(row)}: {_errors(row, record)}")
+            if len(crashed) == MOST_CRASHES:
+                sys.exit("too many crashes in a row; they are not recorded")
+            continue
+        for one in (*crashed, record):
+            _append(into, one)
+        crashed.clear()
         say(f"[{number}/{len(rows)}] {time.monotonic() - began:.1f} s {_words(row)}: {_errors(row, record)}")
+    for one in crashed:
+        _append(into, one)
 
 
 def _errors(row: Record, record: Record) -> str:
