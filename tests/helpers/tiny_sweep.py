@@ -43,4 +43,4 @@ def forked_worker(
             os._exit(code)
 
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-    return subprocess.Popen([""], preexec_fn=serve, start_new_session=True, **pipes)  # noqa: PLW1509
+    return subprocess.Popen([""], preexec_fn=serve, start_new_session=True, **pipes)
