@@ -41,12 +41,12 @@ def assemble(
     """Return the training step that ``recipe`` describes, its parameters on ``device``.
 
     Seeds torch's generators with ``recipe.seed``, so equal recipes start from equal weights; with fake
-    tensors only the CPU's.
+    tensors only the CPU's. Ranks that read different data draw different random numbers afterwards.
 
     Args:
         on_model: called with the bare model before any technique changes it.
         compiler: compiles a module in place; None: ``module.compile()``.
-        mesh: the ranks of a recipe for several GPUs, by replica and shard (``parallel.mesh``).
+        mesh: the ranks of a recipe for several GPUs, with the dimensions of ``recipe.mesh``.
 
     Raises:
         InputError: a value that no technique covers, techniques that exclude each other, or too long
@@ -62,7 +62,19 @@ def assemble(
             technique.apply(recipe, draft)
     if not draft.optimizers:
         draft.optimizers = draft.optimizers_for(draft.trainable())
+    if mesh is not None:
+        _seed(recipe.seed + data_rank(mesh))
     return Step(recipe, draft)
+
+
+def data_rank(mesh: DeviceMesh | None) -> int:
+    """Return this rank's number among those that read different data."""
+    if mesh is None:
+        return 0
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    at = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
+    return at["replicate"] * mesh["shard"].size() + at["shard"]
 
 
 def _seed(seed: int) -> None:
@@ -121,17 +133,26 @@ class Step:
         self.readings = draft.readings
         """Values that techniques measured in the last update, by name ([] fp32, on the device)."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
-        self._before_update, self._after_step = draft.before_update, draft.after_step
+        self._after_backward, self._before_update = draft.after_backward, draft.before_update
+        self._after_step = draft.after_step
         self._around_forward = draft.around_forward
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
+        self._wrapped, self._before_batch = draft.wrapped, draft.before_batch
+        self.mesh = draft.mesh
+        """The ranks; None: one rank."""
+        self.data_rank = data_rank(draft.mesh)
+        """This rank's number among those that read different data."""
         self._steps_in_backward = draft.steps_in_backward
         self.hosted = draft.hosted
         """The decoder blocks whose weights are on the host; None: all weights are on the device."""
 
     def random_batches(self, seed: int = 0) -> list[Batch]:
-        """Return ``accumulate`` micro-batches of uniform token ids, equal for a seed on every device."""
-        generator = torch.Generator().manual_seed(seed)
+        """Return ``accumulate`` micro-batches of uniform token ids, equal for a seed on every device.
+
+        Ranks that read different data get different ones.
+        """
+        generator = torch.Generator().manual_seed(seed + self.data_rank)
         shape = (self.recipe.batch.micro, self.recipe.batch.seq)
         batches: list[Batch] = []
         for _ in range(self._num_micro_batches):
@@ -152,8 +173,10 @@ class Step:
             The mean loss, detached, fp32 scalar.
         """
         losses: list[Tensor] = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
             on_phase("forward")
+            for hook in self._before_batch:
+                hook(number == len(batches) - 1)
             loss = self.loss(batch)
             losses.append(loss.detach())
             on_phase("backward")
@@ -167,6 +190,9 @@ class Step:
 
     def loss(self, batch: Batch) -> Tensor:
         """Run the forward and return the training loss, fp32 scalar. The model's output is dropped here."""
+        if self._wrapped is not None:
+            with entered(self._around_forward):
+                return self._wrapped(batch)
         return self._forward(self._loss, batch)
 
     def cross_entropy(self, batch: Batch) -> Tensor:
@@ -190,6 +216,8 @@ class Step:
     def _update(self) -> None:
         if self._steps_in_backward:
             return
+        for hook in self._after_backward:
+            hook()
         update = one_update(self.optimizers)
         if self._before_update and self.scaler is not None:
             self.scaler.unscale_(update)

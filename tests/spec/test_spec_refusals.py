@@ -72,7 +72,7 @@ REFUSED = {
     ),
     "counts": (
         MODEL + "hardware: {count: 4}\nparallel: {shard: 2}",
-        "count = 4: parallel (replicate x shard x tensor) is 2",
+        "count = 4: parallel (pipeline x replicate x shard x context x tensor) is 2",
     ),
     "quantised, nothing trains": (MODEL + "quantize: nf4", "quantize = 'nf4': a quantised base is frozen"),
     "duplicate key": (MODEL + "seed: 1\nseed: 2", "duplicate key 'seed' at line 3; keep one of them"),

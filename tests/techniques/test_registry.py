@@ -66,7 +66,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "around the model's own forward"),
     # fp8
     (FP8 | {"hardware": Hardware(gpu="a100-sxm4-80gb")}, "precision = 'fp8'", "no fp8 tensor cores"),
-    (FP8 | {"hardware": Hardware(gpu="mi300x")}, "precision = 'fp8'", "no fp8 tensor cores"),
+    (FP8 | {"hardware": Hardware(gpu="mi300x")}, "precision = 'fp8'", "not modelled on AMD"),
+    ({"attention": "triton", "hardware": Hardware(gpu="mi300x")}, "attention = 'triton'", "not tried on AMD"),
     (FP8 | {"adapter": LORA, "quantize": "fp8"}, "precision = 'fp8'", "with quantize: fp8"),
     (FP8 | {"batch": Batch(micro=1, seq=24)}, "batch.micro = 1", "a multiple of 16 tokens"),
     (FP8 | {"recompute": "full", **STREAMED}, "precision = 'fp8'", "wait on the host"),
@@ -121,7 +122,7 @@ def test_the_order_of_application() -> None:
         "fused_loss", "loss_terms", "compile_block", "compile_model", "offload_weights",
         "offload_activations", "precision", "attention", "accumulation", "loader", "empty_cache",
         "fsdp", "adamw", "adamw_low_bit", "sgd", "adafactor", "muon", "stochastic_rounding",
-        "optimizer_in_backward", "gradient_clipping",
+        "optimizer_in_backward", "gradient_clipping", "data_parallel",
     ]  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def test_a_declaration_is_complete_and_its_examples_turn_it_on(name: str) -> Non
     technique = registry.techniques()[name]
     assert technique.title
     assert technique.fields
-    if name != "fsdp":  # Several GPUs are not in the suites of one.
+    if name not in ("fsdp", "data_parallel"):  # Several GPUs are not in the suites of one.
         assert technique.examples
         assert technique.draw.alone or technique.draw.weights
     for example in technique.examples:

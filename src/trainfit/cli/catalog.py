@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 
 ABSENT = "-"
 """No such dtype in hardware, or no dated price."""
+BASIS = {
+    "measured": "steps measured on it bound a prediction's time",
+    "modelled": "predicted by the same rules, with an H200's shares of the peak",
+    "accounted": "mfu and communication only",
+}
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
 
 
@@ -24,20 +29,20 @@ def gpus(name: Name = None, json: Json = False) -> None:
         print_json(found[0] if name else [gpu.model_dump(mode="json") for gpu in found])
         return
     out = console()
-    head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h"]
-    rows(out, [head, *map(_row, found)], "left", "right", "right", "right", "right", "right")
+    head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h", "basis"]
+    rows(out, [head, *map(_row, found)], "left", "right", "right", "right", "right", "right", "left")
     if name:
         _details(found[0])
     else:
         meaning = "not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources"
-        rows(out, [[ABSENT, meaning]], "left", "wrap")
+        rows(out, [[ABSENT, meaning], *([name, BASIS[name]] for name in BASIS)], "left", "wrap")
 
 
 def _row(gpu: "Gpu") -> list[str]:
     bandwidth = ABSENT if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
     price = ABSENT if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
     memory = f"{gpu.usable_bytes / 2**30:.1f} GiB"
-    return [gpu.name, memory, bandwidth, _peak(gpu, "bf16"), _peak(gpu, "fp8"), price]
+    return [gpu.name, memory, bandwidth, _peak(gpu, "bf16"), _peak(gpu, "fp8"), price, gpu.basis]
 
 
 def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:
@@ -60,6 +65,10 @@ def _details(gpu: "Gpu") -> None:
     if gpu.link != "none":
         rate = f"{link(gpu.link).bytes_per_s / 1e9:,.4g} GB/s in one direction"
         speed = f"{gpu.link}, {rate}; {gpu.gpus_per_host} GPUs a host"
+    network = "the same links" if gpu.vendor == "google" else ABSENT
+    if gpu.vendor in ("nvidia", "amd"):
+        rate = f"{link(gpu.network).bytes_per_s / 1e9:,.4g} GB/s in one direction"
+        network = f"{gpu.network}, {rate}, for each GPU; an assumption"
     price = "none that could be dated; give your own: --set hardware.price_per_hour=USD"
     if (source := gpu.price_source) is not None:
         price = f"{source.url} ({source.accessed}): {source.note}"
@@ -69,6 +78,7 @@ def _details(gpu: "Gpu") -> None:
         ["data sheet's memory", f"{gpu.memory_bytes / 1e9:.4g} GB"],
         ["a process may allocate", format_bytes(gpu.usable_bytes)],
         ["link", speed],
+        ["between hosts", network],
         ["source", f"{gpu.source.url or 'read off this machine'} ({gpu.source.accessed})"],
         ["price", price],
     ]

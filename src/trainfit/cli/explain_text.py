@@ -1,5 +1,6 @@
 """An explanation as text for a terminal: the peak, a chart of the step's memory, categories, holders."""
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -9,8 +10,8 @@ from trainfit.explanation.difference import difference
 from trainfit.report.console import bar, broken, can_draw, console, heading, rows
 from trainfit.report.words import describe, holds_for
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.result import CATEGORIES, CurvePoint, Explanation
-from trainfit.spec.units import format_bytes
+from trainfit.spec.result import CATEGORIES, CommunicationBound, CurvePoint, Explanation
+from trainfit.spec.units import format_bytes, format_seconds
 
 CHART_ROWS = 8
 
@@ -28,6 +29,8 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     _chart(out, explanation)
     _categories(out, explanation)
     _holders(out, explanation, top)
+    if explanation.communication is not None:
+        _communication(out, explanation.communication, recipe.hardware.count)
     out.print()
 
 
@@ -92,6 +95,28 @@ def _holders(out: Console, explanation: Explanation, top: int) -> None:
         unsplit = format_bytes(explanation.unsplit_bytes)
         lines.append([unsplit, "", "", "ends of blocks that are not split", ""])
     _named_rows(out, [["bytes", "number", "category", "what", "made in"], *lines], "right", "right")
+
+
+def _communication(out: Console, found: CommunicationBound, num_gpus: int) -> None:
+    heading(out, "Computation and communication of one GPU in a steady step")
+    lines = [["", "computes", "communicates", "compute-bound from"]]
+    for one in found.phases:
+        seconds = [format_seconds(one.compute_s), format_seconds(one.communication_s)]
+        lines.append([one.phase, *seconds, _from(one.compute_bound_tokens, num_gpus)])
+    rows(out, lines, "left", "right", "right", "right")
+    bound = "Communication-bound" if found.is_bound else "Compute-bound"
+    smallest = f"compute-bound from {_from(found.compute_bound_tokens, num_gpus)}"
+    if found.compute_bound_tokens is None:
+        smallest = "no batch is compute-bound: communication grows with it"
+    elif found.compute_bound_tokens:
+        smallest += f", {math.ceil(found.compute_bound_tokens):,} in all"
+    rows(out, [[f"{bound} at {found.tokens / num_gpus:,.0f} tokens a GPU; {smallest}"]], "wrap")
+
+
+def _from(tokens: float | None, num_gpus: int) -> str:
+    if not tokens:
+        return "no batch" if tokens is None else "any batch"
+    return f"{math.ceil(tokens / num_gpus):,} tokens a GPU"
 
 
 def _named_rows(out: Console, lines: list[list[str]], *numbers: str) -> None:

@@ -31,7 +31,7 @@ UsageError = typer.BadParameter.__bases__[0]
 
 VERBS = (
     "predict", "trace", "explain", "measure", "verify", "train", "sweep", "bench", "report", "mfu",
-    "catalog.gpus", "catalog.models", "records",
+    "communication", "catalog.gpus", "catalog.models", "records",
 )  # fmt: skip
 """Commands, in the order of ``--help``: a module with a function ``run``, another function, or a group.
 

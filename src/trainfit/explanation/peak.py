@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from trainfit.catalog.load import gpu as find_gpu
+from trainfit.explanation.communication import communication_bound
 from trainfit.ledger.ledger import ALLOCATE, FIRST, LAST, NO_LAYER, Ledger, LiveEvent, Op, Storage, part_of
 from trainfit.ledger.segments import rounded
 from trainfit.prediction.estimate import ledger_of, replay_on
@@ -59,6 +60,7 @@ def explain(recipe: Recipe) -> Explanation:
         ends=walk.ends,
         curve=walk.curve(CURVE_POINTS),
         most=MemoryBreakdown(**walk.most),
+        communication=communication_bound(recipe, gpu, ledger),
     )
 
 

@@ -94,6 +94,8 @@ def replay(
                 peak, peak_index = now, index
         else:
             free(handles.pop(event.key))
+    for number in range(segment + 1, len(peaks)):
+        peaks[number] = gpu.allocated_bytes
     if more_steps:
         _repeat_steady_step(ledger, events, gpu, handles, more_steps)
     alive = _alive_at(events, peak_index)

@@ -4,24 +4,54 @@ A ring over n ranks sends (n - 1) / n of an all-gather's or a reduce-scatter's w
 link, and twice that for an all-reduce.
 """
 
+from typing import NamedTuple
+
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Collective, Ledger
 from trainfit.spec.hardware import Gpu
+from trainfit.spec.recipe import Hardware
 from trainfit.spec.result import Traffic
 
 SUSTAINED = 0.75
 """Share of a link's rate that NCCL reaches: all-reduce 329 to 353 of 450 GB/s between H200s, torch 2.11."""
-HOST_LINK = "ib-ndr"
-"""Between hosts, one a GPU; an assumption, listed in the estimate."""
 BUS_SHARE = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
 """Multiples of (n - 1) / n of the tensor that pass through each GPU's link."""
+
+
+class Ring(NamedTuple):
+    """The slowest link of a group's ring, as each GPU sees it."""
+
+    bytes_per_s: float
+    latency_s: float
+    between_hosts: bool
+
+
+def ring(num_ranks: int, span: int, gpu: Gpu) -> Ring:
+    """Return the rate of a ring over ``num_ranks`` whose first and last are ``span`` ranks apart.
+
+    Between hosts NCCL builds a ring through every network port, so all ports of a host whose GPUs are in the
+    group carry its traffic, up to the rate inside the host.
+    """
+    inside = link(gpu.link)
+    if span <= gpu.gpus_per_host or inside.kind == "ici":
+        return Ring(inside.bytes_per_s / inside.axes, inside.latency_s, between_hosts=False)
+    stride = (span - 1) // (num_ranks - 1)
+    in_host, network = max(1, gpu.gpus_per_host // stride), link(gpu.network)
+    return Ring(min(in_host * network.bytes_per_s, inside.bytes_per_s), network.latency_s, between_hosts=True)
+
+
+def on_hosts(gpu: Gpu, hardware: Hardware) -> Gpu:
+    """Return the GPU with as many in a host as the recipe's ``hardware.nodes`` says, if it does."""
+    if hardware.nodes is None:
+        return gpu
+    return gpu.model_copy(update={"gpus_per_host": hardware.count // hardware.nodes})
 
 
 def traffic(ledger: Ledger, gpu: Gpu) -> tuple[Traffic, ...]:
     """Return what one rank sends in a steady step, by kind of collective and size of the group."""
     found: dict[tuple[str, int, bool], list[Collective]] = {}
     for one in _steady(ledger):
-        found.setdefault((one.name, one.num_ranks, _leaves_host(one, gpu)), []).append(one)
+        found.setdefault((one.name, one.num_ranks, _ring(one, gpu).between_hosts), []).append(one)
     return tuple(
         Traffic(
             kind=name,
@@ -43,19 +73,35 @@ def collectives_s(ledger: Ledger, gpu: Gpu) -> dict[int, tuple[float, float]]:
     """Return, for each segment of the steady step, the seconds of all its collectives and of the first."""
     found: dict[int, tuple[float, float]] = {}
     for one in _steady(ledger):
-        used = link(HOST_LINK if _leaves_host(one, gpu) else gpu.link)
+        used = _ring(one, gpu)
         seconds = sent_bytes(one) / (used.bytes_per_s * SUSTAINED) + (one.num_ranks - 1) * used.latency_s
         total, first = found.get(one.segment, (0.0, seconds))
         found[one.segment] = total + ledger.times(one) * seconds, first
     return found
 
 
+def lowest_s(ledger: Ledger, gpu: Gpu) -> float:
+    """Return the least seconds of the steady step's collectives: each kind of link busy at its full rate.
+
+    Links inside and between hosts may be busy at the same time. A switch that reduces sends an all-reduce's
+    tensor through each link once, not twice as a ring does.
+    """
+    found = {False: 0.0, True: 0.0}
+    for one in _steady(ledger):
+        used = _ring(one, gpu)
+        least = min(sent_bytes(one), one.num_bytes)
+        found[used.between_hosts] += ledger.times(one) * least / used.bytes_per_s
+    return max(found.values())
+
+
 def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
     """Return what the time of the collectives rests on; empty for one GPU."""
     if not ledger.collectives:
         return ()
-    hosts = any(_leaves_host(one, gpu) for one in ledger.collectives)
-    between = f", {gpu.gpus_per_host} GPUs a host and {HOST_LINK} for each GPU between hosts" if hosts else ""
+    hosts = any(_ring(one, gpu).between_hosts for one in ledger.collectives)
+    between = (
+        f", {gpu.gpus_per_host} GPUs a host and {gpu.network} for each GPU between hosts" if hosts else ""
+    )
     repeated = (
         ("FSDP2 with layers traced once: within 0.03 % (allocated) of all traced, for llama-3.1-70b over 64",)
         if ledger.repeat > 1
@@ -65,12 +111,12 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         *repeated,
         f"collectives: rings at {SUSTAINED:.0%} of the rate of {gpu.link}{between}; "
         "they overlap the computation except for each phase's first",
-        "memory is that of rank 0, whose shards are the largest; NCCL's own buffers are not counted",
+        "NCCL's own buffers are not counted",
     )
 
 
-def _leaves_host(one: Collective, gpu: Gpu) -> bool:
-    return one.span > gpu.gpus_per_host
+def _ring(one: Collective, gpu: Gpu) -> Ring:
+    return ring(one.num_ranks, one.span, gpu)
 
 
 def _steady(ledger: Ledger) -> list[Collective]:

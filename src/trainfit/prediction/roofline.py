@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from trainfit.catalog.load import link
 from trainfit.ledger.ledger import Ledger, Op
+from trainfit.prediction import communication
 from trainfit.prediction.attention_time import compute_share
-from trainfit.prediction.communication import collectives_s
 from trainfit.spec.hardware import Gpu
 from trainfit.spec.result import StepTime
 from trainfit.virtual.cuda.op_kinds import COPY_DIRECTIONS
@@ -56,7 +56,8 @@ class Roofline:
 
     expected: StepTime
     lowest_s: float
-    """Every operation at the data sheet's rate, the host infinitely fast: no run is faster."""
+    """The longest of operations, copies and collectives at the data sheets' rates, the host infinitely fast:
+    no run is faster."""
     num_ops: int
     """Operations issued, the recomputed among them."""
     num_recomputed_ops: float
@@ -88,11 +89,11 @@ def roofline(ledger: Ledger, gpu: Gpu) -> Roofline | None:
     issue_s = (num_ops - recomputed) * HOST_S_PER_OP + recomputed * HOST_S_PER_RECOMPUTED_OP
     # Copies overlap the computation of a forward or backward: only the excess counts.
     shown_s = sum(max(0.0, max(both.values()) - busy_s.get(at, 0.0)) for at, both in copies_s.items())
-    for at, (all_s, first_s) in collectives_s(ledger, gpu).items():
+    for at, (all_s, first_s) in communication.collectives_s(ledger, gpu).items():
         shown_s += max(first_s, all_s - busy_s.get(at, 0.0))
     host_s = max(0.0, issue_s - matmul_s - memory_s - shown_s)
     one_way_s = [sum(both[way] for both in copies_s.values()) for way in ("in", "out")]
-    lowest_s = max(least_s, max(one_way_s) * TRANSFERS_SUSTAINED)
+    lowest_s = max(least_s, max(one_way_s) * TRANSFERS_SUSTAINED, communication.lowest_s(ledger, gpu))
     expected = StepTime(matmul_s=matmul_s, memory_s=memory_s, host_s=host_s, communication_s=shown_s)
     return Roofline(expected, lowest_s, num_ops, recomputed)
 

@@ -15,7 +15,7 @@ from trainfit.spec.outside import Extensible
 from trainfit.spec.recompute import BudgetGib, Recompute
 from trainfit.spec.value import PositiveInt, Value, canonical_json, disagreement
 
-Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8"]
+Precision = Literal["fp32", "bf16", "amp-bf16", "amp-fp16", "fp8", "mixed-bf16"]
 AttentionKernel = Literal["sdpa", "flash", "cudnn", "efficient", "math", "eager", "triton"]
 Attention = Literal[AttentionKernel, "best"]
 """``best``: the fastest kernel that is correct for the model, by the catalog's measurements on this GPU."""
@@ -23,6 +23,9 @@ Loss = Literal["standard", "chunked", "fused"]
 BlockKernels = Literal["standard", "triton"]
 OptimizerName = Literal["adamw", "adamw8bit", "adamw4bit", "adafactor", "sgd", "muon"]
 Quantize = Literal["nf4", "int8", "fp8"]
+Strategy = Literal["auto", "fsdp", "ddp", "naive", "flat", "overlapped", "bucketed", "zero1"]
+"""auto: fsdp. ddp: torch's. naive, flat, overlapped, bucketed: those of ``trainfit.parallel.DataParallel``.
+zero1: torch's DDP with a sharded optimizer."""
 
 MAX_MICRO_BATCH_TOKENS = 2**32
 """Far over any device; larger ones would overflow the 64-bit sizes of tensors."""
@@ -155,18 +158,64 @@ class Adapter(Value):
 
 
 class Parallel(Value):
-    """Ranks of each kind of parallelism: replicas x shards x tensor-parallel ranks is the GPU count.
+    """Ranks of each kind of parallelism, and how data parallelism is done.
 
-    With every field at 1 and several GPUs, all are shards (FSDP2).
+    The product of replicate, shard, tensor, context and pipeline is the GPU count. Left at 1, replicate
+    (strategies that keep whole weights) or shard (FSDP2) is what the others leave of the GPUs.
+
+    Attributes:
+        expert: ranks over which a layer's experts are spread; they are taken from the shards.
+        bucket_mb: size of a bucket of gradients in MiB; None: one bucket.
+        sync_each_batch: reduce gradients after every micro-batch; False: after the last one of a step,
+            which keeps whole gradients until then. None: True for FSDP2, False for the others.
     """
 
     replicate: PositiveInt = 1
     shard: PositiveInt = 1
     tensor: PositiveInt = 1
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
+    pipeline: PositiveInt = 1
+    strategy: Strategy = "auto"
+    reshard_after_forward: bool = True
+    bucket_mb: Annotated[float, Field(gt=0)] | None = 25.0
+    sync_each_batch: bool | None = None
 
     @property
     def world_size(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return self.data_ranks * self.tensor * self.context * self.pipeline
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks, that read different data."""
+        return self.replicate * self.shard
+
+    @property
+    def shards_weights(self) -> bool:
+        """True for FSDP2."""
+        return self.strategy in ("auto", "fsdp")
+
+    @property
+    def syncs_each_batch(self) -> bool:
+        """Whether gradients are reduced after every micro-batch."""
+        return self.shards_weights if self.sync_each_batch is None else self.sync_each_batch
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """The mesh's dimensions, the last one's ranks neighbours; those of size 1 but shard left out."""
+        sizes = {name: getattr(self, name) for name in MESH_DIMENSIONS}
+        return {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
+
+    def over(self, count: int) -> "Parallel":
+        """Return the mesh over ``count`` GPUs: what is left of them replicates or shards."""
+        left, rest = divmod(count, self.world_size)
+        if rest or self.data_ranks > 1:
+            return self
+        return self.model_copy(update={"shard" if self.shards_weights else "replicate": left})
+
+
+MESH_DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Order of a mesh's dimensions: those that communicate most are between neighbours."""
 
 
 class Hardware(Value):
@@ -174,12 +223,20 @@ class Hardware(Value):
 
     gpu: str = DEFAULT_GPU
     count: PositiveInt = 1
+    nodes: PositiveInt | None = None  # Hosts, with equally many GPUs each; None: the catalog's GPUs a host
     price_per_hour: Annotated[float, Field(ge=0)] | None = None  # US dollars for one GPU and one hour
 
     @field_validator("gpu")
     @classmethod
     def _name_of_the_catalog(cls, gpu: str) -> str:
         return names().gpu_name(gpu)
+
+    @model_validator(mode="after")
+    def _equal_hosts(self) -> "Hardware":
+        if self.nodes is not None and self.count % self.nodes:
+            problem = f"{self.count} GPUs cannot be shared equally by {self.nodes} hosts"
+            raise disagreement(problem, "write a divisor of hardware.count", field="hardware.nodes")
+        return self
 
 
 class Recipe(Value):
@@ -210,7 +267,8 @@ class Recipe(Value):
     def _counts_agree(self) -> "Recipe":
         world_size, count = self.mesh.world_size, self.hardware.count
         if world_size != count:
-            problem = f"parallel (replicate x shard x tensor) is {world_size}, hardware.count is {count}"
+            kinds = " x ".join(MESH_DIMENSIONS)
+            problem = f"parallel ({kinds}) is {world_size}, hardware.count is {count}"
             raise disagreement(problem, "make the two equal", field="hardware.count")
         if self.quantize and self.adapter is None:
             problem = "a quantised base is frozen, so nothing would train"
@@ -219,8 +277,8 @@ class Recipe(Value):
 
     @property
     def mesh(self) -> Parallel:
-        """How the GPUs share the work: ``parallel``, or FSDP2 over all where only their count is given."""
-        return Parallel(shard=self.hardware.count) if self.parallel.world_size == 1 else self.parallel
+        """``parallel`` over all GPUs: with their count alone FSDP2."""
+        return self.parallel.over(self.hardware.count)
 
     @property
     def has_open_fields(self) -> bool:
@@ -261,6 +319,14 @@ LATER: dict[str, Any] = {
     "empty_cache_every": None,
     "block_kernels": "standard",
     "loss_terms": LossTerms().model_dump(mode="json"),
+    "parallel.context": 1,
+    "parallel.expert": 1,
+    "parallel.pipeline": 1,
+    "parallel.strategy": "auto",
+    "parallel.reshard_after_forward": True,
+    "parallel.bucket_mb": 25.0,
+    "parallel.sync_each_batch": None,
+    "hardware.nodes": None,
 }
 """Fields that recipes got after the first records were made -> their defaults."""
 

@@ -159,8 +159,22 @@ class Estimate(Value):
         return self.device_bytes - self.peak_device_bytes
 
 
+class RankMeasurement(Value):
+    """Memory and time of one of several ranks."""
+
+    phases: Phases | None = None
+    peak_allocated_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
+    peak_device_bytes: Bytes | None = None
+    step_s: Seconds | None = None
+
+
 class Measurement(Value):
-    """One recipe measured on a real device. Out of memory is a result: ``status`` and the peak reached."""
+    """One recipe measured on a real device. Out of memory is a result: ``status`` and the peak reached.
+
+    On several GPUs memory is of the rank with the highest peak, time of the slowest rank, FLOPs and
+    utilisation of one GPU, tokens of all, and losses are the ranks' mean.
+    """
 
     recipe_id: str
     status: Literal["done", "out-of-memory", "timeout", "crashed"]
@@ -183,6 +197,8 @@ class Measurement(Value):
     hfu: Share | None = None
     losses: tuple[float, ...] = ()
     environment: Environment
+    ranks: tuple[RankMeasurement, ...] = ()
+    """By rank; empty: one GPU."""
 
 
 class Outcome(Value):
@@ -249,6 +265,30 @@ class CurvePoint(Value):
     alive: MemoryBreakdown
 
 
+class PhaseCommunication(Value):
+    """Computation and communication of one phase of a steady step, on one GPU."""
+
+    phase: str
+    compute_s: Seconds
+    communication_s: Seconds
+    compute_bound_tokens: float | None
+    """Tokens of all GPUs in a step from which the computation takes as long; None: no batch does."""
+
+
+class CommunicationBound(Value):
+    """When a recipe of several GPUs is bound by communication, at the rates that its prediction expects."""
+
+    tokens: Count  # Of all GPUs in one step, as the recipe has them
+    phases: tuple[PhaseCommunication, ...]  # Those with collectives
+    compute_bound_tokens: float | None
+    """Smallest batch, in tokens of all GPUs, at which no phase is bound by communication; None: none is."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a phase of the recipe's own batch is bound by communication."""
+        return any(one.communication_s > one.compute_s for one in self.phases)
+
+
 class Explanation(Value):
     """One recipe's peak explained."""
 
@@ -271,3 +311,4 @@ class Explanation(Value):
     """The peak's step cut into stretches of equally many allocations and frees."""
     most: MemoryBreakdown
     """Maximum of each category over the peak's step; not of one moment, so no sum."""
+    communication: CommunicationBound | None = None  # None: of one GPU

@@ -21,6 +21,8 @@ Compiler = Callable[["nn.Module"], None]
 """Compiles a module in place."""
 LossFunction = Callable[["nn.Module", "dict[str, torch.Tensor]"], "torch.Tensor"]
 """(model, micro-batch) -> mean next-token loss, fp32 scalar."""
+Forward = Callable[["dict[str, torch.Tensor]"], "torch.Tensor"]
+"""(micro-batch) -> training loss, fp32 scalar."""
 ContextFactory = Callable[[], AbstractContextManager[object]]
 """Makes a fresh context manager; a step enters one each time."""
 
@@ -57,6 +59,8 @@ class Draft:
     """The loss without label smoothing and z-loss, where ``loss`` has them."""
     body: nn.Module | None = None
     """The part of the model that ``loss`` calls; None: all of it."""
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Called when a step's last backward is done, while gradients are still scaled."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called when all gradients are complete (unscaled), before the optimizers."""
     after_step: list[Callable[[], None]] = field(default_factory=list)
@@ -66,7 +70,11 @@ class Draft:
     scaler: torch.amp.GradScaler | None = None  # pyright: ignore[reportAttributeAccessIssue]
     num_micro_batches: int = 1
     mesh: DeviceMesh | None = None
-    """The ranks, by replica and shard; None: one rank."""
+    """The ranks, with the dimensions of ``recipe.mesh``; None: one rank."""
+    before_batch: list[Callable[[bool], None]] = field(default_factory=list)
+    """Called before each micro-batch; the argument is True for the last of a step."""
+    wrapped: Forward | None = None
+    """The training forward through a data-parallel wrapper; None: model and loss are called directly."""
 
     def runs_on_cpu(self, recipe: Recipe) -> bool:
         """True if the step runs, or is predicted to run, on a CPU; a virtual GPU has fake CPU tensors."""

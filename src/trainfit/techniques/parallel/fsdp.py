@@ -6,15 +6,19 @@ and its backward. Several replicas of the shards (HSDP) all-reduce their gradien
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from trainfit.catalog.load import model_config
-from trainfit.catalog.names import CPU
-from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Technique, value_at
+from trainfit.techniques.base import Technique
 from trainfit.techniques.draft import Draft
+from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ALLOWED: dict[str, tuple[object, ...]] = {
-    "precision": ("bf16", "fp32", "amp-bf16"),
+    "precision": ("bf16", "fp32", "amp-bf16", "mixed-bf16"),
     "loss": ("standard",),
     "recompute": ("none", "full", "selective", "every"),
     "compile": (False, "block"),
@@ -38,56 +42,38 @@ def check(recipe: Recipe) -> None:
     Raises:
         InputError: naming the field.
     """
-    if recipe.hardware.gpu == CPU:
-        raise InputError(
-            "gpu: cpu is this machine, one device",
-            "name a GPU, such as hardware.gpu: h100-sxm, or use hardware.count: 1",
-            field="hardware.count",
-            value=recipe.hardware.count,
-        )
-    for field, values in ALLOWED.items():
-        value = value_at(recipe, field)
-        if value not in values:
-            works = ", ".join(str(one).lower() for one in values)
-            raise InputError(
-                f"not there yet on several GPUs (hardware.count: {recipe.hardware.count})",
-                f"with FSDP2 there is now: {works}",
-                field=field,
-                value=value,
-            )
-
-
-def check_device(recipe: Recipe, device_type: str) -> None:
-    """Refuse to run on real devices.
-
-    Raises:
-        InputError: always; first what ``check`` refuses.
-    """
-    check(recipe)
-    raise InputError(
-        "several GPUs are predicted; they are not measured or trained on in this version",
-        "use hardware.count: 1, or predict",
-        field="hardware.count",
-        value=recipe.hardware.count,
-    )
+    check_gpus(recipe)
+    check_values(recipe, ALLOWED, "FSDP2")
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Shard each decoder block, then what is left as one group."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     from trainfit.models.layers import decoder_blocks
 
     assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
-    mesh = draft.mesh if recipe.mesh.replicate > 1 else draft.mesh["shard"]
+    mesh = recipe.mesh
+    options: dict[str, Any] = {
+        "mesh": draft.mesh["replicate", "shard"] if mesh.replicate > 1 else draft.mesh["shard"],
+        "mp_policy": _policy(recipe),
+    }
     for block in decoder_blocks(draft.model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(draft.model, mesh=mesh)
+        fully_shard(block, reshard_after_forward=mesh.reshard_after_forward, **options)
+    model = fully_shard(draft.model, **options)
+    assert isinstance(model, FSDPModule)
+    if not mesh.syncs_each_batch and recipe.batch.accumulate > 1:
+        draft.before_batch.append(model.set_requires_gradient_sync)
 
 
-def mesh_of(recipe: Recipe) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the mesh's sizes and their names; ranks of one replica are neighbours."""
-    return (recipe.mesh.replicate, recipe.mesh.shard), ("replicate", "shard")
+def _policy(recipe: Recipe) -> MixedPrecisionPolicy:
+    """Return bf16 compute and fp32 reduction for mixed-bf16; else everything in the weights' dtype."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if recipe.precision != "mixed-bf16":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _describe(recipe: Recipe) -> str:
@@ -108,15 +94,16 @@ TECHNIQUE = Technique(
     name="fsdp",
     order=235,
     title="Fully sharded data parallel",
-    fields=("parallel.shard", "parallel.replicate"),
-    when=lambda recipe: recipe.mesh.world_size > 1,
+    fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward"),
+    when=lambda recipe: recipe.hardware.count > 1 and recipe.mesh.shards_weights,
     check=check,
-    check_device=check_device,
+    check_device=check_processes,
     apply=apply,
     describe=_describe,
     variants=(
         {"hardware": {"count": 2}},
         {"hardware": {"count": 4}, "parallel": {"replicate": 2, "shard": 2}},
+        {"hardware": {"count": 2}, "parallel": {"reshard_after_forward": False}},
     ),
     trace_whole=_trace_whole,
 )

@@ -1,16 +1,27 @@
-"""Precision: dtype of the weights (fp32, bf16), or autocast over fp32 weights (amp-bf16, amp-fp16).
+"""Precision: dtype of the weights (fp32, bf16), or fp32 weights with autocast (amp-bf16, amp-fp16) or FSDP2's
+mixed precision (mixed-bf16: shards are gathered in bf16, gradients reduced in fp32).
 
 Autocast is active around the forward only, as in
 https://docs.pytorch.org/docs/stable/notes/amp_examples.html.
 """
 
 from trainfit.spec.recipe import Recipe
-from trainfit.techniques.base import Draw, Technique
+from trainfit.techniques.base import Draw, Technique, refusal
 from trainfit.techniques.draft import Draft
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse mixed-bf16 without FSDP2, which casts as it gathers."""
+    if recipe.precision == "mixed-bf16" and not (recipe.hardware.count > 1 and recipe.mesh.shards_weights):
+        problem = "mixed-bf16 is FSDP2's own mixed precision"
+        remedy = "use precision: amp-bf16, or several GPUs with parallel.strategy: fsdp"
+        raise refusal(recipe, "precision", problem, remedy)
 
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Enter autocast around the forward; for amp-fp16 create a GradScaler."""
+    if not recipe.precision.startswith("amp-"):
+        return
     import torch
 
     dtype = torch.float16 if recipe.precision == "amp-fp16" else torch.bfloat16
@@ -23,9 +34,10 @@ TECHNIQUE = Technique(
     name="precision",
     order=190,
     title="Precision",
-    covers={"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16")},
+    covers={"precision": ("fp32", "bf16", "amp-bf16", "amp-fp16", "mixed-bf16")},
+    check=check,
     apply=apply,
-    when=lambda recipe: recipe.precision.startswith("amp-"),
+    when=lambda recipe: recipe.precision.startswith(("amp-", "mixed-")),
     variants=({"precision": "amp-fp16"},),
     examples=({"precision": "fp32"}, {"precision": "amp-bf16"}),
     draw=Draw(weights={"precision": {"bf16": 5, "fp32": 2, "amp-bf16": 2, "amp-fp16": 2}}),

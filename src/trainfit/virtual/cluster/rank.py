@@ -30,14 +30,15 @@ COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
 }
 """Schema name -> name in the ledger."""
 
 
 @contextmanager
-def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[DeviceMesh]:
-    """Enter as rank 0 of a mesh of this shape. Enter it before any fake mode: meshes read their ranks.
+def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
+    """Enter as rank 0 of a mesh of these sizes. Enter it before any fake mode: meshes read their ranks.
 
     Raises:
         InputError: the process already is a rank of a process group.
@@ -48,6 +49,7 @@ def fake_group(shape: tuple[int, ...], names: tuple[str, ...]) -> Iterator[Devic
             "predict for several GPUs in a process of its own",
             field="hardware.count",
         )
+    names, shape = tuple(dimensions), tuple(dimensions.values())
     world_size = torch.Size(shape).numel()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -97,7 +99,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
         if name is None or group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        num_bytes = max(t.nbytes for arg in args for t in _tensors(arg))
+        num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         live.ledger.collectives.append(
             Collective(
                 name,

@@ -1,0 +1,61 @@
+"""Checks that all kinds of parallelism share."""
+
+from __future__ import annotations
+
+from trainfit.catalog.names import CPU
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import value_at
+
+
+def check_gpus(recipe: Recipe) -> None:
+    """Refuse several of the virtual CPU.
+
+    Raises:
+        InputError: naming the field.
+    """
+    if recipe.hardware.gpu == CPU:
+        raise InputError(
+            "gpu: cpu is this machine, one device",
+            "name a GPU, such as hardware.gpu: h100-sxm, or use hardware.count: 1",
+            field="hardware.count",
+            value=recipe.hardware.count,
+        )
+
+
+def check_values(recipe: Recipe, allowed: dict[str, tuple[object, ...]], kind: str) -> None:
+    """Refuse values of fields that ``kind`` does not work with, or was not compared with.
+
+    Raises:
+        InputError: naming the field.
+    """
+    for field, values in allowed.items():
+        value = value_at(recipe, field)
+        if value not in values:
+            works = ", ".join(str(one).lower() for one in values)
+            raise InputError(
+                f"not there yet on several GPUs (hardware.count: {recipe.hardware.count})",
+                f"with {kind} there is now: {works}",
+                field=field,
+                value=value,
+            )
+
+
+def check_processes(recipe: Recipe, device_type: str) -> None:
+    """Refuse to run in a process that is not a rank of a process group of the recipe's size.
+
+    Raises:
+        InputError: naming ``hardware.count``.
+    """
+    check_gpus(recipe)
+    import torch.distributed as dist
+
+    count = recipe.hardware.count
+    found = dist.get_world_size() if dist.is_initialized() else 1
+    if found != count:
+        raise InputError(
+            f"{count} GPUs need {count} processes, and this run has {found}",
+            f"use trainfit train --gpus {count}, or torchrun --nproc-per-node {count} -m trainfit train",
+            field="hardware.count",
+            value=count,
+        )

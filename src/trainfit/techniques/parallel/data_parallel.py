@@ -1,0 +1,97 @@
+"""Data parallel with whole weights on every rank: torch's DDP, our four, and DDP with a sharded optimizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from trainfit.spec.recipe import Recipe
+from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.draft import Draft
+from trainfit.techniques.parallel._ranks import check_gpus, check_processes, check_values
+
+if TYPE_CHECKING:
+    from trainfit.parallel.data_parallel import Strategy
+
+ALLOWED: dict[str, tuple[object, ...]] = {
+    "compile": (False, "block"),
+    "optimizer.in_backward": (False,),
+    "quantize": (None,),
+    "offload.activations": (False,),
+    "offload.weights": (False,),
+}
+"""Field -> values that work with replicated weights."""
+TITLES = {
+    "ddp": "torch's DDP",
+    "zero1": "DDP with a sharded optimizer",
+    "naive": "one all-reduce a parameter",
+    "flat": "one all-reduce",
+    "overlapped": "one overlapped all-reduce a parameter",
+    "bucketed": "overlapped buckets",
+}
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse meshes other than replicas, and what replicas do not work with."""
+    check_gpus(recipe)
+    mesh = recipe.mesh
+    if mesh.replicate != recipe.hardware.count:
+        problem = f"{mesh.strategy} keeps whole weights on every rank, and the mesh has other ranks"
+        remedy = "use parallel.strategy: fsdp, or leave the other fields of parallel at 1"
+        raise refusal(recipe, "parallel.strategy", problem, remedy)
+    check_values(recipe, ALLOWED, mesh.strategy)
+
+
+def apply(recipe: Recipe, draft: Draft) -> None:
+    """Wrap the forward and the loss, so that the backward reduces gradients."""
+    from torch._dynamo import config as dynamo
+    from torch.nn.parallel import DistributedDataParallel
+
+    from trainfit.parallel.data_parallel import DataParallel
+    from trainfit.parallel.training_forward import TrainingForward
+
+    assert draft.mesh is not None, "a recipe for several GPUs is assembled with a mesh"
+    mesh, group = recipe.mesh, draft.mesh["replicate"].get_group()
+    module = TrainingForward(draft.model, draft.loss)
+    if mesh.strategy in ("ddp", "zero1"):
+        no_bound = sum(parameter.nbytes for parameter in module.parameters()) / 2**20 + 1
+        wrapped: Any = DistributedDataParallel(
+            module, process_group=group, bucket_cap_mb=mesh.bucket_mb or no_bound
+        )
+        if recipe.compile:
+            # Dynamo would cut a block's graph at DDP's buckets, which its backward fills at once.
+            draft.around_forward.append(lambda: dynamo.patch(optimize_ddp=False))
+    else:
+        wrapped = DataParallel(module, cast("Strategy", mesh.strategy), mesh.bucket_mb, group=group)
+        draft.after_backward.append(wrapped.wait_for_gradients)
+    draft.wrapped = wrapped
+    if not mesh.syncs_each_batch:
+        draft.before_batch.append(lambda last: setattr(wrapped, "require_backward_grad_sync", last))
+    if mesh.strategy == "zero1":
+        _shard_optimizer(draft, group)
+
+
+def _shard_optimizer(draft: Draft, group: Any) -> None:
+    from trainfit.parallel.sharded_optimizer import ShardedOptimizer
+
+    make = draft.make_optimizer
+    assert make is not None
+
+    def inner(groups: list[dict[str, Any]]) -> Any:
+        return make([parameter for one in groups for parameter in one["params"]])
+
+    draft.make_optimizer = lambda parameters: ShardedOptimizer(parameters, inner, group)  # pyright: ignore
+
+
+TECHNIQUE = Technique(
+    name="data_parallel",
+    order=320,
+    title="Data parallel",
+    fields=("parallel.strategy", "parallel.bucket_mb"),
+    when=lambda recipe: recipe.hardware.count > 1 and not recipe.mesh.shards_weights,
+    check=check,
+    check_device=check_processes,
+    apply=apply,
+    describe=lambda recipe: f"{TITLES[recipe.mesh.strategy]}, {recipe.mesh.replicate} replicas",
+    variants=tuple({"hardware": {"count": 2}, "parallel": {"strategy": name}} for name in TITLES),
+    trace_whole=lambda recipe: True,
+)

@@ -1,0 +1,137 @@
+"""PyTorch's DistributedDataParallel on a virtual rank: its C++ reducer runs on fake tensors.
+
+The second forward rebuilds the buckets. NCCL's process group keeps those of the first backward until a later
+collective finds their reductions done, which depends on the watchdog's thread. So the second step has one of
+two peaks; the ledger has the higher one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainfit.ledger.allocator import CachingAllocator
+from trainfit.ledger.ledger import FREE, Event, Ledger
+from trainfit.ledger.replay import replay
+from trainfit.spec.errors import InputError
+from trainfit.spec.units import format_bytes
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.host_tensors import on_host
+from trainfit.virtual.trace.tracer import Tracer
+
+EMPTY = torch.ops.aten.empty.memory_format
+
+
+class FirstBuckets:
+    """The buckets of each first backward, held until the next reduction as NCCL's group does."""
+
+    def __init__(self, tracer: Tracer):
+        self._live = tracer.live
+        self._held: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        """DDP module -> its buckets of the last backward."""
+        self._released_at: dict[int, int] = {}
+        """Index of a held storage -> number of events when the reducer released it."""
+
+    def reduce(self, of: weakref.ref[Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a module's bucket and return a done future: the reducer's communication hook."""
+        buffer, module = bucket.buffer(), of()
+        assert module is not None
+        if bucket.index() == 0:
+            self._held[module] = []
+        self._held[module].append(buffer)
+        dist.all_reduce(buffer, group=module.process_group)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def rebuilt(self, module: Any, num_events: int) -> None:
+        """Record that the reducer released its buckets after so many events."""
+        for buffer in self._held.get(module, ()):
+            self._released_at[self._live.index_of(buffer)] = num_events
+
+    def assumptions(self, ledger: Ledger) -> tuple[str, ...]:
+        """Return a line about the lower of the two peaks; empty where buckets change no peak."""
+        higher = replay(ledger, CachingAllocator()).peak_allocated_bytes
+        lower = replay(self._released_at_once(ledger), CachingAllocator()).peak_allocated_bytes
+        if lower == higher:
+            return ()
+        return (
+            f"DDP rebuilds its buckets in the second step, while NCCL may hold the first ones: the peak is "
+            f"{format_bytes(higher)} allocated ({higher} bytes), or {format_bytes(lower)} ({lower} bytes)",
+        )
+
+    def _released_at_once(self, ledger: Ledger) -> Ledger:
+        early: dict[int, list[int]] = {}
+        for storage, number in self._released_at.items():
+            early.setdefault(number, []).append(storage)
+        events: list[Event] = []
+        for number, event in enumerate(ledger.events):
+            events += [Event(FREE, storage, event.group, event.segment) for storage in early.get(number, ())]
+            if event.kind != FREE or event.storage not in self._released_at:
+                events.append(event)
+        return Ledger(ledger.segments, ledger.ops, ledger.storages, events, repeats=ledger.repeats)
+
+
+@contextmanager
+def ddp_on_fakes(tracer: Tracer) -> Iterator[FirstBuckets]:
+    """Let DistributedDataParallel run on the tracer's fake tensors, with its buckets as communication.
+
+    Raises:
+        InputError: the code registers a communication hook of its own.
+    """
+    buckets, live = FirstBuckets(tracer), tracer.live
+    build, prepare = DistributedDataParallel._ddp_init_helper, DistributedDataParallel._pre_forward
+
+    def built(self: Any, *args: Any, **kwargs: Any) -> None:
+        start = len(live.ledger.storages)
+        build(self, *args, **kwargs)
+        live.categorise("communication", range(start, len(live.ledger.storages)))
+        dist._register_comm_hook(self.reducer, weakref.ref(self), buckets.reduce)
+
+    def prepared(self: Any, *args: Any, **kwargs: Any) -> Any:
+        start, num_events = len(live.ledger.storages), len(live.ledger.events)
+        was_rebuilt = self._has_rebuilt_buckets
+        with _RealCounters():
+            result = prepare(self, *args, **kwargs)
+        if self._has_rebuilt_buckets and not was_rebuilt:
+            live.categorise("communication", range(start, len(live.ledger.storages)))
+            buckets.rebuilt(self, num_events)
+        return result
+
+    def refused(self: Any, state: Any, hook: Any) -> None:
+        raise InputError(
+            "communication hooks of DistributedDataParallel are not traced",
+            "leave register_comm_hook out of the traced code",
+            field="step",
+            value=getattr(hook, "__qualname__", str(hook)),
+        )
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (
+                distributed,
+                "_verify_param_shape_across_processes",
+                lambda *_: None,
+            ),  # C++ that reads addresses.
+            (DistributedDataParallel, "_ddp_init_helper", built),
+            (DistributedDataParallel, "_pre_forward", prepared),
+            (DistributedDataParallel, "register_comm_hook", refused),
+        ):
+            stack.enter_context(replaced(owner, name, function))
+        yield buckets
+
+
+class _RealCounters(TorchDispatchMode):
+    """Keep the reducer's int32 tensors on the host real: it writes into them by address."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_counter = func is EMPTY and kwargs.get("dtype") is torch.int32
+        return on_host(func, args, kwargs) if is_counter else func(*args, **kwargs)

@@ -1,0 +1,138 @@
+"""Communication: closed forms with published numbers, rings inside and between hosts, bounds of a recipe."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from tiny_recipe import tiny_recipe
+from trainfit.catalog.load import gpu
+from trainfit.cli.main import main
+from trainfit.explanation.communication import communication_bound
+from trainfit.prediction.calculators import communication as closed
+from trainfit.prediction.communication import on_hosts, ring
+from trainfit.prediction.estimate import estimate, ledger_of
+from trainfit.spec.errors import InputError
+from trainfit.spec.recipe import Batch, Hardware, Parallel, Recipe
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.units import GIB
+
+XXL = ["--hidden", "16384", "--feed-forward", "53248", "--blocks", "126"]
+"""Stanford CS336, assignment 2, communication accounting."""
+Captured = pytest.CaptureFixture[str]
+
+
+def answers(arguments: list[str], capsys: Captured) -> dict[str, float]:
+    assert main(["communication", *XXL, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_xxl_example_has_the_numbers_of_its_exercise(capsys: Captured) -> None:
+    v5p = ["--gpu", "tpu-v5p", "--fsdp", "16", "--tensor", "4", "--fsdp-axes", "2"]
+    found = answers([*v5p, "--peak-flops", "4.6e14", "--link-rate", "1.8e11"], capsys)
+    assert found["state_bytes"] == 3276 * GIB
+    assert round(found["saved_bytes_per_token"] / GIB, 5) == 0.01634
+    assert found["devices_to_hold_states"] == {"95 GB": 38, "95 GiB": 35}
+    assert math.ceil(found["compute_bound_tokens"]) == 25_302
+    assert round(found["compute_bound_tokens"] / 64) == 395
+    assert round(found["overlapped_compute_bound_tokens"] / 64) == 319
+    on_h100 = answers(["--gpu", "h100"], capsys)
+    assert on_h100["devices_to_hold_states"] == {"80 GB": 44, "80 GiB": 41}
+    assert on_h100["compute_bound_tokens"] == 0
+
+
+def test_the_printed_xxl_example_has_them_too(capsys: Captured) -> None:
+    arguments = ["--gpu", "tpu-v5p", "--fsdp", "16", "--tensor", "4", "--fsdp-axes", "2"]
+    assert main(["communication", *XXL, *arguments, "--peak-flops", "4.6e14", "--link-rate", "1.8e11"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("3,276 GiB", "38 of 95 GB", "0.01634 GiB", "25,302 tokens 395 a device", "319 a device"):
+        assert words in text
+
+
+def test_more_axes_than_the_links_build_are_refused(capsys: Captured) -> None:
+    assert main(["communication", *XXL, "--gpu", "h100", "--fsdp", "8", "--fsdp-axes", "2"]) == 2
+    assert "links of h100-sxm build 1" in capsys.readouterr().err
+
+
+def test_closed_bounds_are_where_the_times_are_equal() -> None:
+    layers = closed.Layers(hidden=4096, feed_forward=14336)
+    rates: dict[str, Any] = {"flops_per_s": 1e15, "data_bytes_per_s": 5e10, "tensor_bytes_per_s": 4.5e11}
+    for data, tensor in ((8, 1), (16, 4)):
+        mesh = closed.Mesh(data=data, tensor=tensor, **rates)
+        tokens = closed.compute_bound_tokens(layers, mesh)
+        one = closed.layer_time(layers, mesh, tokens)
+        assert one.compute_s == pytest.approx(one.data_s + one.tensor_s)
+        tokens = closed.compute_bound_tokens(layers, mesh, overlapped=True)
+        one = closed.layer_time(layers, mesh, tokens)
+        assert one.compute_s == pytest.approx(one.data_s)
+    # FSDP and data parallel alone: C / W tokens a device, whatever the sizes.
+    assert closed.compute_bound_tokens(layers, closed.Mesh(data=8, **rates)) / 8 == pytest.approx(1e15 / 5e10)
+    most = closed.most_tensor_ranks(layers, closed.Mesh(**rates))
+    for tensor, bound in ((math.floor(most), False), (math.ceil(most), True)):
+        tokens = closed.compute_bound_tokens(layers, closed.Mesh(data=2, tensor=tensor, **rates))
+        assert math.isinf(tokens) is bound
+
+
+def test_a_ring_between_hosts_uses_the_port_of_each_of_its_gpus() -> None:
+    h100 = gpu("h100-sxm")
+    assert ring(8, 8, h100)[::2] == (450e9, False)
+    assert ring(16, 16, h100)[::2] == (400e9, True)  # 8 ports of 50 GB/s a host, below NVLink's rate
+    assert ring(2, 9, h100).bytes_per_s == 50e9  # Replicas: one GPU of each host
+    assert ring(4, 13, h100).bytes_per_s == 100e9
+    assert ring(16, 16, gpu("a100-sxm4-80gb")).bytes_per_s == 200e9
+    assert ring(16, 16, gpu("rtx-4090")).bytes_per_s == 31.5e9  # PCI Express is slower than two ports.
+    assert ring(64, 64, gpu("tpu-v5p"))[::2] == (200e9, False)
+
+
+def recipe(count: int, **fields: object) -> Recipe:
+    return tiny_recipe("native", 2, hardware=Hardware(gpu="h100-sxm", count=count), **fields)
+
+
+def test_nodes_decide_which_groups_leave_a_host() -> None:
+    two = recipe(8).model_copy(update={"hardware": Hardware(gpu="h100-sxm", count=8, nodes=2)})
+    assert {one.between_hosts for one in estimate(recipe(8), gpu("h100"), ledger_of(recipe(8))).traffic} == {
+        False
+    }
+    found = estimate(two, gpu("h100"), ledger_of(two))
+    assert {one.between_hosts for one in found.traffic} == {True}
+    assert any("4 GPUs a host" in line for line in found.assumptions)
+    assert on_hosts(gpu("h100"), Hardware(count=16)).gpus_per_host == 8
+
+
+def test_nodes_that_do_not_divide_the_gpus_are_refused_and_no_id_changes() -> None:
+    fields = {"model": {"config": "llama-3.2-1b"}, "hardware": {"gpu": "h200", "count": 8, "nodes": 3}}
+    with pytest.raises(InputError, match=r"hardware\.nodes"):
+        recipe_from(fields)
+    assert "nodes" not in recipe(8).content()["hardware"]
+    assert recipe(8).model_copy(update={"hardware": Hardware(count=8, nodes=1)}).id != recipe(8).id
+
+
+def test_a_step_takes_at_least_its_collectives_at_the_links_full_rate() -> None:
+    """Tiny computation: the lower bound is the communication's, between hosts each GPU on its own port."""
+    parallel = Parallel(replicate=2, shard=8)
+    one = recipe(16, parallel=parallel)
+    ledger = ledger_of(one)
+    found = estimate(one, gpu("h100"), ledger)
+    reduced = next(t for t in found.traffic if t.kind == "all_reduce")
+    assert reduced.between_hosts
+    assert found.bounds["step_s"].low >= reduced.bytes_sent / 50e9 > 0
+    assert found.step_s is not None
+    assert found.bounds["step_s"].low < found.step_s
+
+
+def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long() -> None:
+    one = recipe(16)
+    found = communication_bound(one, gpu("h100"), ledger_of(one))
+    assert found is not None
+    assert found.tokens == 16 * one.batch.tokens
+    assert found.is_bound
+    assert found.compute_bound_tokens is not None
+    micro = found.compute_bound_tokens / (16 * one.batch.seq)
+    for share, bound in ((0.8, True), (1.25, False)):
+        batch = Batch(micro=max(1, round(micro * share)), seq=one.batch.seq)
+        other = one.model_copy(update={"batch": batch})
+        again = communication_bound(other, gpu("h100"), ledger_of(other))
+        assert again is not None
+        assert again.is_bound is bound
+    assert communication_bound(recipe(1), gpu("h100"), ledger_of(recipe(1))) is None
