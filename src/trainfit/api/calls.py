@@ -172,11 +172,14 @@ def train_built(
 ) -> TrainingRun:
     """Train a recipe without open fields; ``notes``: how they were planned."""
     from trainfit.api.flops import step_flops
+    from trainfit.training.launch import launched_rank
     from trainfit.training.log import JsonlLog, TensorBoard
     from trainfit.training.loop import train as run
     from trainfit.training.observer import StepFlops
     from trainfit.training.progress import ProgressBar
 
+    if launched_rank():  # Rank 0 alone reports.
+        return TrainingRun.of(built, run(built, options), notes)
     model, hardware, peak = step_flops(built, options.device, peak_flops, deterministic=options.deterministic)
     flops = StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
     bar = ProgressBar() if progress else None
