@@ -2,8 +2,8 @@
 
 A checkpoint is ``checkpoints/step-00000020/``: ``model-*.safetensors``, ``optimizer-*.safetensors``,
 ``random-*.safetensors``, ``state.json``, ``run.json`` (recipe and options), ``manifest.json``. Several ranks
-write ``.metadata`` and ``__RANK_0.distcp`` instead of model and optimizer (shards.py). Any number of ranks loads
-both.
+write ``.metadata`` and ``__RANK_0.distcp`` instead of model and optimizer (shards.py). Any number of ranks
+loads both.
 """
 
 from collections import ChainMap

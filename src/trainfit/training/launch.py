@@ -1,8 +1,8 @@
 """Start one process a GPU on this host and wait for all of them. Free of torch.
 
 The processes are ranks as torchrun starts them: they find each other through ``RANK``, ``WORLD_SIZE``,
-``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. Unlike torchrun, a signal leaves them as much time as they
-need to save, and the first rank that fails ends the others within seconds.
+``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. Unlike under torchrun, a signal leaves them as much time
+as they need to save (torchrun kills after 30 s), and a rank that fails ends the others within seconds.
 """
 
 import os
@@ -102,16 +102,12 @@ def launch(arguments: Sequence[str], count: int) -> int:
 
 
 def _wait(ranks: Sequence["subprocess.Popen[bytes]"], stop: StopSignal) -> int:
-    """Wait for every rank, and after a failure for a short time only; return the first failure's exit code."""
+    """Wait for every rank, after a failure for a short time; return the first failure's exit code."""
     failed: int | None = None
     deadline_s, forwarded = float("inf"), False
     while any(process.poll() is None for process in ranks) and time.monotonic() < deadline_s:
         if failed is None:
-            codes = [process.returncode for process in ranks]
-            # A rank that a signal ended comes first: the others end because of it.
-            failed = min(
-                (rank for rank, code in enumerate(codes) if code), key=codes.__getitem__, default=None
-            )
+            failed = _failed(ranks)
             if failed is not None:
                 killed = ranks[failed].returncode < 0
                 deadline_s = time.monotonic() + (GRACE_S if killed else GRACE_OF_EXIT_S)
@@ -120,12 +116,19 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], stop: StopSignal) -> int:
             for process in ranks:
                 process.send_signal(signal.Signals[stop.name])
         time.sleep(POLL_S)
-    codes = [process.returncode or 0 for process in ranks]
+    failed = _failed(ranks) if failed is None else failed
     if failed is None:
-        failed = min((rank for rank, code in enumerate(codes) if code), key=codes.__getitem__, default=0)
-    if codes[failed] < 0:
-        raise RankKilledError(failed, ranks[failed].pid, -codes[failed])
-    return codes[failed]
+        return 0
+    code = ranks[failed].returncode
+    if code < 0:
+        raise RankKilledError(failed, ranks[failed].pid, -code)
+    return code
+
+
+def _failed(ranks: Sequence["subprocess.Popen[bytes]"]) -> int | None:
+    """Return a rank that has failed; one that a signal ended comes first, as the others end because of it."""
+    codes = {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
+    return min(codes, key=codes.__getitem__, default=None)
 
 
 def _free_port() -> int:

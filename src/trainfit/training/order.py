@@ -36,7 +36,7 @@ def learning_rate(base: float, step: int, options: TrainOptions) -> float:
 def step_sequences(
     corpus: Corpus, seed: int, per_step: int, step: int, share: tuple[int, int] = (0, 1)
 ) -> "torch.Tensor":
-    """Return the sequences of ``step`` (from 0), int64 [per_step / n, s]; ``share``: part i of n equal parts."""
+    """Return the sequences of ``step`` (from 0), int64 [per_step / n, s]; ``share``: part i of n."""
     import torch
 
     part, parts = share

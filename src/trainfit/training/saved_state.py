@@ -63,7 +63,7 @@ class SavedState(Value):
     optimizer: OptimizerPlain
     scaler: dict[str, float | int] | None
     random: RandomPlain
-    more_random: list[RandomPlain] = []
+    more_random: tuple[RandomPlain, ...] = ()
     """Of ranks from 1 on."""
 
 

@@ -1,7 +1,7 @@
-"""Tensors of several ranks in files of ``torch.distributed.checkpoint`` (DCP), and back at any number of ranks.
+"""Tensors of several ranks in files of ``torch.distributed.checkpoint`` (DCP), read by any number of ranks.
 
-Each rank writes one file; a tensor that several ranks hold is written once. DCP's index is a pickle: it is read
-with a list of the classes that it may hold, and after the folder's checksums were verified.
+Each rank writes one file; a tensor that several ranks hold is written once. DCP's index is a pickle: it is
+read with a list of the classes that it may hold, and after the folder's checksums were verified.
 """
 
 import pickle

@@ -43,7 +43,7 @@ def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def model_shards(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """As ``model_tensors``, of a model on several ranks: equal names on every one, sharded tensors as such."""
+    """As ``model_tensors``, on several ranks: equal names on every one, and sharded tensors as they are."""
     first: dict[int, str] = {}
     named = (step.model.named_parameters, step.model.named_buffers)
     tied = {

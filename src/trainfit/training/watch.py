@@ -207,10 +207,10 @@ class Watch:
         message = f"{problem}; all ranks end; {self._resume()}"
         if self._give_verdict(EXIT_STOPPED, message) and not reported:
             _print(message)
-        if culprit.host == self._host and culprit.pid != os.getpid():
-            if _process(culprit.pid)[1] == culprit.started:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(culprit.pid, signal.SIGKILL)
+        here = culprit.host == self._host and culprit.pid != os.getpid()
+        if here and _process(culprit.pid)[1] == culprit.started:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(culprit.pid, signal.SIGKILL)
         _end(EXIT_STOPPED)
 
 
