@@ -13,6 +13,7 @@ from trainfit.spec.optional import is_installed
 from trainfit.spec.printable import printable, say
 from trainfit.training.launch import (
     RankKilledError,
+    end_with_launcher,
     exit_code_of,
     is_launched,
     launch,
@@ -69,6 +70,7 @@ def run(
     record: RecordFile = None,
 ) -> int:
     """Train a recipe on data; stop it any time and --resume."""
+    end_with_launcher()
     if clip_norm is not None:
         settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
     if gpus is not None:

@@ -107,6 +107,7 @@ def _save_shards(
     first, *more = (random for _, random in every_random)
     plain |= {"optimizer": optimizer, "random": first, "more_random": more}
     failure: OSError | None = None
+    other: shards.ShardsError | None = None
     sums: dict[str, str] = {}
     try:
         try:
@@ -116,7 +117,11 @@ def _save_shards(
                 _write_rest(work, generators, plain, run)
         except OSError as error:
             failure = error
+        except shards.ShardsError as error:
+            other = error
         ranks.check_all(failure)
+        if other is not None:
+            raise other
         known = dict(ChainMap(*ranks.gather(sums)))
         ranks.on_first(lambda: durable.finish_folder(work, path, known))
     except BaseException as error:

@@ -22,9 +22,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 LAUNCHER = "TRAINFIT_LAUNCHER"
 """Environment variable of a rank: the process id of the launcher, which reports a killed rank."""
 GRACE_S = 8.0
-"""Time in which ranks end after one was killed; they notice it within about a second (watch.py)."""
-GRACE_OF_EXIT_S = 60.0
-"""Time in which ranks end after one ended with an exit code of its own."""
+"""Time in which ranks end after one has failed; they notice it within about a second (watch.py)."""
 
 
 class RankKilledError(Exception):
@@ -82,6 +80,8 @@ def launch(arguments: Sequence[str], count: int) -> int:
         "MASTER_PORT": str(_free_port()), LAUNCHER: str(os.getpid()),
     }  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    # A rank whose peer was killed would print a stack of C++ frames as a warning.
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     with StopSignal() as stop:
         try:
@@ -105,12 +105,13 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], stop: StopSignal) -> int:
     """Wait for every rank, after a failure for a short time; return the first failure's exit code."""
     failed: int | None = None
     deadline_s, forwarded = float("inf"), False
-    while any(process.poll() is None for process in ranks) and time.monotonic() < deadline_s:
+    while None in [process.poll() for process in ranks] and time.monotonic() < deadline_s:
         if failed is None:
             failed = _failed(ranks)
             if failed is not None:
-                killed = ranks[failed].returncode < 0
-                deadline_s = time.monotonic() + (GRACE_S if killed else GRACE_OF_EXIT_S)
+                deadline_s = time.monotonic() + GRACE_S
+                for process in ranks:  # A stopped one could not end.
+                    process.send_signal(signal.SIGCONT)
         if stop.name is not None and not forwarded:
             forwarded = True
             for process in ranks:

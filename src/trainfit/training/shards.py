@@ -6,8 +6,8 @@ read with a list of the classes that it may hold, and after the folder's checksu
 
 import pickle
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainfit.spec.errors import InputError
-from trainfit.spec.files import storage_failure
+from trainfit.spec.files import writing
 
 INDEX = ".metadata"
 INDEX_HOLDS = {
@@ -54,19 +55,58 @@ def write(work: Path, tensors: Mapping[str, Tensor], group: Any) -> list[Path]:
     """Write the tensors of all ranks into ``work``, and return the files of this rank. A collective.
 
     Raises:
-        OSError: on every rank, if the disk of any is full or failed.
+        OSError: the disk of this rank is full or failed.
+        ShardsError: another rank failed.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False)
     writer = dcp.FileSystemWriter(work, sync_files=True)
+    writer.fs = files = _Files()
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # No Exception, so that no handler would see it.
-        causes = [cause for _, (cause, _) in sorted(error.failures.items())]
-        failure = next(filter(None, map(storage_failure, causes)), None)
-        if failure is None:
-            raise RuntimeError(f"a rank could not write its shards: {causes[0]}") from error
-        raise OSError(failure.errno, failure.strerror, failure.filename or str(work)) from error
+        if files.failure is not None:
+            raise files.failure from None
+        causes = [f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items())]
+        raise ShardsError(f"shards could not be written; {causes[0]}") from error
     return sorted(work.glob(f"__{torch.distributed.get_rank(group)}_*.distcp"))
+
+
+class ShardsError(RuntimeError):
+    """Another rank could not write its shards."""
+
+
+class _Files(FileSystem):
+    """Notes the OSError of a write, in whose place torch's file format raises an error of its own."""
+
+    failure: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with writing(path), super().create_stream(path, mode) as stream:
+                plain = stream.write
+
+                def write(data: Any) -> int:
+                    try:
+                        return plain(data)
+                    except OSError as error:
+                        self.failure = OSError(error.errno, error.strerror, str(path))
+                        raise
+
+                yield _Stream(stream, write)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+
+class _Stream:
+    """A file whose ``write`` is another function."""
+
+    def __init__(self, file: Any, write: Callable[[Any], int]):
+        self._file, self.write = file, write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class Shards:

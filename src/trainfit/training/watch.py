@@ -207,7 +207,8 @@ class Watch:
         message = f"{problem}; all ranks end; {self._resume()}"
         if self._give_verdict(EXIT_STOPPED, message) and not reported:
             _print(message)
-        here = culprit.host == self._host and culprit.pid != os.getpid()
+        # The launcher ends the ranks that are left; torchrun waits for 30 s.
+        here = LAUNCHER not in os.environ and culprit.host == self._host and culprit.pid != os.getpid()
         if here and _process(culprit.pid)[1] == culprit.started:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(culprit.pid, signal.SIGKILL)
