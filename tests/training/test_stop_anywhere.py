@@ -105,11 +105,11 @@ import os, signal
 import trainfit.training.durable as durable
 plain = durable._seal
 
-def seal(work):
+def seal(work, known):
     if "step-00000002" in work.name:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-    plain(work)
+    plain(work, known)
 
 durable._seal = seal
 """

@@ -1,7 +1,13 @@
 """Training on two processes: the losses of one, checkpoints for any number of ranks, one end for all."""
 
+import json
+import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +18,7 @@ import rank_training
 from parallel_cases import Ranks
 from tiny_training import asked, losses_in_log
 from trainfit.spec.errors import InputError
+from trainfit.training.log import LOG
 from trainfit.training.loop import train
 
 EQUAL = 1e-6
@@ -120,3 +127,49 @@ def test_an_index_that_holds_anything_but_tensors_is_refused(ranks, tmp_path, ca
     (folder / ".metadata").write_bytes(whole)
     sealed(folder)
     assert rank_training.trained(tmp_path / "run", None, 3, resume=True)["status"] == "done"
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """Return the process ids of a launcher's ranks, by rank."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(one[5:]): int(pid) for one in variables if one.startswith(b"RANK=")}
+    return found
+
+
+def test_the_command_trains_on_two_ranks_and_a_killed_one_ends_it_for_resume(ranks, tmp_path) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(json.dumps(rank_training.recipe_of("fsdp").content()))
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "trainfit", "train", str(recipe), "--out", str(out), "--gpus", "2",
+            "--device", "cpu", "--steps", "100000", "--save-every", "2", "--keep", "9", "--no-tensorboard",
+            "--data", "stories:60", "--eval-fraction", "0.1", "--json",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"TRAINFIT_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    try:
+        while not (out / "checkpoints" / "step-00000004").exists():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        pids = rank_processes(process.pid)
+        os.kill(pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert time.monotonic() - killed_s < 10
+    assert (process.returncode, printed) == (75, "")
+    (line,) = [line for line in errors.splitlines() if "error" in line]
+    assert line.startswith(
+        f"trainfit: error: rank 1 (process {pids[1]}) was ended by SIGKILL; all ranks end;"
+    )
+    assert "--resume goes on from" in line
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), "no orphan"
+    steps = [json.loads(text) for text in (out / LOG).read_text().splitlines()]
+    before = {one["step"]: one["loss"] for one in steps}
+    copy_until(out, 2, tmp_path / "moved")
+    resumed, _ = ranks.run(rank_training.trained, tmp_path / "moved", "fsdp", 4, resume=True)
+    assert resumed["losses"] == (before[3], before[4]), "to the last bit"

@@ -11,15 +11,6 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
 from trainfit.spec.printable import printable, say
-from trainfit.training.launch import (
-    RankKilledError,
-    end_with_launcher,
-    exit_code_of,
-    is_launched,
-    launch,
-    launched_rank,
-    one_report,
-)
 from trainfit.training.stop import resumable
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
@@ -70,6 +61,8 @@ def run(
     record: RecordFile = None,
 ) -> int:
     """Train a recipe on data; stop it any time and --resume."""
+    from trainfit.training.ranks.launch import end_with_launcher, is_launched, launched_rank, one_report
+
     end_with_launcher()
     if clip_norm is not None:
         settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
@@ -123,6 +116,7 @@ def run(
 def _with_count(recipe: str, settings: list[str] | None, gpus: int) -> list[str]:
     """Return the values of ``--set`` with ``hardware.count``, where the recipe leaves it at 1."""
     from trainfit.api.recipes import read
+    from trainfit.training.ranks.launch import one_report
 
     with one_report():
         count = read(recipe, settings or [])[0].hardware.count
@@ -135,6 +129,7 @@ def _with_count(recipe: str, settings: list[str] | None, gpus: int) -> list[str]
 def _launch(words: list[str], gpus: int, out: Path) -> int:
     """Run this command line as ``gpus`` ranks; report a rank that a signal ended."""
     from trainfit.training.folder import how_to_resume
+    from trainfit.training.ranks.launch import RankKilledError, exit_code_of, launch
 
     try:
         return launch(words, gpus)

@@ -24,7 +24,7 @@ from trainfit.spec.value import parse
 from trainfit.step import Step
 from trainfit.training import durable, shards, state
 from trainfit.training.folder import RUN, existing
-from trainfit.training.ranks import Ranks
+from trainfit.training.ranks.exchange import Ranks
 from trainfit.training.saved_state import SavedState, check_scaler
 
 SHARD_BYTES = 4 * 2**30
@@ -211,8 +211,9 @@ def _optimizer_of(saved: shards.Shards, step: Step, elsewhere: Collection[str]) 
         kind, _, name = path.partition("/")
         if kind == "optimizer" and _owner(name) not in elsewhere:
             parameter = parameters.get(_owner(name))
-            whole = parameter is not None and form.size == parameter.shape
-            like = parameter.detach() if whole else torch.empty(form.size)
+            like = torch.empty(form.size)
+            if parameter is not None and form.size == parameter.shape:
+                like = parameter.detach()
             targets[name] = torch.empty_like(like, dtype=form.properties.dtype)
     saved.read_into(_prefixed("optimizer", targets))
     return targets

@@ -20,10 +20,10 @@ from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
 from trainfit.training.corpus import Corpora, open_corpora, opened
-from trainfit.training.launch import one_report
 from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.training.options import TrainOptions
-from trainfit.training.ranks import Ranks, joined
+from trainfit.training.ranks.exchange import Ranks, joined
+from trainfit.training.ranks.launch import one_report
 from trainfit.training.session import Session
 from trainfit.training.stop import StopSignal
 

@@ -27,7 +27,7 @@ from trainfit.training.gauges import Busy, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
-from trainfit.training.ranks import AgreedStop, Ranks
+from trainfit.training.ranks.exchange import AgreedStop, Ranks
 from trainfit.training.stop import Stopped, StopSignal
 
 NO_CHECKPOINT = "no checkpoint was saved before"

@@ -115,7 +115,8 @@ class Shards:
     def __init__(self, folder: Path):
         self._folder = folder
         self._reader = _Reader(folder)
-        self.index = self._reader.read_metadata().state_dict_metadata
+        index = self._reader.read_metadata().state_dict_metadata
+        self.index = {name: one for name, one in index.items() if isinstance(one, TensorStorageMetadata)}
         """Name -> size, dtype and chunks."""
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:

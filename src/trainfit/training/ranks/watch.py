@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from trainfit.spec.errors import EXIT_STOPPED
-from trainfit.training.launch import LAUNCHER
+from trainfit.training.ranks.launch import LAUNCHER
 
 BEAT_S = 0.5
 STOPPED_S = 10.0
