@@ -133,7 +133,8 @@ class Step:
         self.readings = draft.readings
         """Values that techniques measured in the last update, by name ([] fp32, on the device)."""
         self._loss, self._cross_entropy = draft.loss, draft.cross_entropy
-        self._before_update, self._after_step = draft.before_update, draft.after_step
+        self._after_backward, self._before_update = draft.after_backward, draft.before_update
+        self._after_step = draft.after_step
         self._around_forward = draft.around_forward
         self._around_backward = draft.around_backward
         self._num_micro_batches = draft.num_micro_batches
@@ -215,6 +216,8 @@ class Step:
     def _update(self) -> None:
         if self._steps_in_backward:
             return
+        for hook in self._after_backward:
+            hook()
         update = one_update(self.optimizers)
         if self._before_update and self.scaler is not None:
             self.scaler.unscale_(update)

@@ -297,7 +297,7 @@ def test_a_bad_config_json_is_65_and_one_line(
         ("measure tiny-cpu --device gpu", "device = 'gpu': no such device"),
         ("measure tiny-cpu --device cpu --set attention=efficient", "runs on CUDA only"),
         ("predict tiny-cpu --set attention=efficient", "runs on CUDA only"),
-        ("predict tiny-cpu --gpu mi300x", "--set: hardware.gpu = 'mi300x': the virtual GPU"),
+        ("predict tiny-cpu --gpu tpu-v5p", "--set: hardware.gpu = 'tpu-v5p': no kernels are modelled"),
     ],
 )
 def test_what_a_device_lacks_is_65_before_any_work(arguments: str, says: str, capsys: Captured) -> None:

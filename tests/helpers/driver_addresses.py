@@ -26,6 +26,7 @@ from trainfit.ledger.ledger import Ledger
 from trainfit.ledger.replay import replay
 from trainfit.measurement import trial
 from trainfit.measurement.environment import host_environment
+from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.process import die_with_parent, run_in
 from trainfit.measurement.trial import TrialRequest
 from trainfit.prediction.estimate import ledger_of
@@ -34,7 +35,6 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.recipe_file import recipe_from, recipe_lines
 from trainfit.spec.result import Measurement, Phases, Record
 from trainfit.spec.value import parse
-from trainfit.sweeps.worker import ready_to_fork
 
 ADDRESSES = "addresses.json"
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainfit.parallel import DataParallel, FullySharded, ShardedOptimizer
+from trainfit.parallel import DataParallel, FullySharded, ShardedOptimizer, collectives
+from trainfit.parallel.collectives import all_reduce
 
 BATCH = 8
 STEPS = 3
@@ -173,20 +177,41 @@ def collectives_of(strategy: str, **options: Any) -> tuple[list[int], int]:
     """Return the bytes of each all-reduce of a step, and how many began before the backward ended."""
     wrapper = DataParallel(Tied(), strategy, **options)
     begun: list[int] = []
-    real = dist.all_reduce
 
-    def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        begun.append(tensor.nbytes)
-        return real(tensor, *args, **kwargs)
+    def recorded(tensors: list[Tensor], *args: Any) -> Any:
+        begun.append(sum(tensor.nbytes for tensor in tensors))
+        return all_reduce(tensors, *args)
 
-    dist.all_reduce = recorded
-    try:
+    with patch.object(collectives, "all_reduce", recorded):
         loss_of(wrapper, shares(batches()[0])[0]).backward()
         in_backward = len(begun)
         wrapper.wait_for_gradients()
-    finally:
-        dist.all_reduce = real
     return begun, in_backward
+
+
+def places_of_gradients(strategy: str) -> tuple[bool, int]:
+    """Return whether averaging left each gradient where the backward put it, and the storages of all."""
+    wrapper = DataParallel(Tied(), strategy)
+    with wrapper.no_sync():
+        loss_of(wrapper, shares(batches()[0])[0]).backward()
+    gradients = [one.grad for one in wrapper.parameters() if one.requires_grad]
+    before = [one.data_ptr() for one in gradients]
+    wrapper.wait_for_gradients()
+    after = [one.grad for one in wrapper.parameters() if one.requires_grad]
+    storages = {one.untyped_storage().data_ptr() for one in after}
+    return before == [one.data_ptr() for one in after], len(storages)
+
+
+def memory_is_freed(strategy: str) -> bool:
+    """Return whether a wrapper that is dropped leaves nothing of its module behind."""
+    module = Tied()
+    wrapper = DataParallel(module, strategy)  # pyright: ignore[reportArgumentType]
+    loss_of(wrapper, shares(batches()[0])[0]).backward()
+    wrapper.wait_for_gradients()
+    kept = [weakref.ref(parameter) for parameter in module.parameters()]
+    del module, wrapper
+    gc.collect()
+    return not any(one() is not None for one in kept)
 
 
 def message_of(action: Callable[[], Any]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ended_processes import is_dead
 from trainfit.measurement import process
 from trainfit.measurement.environment import host_environment
 from trainfit.measurement.meter import is_out_of_memory
@@ -96,7 +97,7 @@ def test_out_of_memory_is_a_result_with_the_peak_reached():
 
 
 def test_a_memory_error_of_python_has_no_message_of_its_own(monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("trainfit.step.assemble", fail)
@@ -106,7 +107,7 @@ def test_a_memory_error_of_python_has_no_message_of_its_own(monkeypatch: pytest.
 
 
 def test_bad_input_comes_through_as_itself():
-    two = recipe(hardware={"count": 2}, parallel={"replicate": 2})
+    two = recipe(hardware={"gpu": "cpu", "count": 2})
     with pytest.raises(InputError, match=r"hardware\.count"):
         in_copy(recipe=two)
     if not torch.cuda.is_available():
@@ -155,16 +156,7 @@ def test_time_limit_ends_grandchildren_too(tmp_path: Path):
     assert result.status == "timeout"
     assert not (tmp_path / "waited").exists()
     assert "after 1 s" in result.message
-    assert _is_dead(int((tmp_path / "pid").read_text()))
-
-
-def _is_dead(pid: int) -> bool:
-    for _ in range(100):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
-            return True
-        time.sleep(0.05)
-    return False
+    assert is_dead(int((tmp_path / "pid").read_text()))
 
 
 def test_crash_keeps_the_last_lines(tmp_path: Path):

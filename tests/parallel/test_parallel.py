@@ -53,6 +53,15 @@ def test_a_strategy_decides_how_many_all_reduces_begin_and_when(ranks: Ranks) ->
         assert begun == 2
 
 
+def test_buckets_are_averaged_where_they_are_and_flat_copies_into_one_buffer(ranks: Ranks) -> None:
+    assert ranks.run(cases.places_of_gradients, "bucketed") == [(True, 5)] * 2
+    assert ranks.run(cases.places_of_gradients, "flat") == [(False, 1)] * 2
+
+
+def test_a_dropped_wrapper_frees_its_module(ranks: Ranks) -> None:
+    assert all(ranks.run(cases.memory_is_freed, "bucketed"))
+
+
 def test_a_parameter_without_a_gradient_is_named(ranks: Ranks) -> None:
     for rank, message in enumerate(ranks.run(cases.a_missing_gradient)):
         assert "never.bias" in message

@@ -18,6 +18,7 @@ from rich.console import Console
 from tiny_sweep import BASE, sweep_of
 from trainfit.cli.main import main
 from trainfit.measurement import process
+from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.report.html import sweep_page as page
 from trainfit.report.sweep import markdown_table, text_table, unit
 from trainfit.spec.errors import InputError
@@ -31,7 +32,6 @@ from trainfit.sweeps.journal import LOGS, RECORDS, Journal
 from trainfit.sweeps.parts import PartRequest, run_part
 from trainfit.sweeps.rows import rows_of
 from trainfit.sweeps.run import Run
-from trainfit.sweeps.worker import ready_to_fork
 
 ENDINGS = (
     BASE

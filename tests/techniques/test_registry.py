@@ -66,7 +66,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "around the model's own forward"),
     # fp8
     (FP8 | {"hardware": Hardware(gpu="a100-sxm4-80gb")}, "precision = 'fp8'", "no fp8 tensor cores"),
-    (FP8 | {"hardware": Hardware(gpu="mi300x")}, "precision = 'fp8'", "no fp8 tensor cores"),
+    (FP8 | {"hardware": Hardware(gpu="mi300x")}, "precision = 'fp8'", "not modelled on AMD"),
+    ({"attention": "triton", "hardware": Hardware(gpu="mi300x")}, "attention = 'triton'", "not tried on AMD"),
     (FP8 | {"adapter": LORA, "quantize": "fp8"}, "precision = 'fp8'", "with quantize: fp8"),
     (FP8 | {"batch": Batch(micro=1, seq=24)}, "batch.micro = 1", "a multiple of 16 tokens"),
     (FP8 | {"recompute": "full", **STREAMED}, "precision = 'fp8'", "wait on the host"),

@@ -324,7 +324,7 @@ def test_refusals() -> None:
     ):
         with pytest.raises(InputError, match=words):
             trainfit.trace(step)
-    for gpu, words in (("h20o", "h20"), ("mi300x", "choose an NVIDIA GPU")):
+    for gpu, words in (("h20o", "h20"), ("tpu-v5p", "measured or modelled")):
         with pytest.raises(InputError, match=words):
             trainfit.trace(train_one_matrix, gpu=gpu)
     with pytest.raises(InputError, match="steps"):

@@ -62,7 +62,7 @@ def test_which_products_use_cublaslt() -> None:
 def test_traits_of_a_catalog_row() -> None:
     assert GpuTraits.of(gpus()["l40s"], (2, 11)) == L40S
     with pytest.raises(InputError, match="hardware.gpu"):
-        GpuTraits.of(gpus()["mi300x"])
+        GpuTraits.of(gpus()["tpu-v5p"])
 
 
 # -- embedding and indexing ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def trained(**options: Any) -> tuple[Ledger, Replay, tuple[str, ...]]:
     """Train two steps of four matrices under DDP on one of two ranks."""
     cpu = torch.device("cpu")
     with (
-        fake_group((2,), ("replicate",)),
+        fake_group({"replicate": 2}),
         virtual_gpu(GpuTraits.of(find_gpu("h200")), prefers_cudnn=False) as virtual,
         one_rank(virtual.tracer),
         ddp_on_fakes(virtual.tracer) as buckets,

@@ -167,4 +167,4 @@ def test_find_period() -> None:
 
 def test_gpu_without_cuda_is_refused() -> None:
     with pytest.raises(InputError, match=r"hardware\.gpu"):
-        trace(recipe_of(GPT2, hardware=Hardware(gpu="mi300x")))
+        trace(recipe_of(GPT2, hardware=Hardware(gpu="tpu-v5p")))

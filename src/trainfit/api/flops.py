@@ -1,7 +1,7 @@
 """A step's FLOPs from the virtual GPU and the device's dense peak, for the MFU of measured times."""
 
 from trainfit.catalog.load import gpu as find_gpu
-from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe import Parallel, Recipe
 
 COUNTED_ON = "h200"
 """The virtual GPU on which steps of accelerators that it does not know are counted."""
@@ -27,7 +27,7 @@ def step_flops(
 
     on_cuda = runs_on_cuda(device)
     check(recipe)
-    check_device(recipe, "cuda" if on_cuda else "cpu")
+    check_device(_one_rank(recipe), "cuda" if on_cuda else "cpu")
     gpu = find_gpu(recipe.hardware.gpu)
     if gpu.vendor not in ("nvidia", "host"):  # What a step computes does not depend on the maker.
         hardware = recipe.hardware.model_copy(update={"gpu": COUNTED_ON})
@@ -36,3 +36,9 @@ def step_flops(
     if peak_flops is None and on_cuda and gpu.peak_flops_per_s:
         peak_flops = peak_flops_per_s(gpu, matmul_dtype(ledger))
     return ledger.steady_sum("model_flops"), ledger.steady_sum("causal_flops"), peak_flops
+
+
+def _one_rank(recipe: Recipe) -> Recipe:
+    """Return the recipe on one GPU: this process is no rank, whatever the recipe's count."""
+    hardware = recipe.hardware.model_copy(update={"count": 1, "nodes": None})
+    return recipe.model_copy(update={"hardware": hardware, "parallel": Parallel()})

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 
 ABSENT = "-"
 """No such dtype in hardware, or no dated price."""
+BASIS = {
+    "measured": "steps measured on it bound a prediction's time",
+    "modelled": "predicted by the same rules, with an H200's shares of the peak",
+    "accounted": "mfu and communication only",
+}
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One row only, with its source.")]
 
 
@@ -24,20 +29,20 @@ def gpus(name: Name = None, json: Json = False) -> None:
         print_json(found[0] if name else [gpu.model_dump(mode="json") for gpu in found])
         return
     out = console()
-    head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h"]
-    rows(out, [head, *map(_row, found)], "left", "right", "right", "right", "right", "right")
+    head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h", "basis"]
+    rows(out, [head, *map(_row, found)], "left", "right", "right", "right", "right", "right", "left")
     if name:
         _details(found[0])
     else:
         meaning = "not in hardware, or no price that could be dated; trainfit gpus NAME shows the sources"
-        rows(out, [[ABSENT, meaning]], "left", "wrap")
+        rows(out, [[ABSENT, meaning], *([name, BASIS[name]] for name in BASIS)], "left", "wrap")
 
 
 def _row(gpu: "Gpu") -> list[str]:
     bandwidth = ABSENT if gpu.memory_bytes_per_s is None else f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s"
     price = ABSENT if gpu.price_per_hour is None else f"{gpu.price_per_hour:.2f}"
     memory = f"{gpu.usable_bytes / 2**30:.1f} GiB"
-    return [gpu.name, memory, bandwidth, _peak(gpu, "bf16"), _peak(gpu, "fp8"), price]
+    return [gpu.name, memory, bandwidth, _peak(gpu, "bf16"), _peak(gpu, "fp8"), price, gpu.basis]
 
 
 def _peak(gpu: "Gpu", dtype: "PeakDtype") -> str:

@@ -80,21 +80,28 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def spawned(folder: Path, module: str = TRIAL) -> int:
-    """Start the trial of ``folder``, which ``module`` runs, as a new interpreter."""
+def spawned(folder: Path, module: str = TRIAL, *, own_group: bool = True) -> int:
+    """Start the trial of ``folder``, which ``module`` runs, as a new interpreter.
+
+    Args:
+        own_group: in a process group of its own; else in this process's.
+    """
     with open(folder / LOG, "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, module, str(folder), str(os.getpid())],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=own_group,
         )  # fmt: skip
     process.returncode = 0  # run_to_end reaps it by its id; Popen need not warn that it did not.
     return process.pid
 
 
-def forked(folder: Path, module: str = TRIAL) -> int:
+def forked(folder: Path, module: str = TRIAL, *, own_group: bool = True) -> int:
     """Start the trial of ``folder``, which ``module`` runs, as a fork of this process.
 
     This process must not have used CUDA.
+
+    Args:
+        own_group: in a process group of its own; else in this process's.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -104,7 +111,8 @@ def forked(folder: Path, module: str = TRIAL) -> int:
     code = 1
     gc.freeze()  # A collection that visited the parent's objects would copy all of its memory.
     try:
-        os.setsid()
+        if own_group:
+            os.setsid()
         log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for stream in (1, 2):
             os.dup2(log, stream)

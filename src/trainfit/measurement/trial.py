@@ -5,7 +5,9 @@ its status is "crashed" and its message names the last stage reached, so a kille
 Bad input goes to FOLDER/error.json.
 
 Order: build; warm-up steps that read the memory at each phase's start (the first step, then steady steps);
-timed steps without any instrumentation; on CUDA one more step for the breakdown of the peak.
+timed steps without any instrumentation; on CUDA one more step for the breakdown of the peak (one GPU).
+
+A recipe for several GPUs is measured by as many processes (ranks.py), each of which runs this for one rank.
 """
 
 import importlib
@@ -14,7 +16,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -25,12 +27,16 @@ from trainfit.spec.recipe import Recipe
 from trainfit.spec.result import PHASES, Environment, Measurement, MemoryBreakdown, PhasePeaks, Phases, Spread
 from trainfit.spec.value import Count, Value, parse
 
+if TYPE_CHECKING:
+    from trainfit.measurement.ranks import Rank
+
 REQUEST, RESULT, ERROR = "request.json", "result.json", "error.json"
 MIN_UNTIMED = 2
 """The first step, and one steady step whose phases are measured."""
 MODULES = ("trainfit.measurement.meter", "trainfit.models.hf", "transformers.models.llama.modeling_llama")
 FROM_CACHE = "an earlier process compiled it: nothing was tuned, which lowers the first step's peak"
 UNTRACKED = "memory not measured: live tensors cannot be followed through compiled code on a CPU"
+UNTRACKED_RANKS = "memory not measured: on a CPU live tensors are followed in one process only"
 
 StepMemory = tuple[PhasePeaks, MemoryBreakdown | None]
 """Peak of each phase of one step, and what held the highest."""
@@ -64,15 +70,20 @@ class ResultFile:
 
 def main(folder: Path) -> int:
     """Run the trial of ``folder`` and return the exit code."""
-    return ended_by_storage(lambda: _run(folder))
+    return ended_by_storage(lambda: run_trial(folder))
 
 
-def _run(folder: Path) -> int:
+def run_trial(folder: Path, rank: "Rank | None" = None) -> int:
+    """Run the trial of ``folder``, or its part of one rank, and return the exit code."""
     request = parse(TrialRequest, json.loads((folder / REQUEST).read_text()))
     result = ResultFile(folder / RESULT)
     result.update(message="ended before the model was built")
     try:
-        _measure(request, result)
+        if request.recipe.hardware.count > 1 and rank is None:
+            from trainfit.measurement.ranks import launch
+
+            return launch(folder, request, result)
+        _measure(request, result, rank)
     except InputError as error:
         return refused(folder, error)
     return 0
@@ -100,7 +111,7 @@ def ended_by_storage(run: Callable[[], int]) -> int:
         return EXIT_IO
 
 
-def _measure(request: TrialRequest, result: ResultFile) -> None:
+def _measure(request: TrialRequest, result: ResultFile, rank: "Rank | None") -> None:
     """Measure and update ``result`` after each stage. Out of memory ends it with that status."""
     from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
 
@@ -111,7 +122,7 @@ def _measure(request: TrialRequest, result: ResultFile) -> None:
         import_for_steps()  # On a CPU a module imported under the limit would count.
         meter.limit(request.memory_limit_bytes)
     try:
-        _steps(request, meter, result)
+        _steps(request, meter, result, rank)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -148,10 +159,12 @@ def _meter(request: TrialRequest) -> Any:
             return meter
     if wants_cuda:
         raise InputError("no such CUDA GPU in this machine", "use device cpu", field="device", value=device)
-    return CpuMeter(torch.device("cpu"), tracked=request.recipe.compile is False)
+    recipe = request.recipe
+    tracked = recipe.compile is False and recipe.hardware.count == 1
+    return CpuMeter(torch.device("cpu"), tracked=tracked)
 
 
-def _steps(request: TrialRequest, meter: Any, result: ResultFile) -> None:
+def _steps(request: TrialRequest, meter: Any, result: ResultFile, rank: "Rank | None") -> None:
     from trainfit.measurement.feed import measured_batches
     from trainfit.models.layers import num_quantized
     from trainfit.step import assemble
@@ -159,11 +172,12 @@ def _steps(request: TrialRequest, meter: Any, result: ResultFile) -> None:
 
     recipe = request.recipe
     registry.check(recipe)
+    mesh = None if rank is None else rank.join(recipe, meter.device)
     registry.check_device(recipe, meter.device.type)
     result.update(message="ended while the model and optimizer were built")
     with ExitStack() as stack:
         with meter.watching():
-            step = assemble(recipe, meter.device)
+            step = assemble(recipe, meter.device, mesh=mesh)
             after_init = meter.settle(step)
             parameters = list(step.model.parameters())
             result.update(
@@ -176,14 +190,19 @@ def _steps(request: TrialRequest, meter: Any, result: ResultFile) -> None:
             losses: list[float] = []
             memory: list[StepMemory] = []
             for _ in range(untimed):
+                if rank is not None:
+                    rank.align(meter.device)
                 memory.append(_measured_step(step, following(), meter, result, losses))
         if after_init is not None:
             result.update(**_memory(after_init, memory))
         result.update(losses=tuple(losses), message="ended while steps were timed")
+        if rank is not None:
+            rank.align(meter.device)
         seconds, more_losses = meter.times(lambda: step(following()), request.steps)
         result.update(losses=(*losses, *more_losses))
         _note_end(recipe, meter, result, seconds)
-        _note_breakdown(recipe, meter, result, step, following())
+        if rank is None:
+            _note_breakdown(recipe, meter, result, step, following())
 
 
 def _measured_step(
@@ -233,7 +252,7 @@ def _memory(after_init: int, measured_steps: list[StepMemory]) -> dict[str, Any]
 def _note_end(recipe: Recipe, meter: Any, result: ResultFile, seconds: list[float]) -> None:
     known: dict[str, Any] = {"status": "done", "message": ""}
     if result.measurement.phases is None:
-        known["message"] = UNTRACKED
+        known["message"] = UNTRACKED if recipe.hardware.count == 1 else UNTRACKED_RANKS
     else:
         _raise_peak(result, meter.take())
         if recipe.compile and compiled_before():

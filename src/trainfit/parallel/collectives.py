@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,19 +14,42 @@ Group = dist.ProcessGroup | None
 
 
 class Average:
-    """An all-reduce in progress that leaves the mean over the group in ``tensor``."""
+    """An all-reduce in progress that leaves the mean over the group in each of ``tensors``, in place.
 
-    def __init__(self, tensor: Tensor, group: Group = None):
-        self.tensor = tensor
-        self._divisor = 1 if dist.get_backend(group) == "nccl" else dist.get_world_size(group)
-        op = dist.ReduceOp.AVG if self._divisor == 1 else dist.ReduceOp.SUM
-        self._work = dist.all_reduce(tensor, op, group, async_op=True)
+    The tensors have one dtype and device. Several are reduced as one collective: NCCL takes a list of
+    buffers without copying them together; gloo copies them.
+    """
 
-    def wait(self) -> Tensor:
-        """Return the mean; on a GPU the current stream waits, not the host."""
+    def __init__(self, tensors: list[Tensor], group: Group = None):
+        self.tensors = tensors
+        averages = can_average(tensors[0], group)
+        self._divisor = 1 if averages else dist.get_world_size(group)
+        op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        self._work = all_reduce(tensors, op, group)
+
+    def wait(self) -> None:
+        """Wait for the mean; on a GPU the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
-        return self.tensor.div_(self._divisor) if self._divisor > 1 else self.tensor
+        if self._divisor > 1:
+            torch._foreach_div_(self.tensors, self._divisor)
+
+
+def can_average(tensor: Tensor, group: Group) -> bool:
+    """Return whether a reduction can average: NCCL's can, gloo's only add. A group may have both."""
+    return tensor.is_cuda and "nccl" in dist.get_backend(group)
+
+
+def all_reduce(tensors: list[Tensor], op: Any, group: Group) -> dist.Work | None:
+    """Begin one all-reduce of all tensors.
+
+    ``dist.all_reduce_coalesced`` is the same call after more checks, with a deprecation warning.
+    """
+    options = dist.AllreduceCoalescedOptions()
+    options.reduceOp, options.asyncOp = op, True
+    members = group if group is not None else dist.group.WORLD
+    assert members is not None
+    return members.allreduce_coalesced(tensors, options)
 
 
 def broadcast(tensors: Iterable[Tensor], group: Group = None, group_rank: int = 0) -> None:

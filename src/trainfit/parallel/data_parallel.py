@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ class Bucket:
     def __init__(self, names: list[str], parameters: list[nn.Parameter]):
         self.names = names
         self.parameters = parameters
-        self.ready: set[nn.Parameter] = set()
+        self.ready: set[Tensor] = set()
         self._average: Average | None = None
 
     @property
@@ -40,20 +41,21 @@ class Bucket:
         """Return the parameters with their names."""
         return zip(self.names, self.parameters, strict=True)
 
-    def begin(self, group: Group) -> None:
-        """Begin to average the gradients.
+    def begin(self, group: Group, flatten: bool) -> None:
+        """Begin to average the gradients in place.
 
-        One gradient is averaged in place. Several are copied into a buffer and become views of it, so that
-        the originals are freed at once.
+        With ``flatten`` they are first copied into one buffer and become views of it, so that the originals
+        are freed at once.
         """
         gradients = [_gradient(parameter) for parameter in self.parameters]
-        if len(gradients) == 1 and gradients[0].is_contiguous():
-            self._average = Average(gradients[0], group)
-            return
-        buffer = _flatten_dense_tensors(gradients)
-        for parameter, view in zip(self.parameters, _unflatten_dense_tensors(buffer, gradients), strict=True):
-            parameter.grad = view
-        self._average = Average(buffer, group)
+        if flatten or not all(gradient.is_contiguous() for gradient in gradients):
+            buffer = _flatten_dense_tensors(gradients)
+            for parameter, view in zip(
+                self.parameters, _unflatten_dense_tensors(buffer, gradients), strict=True
+            ):
+                parameter.grad = view
+            gradients = [buffer]
+        self._average = Average(gradients, group)
 
     def finish(self) -> None:
         """Wait for the average."""
@@ -72,8 +74,8 @@ class DataParallel(nn.Module):
         module: Any module on one device, tied and frozen parameters included. At construction the
             parameters and buffers of the group's first rank are copied to all.
         strategy: ``naive``: one all-reduce a parameter, after the backward. ``flat``: one all-reduce of all
-            gradients of a dtype, after the backward. ``overlapped``: one a parameter, begun during the
-            backward. ``bucketed``: one a bucket, begun during the backward.
+            gradients of a dtype, copied into one buffer after the backward. ``overlapped``: one a parameter,
+            begun during the backward. ``bucketed``: one a bucket, begun during the backward, in place.
         bucket_mb: Size of a bucket in MiB; None: no bound. A larger gradient has a bucket of its own.
         find_unused_parameters: Allow parameters that take no part in a step. One that no rank used keeps no
             gradient; one that only some ranks used counts as zero on the others. Costs a small
@@ -94,6 +96,7 @@ class DataParallel(nn.Module):
         self.group = group
         self.find_unused_parameters = find_unused_parameters
         self.overlaps = strategy in ("overlapped", "bucketed")
+        self._flattens = strategy == "flat"
         self.require_backward_grad_sync = True
         """False: gradients accumulate locally, as in :meth:`no_sync`. DDP's name for it."""
         self._num_begun = 0
@@ -136,19 +139,19 @@ class DataParallel(nn.Module):
             parameter.grad = None
 
     def _begin_next(self) -> None:
-        self.buckets[self._num_begun].begin(self.group)
+        self.buckets[self._num_begun].begin(self.group, self._flattens)
         self._num_begun += 1
 
-    def _gradient_ready(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _gradient_ready(self, bucket: Bucket, parameter: Tensor) -> None:
         if not self.require_backward_grad_sync:
             return
         if bucket.is_begun:
             raise RuntimeError("a second backward before wait_for_gradients(): use no_sync() to accumulate")
         bucket.ready.add(parameter)
+        if not (self.overlaps and bucket.is_ready):
+            return
         # Every rank must begin the collectives in the same order, whatever the order of its backward.
-        while (
-            self.overlaps and self._num_begun < len(self.buckets) and self.buckets[self._num_begun].is_ready
-        ):
+        while self._num_begun < len(self.buckets) and self.buckets[self._num_begun].is_ready:
             self._begin_next()
 
     def _fill_missing(self) -> set[nn.Parameter]:
@@ -178,15 +181,20 @@ class DataParallel(nn.Module):
 
 
 class _Hook:
-    """Post-accumulate-gradient hook of one bucket."""
+    """Post-accumulate-gradient hook of one bucket.
+
+    Refers weakly to the wrapper: the garbage collector does not see a parameter's hooks, and a cycle through
+    them would keep the module's memory.
+    """
 
     def __init__(self, wrapper: DataParallel, bucket: Bucket):
-        self.wrapper = wrapper
-        self.bucket = bucket
+        self.wrapper = weakref.ref(wrapper)
+        self.bucket = weakref.ref(bucket)
 
     def __call__(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        self.wrapper._gradient_ready(self.bucket, parameter)
+        wrapper, bucket = self.wrapper(), self.bucket()
+        if wrapper is not None and bucket is not None:
+            wrapper._gradient_ready(bucket, parameter)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

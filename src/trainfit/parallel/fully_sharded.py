@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportMissingModuleSource]
 from torch.autograd.graph import saved_tensors_hooks
 
-from trainfit.parallel.collectives import Group, broadcast
+from trainfit.parallel.collectives import Group, broadcast, can_average
 
 
 class Layout(NamedTuple):
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
         flat = gradient.new_zeros(self.chunk * self.world_size, dtype=dtype)
         flat[: gradient.numel()] = gradient.flatten()
         chunk = flat.new_empty(self.chunk)
-        averages = dist.get_backend(self.group) == "nccl"
+        averages = can_average(flat, self.group)
         op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         dist.reduce_scatter_tensor(chunk, flat, op, self.group)
         return chunk if averages else chunk.div_(self.world_size)

@@ -39,6 +39,7 @@ class ShardedOptimizer(Optimizer):
         super().__init__(params, dict(kwargs))
         owned = [self._owned(group) for group in self.param_groups]
         self._sharded = optimizer_class(owned, **kwargs)
+        self.state = self._sharded.state
         for whole, part in zip(self.param_groups, self._sharded.param_groups, strict=True):
             whole.update({key: value for key, value in part.items() if key != "params"})
 
@@ -110,6 +111,7 @@ class ShardedOptimizer(Optimizer):
             groups.append({**saved, "params": [number for number in saved["params"] if number in mine]})
         state = {number: one for number, one in state_dict["state"].items() if number in mine}
         self.sharded.load_state_dict({"state": state, "param_groups": groups})
+        self.state = self.sharded.state
 
     def _numbers(self) -> dict[Tensor, int]:
         """Parameter -> its number in a state dict: the order of the groups."""

@@ -26,9 +26,11 @@ ROOMS = (
     "offload",
     "models",
     "checkpointing",
+    "parallel",
     "techniques",
     "step.py",
     "prediction/trace.py",
+    "prediction/several_ranks.py",
     "prediction/versions.py",
 )
 """Parts of our code that decide a ledger."""

@@ -111,7 +111,7 @@ def assumptions(ledger: Ledger, gpu: Gpu) -> tuple[str, ...]:
         *repeated,
         f"collectives: rings at {SUSTAINED:.0%} of the rate of {gpu.link}{between}; "
         "they overlap the computation except for each phase's first",
-        "memory is that of rank 0, whose shards are the largest; NCCL's own buffers are not counted",
+        "NCCL's own buffers are not counted",
     )
 
 

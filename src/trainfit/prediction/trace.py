@@ -21,7 +21,7 @@ from trainfit.spec.optional import optional
 from trainfit.spec.recipe import Recipe
 from trainfit.step import Step, assemble
 from trainfit.techniques import registry
-from trainfit.techniques.base import Technique, refusal
+from trainfit.techniques.base import Technique
 from trainfit.virtual.cuda.attention_kernel import prefers_cudnn
 from trainfit.virtual.cuda.scratch import GpuTraits
 from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
@@ -109,7 +109,7 @@ def _applied(recipe: Recipe) -> list[Technique]:
 
 @contextmanager
 def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
-    """Enter the virtual GPU of the recipe's hardware; of several, the first rank's."""
+    """Enter the virtual GPU of the recipe's hardware; of several, that of the rank with the highest peak."""
     gpu = find_gpu(recipe.hardware.gpu)
     traits = None if gpu.name == CPU else GpuTraits.of(gpu)
     if traits is None:
@@ -119,16 +119,9 @@ def gpu_of(recipe: Recipe) -> Iterator[VirtualGpu]:
         if recipe.hardware.count == 1:
             yield stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
             return
-        if not recipe.mesh.shards_weights:
-            problem, remedy = "trained and measured; not predicted in this version", "use strategy: fsdp"
-            raise refusal(recipe, "parallel.strategy", problem, remedy)
-        from trainfit.virtual.cluster.rank import fake_group, one_rank  # Imports torch.distributed.
+        from trainfit.prediction.several_ranks import rank_of  # Imports torch.distributed.
 
-        mesh = stack.enter_context(fake_group(recipe.mesh.dimensions))
-        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn(gpu)))
-        virtual.mesh = mesh
-        stack.enter_context(one_rank(virtual.tracer))
-        yield virtual
+        yield stack.enter_context(rank_of(recipe, traits, prefers_cudnn=prefers_cudnn(gpu)))
 
 
 def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
@@ -168,7 +161,7 @@ def _trace(recipe: Recipe, *, whole: bool) -> Ledger:
         if not whole and virtual.compiler.captures_each_layer():
             raise RepeatError("equal layers are compiled into graphs of their own")
         ledger = virtual.finish()
-        ledger.assumptions = virtual.assumptions()
+        ledger.assumptions = (*virtual.assumptions(), *virtual.about_ranks(ledger))
         if recipe.compile == "model" and recipe.loss == "standard":
             from trainfit.models.hf import sets_loss
 

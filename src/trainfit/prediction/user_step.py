@@ -48,7 +48,7 @@ def trace(step: Callable[[], Any], *, gpu: str = DEFAULT_GPU, steps: int = 3) ->
             It is called once without arguments; wrap one that takes some: ``trace(lambda: main(epochs=1))``.
             Values on the device are not computed: what is read back (a loss) is 0 unless it follows from the
             host alone.
-        gpu: name of an NVIDIA GPU in the catalog.
+        gpu: name of a GPU of the catalog that is measured or modelled.
         steps: the callable ends at the forward after so many optimizer steps; earlier if it returns.
 
     Raises:
@@ -148,4 +148,5 @@ def _assumptions(ledger: Ledger, virtual: UserGpu, whole: int) -> tuple[str, ...
     elif whole == 1:
         notes.append("one optimizer step ran: the steady step is taken to be like the first")
     notes += [line for kind, line in NOT_MODELLED.items() if any(kind in op.name for op in ledger.ops)]
-    return (*notes, *sorted(virtual.tracer.notes))
+    traits = virtual.tracer.gpu
+    return (*(traits.assumptions if traits else ()), *notes, *sorted(virtual.tracer.notes))

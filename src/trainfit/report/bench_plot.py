@@ -7,12 +7,14 @@ from itertools import cycle, product
 
 from trainfit.bench.harness.experiment import MEDIAN, Number, Plot
 from trainfit.report.bench_table import cell_text
-from trainfit.report.plot import CATEGORY_COLORS, INK, Panel, Series, draw
+from trainfit.report.plot import CATEGORY_COLORS, COLORS, INK, Panel, Series, draw
 from trainfit.spec.bench import BenchResult, BenchRow, Cell
 from trainfit.spec.units import GIB
 
-CURVE = "curve"
+CURVE, TIMELINE = "curve", "timeline"
 MOST_COLUMNS = 4
+ROW_HEIGHT = 1.2
+"""Height of a timeline's row; 1 is busy throughout."""
 PART_COLORS = (
     "#9ecae1", "#d9b54a", "#2f6fb2", "#c0567a", "#4a9d7c", "#a6d8c2", "#e07b39", "#7f8c3a", "#1f3f66",
     "#c9ced4", "#8b6bb1", "#cdbbe3", "#9a6b4f", "#66727f",
@@ -41,7 +43,10 @@ def panels_of(rows: Sequence[BenchRow], plot: Plot) -> list[Panel]:
     for values in product(*(dict.fromkeys(row.point[key] for row in mine) for key in plot.panels)):
         some = [row for row in mine if tuple(row.point[key] for key in plot.panels) == values]
         title = ", ".join(_name(plot, value) for value in values)
-        panels.append(_curves(some, title) if plot.y == CURVE else _panel(some, plot, title))
+        if plot.y in (CURVE, TIMELINE):
+            panels.append(_curves(some, title) if plot.y == CURVE else _timeline(some, title))
+        else:
+            panels.append(_panel(some, plot, title))
     return [panel for panel in panels if panel is not None]
 
 
@@ -125,9 +130,30 @@ def _name(plot: Plot, cell: Cell) -> str:
 
 
 def _ticks(xs: Iterable[float | str]) -> dict[float, str]:
-    """Return ticks at powers of two, as ``4K`` from 1,024 on."""
+    """Return ticks at powers of two, as ``4K`` from 1,024 on; none where fewer than two are such."""
     shown = sorted(float(x) for x in xs if math.log2(float(x)).is_integer())
+    if len(shown) < 2:
+        return {}
     return {x: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}" for x in shown}
+
+
+def _timeline(rows: Sequence[BenchRow], title: str) -> Panel | None:
+    """Return the one row's computation, and communication above it, over milliseconds."""
+    curve = rows[0].curve if rows else None
+    if curve is None:
+        return None
+    part_ms = float(rows[0].numbers["profiled_s"]) * 1e3 / len(curve.phases)
+    at = [index * part_ms for index in range(len(curve.phases))]
+    busy = {name: [one / 1000 for one in column] for name, column in curve.columns.items()}
+    gap = [ROW_HEIGHT - one for one in busy["compute"]]
+    series = [
+        Series("compute", busy["compute"], at, kind="area", color=COLORS[0]),
+        Series("", gap, at, kind="area", color="none"),
+        Series("communication", busy["communication"], at, kind="area", color=COLORS[1]),
+    ]
+    begins = {at[curve.phases.index(phase)]: phase for phase in dict.fromkeys(curve.phases)}
+    events = {begin: phase for begin, phase in begins.items() if begin}
+    return Panel(series, title, "ms", "busy", events=events, y_limits=(0, 2 * ROW_HEIGHT))
 
 
 def _curves(rows: Sequence[BenchRow], title: str) -> Panel | None:

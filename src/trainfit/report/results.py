@@ -72,6 +72,19 @@ def show_measurement(recipe: Recipe, result: Measurement, *, out: Console | None
         rows(out, predictions.phase_lines(result.phases), "left", "right", "right")
     heading(out, "One step")
     rows(out, _measured(result), "left", "right", "wrap")
+    if result.ranks:
+        heading(out, "Ranks: highest bytes, and median time a step")
+        rows(out, _ranks(result), "left", "right", "right", "right", "right")
+
+
+def _ranks(result: Measurement) -> list[Line]:
+    lines: list[Line] = [["", "allocated", "reserved", "device", "step"]]
+    for number, rank in enumerate(result.ranks):
+        peaks = (rank.peak_allocated_bytes, rank.peak_reserved_bytes, rank.peak_device_bytes)
+        sizes = ["" if size is None else format_bytes(size) for size in peaks]
+        step = "" if rank.step_s is None else format_seconds(rank.step_s)
+        lines.append([f"rank {number}", *sizes, step])
+    return lines
 
 
 def _measured(result: Measurement) -> list[Line]:

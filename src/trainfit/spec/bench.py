@@ -53,10 +53,14 @@ class Spread(Value):
 
 
 class Curve(Value):
-    """A quantity over a step, for a plot: columns of equally many values."""
+    """A quantity over a step, for a plot: columns of equally many values.
+
+    ``columns``: bytes by category, where a category that is not here is 0 throughout; or thousandths of each
+    equal part of the step that the device computes and communicates.
+    """
 
     phases: tuple[str, ...]  # Phase of the step of each point
-    columns: dict[str, tuple[int, ...]]  # Bytes by category; a category that is not here is 0 throughout
+    columns: dict[str, tuple[int, ...]]
 
     @model_validator(mode="after")
     def _equally_long(self) -> "Curve":

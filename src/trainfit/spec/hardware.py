@@ -61,8 +61,9 @@ class Gpu(Value):
     vendor: Literal["nvidia", "amd", "google", "intel", "host"]
     architecture: str
     compute_capability: tuple[int, int] | None = None
-    """CUDA compute capability; None elsewhere, as are the next four."""
-    num_sms: PositiveInt | None = None  # Streaming multiprocessors
+    """CUDA compute capability; None elsewhere, as are the next four, but for AMD's ``num_sms``."""
+    gfx: str | None = None  # AMD's name of the architecture, such as ``gfx942``
+    num_sms: PositiveInt | None = None  # Streaming multiprocessors; of AMD's, compute units
     threads_per_sm: PositiveInt | None = None
     shared_memory_per_block_bytes: PositiveInt | None = None  # The most that one block may opt in to
     l2_cache_bytes: Annotated[int, Field(ge=1)] | None = None
@@ -86,6 +87,13 @@ class Gpu(Value):
         if self.vendor == "nvidia" and missing:
             raise disagreement("missing in a row of an NVIDIA GPU", "add the column", field=missing[0])
         return self
+
+    @property
+    def basis(self) -> Literal["measured", "modelled", "accounted"]:
+        """What a prediction rests on: measured steps, the virtual GPU's rules, or none (``mfu`` only)."""
+        if self.step_time_range is not None:
+            return "measured"
+        return "accounted" if self.cuda is None and self.gfx is None else "modelled"
 
     @property
     def cuda(self) -> Cuda | None:

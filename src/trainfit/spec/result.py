@@ -159,8 +159,22 @@ class Estimate(Value):
         return self.device_bytes - self.peak_device_bytes
 
 
+class RankMeasurement(Value):
+    """Memory and time of one of several ranks."""
+
+    phases: Phases | None = None
+    peak_allocated_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
+    peak_device_bytes: Bytes | None = None
+    step_s: Seconds | None = None
+
+
 class Measurement(Value):
-    """One recipe measured on a real device. Out of memory is a result: ``status`` and the peak reached."""
+    """One recipe measured on a real device. Out of memory is a result: ``status`` and the peak reached.
+
+    On several GPUs memory is of the rank with the highest peak, time of the slowest rank, FLOPs and
+    utilisation of one GPU, tokens of all, and losses are the ranks' mean.
+    """
 
     recipe_id: str
     status: Literal["done", "out-of-memory", "timeout", "crashed"]
@@ -183,6 +197,8 @@ class Measurement(Value):
     hfu: Share | None = None
     losses: tuple[float, ...] = ()
     environment: Environment
+    ranks: tuple[RankMeasurement, ...] = ()
+    """By rank; empty: one GPU."""
 
 
 class Outcome(Value):

@@ -17,11 +17,11 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import wait
 
-from trainfit.measurement.process import die_with_parent, forked, spawned
-from trainfit.measurement.trial import import_for_steps
+from trainfit.measurement.fork_server import ready_to_fork
+from trainfit.measurement.process import die_with_parent, forked
 from trainfit.spec.printable import say
 from trainfit.spec.value import parse
-from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, Starter, ended, run_part
+from trainfit.sweeps.parts import OnStart, PartRequest, PartResult, ended, run_part
 
 READY = b"ready\n"
 PROGRAM = "import sys; from trainfit.sweeps.worker import main; sys.exit(main(*sys.argv[1:]))"
@@ -138,47 +138,19 @@ def main(role: str, device: str) -> int:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that importing leaves CUDA untouched
+    start_s = time.monotonic()
     for module in IMPORTS[role]:
         importlib.import_module(module)
     start = ready_to_fork("cpu" if role == "predict" else device)
+    if "peft" not in sys.modules:
+        say("peft cannot be imported: recipes with an adapter will be refused")
+    how = "fork" if start is forked else "spawn"
+    say(f"imports took {time.monotonic() - start_s:.1f} s; trials start by {how}")
     answers.write(READY.decode())
     for line in iter(sys.stdin.readline, ""):
         request = parse(PartRequest, json.loads(line))
         answers.write(run_part(request, start).model_dump_json() + "\n")
     return 0
-
-
-def ready_to_fork(device: str) -> Starter:
-    """Import what trials need; return ``forked`` if a fork can use CUDA, else ``spawned``."""
-    start_s = time.monotonic()
-    import torch
-
-    import_for_steps()  # Once for all forks, which otherwise take seconds each.
-    if "peft" not in sys.modules:
-        say("peft cannot be imported: recipes with an adapter will be refused")
-    can_fork = not torch.cuda.is_initialized() and (device == "cpu" or _fork_can_use_cuda())
-    say(f"imports took {time.monotonic() - start_s:.1f} s; trials start by {'fork' if can_fork else 'spawn'}")
-    return forked if can_fork else spawned
-
-
-def _fork_can_use_cuda() -> bool:
-    """Return whether a fork can create a CUDA context, or torch has no CUDA at all."""
-    import torch
-
-    if torch.version.cuda is None and torch.version.hip is None:
-        return True
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            if torch.cuda.is_available():
-                torch.zeros(1, device="cuda")
-            code = 0
-        except RuntimeError as error:
-            say(f"CUDA does not work in a fork of this process: {error}", err=True)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _leave(number: int, frame: object) -> None:

@@ -59,6 +59,8 @@ class Draft:
     """The loss without label smoothing and z-loss, where ``loss`` has them."""
     body: nn.Module | None = None
     """The part of the model that ``loss`` calls; None: all of it."""
+    after_backward: list[Callable[[], None]] = field(default_factory=list)
+    """Called when a step's last backward is done, while gradients are still scaled."""
     before_update: list[Callable[[], None]] = field(default_factory=list)
     """Called when all gradients are complete (unscaled), before the optimizers."""
     after_step: list[Callable[[], None]] = field(default_factory=list)

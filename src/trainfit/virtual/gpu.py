@@ -3,7 +3,7 @@
 Inside, tensors are fake, composite operations decompose as on CUDA, and the tracer records every operation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,13 @@ class VirtualGpu:
         self._notes = notes
         self.mesh: DeviceMesh | None = None
         """Of a virtual cluster: its ranks by replica and shard."""
+        self.about_ranks: Callable[[Ledger], tuple[str, ...]] = lambda ledger: ()
+        """Returns how the ranks of a virtual cluster differ from that of the ledger."""
 
     def assumptions(self) -> tuple[str, ...]:
         """Return the assumptions behind the ledger."""
-        return (*self.compiler.assumptions(), *sorted(self._notes))
+        traits = self.tracer.gpu
+        return (*(traits.assumptions if traits else ()), *self.compiler.assumptions(), *sorted(self._notes))
 
     def model_is_complete(self, model: nn.Module, groups: list[LayerGroups]) -> None:
         """Register the model's modules and parameters, which gives operations a scope."""

@@ -44,7 +44,7 @@ class Plot:
     Attributes:
         x: keys of the point; several are joined to one name.
         y: number on the vertical axis; several names are stacked in one bar; ``curve``: the row's
-            curve, stacked by category.
+            curve, stacked by category; ``timeline``: the row's curve of computation and communication.
         series: key with a line for each value.
         panels: keys with a panel for each combination of values.
         where: values allowed for each key; rows of other points are left out.

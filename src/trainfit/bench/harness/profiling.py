@@ -120,7 +120,7 @@ def attention_in_ranges(
         return weights @ v
 
 
-def run_in_phases(step: Step, batches: list[Batch]) -> None:
+def run_in_phases(step: Callable[..., object], batches: list[Batch]) -> None:
     """Run one step, each phase in its range."""
     with ExitStack() as stack:
 

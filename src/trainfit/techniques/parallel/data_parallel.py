@@ -43,6 +43,7 @@ def check(recipe: Recipe) -> None:
 
 def apply(recipe: Recipe, draft: Draft) -> None:
     """Wrap the forward and the loss, so that the backward reduces gradients."""
+    from torch._dynamo import config as dynamo
     from torch.nn.parallel import DistributedDataParallel
 
     from trainfit.parallel.data_parallel import DataParallel
@@ -56,10 +57,12 @@ def apply(recipe: Recipe, draft: Draft) -> None:
         wrapped: Any = DistributedDataParallel(
             module, process_group=group, bucket_cap_mb=mesh.bucket_mb or no_bound
         )
+        if recipe.compile:
+            # Dynamo would cut a block's graph at DDP's buckets, which its backward fills at once.
+            draft.around_forward.append(lambda: dynamo.patch(optimize_ddp=False))
     else:
         wrapped = DataParallel(module, cast("Strategy", mesh.strategy), mesh.bucket_mb, group=group)
-        # Everything else that acts on gradients needs the average.
-        draft.before_update.insert(0, wrapped.wait_for_gradients)
+        draft.after_backward.append(wrapped.wait_for_gradients)
     draft.wrapped = wrapped
     if not mesh.syncs_each_batch:
         draft.before_batch.append(lambda last: setattr(wrapped, "require_backward_grad_sync", last))

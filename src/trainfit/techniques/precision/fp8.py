@@ -40,6 +40,9 @@ def check(recipe: Recipe) -> None:
     require("torchao", "torchao", field="precision", value="fp8")
     device = gpu(recipe.hardware.gpu)
     capability = device.compute_capability
+    if device.gfx is not None:
+        problem = f"fp8 products are not modelled on {device.title}"
+        raise refusal(recipe, "precision", problem, "use precision: bf16, or an NVIDIA GPU")
     if device.vendor != "host" and (capability is None or capability < CAPABILITY):
         problem = f"{device.title} has no fp8 tensor cores that torch multiplies with"
         remedy = "use precision: bf16 or amp-fp16, or an NVIDIA GPU from Ada or Hopper on"

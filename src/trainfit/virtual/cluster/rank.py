@@ -30,6 +30,7 @@ COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
+    "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
 }
 """Schema name -> name in the ledger."""
@@ -98,7 +99,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
         if name is None or group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        num_bytes = max(t.nbytes for arg in args for t in _tensors(arg))
+        num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         live.ledger.collectives.append(
             Collective(
                 name,

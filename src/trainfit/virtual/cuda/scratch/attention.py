@@ -32,6 +32,8 @@ def flash_forward(call: Call) -> tuple[int, ...]:
     q, k = call.args[0], call.args[1]
     if call.arg(3, "dropout_p", 0.0):
         return (2 * SEED,)
+    if call.gpu.gfx:
+        return ()
     batch, heads, seq_q, head_dim = q.shape
     splits = flash_splits(batch * heads, seq_q, k.shape[2], head_dim, call.gpu.num_sms)
     if splits <= 1:
@@ -70,13 +72,16 @@ def flash_outputs(call: Call) -> dict[int, int]:
 def flash_backward(call: Call) -> tuple[int, ...]:
     """softmax_d and dq in fp32; with grouped heads dk and dv of every query head (``mha_bwd``).
 
-    Also copies of grad_out and out, unless their memory is ordered [batch, seq, heads, head_dim].
+    Also copies of grad_out and out, unless their memory is ordered [batch, seq, heads, head_dim]. AOTriton
+    takes softmax_d and delta, both of [batch, heads, seq] in fp32 (``mha_bwd_aot``).
     """
     grad, q, k, _, out = call.args[:5]
     batch, heads, seq_q, head_dim = q.shape
     heads_k, seq_k = k.shape[1], k.shape[2]
     rows = batch * heads * round_up(seq_q, FLASH_ROWS)
     sizes = [num_bytes(t) for t in (grad, out) if not t.transpose(1, 2).is_contiguous()]
+    if call.gpu.gfx:
+        return (*sizes, *[batch * heads * seq_q * FLOAT] * 2)
     sizes += [rows * FLOAT, rows * head_dim_rounded(head_dim) * FLOAT]
     if torch.are_deterministic_algorithms_enabled():
         sizes[-1] *= ceil_div(call.gpu.num_sms, batch * heads)
@@ -90,6 +95,8 @@ def efficient_forward(call: Call) -> tuple[int, ...]:
     """An fp32 output for 16-bit inputs of head size over 128 (kNeedsOutputAccumulatorBuffer)."""
     q, v = call.args[0], call.args[2]
     batch, heads, seq, _ = q.shape
+    if call.gpu.gfx:
+        return ()
     if q.element_size() == 2 and v.shape[-1] > 128:
         return (batch * heads * seq * v.shape[-1] * FLOAT,)
     return ()
@@ -112,6 +119,8 @@ def efficient_backward(call: Call) -> tuple[int, ...]:
     batch, heads, seq_q, _ = q.shape
     copies = () if grad.transpose(1, 2).is_contiguous() else (num_bytes(grad),)
     delta = batch * heads * seq_q * FLOAT
+    if call.gpu.gfx:
+        return (*copies, delta)
     working = (delta, backward_workspace(q, k, v, bool(dropout), call.gpu))
     if q.element_size() == 4:
         # Before the kernel: grad * out, its sum over the head, and that in another layout.

@@ -38,6 +38,11 @@ def cublaslt_workspace_bytes(gpu: GpuTraits) -> int:
     return MIB if gpu.torch_version < (2, 12) else 0
 
 
+HIPBLASLT_WORKSPACE_BYTES = 76 * MIB
+"""``parseCUDABlasLtWorkspaceSize`` in CublasHandlePool.cpp. AMD's Instinct GPUs multiply by hipBLASLt by
+default (``blasPreferredBackend`` in Context.cpp), so hipBLAS's own workspace is not taken."""
+
+
 def uses_cublas(func: Any, args: tuple[Any, ...], gpu: GpuTraits) -> bool:
     """Return whether an operation uses cuBLAS: not CUTLASS's grouped kernel, nor an empty product."""
     name = func._schema.name
@@ -76,10 +81,17 @@ class Workspaces:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], in_autograd: bool
     ) -> tuple[int, ...]:
         """Return the bytes of the workspaces that this operation is the first to use in its thread."""
+        if self._gpu.gfx:
+            return self._new(
+                {"hipblaslt": uses_cublas(func, args, self._gpu) and HIPBLASLT_WORKSPACE_BYTES}, in_autograd
+            )
         used = {
             "cublas": uses_cublas(func, args, self._gpu) and cublas_workspace_bytes(self._gpu),
             "cublaslt": uses_cublaslt(func, args, kwargs) and cublaslt_workspace_bytes(self._gpu),
         }
+        return self._new(used, in_autograd)
+
+    def _new(self, used: dict[str, int], in_autograd: bool) -> tuple[int, ...]:
         new = {name: size for name, size in used.items() if size and (name, in_autograd) not in self._taken}
         self._taken.update((name, in_autograd) for name in new)
         return tuple(new.values())

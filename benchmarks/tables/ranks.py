@@ -1,0 +1,118 @@
+"""Tables of docs/results/bench.md on several processes, from ``results/bench.jsonl``."""
+
+from collections.abc import Sequence
+
+from benchmarks.tables.bench import having, milliseconds, of_number, results, rows
+from trainfit.bench.experiments.ddp import FIT, STRATEGIES, SWEEP
+from trainfit.bench.harness.discovery import experiment
+from trainfit.report.bench_plot import TIMELINE, in_order, number, plot_of
+from trainfit.report.table import markdown_grid
+from trainfit.spec.bench import BenchRow
+from trainfit.spec.units import GIB
+
+SHOWN = {"model": "xl", "precision": "bf16"}
+"""The case whose timelines are drawn."""
+MEMORY = ("init", "before", "after", "state")
+
+
+def _of_results(some: Sequence[BenchRow]) -> list[BenchRow]:
+    """Return the rows without those that this machine has too few GPUs for, or that were not run."""
+    return [row for row in some if row.status not in ("refused", "not-run")]
+
+
+def collectives() -> str:
+    """Time and bandwidths of collectives by kind, size and number of GPUs."""
+    lines = [
+        (
+            str(row.point["processes"]), str(row.point["collective"]), f"{row.point['size_mb']:,}",
+            milliseconds(row), of_number("algorithm_gb_per_s", ".0f")(row),
+            of_number("bus_gb_per_s", ".0f")(row),
+        )
+        for row in _of_results(rows("collectives"))
+    ]  # fmt: skip
+    return markdown_grid(("GPUs", "collective", "MB", "ms", "algorithm GB/s", "bus GB/s"), lines, 2)
+
+
+def ddp() -> str:
+    """A data-parallel step by strategy."""
+    some = [row for row in _of_results(rows("ddp")) if "strategy" in row.point]
+    torchs = {_case(row): number(row, "median_s") for row in some if row.point["strategy"] == STRATEGIES[-1]}
+    lines = []
+    for row in in_order(some, {"model": ("xl",), "precision": ("bf16", "fp32"), "strategy": STRATEGIES}):
+        step_s, torch_s = number(row, "median_s"), torchs.get(_case(row))
+        lines.append(
+            (
+                *_case(row), str(row.point["strategy"]), milliseconds(row),
+                f"{torch_s / step_s:.3f}" if step_s and torch_s else "",
+                of_number("exposed_s", ".1f", 1e3)(row), of_number("exposed_share", ".1f", 100.0)(row),
+                of_number("communication_s", ".1f", 1e3)(row), of_number("hidden_share", ".0f", 100.0)(row),
+                of_number("peak_bytes", ".2f", 1 / GIB)(row),
+            )
+        )  # fmt: skip
+    heads = (
+        "model", "precision", "strategy", "step, ms", "DDP / this", "exposed, ms", "exposed, %", "NCCL, ms",
+        "hidden, %", "peak, GiB",
+    )  # fmt: skip
+    return markdown_grid(heads, lines, 3)
+
+
+def _case(row: BenchRow) -> tuple[str, str]:
+    return str(row.point["model"]), str(row.point["precision"])
+
+
+def buckets() -> str:
+    """A data-parallel step by bucket size."""
+    lines = [
+        (
+            str(row.point[SWEEP]), f"{row.point['bucket_mb']:,}", of_number("all_reduces", ".0f")(row),
+            milliseconds(row), of_number("exposed_s", ".2f", 1e3)(row),
+        )
+        for row in _of_results(rows("ddp"))
+        if SWEEP in row.point
+    ]  # fmt: skip
+    return markdown_grid(("buckets of", "MiB", "all-reduces", "step, ms", "exposed, ms"), lines)
+
+
+def bucket_models() -> str:
+    """The bucket model fitted to the sizes, and its best size."""
+    lines = [
+        (
+            str(row.point[FIT]), of_number("link_gb_per_s", ".0f")(row),
+            of_number("overhead_s", ".1f", 1e6)(row),
+            of_number("best_predicted_mb", ".0f")(row), of_number("best_measured_mb", ".0f")(row),
+            of_number("r_squared", ".2f")(row), of_number("worst_s", ".2f", 1e3)(row),
+            str(row.numbers.get("fit", "")),
+        )
+        for row in _of_results(rows("ddp"))
+        if FIT in row.point
+    ]  # fmt: skip
+    heads = (
+        "buckets of", "w, GB/s", "o, us", "best MiB, predicted", "measured", "R²", "largest error, ms", "fit"
+    )  # fmt: skip
+    return markdown_grid(heads, lines)
+
+
+def sharding() -> str:
+    """Memory, traffic and time of a step by what is sharded."""
+    lines = [
+        (
+            str(row.point["precision"]), str(row.point["sharding"]),
+            *(of_number(f"{name}_bytes", ".2f", 1 / GIB)(row) for name in MEMORY),
+            of_number("traffic_of_weights", ".2f")(row), milliseconds(row),
+        )
+        for row in _of_results(rows("sharding"))
+    ]  # fmt: skip
+    heads = (
+        "precision", "sharding", "init, GiB", "before update, GiB", "update, GiB", "state, GiB",
+        "traffic / weights", "step, ms",
+    )  # fmt: skip
+    return markdown_grid(heads, lines, 2)
+
+
+def overlap_plot() -> str:
+    """Plot of computation and communication during a step, by strategy."""
+    found = results()["ddp"]
+    shown = found.model_copy(update={"rows": tuple(having(found.rows, SHOWN))})
+    drawn = plot_of(shown, [plot for plot in experiment("ddp").plots if plot.y == TIMELINE])
+    assert drawn is not None
+    return drawn

@@ -1,0 +1,91 @@
+"""One rank of a recipe's GPUs on the virtual GPU: the rank with the highest peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from trainfit.ledger.ledger import Ledger
+from trainfit.parallel.data_parallel import Bucket
+from trainfit.parallel.sharded_optimizer import ShardedOptimizer
+from trainfit.spec.recipe import Recipe
+from trainfit.spec.units import format_bytes
+from trainfit.virtual.cluster.ddp import ddp_on_fakes
+from trainfit.virtual.cluster.rank import fake_group, one_rank
+from trainfit.virtual.cuda.scratch import GpuTraits
+from trainfit.virtual.gpu import VirtualGpu, virtual_gpu
+from trainfit.virtual.trace.exclusive import replaced
+from trainfit.virtual.trace.scope import NO_SCOPE
+
+LARGEST_SHARDS = "memory is that of rank 0, whose shards are the largest"
+EQUAL_RANKS = "memory is the same on every rank"
+About = Callable[[Ledger], tuple[str, ...]]
+"""Returns assumptions about the ranks that a ledger is not of."""
+
+
+@contextmanager
+def rank_of(recipe: Recipe, traits: GpuTraits | None, *, prefers_cudnn: bool) -> Iterator[VirtualGpu]:
+    """Enter the virtual GPU of the rank with the highest peak; collectives act as NCCL's."""
+    with ExitStack() as stack:
+        mesh = stack.enter_context(fake_group(recipe.mesh.dimensions))
+        virtual = stack.enter_context(virtual_gpu(traits, prefers_cudnn=prefers_cudnn))
+        virtual.mesh = mesh
+        stack.enter_context(one_rank(virtual.tracer))
+        stack.enter_context(replaced(dist, "get_backend", lambda group=None: "nccl"))
+        strategy = recipe.mesh.strategy
+        if recipe.mesh.shards_weights:
+            virtual.about_ranks = lambda _: (LARGEST_SHARDS,)
+        elif strategy in ("ddp", "zero1"):
+            first_buckets = stack.enter_context(ddp_on_fakes(virtual.tracer))
+            about = stack.enter_context(fullest_rank()) if strategy == "zero1" else lambda _: (EQUAL_RANKS,)
+            virtual.about_ranks = lambda ledger: (*first_buckets.assumptions(ledger), *about(ledger))
+        else:
+            stack.enter_context(_gradients_in_buckets(virtual))
+            virtual.about_ranks = lambda _: (EQUAL_RANKS,)
+        yield virtual
+
+
+@contextmanager
+def fullest_rank() -> Iterator[About]:
+    """Let each sharded optimizer be that of the rank that owns most bytes of parameters."""
+    owned = ShardedOptimizer._owned
+    most: list[int] = []
+    loads: list[list[int]] = []
+
+    def of_fullest(self: Any, group: dict[str, Any]) -> dict[str, Any]:
+        if all(self._bytes_of_rank is not each for each in loads):
+            loads.append(self._bytes_of_rank)
+            most.append(max(range(self.world_size), key=self._bytes_of_rank.__getitem__))
+            self.rank = most[0]  # All optimizers of a step are of one rank.
+        return owned(self, group)
+
+    def about(ledger: Ledger) -> tuple[str, ...]:
+        held = [sum(each) for each in zip(*loads, strict=True)]
+        rank = most[0]
+        return (
+            f"memory is that of rank {rank}, which updates the most parameters, {format_bytes(held[rank])}; "
+            f"the fewest of a rank are {format_bytes(min(held))}",
+        )
+
+    with replaced(ShardedOptimizer, "_owned", of_fullest):
+        yield about
+
+
+@contextmanager
+def _gradients_in_buckets(virtual: VirtualGpu) -> Iterator[None]:
+    """Assign buckets of ``DataParallel``, of which gradients become views, to gradients."""
+    begin = Bucket.begin
+
+    def begun(self: Bucket, group: Any) -> None:
+        begin(self, group)
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            alone = len(self.parameters) == 1
+            scope = virtual.scope_of(parameter) if alone else NO_SCOPE
+            virtual.tracer.live.own(parameter.grad, "gradients", scope)
+
+    with replaced(Bucket, "begin", begun):
+        yield

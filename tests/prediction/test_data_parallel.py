@@ -1,0 +1,115 @@
+"""Predictions of data parallelism: one rank's buckets, gradients and optimizer state."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tiny_recipe import tiny_recipe
+from trainfit.catalog.load import gpu
+from trainfit.ledger.ledger import Ledger
+from trainfit.ledger.segments import rounded
+from trainfit.parallel import ShardedOptimizer
+from trainfit.prediction.estimate import estimate
+from trainfit.prediction.several_ranks import fullest_rank
+from trainfit.prediction.trace import trace
+from trainfit.spec.recipe import Hardware, Parallel, Recipe
+from trainfit.spec.result import Estimate
+from trainfit.virtual.cluster.rank import fake_group
+
+LAYERS = 2
+QKV, OUT, UP, DOWN, NORM, EMBEDDING = 64 * 32, 32 * 32, 128 * 32, 32 * 64, 32, 128 * 32
+ELEMENTS = [EMBEDDING, *[NORM, QKV, OUT, NORM, UP, DOWN] * LAYERS, NORM, EMBEDDING]
+PARAMETERS = [4 * each for each in ELEMENTS]
+"""Bytes of each parameter, fp32."""
+GRADIENTS = sum(rounded(each) for each in PARAMETERS)
+BUCKET = rounded(sum(PARAMETERS))
+"""Bytes of all gradients in one buffer."""
+RANKS = 3
+
+
+def recipe(strategy: str | None, **fields: Any) -> Recipe:
+    count = RANKS if strategy else 1
+    mesh = Parallel.model_validate({"strategy": strategy or "auto"})
+    return tiny_recipe("native", LAYERS, hardware=Hardware(gpu="h200", count=count), parallel=mesh, **fields)
+
+
+@cache
+def ledger(strategy: str | None) -> Ledger:
+    return trace(recipe(strategy))
+
+
+@cache
+def predicted(strategy: str | None) -> Estimate:
+    return estimate(recipe(strategy), gpu("h200"), ledger(strategy))
+
+
+def collectives(strategy: str, phase: str) -> list[tuple[str, int]]:
+    found = ledger(strategy)
+    return [
+        (one.name, one.num_bytes)
+        for one in found.collectives
+        if found.segments[one.segment] == ("steady", phase)
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "phase"), [("naive", "optimizer"), ("overlapped", "backward")])
+def test_gradients_reduced_in_place_take_no_memory(strategy: str, phase: str) -> None:
+    assert predicted(strategy).phases == predicted(None).phases
+    reduced = collectives(strategy, phase)
+    assert sorted(reduced) == sorted(("all_reduce", each) for each in PARAMETERS)
+    # NCCL averages; gloo would divide afterwards.
+    found = ledger(strategy)
+    assert not any("div" in op.name for op in found.ops if found.segments[op.segment].phase == "optimizer")
+
+
+def test_one_all_reduce_copies_all_gradients_into_a_buffer() -> None:
+    flat, one = predicted("flat"), predicted(None)
+    assert flat.phases.steady.backward == one.phases.steady.backward
+    assert collectives("flat", "optimizer") == [("all_reduce", sum(PARAMETERS))]
+    assert flat.breakdown.gradients == GRADIENTS + BUCKET
+    assert flat.breakdown.communication == 0
+
+
+def test_bucketed_gradients_are_views_of_buffers() -> None:
+    assert collectives("bucketed", "backward") == [("all_reduce", sum(PARAMETERS))]
+    saved = GRADIENTS - BUCKET  # The buffer's gradients are not rounded up one by one.
+    one, bucketed = predicted(None).phases.steady, predicted("bucketed").phases.steady
+    assert bucketed.optimizer == one.optimizer - saved
+    assert predicted("bucketed").breakdown.gradients == GRADIENTS + BUCKET
+
+
+def test_ddp_adds_its_buckets_and_in_the_second_step_the_first_ones() -> None:
+    ddp, one = predicted("ddp"), predicted(None)
+    assert ddp.phases.after_init == one.phases.after_init + BUCKET
+    assert ddp.phases.first.peak == one.phases.first.peak + BUCKET
+    assert ddp.peak_allocated_bytes == one.peak_allocated_bytes + 2 * BUCKET
+    assert any(
+        f"or 64.62 MiB ({ddp.peak_allocated_bytes - BUCKET} bytes)" in line for line in ddp.assumptions
+    )
+    assert ddp.phases.steady.optimizer == one.phases.steady.optimizer + BUCKET
+    assert ddp.breakdown.communication == 2 * BUCKET
+    assert collectives("ddp", "backward") == [("all_reduce", sum(PARAMETERS))]
+
+
+def test_a_sharded_optimizer_broadcasts_every_parameter_and_holds_its_share() -> None:
+    # Largest first to the rank with the fewest bytes: 36,864, 36,864 and 33,408 bytes of parameters.
+    states = [s.num_bytes for s in ledger("zero1").storages if s.category == "optimizer"]
+    assert sum(states) - 4 * len(states) // 3 == 2 * 36_864  # one of three is a step counter
+    assert sorted(collectives("zero1", "optimizer")) == sorted(("broadcast", each) for each in PARAMETERS)
+    line = "rank 0, which updates the most parameters, 36.00 KiB; the fewest of a rank are 32.62 KiB"
+    assert any(line in each for each in predicted("zero1").assumptions)
+
+
+def test_a_sharded_optimizer_is_predicted_of_the_rank_that_owns_most() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 2)]
+    with fake_group({"replicate": 2}), fullest_rank() as about:
+        optimizer = ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+        assert [one.numel() for one in optimizer.sharded.param_groups[0]["params"]] == [2, 2]
+        assert "rank 1, which updates the most" in about(Ledger())[0]
+
+
+def test_compiled_blocks_run_under_ddp() -> None:
+    found = trace(recipe("ddp", compile="block", precision="bf16"))
+    assert sum(one.name == "all_reduce" for one in found.collectives) == 2
