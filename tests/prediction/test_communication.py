@@ -8,8 +8,10 @@ import pytest
 
 from tiny_recipe import tiny_recipe
 from trainfit.catalog.load import gpu
+from trainfit.cli.explain_text import show
 from trainfit.cli.main import main
 from trainfit.explanation.communication import communication_bound
+from trainfit.explanation.peak import explain
 from trainfit.prediction.calculators import communication as closed
 from trainfit.prediction.communication import on_hosts, ring
 from trainfit.prediction.estimate import estimate, ledger_of
@@ -121,7 +123,7 @@ def test_a_step_takes_at_least_its_collectives_at_the_links_full_rate() -> None:
     assert found.bounds["step_s"].low < found.step_s
 
 
-def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long() -> None:
+def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(capsys: Captured) -> None:
     one = recipe(16)
     found = communication_bound(one, gpu("h100"), ledger_of(one))
     assert found is not None
@@ -135,4 +137,7 @@ def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long() -
         again = communication_bound(other, gpu("h100"), ledger_of(other))
         assert again is not None
         assert again.is_bound is bound
+    show(one, explain(one), 1)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Communication-bound at 32 tokens a GPU; compute-bound from" in text
     assert communication_bound(recipe(1), gpu("h100"), ledger_of(recipe(1))) is None

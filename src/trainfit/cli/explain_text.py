@@ -105,10 +105,11 @@ def _communication(out: Console, found: CommunicationBound, num_gpus: int) -> No
         lines.append([one.phase, *seconds, _from(one.compute_bound_tokens, num_gpus)])
     rows(out, lines, "left", "right", "right", "right")
     bound = "Communication-bound" if found.is_bound else "Compute-bound"
-    smallest = f"compute-bound from {_from(found.compute_bound_tokens, num_gpus)}"
+    smallest = "so is every batch"
     if found.compute_bound_tokens is None:
         smallest = "no batch is compute-bound: communication grows with it"
     elif found.compute_bound_tokens:
+        smallest = f"compute-bound from {_from(found.compute_bound_tokens, num_gpus)}"
         smallest += f", {math.ceil(found.compute_bound_tokens):,} in all"
     rows(out, [[f"{bound} at {found.tokens / num_gpus:,.0f} tokens a GPU; {smallest}"]], "wrap")
 
