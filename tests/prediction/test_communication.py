@@ -136,6 +136,9 @@ def test_the_smallest_compute_bound_batch_is_where_computation_takes_as_long(cap
     again = communication_bound(larger, gpu("h100"), ledger_of(larger))
     assert again is not None
     assert not again.is_bound
+    time = estimate(one, gpu("h100"), ledger_of(one)).time
+    assert time is not None
+    assert sum(phase.exposed_s for phase in found.phases) == pytest.approx(time.communication_s)
     assert again.compute_bound_tokens == pytest.approx(found.compute_bound_tokens, rel=0.1)
     show(one, explain(one), 1)
     text = " ".join(capsys.readouterr().out.split())
