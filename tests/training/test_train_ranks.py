@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import rank_training
 from test_forged_checkpoints import sealed
 
-import rank_training
 from parallel_cases import Ranks
 from tiny_training import asked, losses_in_log
 from trainfit.spec.errors import InputError
