@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,19 +27,17 @@ PROPAGATE = "_propagate_tensor_meta_non_cached"
 """Runs an operation on whole tensors for the shape of its result."""
 RESIZED = "resized"
 """Name of the allocation that replaces a storage which is resized in place."""
-GATHERS = "_c10d_functional::all_gather_into_tensor"
-"""Has no argument of the size of its result."""
 COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
     "c10d::allgather_": "all_gather",
-    GATHERS: "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
-    "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_reduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
     "c10d::broadcast_": "broadcast",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
 }
 """Schema name -> name in the ledger."""
 
@@ -105,20 +103,25 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
         name = COLLECTIVES.get(func._schema.name)
         if name is None:
             return
-        group = next((found for arg in args if (found := _group(arg)) is not None), None)
+        is_functional = func.namespace != "c10d"
+        group = _named(args[-1]) if is_functional else _group(args)
         if group is None or group.size() == 1:
             return
         ranks = dist.get_process_group_ranks(group)
         num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
+        if is_functional and name == "all_gather":
+            num_bytes *= len(ranks)  # The result is no argument.
+        is_first_stream = streams.get(current_stream()) == 0
         live.ledger.collectives.append(
             Collective(
                 name,
                 live.segment,
                 live.current_group,
                 len(live.ledger.ops) - 1,
-                num_bytes * len(ranks) if func._schema.name == GATHERS else num_bytes,
+                num_bytes,
                 num_ranks=len(ranks),
                 span=ranks[-1] - ranks[0] + 1,
+                is_synchronous=is_functional or (is_first_stream and not any(a is True for a in args)),
             )
         )
 
@@ -130,18 +133,22 @@ def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.curre
         yield
 
 
-def _group(arg: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operation's argument is, boxes or names; None: another argument."""
-    if isinstance(arg, dist.ProcessGroup):
-        return arg
-    if isinstance(arg, str) and arg in c10d._world.pg_names.values():
-        return c10d._resolve_process_group(arg)  # pyright: ignore[reportArgumentType]
-    if not isinstance(arg, torch.ScriptObject):
-        return None
-    try:
-        return dist.ProcessGroup.unbox(arg)
-    except RuntimeError:
-        return None
+def _group(args: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an operation's arguments box."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(arg)
+            except RuntimeError:
+                continue
+    return None
+
+
+def _named(group: Any) -> dist.ProcessGroup:
+    """Return the process group that a functional collective names."""
+    if not isinstance(group, str):
+        return group
+    return distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportArgumentType]
 
 
 def _tensors(arg: Any) -> list[torch.Tensor]:

@@ -29,8 +29,6 @@ aten = torch.ops.aten
 LIFTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 """``torch.tensor`` ends with them: the input is a real tensor, whichever device the result is on."""
 CONVERSIONS = {aten._to_copy.default, aten.clone.default}
-DISTRIBUTED = ("c10d", "_c10d_functional")
-"""Namespaces of collectives."""
 DEVICE = torch.ops.prim.device.default
 """The device query, more than half of all calls."""
 
@@ -134,7 +132,7 @@ class Tracer(TorchDispatchMode):
         return all(is_host(t) for t in tensors)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, dry_run: DryRun | None = None) -> None:
-        if func.namespace in DISTRIBUTED:
+        if func.namespace in ("c10d", "_c10d_functional"):
             self.on_collective(func, args)
         outputs = tensors_of(out)
         fresh = [(n, t) for n, t in enumerate(outputs) if self._is_fresh(t)]
