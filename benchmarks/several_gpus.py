@@ -1,162 +1,330 @@
-"""Predict and measure the peak memory of recipes for several GPUs of one host.
+"""Recipes for two H200s of one host, drawn by a seed: predict them without a GPU, then measure them.
 
-``python -m benchmarks.several_gpus predict OUT.jsonl`` predicts them without a GPU; ``... measure OUT.jsonl``
-trains three steps of each on as many GPUs as the recipe counts, one process a GPU, and writes the peaks of
-every rank. A line is one recipe: its id, the commit, versions, and bytes by phase.
+    python -m benchmarks.several_gpus predict PREDICTED.jsonl [--jobs N]
+    python -m benchmarks.several_gpus measure PREDICTED.jsonl MEASURED.jsonl [--seconds N]
+    python -m benchmarks.several_gpus compare PREDICTED.jsonl MEASURED.jsonl
+
+Lines are records (docs/guide/records-and-report.md). ``predict`` draws each recipe until one is allowed, is
+within the card's memory and has a short step; with ``--of FILE`` it predicts the recipes of another file,
+such as with other library versions. Both skip what their file has. ``measure`` starts no recipe that
+``--seconds`` leaves no time for.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import tempfile
+import random
+import sys
 import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from trainfit.catalog.families import FAMILIES
+from trainfit.catalog.load import gpu, model, model_config
+from trainfit.records import load
+from trainfit.spec.errors import InputError
 from trainfit.spec.printable import say
-from trainfit.spec.provenance import commit, now
+from trainfit.spec.provenance import commit, installed_version, now
 from trainfit.spec.recipe import Recipe
-from trainfit.spec.recipe_file import merge, recipe_from
+from trainfit.spec.recipe_file import recipe_from
+from trainfit.spec.record_line import to_line
+from trainfit.spec.result import Estimate, Measurement, Record
+from trainfit.spec.value import parse
 
 Data = dict[str, Any]
 
-SMALL: Data = {"model": {"config": "llama-3.2-1b"}, "batch": {"micro": 2, "seq": 2048}}
-LARGE: Data = {"model": {"config": "llama-3.1-8b"}, "batch": {"micro": 1, "seq": 4096}}
-TWO: Data = {"hardware": {"gpu": "h200", "count": 2}}
-RECIPES: tuple[Data, ...] = (
-    {**SMALL},
-    {**SMALL, "precision": "fp32", "batch": {"micro": 1, "seq": 1024}},
-    {**SMALL, "precision": "amp-bf16"},
-    {**SMALL, "recompute": "full"},
-    {**SMALL, "recompute": "selective", "optimizer": {"implementation": "foreach"}},
-    {**SMALL, "adapter": {"kind": "lora"}},
-    {**SMALL, "batch": {"micro": 1, "seq": 2048, "accumulate": 2}},
-    {**SMALL, "parallel": {"replicate": 2}},
-    {"model": {"config": "qwen3-0.6b", "implementation": "native"}, "batch": {"micro": 2, "seq": 2048}},
-    {**SMALL, "compile": "block"},
-    {**LARGE},
-    {**LARGE, "recompute": "full", "batch": {"micro": 2, "seq": 8192}},
-)
-PHASES = ("forward", "backward", "optimizer")
-STEPS = 3
+GPU, COUNT, SEED = "h200", 2, 14
+NUM_RECIPES = 64
+FAMILIES_DRAWN = ("gpt2", "gpt-neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma", "native")
+STRATEGIES = (
+    "fsdp", "ddp", "fsdp", "zero1", "fsdp", "bucketed", "fsdp", "naive",
+    "fsdp", "ddp", "hsdp", "overlapped", "fsdp", "flat", "tensor", "zero1",
+)  # fmt: skip
+"""By number of recipe, in turn. As many as have no divisor in common with the families: all pairs occur."""
+SHARDED = ("fsdp", "tensor")
+LARGEST_PARAMS, LARGEST_COMPILED_PARAMS = 15e9, 1.5e9
+DEVICE_SHARES = (0.05, 0.97)
+"""Predicted bytes of the device over the card's, of a recipe that is kept."""
+LONGEST_STEP_S = 1.2
+MOST_DRAWS = 150
+"""After as many draws the recipe is one of FSDP2: the strategy is refused or not predicted."""
+WARMUP, STEPS = 2, 4
+MOST_CRASHES = 3
+"""As many crashes in a row are this machine's or the program's, and no results of the recipes."""
+LIMIT_S, LEAST_S = 100.0, 25.0
+"""Time limit of one measurement, and the least time that is left for one to be started."""
 
 
-def recipes() -> list[Recipe]:
-    """Return the recipes of this comparison."""
-    return [recipe_from(merge(one, TWO)) for one in RECIPES]
+def drawn(chance: random.Random, number: int, strategy: str) -> Data | None:
+    """Return the fields of a recipe; None if it cannot be within the card's memory and a short step."""
+    family = FAMILIES_DRAWN[number % len(FAMILIES_DRAWN)]
+    config = chance.choice(FAMILIES[family])
+    layers, hidden, vocabulary, positions, params = _sizes(config)
+    if params > LARGEST_PARAMS:
+        return None
+    precision = _weighted(chance, {"bf16": 4, "fp32": 1, "amp-bf16": 1, "mixed-bf16": 2})
+    recompute = chance.choice(
+        ("none", "none", "none", "full", "full", "selective", {"every": 2}, {"budget": 0.5})
+    )
+    optimizer = chance.choice(OPTIMIZERS)
+    lora = chance.random() < 0.12
+    accumulate = chance.choice((1, 1, 1, 2, 4))
+    seq = 2 ** chance.randint(8, 13) - 8 * chance.choice((0, 0, 0, chance.randint(1, 15)))
 
-
-def predicted(recipe: Recipe) -> Data:
-    """Return the predicted peaks of rank 0."""
-    from trainfit.prediction.estimate import predict
-
-    start = time.perf_counter()
-    found = predict(recipe, use_cache=False)
+    # A rough share of the card and length of the step; the prediction decides.
+    weight = 2 if precision == "bf16" else 4
+    ranks = COUNT if strategy in SHARDED else 1
+    state = params * weight * (1 if lora else optimizer["copies"]) / ranks
+    room = chance.uniform(*DEVICE_SHARES) * gpu(GPU).usable_bytes - state
+    saved = {"none": 34, "selective": 26}.get(str(recompute), 4 if recompute == "full" else 20) * weight / 2
+    flops_per_s = 40e12 if precision == "fp32" else 350e12
+    tokens = min(
+        room / (layers * hidden * saved + 12 * vocabulary),
+        LONGEST_STEP_S * flops_per_s / (8 * params * accumulate),
+    )
+    if tokens < 0.7 * seq or seq > positions:
+        return None
+    parallel: Data = {"strategy": strategy}
+    if strategy == "hsdp":
+        parallel = {"replicate": COUNT}
+    elif strategy == "tensor":
+        parallel = {"tensor": COUNT}
+    elif strategy == "fsdp":
+        parallel["reshard_after_forward"] = chance.random() < 0.7
+    elif strategy in ("ddp", "bucketed", "zero1"):
+        parallel["bucket_mb"] = chance.choice((25.0, 25.0, 1.0, 100.0, None))
+    if accumulate > 1:
+        parallel["sync_each_batch"] = chance.choice((None, True, False))
+    # Only compiled code has a budget to keep.
+    compiled = params < LARGEST_COMPILED_PARAMS and (chance.random() < 0.07 or recompute == {"budget": 0.5})
     return {
-        "seconds": round(time.perf_counter() - start, 2),
-        "phases": found.phases.model_dump(),
-        "peak_allocated_bytes": found.peak_allocated_bytes,
-        "peak_reserved_bytes": found.peak_reserved_bytes,
-        "step_s": found.step_s,
-        "traffic": [one.model_dump() for one in found.traffic],
-        "versions": found.versions,
+        "model": {"config": config, "implementation": "native" if family == "native" else "hf"},
+        "batch": {"micro": max(1, round(tokens / seq)), "seq": seq, "accumulate": accumulate},
+        "precision": precision,
+        "recompute": recompute,
+        "loss": _weighted(chance, {"standard": 4, "chunked": 1, "fused": 1}),
+        "compile": "block" if compiled else False,
+        "optimizer": {name: value for name, value in optimizer.items() if name != "copies"},
+        **({"adapter": {"kind": "lora"}} if lora else {}),
+        "parallel": parallel,
+        "hardware": {"gpu": GPU, "count": COUNT},
     }
 
 
-def measured(recipe: Recipe) -> list[Data]:
-    """Return the measured peaks of each rank, or what went wrong."""
-    import torch
+OPTIMIZERS: tuple[Data, ...] = (
+    *({"name": "adamw", "copies": 4},) * 4,
+    *({"name": "adamw", "implementation": "foreach", "copies": 4},) * 2,
+    {"name": "sgd", "copies": 2},
+    {"name": "sgd", "momentum": 0.9, "copies": 3},
+    {"name": "adafactor", "copies": 2},
+    {"name": "adamw8bit", "copies": 3},
+    {"name": "muon", "copies": 3},
+)
+"""``copies``: bytes of weights, gradients and state over those of the weights."""
 
-    count = recipe.hardware.count
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            torch.multiprocessing.spawn(_rank, (recipe.model_dump(mode="json"), count, folder), count)  # pyright: ignore[reportPrivateImportUsage]
-        except Exception as error:
-            return [{"error": f"{type(error).__name__}: {error}"[-600:]}]
-        return [json.loads(Path(folder, f"{rank}.json").read_text("utf-8")) for rank in range(count)]
+
+def _weighted(chance: random.Random, weights: dict[str, int]) -> str:
+    return chance.choices(list(weights), list(weights.values()))[0]
 
 
-def _rank(rank: int, data: Data, world_size: int, folder: str) -> None:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
+def _sizes(config: str) -> tuple[int, int, int, int, float]:
+    """Return layers, hidden size, vocabulary, positions and parameters of a model of the catalog."""
+    data: Data = dict(model_config(config))
 
-    from trainfit.step import assemble
+    def first(*names: str) -> int:
+        return next(int(data[name]) for name in names if data.get(name))
 
-    recipe = Recipe.model_validate(data)
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    layers, hidden = first("num_hidden_layers", "n_layer"), first("hidden_size", "n_embd")
+    vocabulary, positions = first("vocab_size"), first("max_position_embeddings", "n_positions")
+    row = model(config)
+    published = row.published_params if row is not None else None
+    params = published or 12 * layers * hidden**2 + 2 * vocabulary * hidden
+    return layers, hidden, vocabulary, positions, params
+
+
+def found(number: int) -> Record | None:
+    """Draw recipe ``number`` until one is kept, and return its prediction."""
+    wanted = STRATEGIES[number % len(STRATEGIES)]
+    for strategy in dict.fromkeys((wanted, "fsdp")):
+        chance = random.Random(f"{SEED} {number} {strategy}")
+        for _ in range(MOST_DRAWS):
+            data = drawn(chance, number, strategy)
+            kept = None if data is None else _kept(data)
+            if kept is not None:
+                return kept
+    return None
+
+
+def _kept(data: Data) -> Record | None:
+    try:
+        record = predicted(recipe_from(data))
+    except InputError:
+        return None
+    except Exception as error:  # A bug of ours must not end the drawing, nor stay unseen.
+        say(f"failed: {data}: {type(error).__name__}: {error}", err=True)
+        return None
+    estimate = record.estimate
+    assert estimate is not None
+    low, high = (share * estimate.device_bytes for share in DEVICE_SHARES)
+    is_short = (estimate.step_s or 0.0) <= LONGEST_STEP_S
+    return record if low <= estimate.peak_device_bytes <= high and is_short else None
+
+
+def predicted(recipe: Recipe) -> Record:
+    """Return the recipe's prediction.
+
+    Raises:
+        InputError: the recipe is refused.
+    """
+    from trainfit.prediction.estimate import predict
+    from trainfit.techniques.registry import check
+
+    check(recipe)
+    return _record(recipe, estimate=predict(recipe))
+
+
+def measured(recipe: Recipe, estimate: Estimate, timeout_s: float, start: Any) -> Record:
+    """Return the recipe's measurement; what this machine refuses is a crash with the reason."""
+    from trainfit.measurement.environment import host_environment
+    from trainfit.measurement.run import measure
+
+    flops: Data = {"model_flops": estimate.model_flops, "hardware_flops": estimate.hardware_flops}
+    if estimate.mfu and estimate.step_s:
+        flops["peak_flops_per_s"] = estimate.model_flops / estimate.step_s / estimate.mfu
+    try:
+        result = measure(
+            recipe, steps=STEPS, warmup=WARMUP, device="cuda", timeout_s=timeout_s, start=start, **flops
+        )
+    except InputError as error:
+        host, why = host_environment("cuda"), f"refused: {error}"
+        result = Measurement(recipe_id=recipe.id, status="crashed", message=why, environment=host)
+    return _record(recipe, measurement=result)
+
+
+def _record(recipe: Recipe, **held: Any) -> Record:
+    kind = "predict" if "estimate" in held else "measure"
+    return Record(
+        kind=kind, created_at=now(), version=installed_version("trainfit") or "", commit=commit(),
+        recipe=recipe.content(), recipe_id=recipe.id, **held,
+    )  # fmt: skip
+
+
+def predict_all(into: Path, source: Path | None, jobs: int) -> None:
+    """Predict the recipes that ``into`` lacks."""
+    kept = _load(into)
+    have = {one.recipe_id for one in kept}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_without_gpu) as pool:
+        if source is not None:
+            recipes = [parse(Recipe, one.recipe) for one in load(source) if one.recipe_id not in have]
+            records: Iterable[Record | None] = pool.map(predicted, recipes)
+            count = len(recipes) + len(kept)
+        else:
+            # Rows are in the order of their numbers, so the rows that are there are the first ones.
+            records, count = pool.map(found, range(len(kept), NUM_RECIPES)), NUM_RECIPES
+        for number, record in enumerate(records, len(kept) + 1):
+            if record is None:
+                sys.exit(f"recipe {number}: nothing allowed was drawn")
+            _append(into, record)
+            say(f"[{number}/{count}] {_words(record)}")
+
+
+def _without_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def measure_all(source: Path, into: Path, seconds: float) -> None:
+    """Measure the recipes of ``source`` that ``into`` lacks, one after another, until the time is over."""
+    from trainfit.measurement.fork_server import ready_to_fork
+
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
-    dimensions = recipe.mesh.dimensions
-    mesh = init_device_mesh("cuda", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-    step = assemble(recipe, device, mesh=mesh)
-    torch.cuda.synchronize()
-    after_init = torch.cuda.memory_allocated()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    peaks: list[Data] = []
-    times: list[float] = []
-    reserved: list[int] = []
-    for number in range(STEPS):
-        batches = step.random_batches()
-        one: Data = {}
-        running = ""
+    deadline = time.monotonic() + seconds
+    have = {one.recipe_id for one in _load(into)}
+    rows = load(source)
+    start = ready_to_fork("cuda")
+    crashed: list[Record] = []
+    for number, row in enumerate(rows, 1):
+        if row.recipe_id in have or row.estimate is None:
+            continue
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            say(f"stopped at recipe {number}: {left:.0f} s are left")
+            return
+        began = time.monotonic()
+        record = measured(parse(Recipe, row.recipe), row.estimate, min(LIMIT_S, left - 5), start)
+        result = record.measurement
+        assert result is not None
+        if result.status == "timeout" and left < LIMIT_S:
+            say(f"stopped at recipe {number}: its time ran out with the command's")
+            return
+        if result.status == "crashed":
+            crashed.append(record)
+            say(f"[{number}/{len(rows)}] {_words(row)}: {_errors(row, record)}")
+            if len(crashed) == MOST_CRASHES:
+                sys.exit("too many crashes in a row; they are not recorded")
+            continue
+        for one in (*crashed, record):
+            _append(into, one)
+        crashed.clear()
+        say(f"[{number}/{len(rows)}] {time.monotonic() - began:.1f} s {_words(row)}: {_errors(row, record)}")
+    for one in crashed:
+        _append(into, one)
 
-        def on_phase(phase: str, one: Data = one) -> None:
-            nonlocal running
-            if running:
-                one[running] = max(one.get(running, 0), torch.cuda.max_memory_allocated())
-                reserved.append(torch.cuda.max_memory_reserved())
-            torch.cuda.reset_peak_memory_stats()
-            running = phase
 
-        torch.cuda.synchronize()
-        # NCCL's own barrier would allocate a tensor on the device.
-        store.add(f"step {number}", 1)
-        while store.add(f"step {number}", 0) < world_size:
-            time.sleep(1e-4)
-        start = time.perf_counter()
-        step(batches, on_phase=on_phase)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-        on_phase("")
-        peaks.append(one)
-        del batches
-    found = {
-        "after_init": after_init,
-        "first": peaks[0],
-        "steady": {phase: max(one[phase] for one in peaks[1:]) for phase in PHASES},
-        "reserved": max(reserved),
-        "step_s": min(times[1:]),
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name(),
-    }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found), "utf-8")
-    dist.destroy_process_group()
+def _errors(row: Record, record: Record) -> str:
+    from trainfit.report.compare import Comparison
+
+    one, result = Comparison(parse(Recipe, row.recipe), row.estimate, record.measurement), record.measurement
+    assert result is not None
+    if result.status != "done":
+        return f"{result.status}: {result.message}"[:300]
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes", "step_s")
+    return ", ".join(f"{name} {error:+.4%}" for name in names if (error := one.error(name)) is not None)
+
+
+def _words(record: Record) -> str:
+    from trainfit.report.words import describe
+
+    estimate = record.estimate
+    assert estimate is not None
+    share = estimate.peak_device_bytes / estimate.device_bytes
+    return f"{describe(parse(Recipe, record.recipe))} ({share:.0%} of the card, {estimate.step_s or 0:.2f} s)"
+
+
+def _load(path: Path) -> list[Record]:
+    return load(path) if path.is_file() else []
+
+
+def _append(path: Path, record: Record) -> None:
+    with path.open("a", encoding="utf-8") as out:
+        out.write(to_line(record) + "\n")
 
 
 def main() -> None:
-    """Run the comparison."""
+    """Run one of the three modes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("predict", "measure"))
-    parser.add_argument("into", type=Path, help="JSON Lines to append to")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of recipes")
-    arguments = parser.parse_args()
-    for number, recipe in enumerate(recipes()):
-        if arguments.only and number not in arguments.only:
-            continue
-        row: Data = {"number": number, "recipe_id": recipe.id, "commit": commit(), "made_at": now()}
-        if arguments.what == "predict":
-            row |= {"predicted": predicted(recipe)}
-        else:
-            row |= {"ranks": measured(recipe)}
-        with arguments.into.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(row) + "\n")
-        say(f"{number} {recipe.id} {json.dumps(row.get('predicted') or row['ranks'])[:150]}")
+    modes = parser.add_subparsers(dest="mode", required=True)
+    predicting, measuring, comparing = (modes.add_parser(name) for name in ("predict", "measure", "compare"))
+    for mode in (predicting, measuring, comparing):
+        mode.add_argument("predicted", type=Path)
+    for mode in (measuring, comparing):
+        mode.add_argument("measured", type=Path)
+    predicting.add_argument("--of", type=Path, help="predict the recipes of this file")
+    predicting.add_argument("--jobs", type=int, default=2, help="processes")
+    measuring.add_argument("--seconds", type=float, default=float("inf"), help="of the whole command")
+    chosen = parser.parse_args()
+    if chosen.mode == "predict":
+        predict_all(chosen.predicted, chosen.of, chosen.jobs)
+    elif chosen.mode == "measure":
+        measure_all(chosen.predicted, chosen.measured, chosen.seconds)
+    else:
+        from benchmarks.tables import several_gpus_suite
+
+        pairs = several_gpus_suite.joined([*load(chosen.predicted), *load(chosen.measured)])
+        say(several_gpus_suite.report(pairs))
 
 
 if __name__ == "__main__":

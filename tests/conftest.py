@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
@@ -61,3 +62,14 @@ def fresh_compiler() -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure, and run a sweep's workers, in forks of this process, which have nothing to import."""
+    from tiny_sweep import forked_worker
+    from trainfit.measurement import process, run
+    from trainfit.sweeps import worker
+
+    monkeypatch.setattr(run, "measure", partial(run.measure, start=process.forked))
+    monkeypatch.setattr(worker, "start", forked_worker)

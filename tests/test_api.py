@@ -136,7 +136,7 @@ def test_mfu_prints_like_the_command(capsys: Captured) -> None:
 
 
 @pytest.mark.slow
-def test_measure_and_train_return_values_that_print(recipe_file: Path, tmp_path: Path) -> None:
+def test_measure_and_train_return_values_that_print(forks: None, recipe_file: Path, tmp_path: Path) -> None:
     measured = trainfit.measure(recipe_file, steps=2, warmup=1, device="cpu")
     assert isinstance(measured, trainfit.Measurement)
     assert measured.status == "done", measured.message

@@ -6,12 +6,34 @@ import json
 from functools import cache
 from typing import Any, NamedTuple
 
-from benchmarks.several_gpus import PHASES, recipes
 from benchmarks.tables.joined import RESULTS
 from trainfit.report.table import markdown_grid
 from trainfit.report.words import describe
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.recipe_file import merge, recipe_from
+from trainfit.spec.result import PHASES
 from trainfit.spec.units import GIB
+
+Data = dict[str, Any]
+
+SMALL: Data = {"model": {"config": "llama-3.2-1b"}, "batch": {"micro": 2, "seq": 2048}}
+LARGE: Data = {"model": {"config": "llama-3.1-8b"}, "batch": {"micro": 1, "seq": 4096}}
+TWO: Data = {"hardware": {"gpu": "h200", "count": 2}}
+RECIPES: tuple[Data, ...] = (
+    {**SMALL},
+    {**SMALL, "precision": "fp32", "batch": {"micro": 1, "seq": 1024}},
+    {**SMALL, "precision": "amp-bf16"},
+    {**SMALL, "recompute": "full"},
+    {**SMALL, "recompute": "selective", "optimizer": {"implementation": "foreach"}},
+    {**SMALL, "adapter": {"kind": "lora"}},
+    {**SMALL, "batch": {"micro": 1, "seq": 2048, "accumulate": 2}},
+    {**SMALL, "parallel": {"replicate": 2}},
+    {"model": {"config": "qwen3-0.6b", "implementation": "native"}, "batch": {"micro": 2, "seq": 2048}},
+    {**SMALL, "compile": "block"},
+    {**LARGE},
+    {**LARGE, "recompute": "full", "batch": {"micro": 2, "seq": 8192}},
+)
+"""The recipes of results/several-gpus/peaks-*.jsonl, whose rows name them by their ids."""
 
 
 class Comparison(NamedTuple):
@@ -48,7 +70,11 @@ def comparisons() -> tuple[Comparison, ...]:
     folder = RESULTS / "several-gpus"
     predicted = {row["recipe_id"]: row["predicted"] for row in _rows(folder / "peaks-predicted.jsonl")}
     measured = {row["recipe_id"]: row["ranks"] for row in _rows(folder / "peaks-measured.jsonl")}
-    return tuple(Comparison(one, predicted[one.id], measured[one.id]) for one in recipes())
+    return tuple(Comparison(one, predicted[one.id], measured[one.id]) for one in map(_on_two, RECIPES))
+
+
+def _on_two(data: Data) -> Recipe:
+    return recipe_from(merge(data, TWO))
 
 
 def _rows(file: Any) -> list[dict[str, Any]]:

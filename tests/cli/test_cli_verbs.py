@@ -104,7 +104,7 @@ def test_what_waits_on_the_host_fits_the_terminal(capsys: Captured, monkeypatch:
     assert host.endswith("768.00 KiB")  # Of all blocks but the last: 3 x (4 x 128 tokens) x 128 x 4 bytes.
 
 
-def test_measured_on_this_machine_within_three_percent(capsys: Captured, tmp_path: Path) -> None:
+def test_measured_on_this_machine_within_three_percent(forks: None, capsys: Captured, tmp_path: Path) -> None:
     """Each technique, to the byte: test_virtual_cpu.py."""
     file = str(tmp_path / "records.sqlite")
     recipe = "tiny-cpu --set batch.seq=64 --set recompute=full --set adapter.kind=lora --record".split()

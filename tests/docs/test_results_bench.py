@@ -49,6 +49,12 @@ def extremes(found: Sequence[float]) -> Figures:
     return min(found), max(found)
 
 
+def averaged(name: str, scale: float, model: str) -> Figures:
+    """Return a number of trainfit's buckets and of PyTorch's DDP in bf16."""
+    at = partial(value, "ddp", name, scale, model=model, precision="bf16")
+    return tuple(at(strategy=strategy) for strategy in ("bucketed", "DDP"))
+
+
 def step_ms(model: str, precision: str, *modes: str) -> Figures:
     at = partial(value, "transformer", "median_s", 1e3, model=model, precision=precision, warm_up=5)
     return tuple(at(compile=mode) for mode in modes)
@@ -210,6 +216,13 @@ BENCH_CLAIMS: dict[str, Callable[[], Figures]] = {
     r"for the 2\.7B model the gain is # ms against # ms":
         lambda: step_ms("2.7b", "amp-bf16", "model", "false"),
     r"measured one in all # runs that fit": exact_peaks,
+    r"take # ms where PyTorch's DDP takes # \(GPT-2 1\.5B: # and #\)":
+        lambda: (*averaged("median_s", 1e3, "xl"), *averaged("median_s", 1e3, "gpt2-xl")),
+    r"averaged where the backward put them: # GiB against #": lambda: averaged("peak_bytes", 1 / GIB, "xl"),
+    r"Exposed are # % of the step \(GPT-2 1\.5B: # %\)":
+        lambda: tuple(averaged("exposed_share", 100.0, model)[0] for model in ("xl", "gpt2-xl")),
+    r"buckets of 100 MiB # %":
+        lambda: (value("ddp", "exposed_share", 100.0, model="xl", buckets_of="bucketed", bucket_mb=100),),
     r"product alone reaches # % of the data sheet":
         lambda: (value("gpu", "of_data_sheet", 100.0, dtype="bf16", size=8192),),
     r"layers without a pause # %":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
 import traceback
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -198,6 +200,18 @@ def places_of_gradients(strategy: str) -> tuple[bool, int]:
     after = [one.grad for one in wrapper.parameters() if one.requires_grad]
     storages = {one.untyped_storage().data_ptr() for one in after}
     return before == [one.data_ptr() for one in after], len(storages)
+
+
+def memory_is_freed(strategy: str) -> bool:
+    """Return whether a wrapper that is dropped leaves nothing of its module behind."""
+    module = Tied()
+    wrapper = DataParallel(module, strategy)  # pyright: ignore[reportArgumentType]
+    loss_of(wrapper, shares(batches()[0])[0]).backward()
+    wrapper.wait_for_gradients()
+    kept = [weakref.ref(parameter) for parameter in module.parameters()]
+    del module, wrapper
+    gc.collect()
+    return not any(one() is not None for one in kept)
 
 
 def message_of(action: Callable[[], Any]) -> str:

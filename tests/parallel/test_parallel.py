@@ -1,7 +1,5 @@
 """Training on several processes equals one process on the whole batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,12 +7,6 @@ import parallel_cases as cases
 from parallel_cases import Ranks
 
 EQUAL = 1e-6
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as running:
-        yield running
 
 
 @pytest.mark.parametrize(
@@ -56,6 +48,10 @@ def test_a_strategy_decides_how_many_all_reduces_begin_and_when(ranks: Ranks) ->
 def test_buckets_are_averaged_where_they_are_and_flat_copies_into_one_buffer(ranks: Ranks) -> None:
     assert ranks.run(cases.places_of_gradients, "bucketed") == [(True, 5)] * 2
     assert ranks.run(cases.places_of_gradients, "flat") == [(False, 1)] * 2
+
+
+def test_a_dropped_wrapper_frees_its_module(ranks: Ranks) -> None:
+    assert all(ranks.run(cases.memory_is_freed, "bucketed"))
 
 
 def test_a_parameter_without_a_gradient_is_named(ranks: Ranks) -> None:

@@ -1,5 +1,7 @@
 """AMD GPUs are predicted by PyTorch's ROCm source; devices without modelled kernels are refused."""
 
+import json
+
 import pytest
 import torch
 
@@ -34,11 +36,10 @@ def test_every_gpu_has_a_basis_and_each_modelled_one_has_traits() -> None:
 def test_the_list_shows_the_basis(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gpus"]) == 0
     lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
-    assert [lines[name][-1] for name in ("h200", "mi300x", "tpu-v5p")] == [
-        "measured",
-        "modelled",
-        "accounted",
-    ]
+    shown = [lines[name][-1] for name in ("h200", "mi300x", "tpu-v5p")]
+    assert shown == ["measured", "modelled", "accounted"]
+    assert main(["gpus", "mi300x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["basis"] == "modelled"
 
 
 def test_an_mi300x_takes_hipblaslts_workspaces_and_states_what_is_assumed() -> None:

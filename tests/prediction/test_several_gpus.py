@@ -13,6 +13,7 @@ from trainfit.catalog.load import gpu
 from trainfit.ledger.ledger import Ledger
 from trainfit.models.build import build_model
 from trainfit.prediction import communication
+from trainfit.prediction.device_overhead import overhead_bytes
 from trainfit.prediction.estimate import estimate, replay_on
 from trainfit.prediction.trace import trace
 from trainfit.report.prediction_text import show
@@ -20,6 +21,7 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Adapter, Batch, Hardware, Parallel, Recipe
 from trainfit.spec.result import Estimate
 from trainfit.spec.sweep import Row
+from trainfit.spec.units import MIB
 from trainfit.techniques.parallel import fsdp
 
 LAYERS = 4
@@ -208,3 +210,12 @@ def test_deep_models_are_traced_with_three_layers(monkeypatch: pytest.MonkeyPatc
     assert short.peak_allocated_bytes == pytest.approx(whole.peak_allocated_bytes, rel=1e-3)
     assert communication.traffic(found, gpu("h200")) == predicted(4).traffic
     assert any("traced once" in line for line in communication.assumptions(found, gpu("h200")))
+
+
+def test_device_memory_counts_nccl_by_group() -> None:
+    def outside(found: Ledger) -> int:
+        return overhead_bytes(gpu("h200"), found)
+
+    alone, shards, replicas = ledger(1), ledger(4), ledger(4, parallel=Parallel(replicate=2, shard=2))
+    assert outside(shards) - outside(alone) == (358 + 486) * MIB
+    assert outside(replicas) - outside(shards) == 486 * MIB

@@ -44,7 +44,9 @@ def records_of(path: Path) -> list[Record]:
     return [from_line(line, "records") for line in path.read_text().splitlines()]
 
 
-def test_a_list_is_measured_and_continued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_list_is_measured_and_continued(
+    forks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Two good recipes, one refused, one too large; a second run has nothing to do."""
     large = recipe(batch={"micro": 16384, "seq": 32})
     wanted = [recipe(), recipe(precision="bf16"), recipe(precision="fp8"), large]

@@ -31,6 +31,9 @@ def test_one_trial_a_gpu_and_none_for_predictions(monkeypatch: pytest.MonkeyPatc
     assert local.LocalExecutor("cpu", jobs=2).environments("measure", 7) == [{}, {}]
 
 
+FORK = "import tiny_sweep, trainfit.sweeps.worker as worker; worker.start = tiny_sweep.forked_worker"
+
+
 def descendants(pid: int) -> list[int]:
     """Return the running processes below ``pid``, from /proc, parents first."""
     parents = {}
@@ -71,7 +74,7 @@ def test_a_dead_worker_is_a_lost_row_and_a_stopped_or_killed_sweep_leaves_no_pro
     words = ("sweep", str(path), "--out", str(out), "--measure-only", "--json")
 
     def begin(pool: ThreadPoolExecutor) -> tuple[Any, int]:
-        ending = pool.submit(worker.run, *words, seconds=500, memory_bytes=None)
+        ending = pool.submit(worker.run, *words, seconds=500, memory_bytes=None, first=FORK)
         return ending, wait_for(lambda: descendants(worker.pid))[0]
 
     with ThreadPoolExecutor(1) as pool:

@@ -4,6 +4,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,7 @@ def test_a_cpu_is_verified_to_the_byte(
 ) -> None:
     monkeypatch.setattr(this_device, "device_name", lambda: None)
     monkeypatch.setattr(verify, "measure", partial(measure, start=forked))
+    monkeypatch.setattr(verify, "get_context", lambda _: get_context("fork"))
     records = tmp_path / "verify.sqlite"
     assert main(["verify", "--count", "1", "--json", "--record", str(records)]) == 0
     captured = capsys.readouterr()

@@ -26,7 +26,8 @@ def gpus(name: Name = None, json: Json = False) -> None:
 
     found = [catalog.gpu(name)] if name else list(catalog.gpus().values())
     if json:
-        print_json(found[0] if name else [gpu.model_dump(mode="json") for gpu in found])
+        data = [{**gpu.model_dump(mode="json"), "basis": gpu.basis} for gpu in found]
+        print_json(data[0] if name else data)
         return
     out = console()
     head = ["name", "memory", "bandwidth", "bf16 TFLOP/s", "fp8", "$/h", "basis"]

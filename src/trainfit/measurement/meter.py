@@ -265,7 +265,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` reports a lack of memory, on the GPU, in a CUDA library or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    phrases = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc")
+    phrases = (
+        "can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED", "bad_alloc",
+        "Cuda failure 2 'out of memory'",  # NCCL's.
+    )  # fmt: skip
     return isinstance(error, RuntimeError) and any(text in str(error) for text in phrases)
 
 

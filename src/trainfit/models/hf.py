@@ -41,7 +41,7 @@ def build_hf(
     With ``attention: sdpa`` transformers chooses SDPA, or eager for families that SDPA cannot express (Bloom,
     Gemma 2), for which a named backend is refused.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if config.get("is_causal") is False:
         raise InputError(NOT_CAUSAL, "leave it out", field="model.config.is_causal", value=False)
@@ -92,7 +92,7 @@ def _wrong_type(model_type: Any, problem: str, remedy: str) -> InputError:
 def hf_config_from(config: dict[str, Any]) -> Any:
     """Return the transformers config object of a config.json mapping, with the key-value cache disabled."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:

@@ -34,7 +34,8 @@ MEANING = {"softcap": "capped scores", "s_aux": "attention sinks", "position_bia
 
 def register_attention() -> None:
     """Register ``attn_implementation=NAME`` with transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     register()  # torch.compile cannot trace this.
     AttentionInterface.register(NAME, own_attention)
@@ -60,7 +61,7 @@ def no_packed_sequences() -> Iterator[None]:
     It reads their values, or builds a mask where it cannot, in a model that is compiled whole. The function
     is process-wide, so traces in other threads wait.
     """
-    from transformers import masking_utils
+    import transformers.masking_utils as masking_utils
 
     with exclusive():
         original = masking_utils.find_packed_sequence_indices
@@ -78,7 +79,7 @@ def _none_packed(position_ids: Tensor) -> None:
 
 def refuse_config(config: Any) -> None:
     """Refuse a model class with attention of its own, and keys for dropout or capped scores."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if found is not None and not found._supports_attention_backend:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -107,7 +107,7 @@ class DataParallel(nn.Module):
         self.buckets = _buckets(module, limit)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, bucket))
+                parameter.register_post_accumulate_grad_hook(_Hook(self, bucket))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -178,6 +178,23 @@ class DataParallel(nn.Module):
         # A rank that used all of them does not wait for the result.
         flags = used.tolist() if missing else [1] * len(parameters)
         return [parameter for parameter, flag in zip(parameters, flags, strict=True) if not flag]
+
+
+class _Hook:
+    """Post-accumulate-gradient hook of one bucket.
+
+    Refers weakly to the wrapper: the garbage collector does not see a parameter's hooks, and a cycle through
+    them would keep the module's memory.
+    """
+
+    def __init__(self, wrapper: DataParallel, bucket: Bucket):
+        self.wrapper = weakref.ref(wrapper)
+        self.bucket = weakref.ref(bucket)
+
+    def __call__(self, parameter: Tensor) -> None:
+        wrapper, bucket = self.wrapper(), self.bucket()
+        if wrapper is not None and bucket is not None:
+            wrapper._gradient_ready(bucket, parameter)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -13,6 +13,9 @@ CONTEXT_BYTES = 12013 * MIB // 16
 """CUDA context with PyTorch's and cuBLAS's kernels: 750.8125 MiB."""
 CUDNN_BYTES = 16 * MIB
 """More, once cuDNN's attention has run."""
+NCCL_BYTES, COMMUNICATOR_BYTES = 358 * MIB, 486 * MIB
+"""NCCL's kernels, and the channels and buffers of each communicator that is used: groups of two H200s over
+NVLink, NCCL 2.28.9, NVLink multicast off (docs/log.md, 2026-11-22). Larger groups are assumed alike."""
 
 
 def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
@@ -20,7 +23,13 @@ def overhead_bytes(gpu: Gpu, ledger: Ledger) -> int:
     if gpu.vendor == "host":
         return 0
     uses_cudnn = any("cudnn" in op.name for op in ledger.ops)
-    return CONTEXT_BYTES + (CUDNN_BYTES if uses_cudnn else 0)
+    return CONTEXT_BYTES + (CUDNN_BYTES if uses_cudnn else 0) + nccl_bytes(ledger)
+
+
+def nccl_bytes(ledger: Ledger) -> int:
+    """Return the device memory of NCCL; groups of as many ranks and as wide a span count as one."""
+    communicators = {(one.num_ranks, one.span) for one in ledger.collectives}
+    return NCCL_BYTES + len(communicators) * COMMUNICATOR_BYTES if communicators else 0
 
 
 MARGIN = 1 / 2048

@@ -41,6 +41,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
     """Return the version of a package, without importing it; None: it is not installed."""
     try:

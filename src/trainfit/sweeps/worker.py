@@ -16,6 +16,7 @@ import tempfile
 import time
 from contextlib import suppress
 from multiprocessing.connection import wait
+from typing import IO
 
 from trainfit.measurement.fork_server import ready_to_fork
 from trainfit.measurement.process import die_with_parent, forked
@@ -35,6 +36,14 @@ GRACE_S = 120.0
 """A worker that has not answered this long after its trial's time limit is ended."""
 
 
+def start(role: str, device: str, environment: dict[str, str], log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start a worker's process, a new interpreter."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, role, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=log, env={**os.environ, **environment}, start_new_session=True,
+    )  # fmt: skip
+
+
 class Worker:
     """A worker process, as its parent sees it: idle, or busy with ``request``."""
 
@@ -42,11 +51,7 @@ class Worker:
         self.environment = environment
         self.request: PartRequest | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, role, device],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env={**os.environ, **environment}, start_new_session=True,
-        )  # fmt: skip
+        self._process = start(role, device, environment, self._log)
         assert self._process.stdin is not None, "opened as a pipe"
         assert self._process.stdout is not None, "opened as a pipe"
         self._requests, self._answers = self._process.stdin, self._process.stdout
@@ -141,15 +146,15 @@ def main(role: str, device: str) -> int:
     start_s = time.monotonic()
     for module in IMPORTS[role]:
         importlib.import_module(module)
-    start = ready_to_fork("cpu" if role == "predict" else device)
+    start_trial = ready_to_fork("cpu" if role == "predict" else device)
     if "peft" not in sys.modules:
         say("peft cannot be imported: recipes with an adapter will be refused")
-    how = "fork" if start is forked else "spawn"
+    how = "fork" if start_trial is forked else "spawn"
     say(f"imports took {time.monotonic() - start_s:.1f} s; trials start by {how}")
     answers.write(READY.decode())
     for line in iter(sys.stdin.readline, ""):
         request = parse(PartRequest, json.loads(line))
-        answers.write(run_part(request, start).model_dump_json() + "\n")
+        answers.write(run_part(request, start_trial).model_dump_json() + "\n")
     return 0
 
 

@@ -33,7 +33,9 @@ CASES = {
     "full": (("xl", "bf16", True), ("gpt2-xl", "bf16", False), ("xl", "fp32", False)),
 }
 """Model, precision, and whether bucket sizes are compared."""
-BATCH = {"tiny": (1, 16), "full": (4, 512)}
+BATCH = {"bf16": (8, 1024), "fp32": (4, 512)}
+"""Sequences and their tokens by precision: enough for the GPU, not the host, to bound the step."""
+TINY_BATCH = (1, 16)
 STRATEGIES = ("naive", "flat", "overlapped", "bucketed", DDP)
 BUCKETED = {"tiny": ("bucketed",), "full": ("bucketed", DDP)}
 BUCKET_MB = {"tiny": (0.05, 0.5, 5), "full": (1, 10, 100, 1000)}
@@ -54,7 +56,12 @@ def run(bench: Bench) -> Iterator[BenchRow]:
     points = [point for case in CASES[bench.form] for point in _points(bench, case)[0]]
     points = [point for point in points if bench.wants(point) or any(map(bench.wants, _of(point, fits)))]
     device = bench.device.type
-    arguments = (points, BATCH[bench.form], NUM_SAMPLES[bench.form], bench.folder is not None)
+    arguments = (
+        points,
+        TINY_BATCH if bench.form == "tiny" else None,
+        NUM_SAMPLES[bench.form],
+        bench.folder is not None,
+    )
     with Ranks(PROCESSES, device, measure, *arguments) as ranks:
         for point in points:
             yield from bench.attempt([point], ranks.results, partial(_rows, bench, point, found))
@@ -92,12 +99,22 @@ def recipe_of(point: Point, device: torch.device, batch: tuple[int, int]) -> Rec
 
 
 def measure(
-    rank: Rank, points: Sequence[Point], batch: tuple[int, int], num_samples: int, has_traces: bool
+    rank: Rank, points: Sequence[Point], batch: tuple[int, int] | None, num_samples: int, has_traces: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield times, traffic, timeline and peak memory of each point, on one rank."""
+    """Yield times, traffic, timeline and peak memory of each point, on one rank.
+
+    Args:
+        batch: of every point; None: as its precision's.
+    """
     for point in points:
         with fp32_products(PRECISIONS[str(point["precision"])].products):
-            yield _measured(rank, point, batch, num_samples, has_traces and "strategy" in point)
+            yield _measured(
+                rank,
+                point,
+                batch or BATCH[str(point["precision"])],
+                num_samples,
+                has_traces and "strategy" in point,
+            )
         tidy(rank)
 
 

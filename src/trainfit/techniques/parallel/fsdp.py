@@ -37,6 +37,7 @@ COMPARED: dict[str, tuple[object, ...]] = {
     "quantize": (None,),
     "offload.activations": (False,),
     "parallel.strategy": ("auto", "fsdp"),
+    "parallel.tensor": (1,),
     "parallel.reshard_after_forward": (True,),
     "parallel.sync_each_batch": (None, True),
 }
@@ -129,7 +130,7 @@ TECHNIQUE = Technique(
     order=235,
     title="Fully sharded data parallel",
     fields=("parallel.shard", "parallel.replicate", "parallel.reshard_after_forward"),
-    when=lambda recipe: recipe.hardware.count > 1 and recipe.mesh.shards_weights,
+    when=lambda recipe: recipe.mesh.data_ranks > 1 and recipe.mesh.shards_weights,
     check=check,
     check_device=check_processes,
     apply=apply,

@@ -5,6 +5,7 @@ AT_FORALL_PROMOTE). CPU autocast differs: it keeps norms, softmax, pow and sums 
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,10 +39,16 @@ def install(library: "torch.library.Library") -> None:
         for name in names:
             if (op := _find(name)) is not None and has_policy(f"aten::{name}", "AutocastCUDA"):
                 override(library, name, policy(op), "AutocastCPU")
-    for full in torch._C._dispatch_get_all_op_names():
-        namespace, _, name = full.partition("::")
-        if namespace == "aten" and has_policy(full, "AutocastCPU") and not has_policy(full, "AutocastCUDA"):
-            skip(library, name, "AutocastCPU")
+    for name in _of_the_cpu_alone():
+        skip(library, name, "AutocastCPU")
+
+
+@cache
+def _of_the_cpu_alone() -> list[str]:
+    """Return the operations of aten that autocast casts on the CPU and not on CUDA."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    found = [one for one in names if has_policy(one, "AutocastCPU") and not has_policy(one, "AutocastCUDA")]
+    return [name.removeprefix("aten::") for name in found]
 
 
 def has_policy(name: str, key: str) -> bool:

@@ -1,0 +1,174 @@
+"""Predictions against measurements of the drawn recipes for two GPUs (benchmarks/several_gpus.py)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from statistics import median
+
+from benchmarks.tables import joined as records_of
+from benchmarks.tables.errors import exact, share, worst
+from benchmarks.tables.joined import RESULTS, errors
+from trainfit.records import load
+from trainfit.report.compare import Comparison
+from trainfit.report.table import markdown_grid
+from trainfit.report.words import describe
+from trainfit.spec.result import Record
+
+FOLDER = RESULTS / "several-gpus"
+FILES = ("suite-predicted.jsonl", "suite-measured.jsonl")
+PEAKS = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "device": "peak_device_bytes",
+}
+LOWER = re.compile(r"^DDP rebuilds its buckets .* or [^()]+ \((\d+) bytes\)$")
+"""Assumption of a prediction that names the lower of two peaks, of which a race decides."""
+WITHIN = (0.0002, 0.005)
+"""Sizes of errors whose share of recipes is shown."""
+NUM_LARGEST = 8
+
+
+def joined(some: Iterable[Record]) -> list[Comparison]:
+    """Return a comparison of each measured recipe, in the order of its prediction.
+
+    The newest prediction and the newest measurement count, whatever their versions.
+    """
+    predicted: dict[str, Record] = {}
+    measured: dict[str, Record] = {}
+    for record in some:
+        (predicted if record.estimate is not None else measured)[record.recipe_id] = record
+    return [
+        Comparison(records_of.recipe_of(one), one.estimate, measured[name].measurement)
+        for name, one in predicted.items()
+        if name in measured
+    ]
+
+
+@cache
+def suite() -> tuple[Comparison, ...]:
+    """Return the committed recipes that were predicted and measured."""
+    return tuple(joined(record for name in FILES for record in load(FOLDER / name)))
+
+
+def strategy_of(one: Comparison) -> str:
+    """Return the recipe's strategy, as it is written in a table."""
+    mesh = one.recipe.mesh
+    if mesh.tensor > 1:
+        return "tensor"
+    return ("hsdp" if mesh.replicate > 1 else "fsdp") if mesh.shards_weights else mesh.strategy
+
+
+def allocated_error(one: Comparison) -> float | None:
+    """Return the error of the allocated peak; of two named peaks the nearer one counts."""
+    error = one.error(PEAKS["allocated"])
+    if error is None or one.predicted is None or one.measured is None:
+        return None
+    measured = one.measured.peak_allocated_bytes or 0
+    lower = [int(found[1]) for line in one.predicted.assumptions if (found := LOWER.search(line))]
+    return min([error, *((peak - measured) / measured for peak in lower)], key=abs)
+
+
+def _sizes(pairs: Sequence[Comparison], name: str) -> list[float]:
+    if name != "allocated":
+        return errors(pairs, PEAKS[name])
+    return [error for one in pairs if (error := allocated_error(one)) is not None]
+
+
+def ratio(one: Comparison) -> float | None:
+    """Return the measured step time over the predicted one."""
+    error = one.error("step_s")
+    return None if error is None else 1 / (1 + error)
+
+
+def by_strategy() -> str:
+    """Errors of the peaks and of the step time, by strategy."""
+    pairs = suite()
+    groups: dict[str, list[Comparison]] = {}
+    for one in pairs:
+        groups.setdefault(strategy_of(one), []).append(one)
+    heads = [
+        "strategy", "recipes", "allocated: exact", "within 0.02 %", "worst",
+        "reserved: within 0.5 %", "worst", "device: worst", "step, measured / predicted: median (range)",
+    ]  # fmt: skip
+    lines = [_group(name, some) for name, some in sorted(groups.items())]
+    return markdown_grid(heads, [*lines, _group("all", pairs)])
+
+
+def _group(name: str, pairs: Sequence[Comparison]) -> list[str]:
+    sizes = {title: _sizes(pairs, title) for title in PEAKS}
+    times = sorted(value for one in pairs if (value := ratio(one)) is not None)
+    allocated, reserved, device = sizes.values()
+    least = [f"{median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})"] if times else [""]
+    return [
+        name, str(len(pairs)), str(exact(allocated)), _within(allocated, WITHIN[0]), _worst(allocated),
+        _within(reserved, WITHIN[1]), _worst(reserved), _worst(device), *least,
+    ]  # fmt: skip
+
+
+def _within(values: Sequence[float], limit: float) -> str:
+    return f"{sum(abs(value) <= limit for value in values)} of {len(values)}"
+
+
+def _worst(values: Sequence[float]) -> str:
+    return share(worst(values), signed=True) if values else ""
+
+
+def largest() -> str:
+    """Return the recipes with the largest errors of the allocated peak that are not exact."""
+    off = [one for one in suite() if allocated_error(one)]
+    off.sort(key=lambda one: abs(allocated_error(one) or 0.0), reverse=True)
+    heads = ["recipe", *PEAKS]
+    return markdown_grid(heads, [[_words(one), *_errors(one)] for one in off[:NUM_LARGEST]])
+
+
+def _words(one: Comparison) -> str:
+    return describe(one.recipe).removesuffix(" on 2 x h200").rstrip(",")
+
+
+def _errors(one: Comparison) -> list[str]:
+    found = [allocated_error(one), *(one.error(PEAKS[name]) for name in ("reserved", "device"))]
+    return ["" if error is None else share(error, signed=True) for error in found]
+
+
+def verdicts(pairs: Sequence[Comparison]) -> dict[tuple[bool, str], int]:
+    """Return how many recipes were predicted to fit (True) and how their measurements ended."""
+    counts: dict[tuple[bool, str], int] = {}
+    for one in pairs:
+        assert one.predicted is not None
+        key = (one.predicted.fits, one.status)
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def report(pairs: Sequence[Comparison]) -> str:
+    """Return the comparison as text: a line a recipe, then medians, shares and verdicts."""
+    lines: list[str] = []
+    for one in pairs:
+        phase = max(one.phase_errors().items(), key=lambda item: abs(item[1]), default=("", 0.0))
+        time = ratio(one)
+        parts = [f"{name} {error}" for name, error in zip(PEAKS, _errors(one), strict=True) if error]
+        parts += [f"worst phase {phase[0]} {share(phase[1], signed=True)}"] if phase[1] else []
+        parts += [f"step {time:.2f}"] if time is not None else []
+        parts += [one.measured.message] if one.measured and one.status != "done" else []
+        lines.append(f"{one.recipe.id} {_words(one)}: {one.status}; {', '.join(parts)}")
+    lines.append("")
+    for name in PEAKS:
+        found = _sizes(pairs, name)
+        if found:
+            middle = share(median(map(abs, found)))
+            within = ", ".join(f"{_within(found, limit)} within {share(limit)}" for limit in WITHIN)
+            lines.append(f"{name}: {exact(found)} exact, {within}, median {middle}, worst {_worst(found)}")
+    lower = sum(allocated_error(one) != one.error(PEAKS["allocated"]) for one in pairs)
+    lines.append(f"of two named allocated peaks the lower one was measured: {lower}")
+    times = sorted(value for one in pairs if (value := ratio(one)) is not None)
+    if times:
+        off = median(abs(value - 1) for value in times)
+        lines.append(
+            f"step, measured / predicted: median {median(times):.2f}, {times[0]:.2f} to {times[-1]:.2f}, "
+            f"median distance from 1 {off:.0%}"
+        )
+    for (fits, status), count in sorted(verdicts(pairs).items()):
+        lines.append(f"predicted {'to fit' if fits else 'not to fit'}, {status}: {count}")
+    return "\n".join(lines)
