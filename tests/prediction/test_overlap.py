@@ -1,5 +1,7 @@
 """Replay of computation and communication: what is hidden, and where the computation waits."""
 
+from typing import Any
+
 import pytest
 
 from trainfit.ledger.ledger import MIDDLE, NO_LAYER, Collective, Ledger, Op, Segment
@@ -19,7 +21,7 @@ def ledger(segments: list[int], collectives: list[Collective], groups: list[int]
     return Ledger(names, ops, collectives=collectives)
 
 
-def one(op: int, segment: int, seconds: int, span: int = 2, **order: int) -> Collective:
+def one(op: int, segment: int, seconds: int, span: int = 2, **order: Any) -> Collective:
     return Collective("all_reduce", segment, NO_LAYER, op, seconds, 2, span, **order)
 
 
