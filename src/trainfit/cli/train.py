@@ -9,7 +9,7 @@ from trainfit.cli import options
 from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
-from trainfit.training.stop import resumable
+from trainfit.spec.stop import resumable
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
 DATA_HELP = "stories, stories:N (synthetic text), hub:NAME, a text file or a folder of them."
