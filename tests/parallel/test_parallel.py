@@ -1,7 +1,5 @@
 """Training on several processes equals one process on the whole batch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,12 +7,6 @@ import parallel_cases as cases
 from parallel_cases import Ranks
 
 EQUAL = 1e-6
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as running:
-        yield running
 
 
 @pytest.mark.parametrize(

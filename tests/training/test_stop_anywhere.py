@@ -109,11 +109,11 @@ import os, signal
 import trainfit.training.durable as durable
 plain = durable._seal
 
-def seal(work):
+def seal(work, known):
     if "step-00000002" in work.name:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-    plain(work)
+    plain(work, known)
 
 durable._seal = seal
 """
@@ -151,13 +151,13 @@ def test_a_signal_in_the_last_evaluation_saves_and_resume_evaluates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = train(tiny(), asked(tmp_path / "straight", 4))
-    plain = session.evaluate
+    plain = session.Session._evaluation
 
-    def evaluate(*arguments: Any) -> object:
+    def evaluation(*arguments: Any) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
         return plain(*arguments)
 
-    monkeypatch.setattr(session, "evaluate", evaluate)
+    monkeypatch.setattr(session.Session, "_evaluation", evaluation)
     ended = train(tiny(), asked(tmp_path / "run", 4), observers=[JsonlLog()])
     assert (ended.status, ended.exit_code, ended.evaluations) == ("stopped", 75, ())
     assert ended.message == "SIGTERM before the last evaluation; --resume evaluates"

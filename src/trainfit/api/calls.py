@@ -122,7 +122,8 @@ def train(
 ) -> TrainingRun:
     """Train a recipe on data in this process and return how the run went.
 
-    SIGTERM and Ctrl-C save a checkpoint and return with ``status`` "stopped"; ``resume=True`` continues.
+    SIGTERM and Ctrl-C save a checkpoint and return with ``status`` "stopped"; ``resume=True`` continues. For
+    several GPUs start the script with torchrun: each process calls this function, and rank 0 alone writes.
 
     Args:
         recipe, fields: as ``predict`` takes them.
@@ -135,9 +136,10 @@ def train(
         tensorboard: write event files; None: where TensorBoard is installed.
         peak_flops: the device's dense peak, FLOP/s, for MFU and HFU; None: the catalog's.
         progress: draw a progress bar on standard error.
-        observers: called at every step, evaluation and checkpoint (``training.observer.Observer``).
+        observers: called at every step, evaluation and checkpoint (``training.observer.Observer``) of rank 0.
 
     Raises:
+        SystemExit: another of several processes failed; it reports why.
         InputError: as ``predict``, or bad data, a damaged checkpoint, a folder that holds another run.
         OSError: the disk does not take a file.
     """
@@ -176,7 +178,10 @@ def train_built(
     from trainfit.training.loop import train as run
     from trainfit.training.observer import StepFlops
     from trainfit.training.progress import ProgressBar
+    from trainfit.training.ranks.launch import launched_rank
 
+    if launched_rank():  # Rank 0 alone reports.
+        return TrainingRun.of(built, run(built, options), notes)
     model, hardware, peak = step_flops(built, options.device, peak_flops, deterministic=options.deterministic)
     flops = StepFlops(model_flops=model, hardware_flops=hardware, peak_flops_per_s=peak)
     bar = ProgressBar() if progress else None

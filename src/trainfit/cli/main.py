@@ -100,7 +100,7 @@ def _run(words: list[str]) -> object:
             raise InputError("not Unicode text (a lone surrogate)", "correct it", value=word) from None
         if "\0" in word:
             raise InputError("has a NUL character in it", "remove it", value=word)
-    return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit")
+    return app()(words or ["--help"], standalone_mode=False, prog_name="trainfit", obj=words)
 
 
 def guarded(run: Callable[[], object]) -> int:

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
+from typer import Context, Option
 
 from trainfit.cli import options
 from trainfit.cli.options import Json, PeakFlops, RecipeArgument, RecordFile, Settings
+from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.optional import is_installed
+from trainfit.spec.printable import printable, say
 from trainfit.spec.stop import resumable
 
 OUT_HELP = "The run's folder: checkpoints, logs, tokenizer."
@@ -21,10 +23,16 @@ NO_EVENT_FILES = (
 )
 
 
+GPUS_HELP = "Train on N GPUs of this host, one process each; sets hardware.count."
+HANG_HELP = "Several GPUs: end after so long without progress."
+
+
 def run(
+    context: Context,
     recipe: RecipeArgument,
     out: Annotated[Path, Option(metavar="FOLDER", help=OUT_HELP)],
     settings: Settings = None,
+    gpus: Annotated[int | None, Option(min=1, metavar="N", help=GPUS_HELP)] = None,
     steps: Annotated[int, Option(min=1, metavar="N", help="Optimizer steps of the whole run.")] = 100,
     resume: Annotated[bool, Option("--resume", help="Continue from the folder's newest checkpoint.")] = False,
     data: Annotated[str, Option(metavar="DATA", help=DATA_HELP)] = "stories",
@@ -47,30 +55,47 @@ def run(
     tensorboard: Annotated[
         bool | None, Option("--tensorboard/--no-tensorboard", help=TENSORBOARD_HELP)
     ] = None,
+    hang_timeout: Annotated[float, Option(min=1, metavar="SECONDS", help=HANG_HELP)] = 600.0,
     peak_flops: PeakFlops = None,
     json: Json = False,
     record: RecordFile = None,
 ) -> int:
     """Train a recipe on data; stop it any time and --resume."""
+    from trainfit.training.ranks.launch import end_with_launcher, is_launched, launched_rank, one_report
+
+    end_with_launcher()
     if clip_norm is not None:
         settings = [*(settings or []), f"optimizer.clip_norm={clip_norm}"]
+    if gpus is not None:
+        settings = _with_count(recipe, settings, gpus)
+        if gpus > 1 and not is_launched():
+            return _launch(context.obj, gpus, out)
+    first = launched_rank() == 0
     if tensorboard is None:
         tensorboard = is_installed("tensorboard")
-        options.print_notes(() if tensorboard else (NO_EVENT_FILES,))
-    requested = options.read_recipe(recipe, settings)
+        options.print_notes((NO_EVENT_FILES,) if first and not tensorboard else ())
     from trainfit.api.calls import train_built, train_options
     from trainfit.api.planned import planned
+    from trainfit.api.recipes import read
     from trainfit.training.folder import how_to_resume
 
-    wanted = train_options(
-        data, out=str(out), steps=steps, resume=resume, device=device, tokenizer=tokenizer and str(tokenizer),
-        eval_fraction=eval_fraction, eval_every=eval_every, save_every=save_every, keep=keep_last,
-        schedule=schedule, warmup_steps=warmup_steps, deterministic=deterministic, tensorboard=tensorboard,
-    )  # fmt: skip
+    with one_report():
+        requested, recipe_notes = read(recipe, settings or [])
+        options.print_notes(f"note: {note}" for note in recipe_notes if first)
+        wanted = train_options(
+            data, out=str(out), steps=steps, resume=resume, device=device,
+            tokenizer=tokenizer and str(tokenizer), eval_fraction=eval_fraction, eval_every=eval_every,
+            save_every=save_every, keep=keep_last, schedule=schedule, warmup_steps=warmup_steps,
+            deterministic=deterministic, tensorboard=tensorboard, hang_timeout_s=hang_timeout,
+        )  # fmt: skip
+    record = record if first else None
     with resumable(lambda: how_to_resume(out)), options.work(recipe, settings, json=json, record=record):
-        built, notes = planned(requested, device)
-        options.print_notes(notes)
-        summary = train_built(built, notes, wanted, peak_flops, progress=True)
+        with one_report():
+            built, notes = planned(requested, device)
+        options.print_notes(notes if first else ())
+        summary = train_built(built, notes, wanted, peak_flops, progress=first)
+        if not first:
+            return summary.exit_code
         try:
             options.keep(record, "train", built, train=summary.content())
         except OSError as error:
@@ -86,3 +111,28 @@ def run(
 
         show_training(built, summary)
     return summary.exit_code
+
+
+def _with_count(recipe: str, settings: list[str] | None, gpus: int) -> list[str]:
+    """Return the values of ``--set`` with ``hardware.count``, where the recipe leaves it at 1."""
+    from trainfit.api.recipes import read
+    from trainfit.training.ranks.launch import one_report
+
+    with one_report():
+        count = read(recipe, settings or [])[0].hardware.count
+        if count not in (1, gpus):
+            remedy = f"use --gpus {count}, or --set hardware.count={gpus}"
+            raise InputError(f"--gpus {gpus} is another number", remedy, field="hardware.count", value=count)
+    return [*(settings or []), f"hardware.count={gpus}"]
+
+
+def _launch(words: list[str], gpus: int, out: Path) -> int:
+    """Run this command line as ``gpus`` ranks; report a rank that a signal ended."""
+    from trainfit.training.folder import how_to_resume
+    from trainfit.training.ranks.launch import RankKilledError, exit_code_of, launch
+
+    try:
+        return launch(words, gpus)
+    except RankKilledError as error:
+        say(printable(f"trainfit: error: {error}; all ranks end; {how_to_resume(out)}"), err=True)
+        return exit_code_of(error)

@@ -13,11 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainfit.spec.recipe import Parallel
 
 
-def is_launched() -> bool:
-    """Return whether torchrun's environment variables make this process a rank."""
-    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(os.environ)
-
-
 def local_device(device_type: str) -> torch.device:
     """Return this rank's device: the GPU of its local rank, or the CPU."""
     if device_type != "cuda":
@@ -30,19 +25,21 @@ def process_group(mesh: Parallel, device: torch.device) -> Iterator[DeviceMesh]:
     """Initialise NCCL (GPU tensors) and gloo (CPU tensors) from torchrun's environment; yield the mesh.
 
     NCCL's communicators are made on first use: each takes device memory, 366 MiB between two H200s (NCCL
-    2.28.9), and the default group's is not needed. Exchange small values as CPU tensors.
+    2.28.9), and the default group's is not needed. Exchange small values as CPU tensors. A process group
+    that exists is used and kept.
 
     Args:
         mesh: of as many ranks as there are processes (``recipe.mesh``).
         device: this rank's.
     """
+    existed = dist.is_initialized()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+    if not existed:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         sizes = mesh.dimensions
         yield init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
-        dist.destroy_process_group()
+        if not existed:
+            dist.destroy_process_group()

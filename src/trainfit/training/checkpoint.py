@@ -1,10 +1,13 @@
 """Checkpoints: written atomically, sealed with SHA-256, and verified before they are loaded.
 
 A checkpoint is ``checkpoints/step-00000020/``: ``model-*.safetensors``, ``optimizer-*.safetensors``,
-``random-*.safetensors``, ``state.json``, ``run.json`` (recipe and options), ``manifest.json``.
+``random-*.safetensors``, ``state.json``, ``run.json`` (recipe and options), ``manifest.json``. Several ranks
+write ``.metadata`` and ``__RANK_0.distcp`` instead of model and optimizer (shards.py). Any number of ranks
+loads both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +22,9 @@ from trainfit.spec.errors import InputError
 from trainfit.spec.files import writing
 from trainfit.spec.value import parse
 from trainfit.step import Step
-from trainfit.training import durable, state
+from trainfit.training import durable, shards, state
 from trainfit.training.folder import RUN, existing
+from trainfit.training.ranks.exchange import Ranks
 from trainfit.training.saved_state import SavedState, check_scaler
 
 SHARD_BYTES = 4 * 2**30
@@ -36,7 +40,13 @@ class Progress:
     loss: float | None
 
 
-def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, keep: int) -> Path:
+ALONE = Ranks(None, torch.device("cpu"))
+"""One process."""
+
+
+def save(
+    folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, keep: int, ranks: Ranks = ALONE
+) -> Path:
     """Write the checkpoint of ``progress.step`` into ``folder``, then remove all but the newest ``keep``.
 
     Raises:
@@ -44,66 +54,183 @@ def save(folder: Path, step: Step, progress: Progress, run: dict[str, Any], *, k
         OSError: the disk is full or failed; nothing half-written remains.
     """
     path = folder / f"step-{progress.step:08d}"
-    model, shared = state.model_tensors(step)
+    model, shared = state.model_shards(step) if ranks.several else state.model_tensors(step)
     optimizer, optimizer_plain = state.optimizer_state(step)
     generators, generators_plain = state.random_state(step.device)
     scaler = None if step.scaler is None else step.scaler.state_dict()
     plain = {"step": progress.step, "loss": progress.loss, "shared": shared, "scaler": scaler}
+    if ranks.several:
+        tensors = _prefixed("model", model) | _prefixed("optimizer", optimizer)
+        _save_shards(path, tensors, optimizer_plain, (generators, generators_plain), plain, run, ranks)
+        ranks.on_first(lambda: _remove_old(folder, keep))
+        return path
     with durable.new_folder(path) as work:
         _write(work, "model", model)
         _write(work, "optimizer", optimizer)
-        _write(work, "random", generators)
         plain |= {"optimizer": optimizer_plain, "random": generators_plain}
-        durable.write_json(work / STATE, plain)
-        durable.write_json(work / RUN, run)
-    for old in existing(folder)[:-keep]:
-        durable.remove_folder(old)
+        _write_rest(work, generators, plain, run)
+    _remove_old(folder, keep)
     return path
 
 
-def load(path: Path, step: Step) -> Progress:
+def _write_rest(
+    work: Path, generators: dict[str, Tensor], plain: dict[str, Any], run: dict[str, Any]
+) -> None:
+    _write(work, "random", generators)
+    durable.write_json(work / STATE, plain)
+    durable.write_json(work / RUN, run)
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    for old in existing(folder)[:-keep]:
+        durable.remove_folder(old)
+
+
+def _prefixed(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
+
+
+def _save_shards(
+    path: Path, tensors: dict[str, Tensor], optimizer: dict[str, Any], random: tuple[dict[str, Tensor], Any],
+    plain: dict[str, Any], run: dict[str, Any], ranks: Ranks,
+) -> None:  # fmt: skip
+    """Write a checkpoint of several ranks: each its shards, rank 0 the rest, once all have succeeded."""
+    work = ranks.on_first(lambda: durable.begin_folder(path))
+    every_random = ranks.gather(random)
+    for scalars in ranks.gather(optimizer["scalars"]):
+        optimizer["scalars"] |= scalars
+    generators = {
+        f"{rank}/{name}" if rank else name: tensor
+        for rank, (tensors, _) in enumerate(every_random)
+        for name, tensor in tensors.items()
+    }
+    first, *more = (random for _, random in every_random)
+    plain |= {"optimizer": optimizer, "random": first, "more_random": more}
+    failure: OSError | None = None
+    other: shards.ShardsError | None = None
+    sums: dict[str, str] = {}
+    try:
+        try:
+            files = shards.write(work, tensors, ranks.group)
+            sums = {file.name: durable.sha256(file) for file in files}
+            if ranks.is_first:
+                _write_rest(work, generators, plain, run)
+        except OSError as error:
+            failure = error
+        except shards.ShardsError as error:
+            other = error
+        ranks.check_all(failure)
+        if other is not None:
+            raise other
+        known = dict(ChainMap(*ranks.gather(sums)))
+        ranks.on_first(lambda: durable.finish_folder(work, path, known))
+    except BaseException as error:
+        if ranks.is_first:
+            durable.abandon_folder(work, path, error)
+        raise
+
+
+def load(path: Path, step: Step, ranks: Ranks = ALONE) -> Progress:
     """Load model, optimizers and random generators from a checkpoint whose bytes have been verified.
 
     Raises:
         InputError: its values do not fit the step.
     """
     try:
-        return _load(path, step)
+        return _load(path, step, ranks)
     except InputError as error:
         raise error.in_file(str(path / STATE)) from None
 
 
-def _load(path: Path, step: Step) -> Progress:
+def _load(path: Path, step: Step, ranks: Ranks) -> Progress:
     plain = parse(SavedState, durable.read_json(path / STATE))
     if path.name != f"step-{plain.step:08d}":
         problem, remedy = "not the step of its folder", "restore it from a copy"
         raise InputError(problem, remedy, field="step", value=plain.step)
-    optimizer = _LazyTensors(path, "optimizer", "cpu")
-    state.check_optimizer(step, optimizer, plain.optimizer)
+    saved = shards.Shards(path) if (path / shards.INDEX).is_file() else None
+    elsewhere = state.kept_by_others(step)
+    scalars = {key: one for key, one in plain.optimizer.scalars.items() if _owner(key) not in elsewhere}
+    optimizer_plain = plain.optimizer.model_copy(update={"scalars": scalars})
+    if saved is None:
+        optimizer = _LazyTensors(path, "optimizer", "cpu", without=elsewhere)
+    else:
+        optimizer = _optimizer_of(saved, step, elsewhere)
+    state.check_optimizer(step, optimizer, optimizer_plain)
     if step.scaler is not None:
         check_scaler(step.scaler.state_dict(), plain.scaler)
-    state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared)
+    if saved is None:
+        state.load_model(step, _LazyTensors(path, "model", str(step.device)), plain.shared)
+    else:
+        _load_model(saved, step, plain.shared)
     broken = state.first_not_finite(step)
     if broken is not None:
         remedy = "resume from an older checkpoint"
         raise InputError("not finite numbers", remedy, field=broken, file=str(path))
-    state.load_optimizer(step, optimizer, plain.optimizer)
+    state.load_optimizer(step, optimizer, optimizer_plain)
     if step.scaler is not None and plain.scaler is not None:
         step.scaler.load_state_dict(plain.scaler)
-    state.load_random_state(step.device, _LazyTensors(path, "random", "cpu"), plain.random)
+    _load_random(path, plain, step, ranks)
     return Progress(plain.step, plain.loss)
+
+
+def _load_random(path: Path, plain: SavedState, step: Step, ranks: Ranks) -> None:
+    """Set this rank's generators; another number of ranks starts them anew."""
+    generators = _LazyTensors(path, "random", "cpu")
+    if 1 + len(plain.more_random) != ranks.world_size:
+        return
+    if not ranks.rank:
+        state.load_random_state(step.device, generators, plain.random)
+        return
+    prefix = f"{ranks.rank}/"
+    own = {name.removeprefix(prefix): generators[name] for name in generators if name.startswith(prefix)}
+    state.load_random_state(step.device, own, plain.more_random[ranks.rank - 1])
+
+
+def _load_model(saved: shards.Shards, step: Step, shared: Mapping[str, str]) -> None:
+    """Fill the model with the shards; InputError unless names, shapes and dtypes are the model's."""
+    own = step.model.state_dict()
+    names = {name.removeprefix("model/") for name in saved.index if name.startswith("model/")}
+    state.check_names(set(own), names | set(shared))
+    targets = {name: own[name] for name in names}
+    for name, tensor in targets.items():
+        form = saved.index[f"model/{name}"]
+        state.check_form(name, tensor, form.size, form.properties.dtype)
+    saved.read_into(_prefixed("model", targets))
+
+
+def _owner(path: str) -> str:
+    """Return the parameter of ``PARAMETER/KEY``."""
+    return path.rpartition("/")[0]
+
+
+def _optimizer_of(saved: shards.Shards, step: Step, elsewhere: Collection[str]) -> dict[str, Tensor]:
+    """Return the state of the parameters that this rank keeps, sharded as they are."""
+    parameters = dict(step.model.named_parameters())
+    targets: dict[str, Tensor] = {}
+    for path, form in saved.index.items():
+        kind, _, name = path.partition("/")
+        if kind == "optimizer" and _owner(name) not in elsewhere:
+            parameter = parameters.get(_owner(name))
+            like = torch.empty(form.size)
+            if parameter is not None and form.size == parameter.shape:
+                like = parameter.detach()
+            targets[name] = torch.empty_like(like, dtype=form.properties.dtype)
+    saved.read_into(_prefixed("optimizer", targets))
+    return targets
 
 
 class _LazyTensors(Mapping[str, Tensor]):
     """Tensors of the files of one kind, each read on access."""
 
-    def __init__(self, path: Path, kind: str, device: str):
+    def __init__(self, path: Path, kind: str, device: str, without: Collection[str] = ()):
+        """Open the files; ``without``: parameters whose state is not wanted."""
         self._kind = path / kind
         self._file_of: dict[str, Any] = {}
         for file in sorted(path.glob(f"{kind}-*.safetensors")):
             with _readable(file):
                 opened: Any = safe_open(file, framework="pt", device=device)
-                self._file_of |= dict.fromkeys(opened.keys(), opened)
+                names = [name for name in opened.keys() if _owner(name) not in without]  # noqa: SIM118
+                self._file_of |= dict.fromkeys(names, opened)
 
     def __getitem__(self, name: str) -> Tensor:
         file = self._file_of[name]

@@ -109,17 +109,18 @@ def open_corpora(folder: Path, options: TrainOptions, *, vocabulary: int, seq: i
     }
     if folder.exists():
         durable.check_folder(folder)
-        corpora = _open(folder, seq)
+        corpora = opened(folder, seq)
         _refuse_other_data(folder, corpora.index.identity, identity)
         _refuse_foreign_ids(corpora, folder, vocabulary)
         return corpora
     with durable.new_folder(folder) as work:
         _make(work, options, identity, vocabulary)
-        _refuse_too_little(_open(work, seq), options)
-    return _open(folder, seq)
+        _refuse_too_little(opened(work, seq), options)
+    return opened(folder, seq)
 
 
-def _open(folder: Path, seq: int) -> Corpora:
+def opened(folder: Path, seq: int) -> Corpora:
+    """Return the data of a folder whose bytes are known to be those that were written."""
     file = folder / INDEX
     index = parse(Index, durable.read_json(file), file=str(file))
     paths, size = [folder / f"{side}.bin" for side in SIDES], np.dtype(index.dtype).itemsize

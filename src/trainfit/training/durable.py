@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainfit.spec import files
@@ -32,21 +33,40 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: ``path`` exists.
     """
+    work = begin_folder(path)
+    try:
+        yield work
+        finish_folder(work, path)
+    except BaseException as error:
+        abandon_folder(work, path, error)
+        raise
+
+
+def begin_folder(path: Path) -> Path:
+    """Return a new folder that ``finish_folder`` renames to ``path``; FileExistsError if that exists."""
     if path.exists():
         raise FileExistsError(f"{path}: already there, and a finished folder is never overwritten")
     work = path.with_name(f"{UNFINISHED}{path.name}-{os.getpid()}")
     try:
         work.mkdir(parents=True)
-        yield work
-        _seal(work)
-        work.rename(path)
-        sync(path.parent)
-    except BaseException as error:
-        shutil.rmtree(work, ignore_errors=True)
-        name = str(getattr(error, "filename", None) or work)
-        if not isinstance(error, OSError) or error.errno is None or not name.startswith(str(work)):
-            raise
-        # Name the file by its final path: the temporary one is gone.
+    except OSError as error:
+        abandon_folder(work, path, error)
+        raise
+    return work
+
+
+def finish_folder(work: Path, path: Path, known: Mapping[str, str] | None = None) -> None:
+    """Seal ``work`` with a manifest, sync it and rename it; ``known``: SHA-256 sums by name."""
+    _seal(work, known or {})
+    work.rename(path)
+    sync(path.parent)
+
+
+def abandon_folder(work: Path, path: Path, error: BaseException) -> None:
+    """Remove an unfinished folder; raise an OSError again that names a file of it, by its final path."""
+    shutil.rmtree(work, ignore_errors=True)
+    name = str(getattr(error, "filename", None) or work)
+    if isinstance(error, OSError) and error.errno is not None and name.startswith(str(work)):
         raise OSError(error.errno, error.strerror, str(path) + name.removeprefix(str(work))) from error
 
 
@@ -124,9 +144,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _seal(work: Path) -> None:
+def _seal(work: Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
     sealed = {
-        file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in sorted(work.iterdir())
+        file.name: {"bytes": file.stat().st_size, "sha256": known.get(file.name) or sha256(file)}
+        for file in sorted(work.iterdir())
     }
     write_json(work / MANIFEST, {"files": sealed, "sha256": _digest(sealed)})
     for name in sealed:

@@ -15,12 +15,15 @@ from typing import Any
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
 from trainfit.spec.stop import NOTHING_SAVED
+from trainfit.spec.value import parse
 from trainfit.training import durable
 from trainfit.training.options import MAY_CHANGE, TrainOptions
 
 RUN, LOCK, DATA, CHECKPOINTS = "run.json", ".lock", "data", "checkpoints"
 RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")
 """Recipe fields without influence on the loss."""
+RANKS_MAY_CHANGE = ("hardware.count", "hardware.nodes", "batch.micro", "batch.accumulate")
+"""Recipe fields, with those of ``parallel``, that share out the same sequences of a step to other ranks."""
 CHECKED_ELSEWHERE = ("data.path", "tokenizer")
 """Paths may change; corpus.py compares the content."""
 
@@ -101,13 +104,28 @@ def _read_run(folder: Path) -> dict[str, Any]:
 
 def _refuse_difference(saved: dict[str, Any], requested: dict[str, Any]) -> None:
     """Refuse a resumed run whose losses could differ from those of an uninterrupted run."""
-    for part, may_change in (("recipe", RECIPE_MAY_CHANGE), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
+    recipe = RECIPE_MAY_CHANGE + (RANKS_MAY_CHANGE if _other_ranks(saved, requested) else ())
+    for part, may_change in (("recipe", recipe), ("options", (*MAY_CHANGE, *CHECKED_ELSEWHERE))):
         before, now = _flat(saved[part]), _flat(requested[part])
         for field in sorted(set(before) | set(now)):
-            if field not in may_change and before.get(field) != now.get(field):
+            may = field in may_change or field.startswith("parallel.")
+            if not may and before.get(field) != now.get(field):
                 problem = f"the run was started with {before.get(field)!r}"
                 remedy = "resume with the same, or start a new run in another folder"
                 raise InputError(problem, remedy, field=field, value=now.get(field, "(missing)"))
+
+
+def _other_ranks(saved: dict[str, Any], requested: dict[str, Any]) -> bool:
+    """Return whether a resumed run has another number of ranks; refuse other sequences a step with it."""
+    before, now = (parse(Recipe, run["recipe"], file=RUN) for run in (saved, requested))
+    if before.mesh.data_ranks == now.mesh.data_ranks:
+        return False
+    had, have = (one.batch.micro * one.batch.accumulate * one.mesh.data_ranks for one in (before, now))
+    if had != have:
+        problem = f"a step of the run has {had} sequences on {before.hardware.count} GPUs, and now {have}"
+        remedy = "change batch.accumulate so that they stay the same"
+        raise InputError(problem, remedy, field="hardware.count", value=now.hardware.count)
+    return True
 
 
 def _flat(data: Any, field: str = "") -> dict[str, Any]:

@@ -45,7 +45,7 @@ class PeakMemory:
     """Peak allocated bytes: of all steps by CUDA's allocator, or of one step's live tensors on a CPU.
 
     Counting live tensors slows every operation, so only one steady step is counted, outside the step times.
-    The peak of compiled code on a CPU is unknown.
+    The peak of compiled code on a CPU is unknown, and so is that of several ranks.
     """
 
     def __init__(self, step: Step, num_steps: int):
@@ -53,7 +53,9 @@ class PeakMemory:
         self.kind: Literal["cuda-allocated", "live-tensors"] | None = "cuda-allocated" if self._cuda else None
         self._num_bytes: int | None = None
         # The first step has no optimizer state yet; the second is like all others.
-        self._counted = None if self._cuda or step.recipe.compile else min(1, num_steps - 1)
+        self._counted = (
+            None if self._cuda or step.recipe.compile or step.mesh is not None else min(1, num_steps - 1)
+        )
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(step.device)
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder
 from trainfit.training.checkpoint import Progress
-from trainfit.training.corpus import open_corpora
+from trainfit.training.corpus import Corpora, open_corpora, opened
 from trainfit.training.observer import Observer, RunStart, StepFlops, TrainSummary
 from trainfit.training.options import TrainOptions
+from trainfit.training.ranks.exchange import Ranks, joined
+from trainfit.training.ranks.launch import one_report
 from trainfit.training.session import Session
 
 
@@ -45,15 +48,20 @@ def train(
         InputError: bad data, a damaged checkpoint, another run's folder, a missing device.
         StorageError: the disk is full or failed; the message names the newest intact checkpoint.
     """
-    device = _device(options.device)
-    registry.check(recipe)
-    registry.check_device(recipe, device.type)
-    with _storage_errors(options), ExitStack() as stack:
+    with one_report():
+        device_type = _device_type(options.device)
+        registry.check(recipe)
+        registry.check_device(recipe, device_type)
+    with ExitStack() as stack:
+        stack.enter_context(_storage_errors(options))
+        resume = partial(folder.how_to_resume, options.folder)
+        ranks = stack.enter_context(joined(recipe, device_type, options.hang_timeout_s, resume))
+        observers = observers if ranks.is_first else ()
         for observer in observers:
             stack.callback(observer.close)
-        stack.enter_context(folder.locked(options.folder))
-        stack.enter_context(_deterministic(device, options))
-        session = _session(recipe, options, device, flops, observers)
+        ranks.on_first(lambda: stack.enter_context(folder.locked(options.folder)) and None)
+        stack.enter_context(_deterministic(ranks.device, options))
+        session = _session(recipe, options, ranks, flops, observers)
         for observer in observers:
             observer.on_start(session.run)
         with StopSignal() as stop:
@@ -61,22 +69,24 @@ def train(
 
 
 def _session(
-    recipe: Recipe, options: TrainOptions, device: torch.device, flops: StepFlops | None,
+    recipe: Recipe, options: TrainOptions, ranks: Ranks, flops: StepFlops | None,
     observers: Sequence[Observer],
 ) -> Session:  # fmt: skip
     """Open the run's folder and data, and build the step as far as it was trained."""
-    newest, before = folder.open_run(recipe, options) or (None, None)
-    step = _assemble(recipe, device)
-    data = options.folder / folder.DATA
-    corpora = open_corpora(data, options, vocabulary=vocabulary(step.model), seq=recipe.batch.seq)
-    progress = checkpoint.load(newest, step) if newest else Progress(0, None)
+    device = ranks.device
+    newest, before = ranks.on_first(lambda: folder.open_run(recipe, options)) or (None, None)
+    step = _assemble(recipe, ranks)
+    corpora = _corpora(options, ranks, vocabulary(step.model), recipe.batch.seq)
+    progress = checkpoint.load(newest, step, ranks) if newest else Progress(0, None)
     if progress.step > options.steps:
         problem, remedy = f"the run already has {progress.step} steps", "use at least as many"
         raise InputError(problem, remedy, field="steps", value=options.steps)
     # What the bits of a loss depend on, other than the recipe.
     environment = {"torch": torch.__version__, "device": _name(device), "threads": torch.get_num_threads()}
+    if ranks.several:
+        environment["ranks"] = ranks.world_size
     described = folder.describe(recipe, options) | {"environment": environment}
-    folder.write_run(options.folder, described)
+    ranks.on_first(lambda: folder.write_run(options.folder, described))
     parameters = list(step.model.parameters())
     run = RunStart(
         out=options.out,
@@ -87,14 +97,22 @@ def _session(
         trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         steps=options.steps,
         first_step=progress.step,
-        tokens_per_step=recipe.batch.tokens,
+        tokens_per_step=recipe.batch.tokens * recipe.mesh.data_ranks,
         train_tokens=len(corpora.train.tokens),
         eval_tokens=len(corpora.eval.tokens),
         tokenizer_tokens=corpora.index.tokenizer_tokens,
         resumed_from=newest and str(newest),
         notes=(*_changes(before, environment), *corpora.index.notes, *_loss_notes(recipe)),
     )
-    return Session(step, corpora, options, run, described, flops, observers, progress, newest)
+    return Session(step, corpora, options, run, described, flops, observers, progress, newest, ranks)
+
+
+def _corpora(options: TrainOptions, ranks: Ranks, vocabulary: int, seq: int) -> Corpora:
+    """Return the run's data, which rank 0 makes or verifies."""
+    data = options.folder / folder.DATA
+    made: list[Corpora] = []
+    ranks.on_first(lambda: made.append(open_corpora(data, options, vocabulary=vocabulary, seq=seq)))
+    return made[0] if made else opened(data, seq)
 
 
 def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
@@ -104,22 +122,22 @@ def _loss_notes(recipe: Recipe) -> tuple[str, ...]:
     return (f"the training loss has {terms} in it; evaluation's is the cross-entropy alone",) if terms else ()
 
 
-def _device(name: str) -> torch.device:
+def _device_type(name: str) -> str:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise InputError("no CUDA GPU in this machine", "use cpu or auto", field="device", value=name)
     if name == "auto":
         name = "cuda" if available else "cpu"
-    return torch.device(name)
+    return name
 
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def _assemble(recipe: Recipe, device: torch.device) -> Step:
+def _assemble(recipe: Recipe, ranks: Ranks) -> Step:
     try:
-        return assemble(recipe, device)
+        return assemble(recipe, ranks.device, mesh=ranks.mesh)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -162,7 +180,8 @@ def _deterministic(device: torch.device, options: TrainOptions) -> Iterator[None
 
 def _changes(run: dict[str, Any] | None, environment: dict[str, Any]) -> tuple[str, ...]:
     """Return a note for each part of the environment that is not that of the resumed run."""
-    before = run["environment"] if run else environment
+    environment = {"ranks": 1} | environment
+    before = {"ranks": 1} | run["environment"] if run else environment
     effect = "losses may differ in the last bits from an unbroken run"
     return tuple(
         f"{name} was {before.get(name)} and is {value}: {effect}"

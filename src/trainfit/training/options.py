@@ -77,6 +77,8 @@ class TrainOptions(Value):
     deterministic: bool = True
     """On CUDA, use kernels that repeat bit by bit, as a bit-identical resume requires."""
     tensorboard: bool = True
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """On several ranks: the run ends, and names the rank that is behind, after so long without progress."""
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> "TrainOptions":
@@ -91,7 +93,7 @@ class TrainOptions(Value):
 
 MAY_CHANGE = (
     "out", "steps", "resume", "device", "eval_every", "eval_sequences", "save_every", "save_last", "keep",
-    "tensorboard",
+    "tensorboard", "hang_timeout_s",
 )  # fmt: skip
 """Fields without influence on the losses: a resumed run may change them."""
 

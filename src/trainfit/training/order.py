@@ -33,11 +33,14 @@ def learning_rate(base: float, step: int, options: TrainOptions) -> float:
     return base * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def step_sequences(corpus: Corpus, seed: int, per_step: int, step: int) -> "torch.Tensor":
-    """Return the sequences of ``step`` (from 0), int64 [per_step, s]."""
+def step_sequences(
+    corpus: Corpus, seed: int, per_step: int, step: int, share: tuple[int, int] = (0, 1)
+) -> "torch.Tensor":
+    """Return the sequences of ``step`` (from 0), int64 [per_step / n, s]; ``share``: part i of n."""
     import torch
 
-    numbers = sequence_numbers(seed, step, per_step, len(corpus))
+    part, parts = share
+    numbers = sequence_numbers(seed, step, per_step, len(corpus)).reshape(parts, -1)[part]
     return torch.from_numpy(corpus.sequences(numbers))
 
 

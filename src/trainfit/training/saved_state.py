@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.value import Value
+from trainfit.training.shards import local
 
 MAX_STEPS = 2**53
 AS_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "variance")
@@ -62,6 +63,8 @@ class SavedState(Value):
     optimizer: OptimizerPlain
     scaler: dict[str, float | int] | None
     random: RandomPlain
+    more_random: tuple[RandomPlain, ...] = ()
+    """Of ranks from 1 on."""
 
 
 def check_group(own: Mapping[str, Any], saved: Mapping[str, Any], params: list[str]) -> None:
@@ -107,12 +110,12 @@ def _problem(key: str, parameter: Tensor, value: Any) -> str:
         return "" if _is_size(number) and number <= MAX_STEPS else "not a number from 0 on"
     if not isinstance(value, Tensor):
         return "not a tensor"
-    codes = key.endswith("_codes")
+    codes, own = key.endswith("_codes"), local(value)
     if not _shape_fits(key, parameter, value) or (value.dtype == torch.uint8) != codes:
         return f"{value.dtype} {tuple(value.shape)} for {tuple(parameter.shape)}"
-    if not codes and not (value.is_floating_point() and bool(torch.isfinite(value).all())):
+    if not codes and not (value.is_floating_point() and bool(torch.isfinite(own).all())):
         return "not finite numbers"
-    return "a negative mean of squares" if key in NOT_NEGATIVE and bool((value < 0).any()) else ""
+    return "a negative mean of squares" if key in NOT_NEGATIVE and bool((own < 0).any()) else ""
 
 
 def _shape_fits(key: str, parameter: Tensor, value: Tensor) -> bool:

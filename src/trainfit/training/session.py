@@ -17,16 +17,18 @@ import torch
 
 from trainfit.measurement.feed import Feed
 from trainfit.measurement.meter import is_out_of_memory, out_of_memory_reason
+from trainfit.spec.errors import InputError
 from trainfit.spec.stop import Stopped, StopSignal
 from trainfit.step import Batch, Step
 from trainfit.training import checkpoint, state
 from trainfit.training.checkpoint import Progress
-from trainfit.training.corpus import Corpora, Corpus
+from trainfit.training.corpus import Corpora
 from trainfit.training.folder import CHECKPOINTS
 from trainfit.training.gauges import Busy, PeakMemory
 from trainfit.training.observer import EvalMetrics, Observer, RunStart, StepFlops, StepMetrics, TrainSummary
 from trainfit.training.options import TrainOptions
 from trainfit.training.order import learning_rate, step_sequences
+from trainfit.training.ranks.exchange import AgreedStop, Ranks
 
 NO_CHECKPOINT = "no checkpoint was saved before"
 
@@ -49,6 +51,7 @@ class Session:
     observers: Sequence[Observer]
     progress: Progress
     checkpoint: Path | None
+    ranks: Ranks
     losses: list[float] = field(default_factory=list)
     evaluations: list[EvalMetrics] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -57,6 +60,8 @@ class Session:
     def __post_init__(self) -> None:
         self._peak = PeakMemory(self.step, self.options.steps - self.progress.step)
         self._busy = Busy(self.step.device)
+        self._highest: int | None = None
+        """Peak memory so far, of the rank with the highest."""
 
     def train(self, stop: StopSignal) -> TrainSummary:
         """Train until the last step, a signal, a loss that is not finite, or a lack of memory.
@@ -68,8 +73,9 @@ class Session:
         """
         start_s = time.perf_counter()
         status, message = "done", ""
+        agreed = AgreedStop(stop) if self.ranks.several else stop
         try:
-            self._steps(stop)
+            self._steps(agreed)
         except Stopped as stopped:
             status, message = "stopped", self._stop_message(stopped.name)
         except DivergedError as error:
@@ -77,8 +83,12 @@ class Session:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            remedy = "lower batch.micro or batch.seq, or recompute"
-            status, message = "out-of-memory", f"{out_of_memory_reason(error)}; {remedy}; {self._last_good()}"
+            remedy, reason = "lower batch.micro or batch.seq, or recompute", out_of_memory_reason(error)
+            if self.ranks.several:  # The other ranks wait for this one: it ends them.
+                raise InputError(
+                    f"rank {self.ranks.rank}: {reason}", f"{remedy}; {self._last_good()}"
+                ) from error
+            status, message = "out-of-memory", f"{reason}; {remedy}; {self._last_good()}"
         summary = self._summary(status, message, time.perf_counter() - start_s)
         self._report("on_end", summary)
         return summary
@@ -87,11 +97,15 @@ class Session:
         for observer in self.observers:
             getattr(observer, event)(*values)
 
-    def _steps(self, stop: StopSignal) -> None:
+    def _steps(self, stop: StopSignal | AgreedStop) -> None:
         numbers = range(self.progress.step, self.options.steps)
-        stop.raises = len(numbers) > 0
+        if isinstance(stop, AgreedStop):
+            self._agree(stop)
+        else:
+            stop.raises = len(numbers) > 0
         seed, per_step = self.step.recipe.seed, self._sequences_per_step
-        source = partial(step_sequences, self.corpora.train, seed, per_step)
+        share = (self.step.data_rank, self._data_ranks)
+        source = partial(step_sequences, self.corpora.train, seed, per_step, share=share)
         with Feed(self.step.recipe, source, self.step.device, numbers) as feed:
             batches = next(feed, None)
             while batches is not None and stop.name is None:
@@ -105,8 +119,21 @@ class Session:
             raise Stopped(stop.name)
 
     @property
+    def _data_ranks(self) -> int:
+        return self.step.recipe.mesh.data_ranks
+
+    @property
     def _sequences_per_step(self) -> int:
-        return self.step.recipe.batch.micro * self.step.recipe.batch.accumulate
+        """Sequences of a step on all ranks."""
+        return self.step.recipe.batch.micro * self.step.recipe.batch.accumulate * self._data_ranks
+
+    def _agree(self, stop: StopSignal | AgreedStop, *values: float) -> list[tuple[float, ...]]:
+        """Return every rank's values, and let a signal that any rank received count on all of them."""
+        if not isinstance(stop, AgreedStop):
+            return [values]
+        rows = self.ranks.numbers(stop.number, *values)
+        stop.agree([row[0] for row in rows])
+        return [row[1:] for row in rows]
 
     def _stop_message(self, signal_name: str | None) -> str:
         """Describe where a signal ended the run, and how to continue."""
@@ -117,7 +144,7 @@ class Session:
             return f"{where}; nothing had been saved, --resume begins with the first step"
         return f"{where}; --resume goes on from it"
 
-    def _evaluate_and_save(self, stop: StopSignal) -> None:
+    def _evaluate_and_save(self, stop: StopSignal | AgreedStop) -> None:
         """Evaluate and save after a step, if due."""
         done, options = self.progress.step, self.options
         last = done == options.steps
@@ -127,7 +154,9 @@ class Session:
         if at_end or (options.save_every and done % options.save_every == 0):
             self._save()
 
-    def _one_step(self, batches: list[Batch], feed: Feed, stop: StopSignal) -> list[Batch] | None:
+    def _one_step(
+        self, batches: list[Batch], feed: Feed, stop: StopSignal | AgreedStop
+    ) -> list[Batch] | None:
         """Train on ``batches`` and return the next step's, read while the device works."""
         done, index = self.progress.step, len(self.losses)
         rate = learning_rate(self.step.recipe.optimizer.lr, done, self.options)
@@ -135,9 +164,14 @@ class Session:
             group["lr"] = rate
         start_s = time.perf_counter()
         with self._peak.around(index, batches) as counted:
-            loss_tensor = self.step(batches)
+            loss_tensor = self.step(batches, partial(self.ranks.enter, done + 1))
+        self.ranks.enter(done + 1, "reading")
         following = next(feed, None)
-        loss = loss_tensor.item()
+        self.ranks.enter(done + 1, "waiting for the loss")
+        own = loss_tensor.item()
+        rows = self._agree(stop, own, self._peak.read() or 0)
+        loss = sum(row[0] for row in rows) / len(rows)
+        self._highest = max(int(row[1]) for row in rows) or None
         step_s = time.perf_counter() - start_s
         if index > 0 and not counted:
             self.seconds.append(step_s)
@@ -158,11 +192,14 @@ class Session:
             learning_rate=rate,
             epoch=self.progress.step * self._sequences_per_step / len(self.corpora.train),
             **self._rates(step_s),
-            peak_memory_bytes=self._peak.read(),
+            peak_memory_bytes=self._peak_bytes(),
             busy=self._busy.share(),
             # A step that the loss scaler skips has gradients that are not finite.
             gradient_norm=norm if math.isfinite(norm) else None,
         )
+
+    def _peak_bytes(self) -> int | None:
+        return self._highest if self.ranks.several else self._peak.read()
 
     def _rates(self, step_s: float) -> dict[str, Any]:
         """Return the fields that follow from a step's time; MFU and HFU if the device's peak is known."""
@@ -177,11 +214,11 @@ class Session:
             rates |= {"mfu": self.flops.model_flops / possible, "hfu": self.flops.hardware_flops / possible}
         return rates
 
-    def _evaluate(self, stop: StopSignal) -> None:
+    def _evaluate(self, stop: StopSignal | AgreedStop) -> None:
         """Evaluate and report the result, unless a signal ends the evaluation."""
         if not len(self.corpora.eval) or stop.name is not None:
             return
-        found = evaluate(self.step, self.corpora.eval, self.progress.step, self.options.eval_sequences, stop)
+        found = self._evaluation(stop)
         if found is None:
             if stop.name is not None:
                 return
@@ -189,13 +226,55 @@ class Session:
         self.evaluations.append(found)
         self._report("on_eval", found)
 
+    def _evaluation(self, stop: StopSignal | AgreedStop) -> EvalMetrics | None:
+        """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
+
+        Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
+        predicted. No random numbers are drawn, so evaluating does not change the training. Every rank
+        evaluates a share; all run equally many forwards, since sharded weights are gathered by all.
+
+        Returns:
+            None if a signal ended it or the loss is not finite.
+        """
+        step, corpus = self.step, self.corpora.eval
+        count, micro = min(self.options.eval_sequences, len(corpus)), step.recipe.batch.micro
+        start_s = time.perf_counter()
+        step.model.eval()
+        total = weight = 0.0
+        try:
+            with torch.no_grad():
+                for first in range(0, count, micro * self._data_ranks):
+                    self.ranks.enter(self.progress.step, "evaluation")
+                    self._agree(stop)
+                    if stop.name is not None:
+                        return None
+                    begin = first + micro * step.data_rank
+                    share = max(0, min(micro, count - begin))
+                    # A rank without a share repeats the last sequence, which does not count.
+                    begin, end = (begin, min(begin + micro, count)) if begin < count else (count - 1, count)
+                    ids_bs = torch.from_numpy(corpus.sequences(np.arange(begin, end))).to(step.device)
+                    # All sequences have equally many tokens, so each weighs the same.
+                    total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * share
+                    weight += share
+        finally:
+            step.model.train()
+        totals, weights = zip(*self.ranks.numbers(total, weight), strict=True)
+        loss, eval_s = sum(totals) / sum(weights), time.perf_counter() - start_s
+        if not loss < math.log(1e300):  # NaN too.
+            return None
+        at_step = self.progress.step
+        return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=eval_s)
+
     def _save(self) -> None:
         # A step with a finite loss can leave weights that are not: they must not replace a good checkpoint.
-        broken = state.first_not_finite(self.step)
+        self.ranks.enter(self.progress.step, "checkpoint")
+        broken = next(filter(None, self.ranks.gather(state.first_not_finite(self.step))), None)
         if broken is not None:
             raise self._not_finite(broken)
         folder, keep = self.options.folder / CHECKPOINTS, self.options.keep
-        self.checkpoint = checkpoint.save(folder, self.step, self.progress, self.described, keep=keep)
+        self.checkpoint = checkpoint.save(
+            folder, self.step, self.progress, self.described, keep=keep, ranks=self.ranks
+        )
         self._report("on_checkpoint", self.progress.step, self.checkpoint)
 
     def _not_finite(self, name: str) -> DivergedError:
@@ -217,42 +296,9 @@ class Session:
             evaluations=evaluations,
             eval_perplexity=evaluations[-1].perplexity if evaluations else None,
             **(self._rates(statistics.median(self.seconds)) if self.seconds else unknown),
-            peak_memory_bytes=self._peak.read(),
+            peak_memory_bytes=self._peak_bytes(),
             peak_memory_is=self._peak.kind,
             wall_s=wall_s,
             run=self.run,
             checkpoint=None if self.checkpoint is None else str(self.checkpoint),
         )
-
-
-def evaluate(
-    step: Step, corpus: Corpus, at_step: int, max_sequences: int, stop: StopSignal
-) -> EvalMetrics | None:
-    """Return the mean next-token cross-entropy of the first held-out sequences, without dropout.
-
-    Label smoothing and z-loss are left out. The first token of a sequence has no context and is not
-    predicted. No random numbers are drawn, so evaluating does not change the training.
-
-    Returns:
-        The metrics after ``at_step`` steps; None if a signal ended it or the loss is not finite.
-    """
-    count = min(max_sequences, len(corpus))
-    micro = step.recipe.batch.micro
-    start_s = time.perf_counter()
-    step.model.eval()
-    total = 0.0
-    try:
-        with torch.no_grad():
-            for first in range(0, count, micro):
-                if stop.name is not None:
-                    return None
-                rows = corpus.sequences(np.arange(first, min(first + micro, count)))
-                ids_bs = torch.from_numpy(rows).to(step.device)
-                # All sequences have equally many tokens, so each weighs the same.
-                total += step.cross_entropy({"input_ids": ids_bs, "labels": ids_bs}).item() * len(ids_bs)
-    finally:
-        step.model.train()
-    loss, seconds = total / count, time.perf_counter() - start_s
-    if not loss < math.log(1e300):  # NaN too.
-        return None
-    return EvalMetrics(step=at_step, loss=loss, perplexity=math.exp(loss), sequences=count, eval_s=seconds)

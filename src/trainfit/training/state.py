@@ -8,17 +8,21 @@ Nothing is pickled, so loading a file runs no code.
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from trainfit.offload.blocks import is_moment
+from trainfit.parallel.sharded_optimizer import ShardedOptimizer
 from trainfit.spec.errors import InputError
 from trainfit.step import Step
 from trainfit.training import saved_state
 from trainfit.training.saved_state import OptimizerPlain, RandomPlain, unlike
+from trainfit.training.shards import laid_out_as, local
 
 Tensors = Mapping[str, Tensor]
 
@@ -38,21 +42,44 @@ def model_tensors(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
     return kept, shared
 
 
+def model_shards(step: Step) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """As ``model_tensors``, on several ranks: equal names on every one, and sharded tensors as they are."""
+    first: dict[int, str] = {}
+    named = (step.model.named_parameters, step.model.named_buffers)
+    tied = {
+        name: first.setdefault(id(tensor), name)
+        for tensors in named
+        for name, tensor in tensors(remove_duplicate=False)
+    }
+    kept = step.model.state_dict()
+    shared = {name: tied[name] for name in kept if tied.get(name, name) != name}
+    return {name: tensor for name, tensor in kept.items() if name not in shared}, shared
+
+
 def load_model(step: Step, tensors: Tensors, shared: Mapping[str, str]) -> None:
     """Copy ``tensors`` into the model; InputError unless names, shapes and dtypes are the model's."""
     own = step.model.state_dict()
-    if different := sorted(set(own) ^ (set(tensors) | set(shared))):
-        raise unlike(different[0], "in only one of checkpoint and model")
+    check_names(set(own), set(tensors) | set(shared))
     for name, tensor in own.items():
         source = shared.get(name, name)
         if source not in tensors:
             raise unlike(name, f"shares {source}, which is not in the checkpoint")
         saved = tensors[source]
-        if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
-            own_form = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise unlike(name, f"{saved.dtype} {tuple(saved.shape)}, the model has {own_form}")
+        check_form(name, tensor, saved.shape, saved.dtype)
         with torch.no_grad():
-            tensor.copy_(saved)
+            local(tensor).copy_(local(laid_out_as(tensor, saved)))
+
+
+def check_names(own: AbstractSet[str], saved: AbstractSet[str]) -> None:
+    """Refuse a checkpoint with other tensors than the model's."""
+    if different := sorted(own ^ saved):
+        raise unlike(different[0], "in only one of checkpoint and model")
+
+
+def check_form(name: str, own: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Refuse a saved tensor of another shape or dtype than the model's."""
+    if (shape, dtype) != (own.shape, own.dtype):
+        raise unlike(name, f"{dtype} {tuple(shape)}, the model has {own.dtype} {tuple(own.shape)}")
 
 
 def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -62,7 +89,7 @@ def optimizer_state(step: Step) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for optimizer in step.optimizers:
-        for parameter, values in optimizer.state.items():
+        for parameter, values in _states(optimizer).items():
             for key, value in values.items():
                 target = tensors if isinstance(value, Tensor) else scalars
                 target[f"{names[id(parameter)]}/{key}"] = value
@@ -109,7 +136,7 @@ def load_optimizer(step: Step, tensors: Tensors, plain: OptimizerPlain) -> None:
         optimizer, group, parameter = owners[name]
         # A moment of offloaded weights stays on the host (offload/optimizer_state.py).
         stays = id(parameter) in on_host and is_moment(value, parameter)
-        optimizer.state[parameter][key] = value if stays else _on_device(value, key, group, parameter)
+        _states(optimizer)[parameter][key] = value if stays else _on_device(value, key, group, parameter)
 
 
 def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -141,9 +168,21 @@ def first_not_finite(step: Step) -> str | None:
     values = step.model.state_dict()  # It has the values of offloaded blocks too.
     for name, parameter in step.model.named_parameters():
         value = values.get(name, parameter)
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if value.is_floating_point() and not torch.isfinite(local(value)).all():
             return name
     return None
+
+
+def kept_by_others(step: Step) -> set[str]:
+    """Return the names of the parameters whose optimizer state is another rank's."""
+    names = _names(step)
+    sharded = [one for one in step.optimizers if isinstance(one, ShardedOptimizer)]
+    return {names[id(it)] for one in sharded for it, owner in one.owner.items() if owner != one.rank}
+
+
+def _states(optimizer: Any) -> Any:
+    """Return the states that this rank keeps; of a ShardedOptimizer its share."""
+    return (optimizer.sharded if isinstance(optimizer, ShardedOptimizer) else optimizer).state
 
 
 def _names(step: Step) -> dict[int, str]:
@@ -163,4 +202,6 @@ def _on_device(value: Any, key: str, group: Mapping[str, Any], parameter: Tensor
     if not isinstance(value, Tensor):
         return value
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    if value.shape == parameter.shape and not isinstance(value, DTensor):
+        value = laid_out_as(parameter, value.to(parameter.device))
     return value.to("cpu" if on_host else parameter.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from trainfit.catalog.names import CPU
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
@@ -51,7 +53,8 @@ def check_processes(recipe: Recipe, device_type: str) -> None:
     import torch.distributed as dist
 
     count = recipe.hardware.count
-    found = dist.get_world_size() if dist.is_initialized() else 1
+    # Before a rank joins its process group, torchrun's environment has the number.
+    found = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if found != count:
         raise InputError(
             f"{count} GPUs need {count} processes, and this run has {found}",

@@ -1,0 +1,8 @@
+"""``python -m trainfit``: the ``trainfit`` command, as torchrun starts it."""
+
+import sys
+
+from trainfit.cli.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Watch over the ranks of a run: end all of them when one is killed, stopped, hung or has failed.
+
+A thread of each rank publishes a heartbeat (step, phase, count of events) in a store, and reads the others'.
+It ends the process itself, since a main thread that waits for a collective runs no signal handler.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from trainfit.spec.errors import EXIT_STOPPED
+from trainfit.training.ranks.launch import LAUNCHER
+
+BEAT_S = 0.5
+STOPPED_S = 10.0
+"""A process that is stopped for so long (SIGSTOP, a debugger) ends the run."""
+SILENT_S = 30.0
+"""A rank on another host without a heartbeat for so long ends the run."""
+SAVING_TIMES = 6
+"""A checkpoint may take so many times the limit of a phase."""
+LINGER_S = 5.0
+"""A failed rank that has not ended after so long is ended: a communicator may wait for its peers."""
+VERDICT = "trainfit/verdict"
+
+
+class Beat(NamedTuple):
+    """Heartbeat of one rank."""
+
+    pid: int
+    started: int
+    """Start time of the process, so that a process id used anew is not taken for it."""
+    host: str
+    events: int
+    """Phases entered so far; every rank enters the same ones, so the lowest count is behind."""
+    step: int
+    phase: str
+    age_s: float
+    """Time since the last event."""
+    number: int
+    ended: bool
+
+    def where(self, rank: int) -> str:
+        return f"rank {rank} (process {self.pid}, step {self.step}, {self.phase})"
+
+
+class Watch:
+    """Context manager around a run on several ranks.
+
+    Args:
+        hang_timeout_s: the run is ended when no rank has entered another phase for so long.
+        how_to_resume: returns the end of a message.
+    """
+
+    def __init__(self, rank: int, world_size: int, hang_timeout_s: float, how_to_resume: Any):
+        self.rank, self.hang_timeout_s = rank, hang_timeout_s
+        self._resume = how_to_resume
+        # A connection of its own: a call that waits in another thread would hold up the heartbeat.
+        self._store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+            timeout=timedelta(seconds=SILENT_S), wait_for_workers=False,
+        )  # fmt: skip
+        self._peers = [peer for peer in range(world_size) if peer != rank]
+        self._host, self._started = _host(), _process(os.getpid())[1]
+        self._events, self._at, self._since_s = 0, (0, "start"), time.monotonic()
+        self._number = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._stopped_since_s: dict[int, float] = {}
+        self._done = threading.Event()
+        self._failed_code: int | None = None
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def publish(self) -> None:
+        """Publish the first heartbeat. Every rank must have done so before one starts to watch."""
+        self._beat(ended=False)
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def enter(self, step: int, phase: str) -> None:
+        """Note that this rank begins ``phase`` of ``step`` (from 1)."""
+        self._events += 1
+        self._at, self._since_s = (step, phase), time.monotonic()
+
+    def finish(self) -> None:
+        """End the watch of a run that came to its end."""
+        self._done.set()
+        self._thread.join()
+        self._beat(ended=True)
+
+    def fail(self, code: int, message: str) -> bool:
+        """Publish that this rank failed, so that all end; return whether it is the first one.
+
+        The process is ended after a few seconds if it does not end by then.
+        """
+        first = self._give_verdict(code, message)
+        self._failed_code = code
+        return first
+
+    def _beat(self, ended: bool) -> None:
+        self._number += 1
+        age_s = time.monotonic() - self._since_s
+        beat = Beat(
+            os.getpid(), self._started, self._host, self._events, *self._at, age_s, self._number, ended
+        )
+        self._store.set(_key(self.rank), json.dumps(beat))
+
+    def _run(self) -> None:
+        failed_since_s: float | None = None
+        while not self._done.wait(BEAT_S):
+            if self._failed_code is not None:
+                failed_since_s = failed_since_s or time.monotonic()
+                if time.monotonic() - failed_since_s > LINGER_S:
+                    _end(self._failed_code)
+                continue
+            try:
+                self._beat(ended=False)
+                self._judge()
+            except RuntimeError:  # The store is gone, and with it rank 0 or the agent that held it.
+                if self._done.wait(BEAT_S) or self._failed_code is not None:
+                    continue
+                if LAUNCHER not in os.environ:
+                    _print(f"rank 0 or its agent has ended; {self._resume()}")
+                _end(EXIT_STOPPED)
+
+    def _judge(self) -> None:
+        """End this process if a rank has failed, is gone, is stopped or hangs."""
+        self._obey()
+        beats = self._beats()
+        for rank, beat in beats.items():
+            if not beat.ended:
+                self._judge_process(rank, beat)
+        own = self._own(time.monotonic())
+        if own.phase == "start" or own.age_s < self._limit_s(own.phase):
+            return
+        alive = {rank: beat for rank, beat in beats.items() if not beat.ended} | {self.rank: own}
+        if all(beat.age_s >= self._limit_s(beat.phase) for beat in alive.values()):
+            rank = min(alive, key=lambda one: (alive[one].events, -alive[one].age_s, one))
+            problem = f"no progress for {own.age_s:.0f} s"
+            if len({beat.events for beat in alive.values()}) > 1:
+                problem += f"; {alive[rank].where(rank)} is behind"
+            else:
+                problem += f" in any rank at step {own.step}, {own.phase}"
+            self._end_all(problem, alive[rank])
+
+    def _judge_process(self, rank: int, beat: Beat) -> None:
+        now_s = time.monotonic()
+        if beat.host != self._host:
+            number, since_s = self._seen.get(rank, (-1, now_s))
+            self._seen[rank] = (beat.number, since_s if number == beat.number else now_s)
+            if now_s - self._seen[rank][1] > SILENT_S:
+                self._end_all(f"no heartbeat of {beat.where(rank)} for {SILENT_S:.0f} s", beat)
+            return
+        state, started = _process(beat.pid)
+        if state in "ZX" or started != beat.started:
+            self._obey()  # It may have published why before it ended.
+            beat = self._beats()[rank]
+            if not beat.ended:
+                self._end_all(f"{beat.where(rank)} was killed", beat, reported=LAUNCHER in os.environ)
+        elif state in "Tt":
+            since_s = self._stopped_since_s.setdefault(rank, now_s)
+            if now_s - since_s > STOPPED_S:
+                self._end_all(f"{beat.where(rank)} has been stopped for {STOPPED_S:.0f} s", beat)
+        else:
+            self._stopped_since_s.pop(rank, None)
+
+    def _limit_s(self, phase: str) -> float:
+        return self.hang_timeout_s * (SAVING_TIMES if phase == "checkpoint" else 1)
+
+    def _own(self, now_s: float) -> Beat:
+        return Beat(os.getpid(), 0, self._host, self._events, *self._at, now_s - self._since_s, 0, False)
+
+    def _beats(self) -> dict[int, Beat]:
+        values = self._store.multi_get([_key(peer) for peer in self._peers])
+        return {peer: Beat(*json.loads(value)) for peer, value in zip(self._peers, values, strict=True)}
+
+    def _obey(self) -> None:
+        """End this process if a verdict was given."""
+        if self._store.check([VERDICT]):
+            _end(json.loads(self._store.get(VERDICT))["code"])
+
+    def _give_verdict(self, code: int, message: str) -> bool:
+        """Publish why the run ends; return whether no rank did so before."""
+        mine = json.dumps({"rank": self.rank, "code": code, "message": message})
+        try:
+            return self._store.compare_set(VERDICT, "", mine).decode() == mine
+        except RuntimeError:
+            return True
+
+    def _end_all(self, problem: str, culprit: Beat, reported: bool = False) -> None:
+        """End every rank; the first one to find the problem reports it.
+
+        Args:
+            culprit: ended too, if it is on this host: a stopped process receives no other signal.
+            reported: the launcher reports it.
+        """
+        message = f"{problem}; all ranks end; {self._resume()}"
+        if self._give_verdict(EXIT_STOPPED, message) and not reported:
+            _print(message)
+        # The launcher ends the ranks that are left; torchrun waits for 30 s.
+        here = LAUNCHER not in os.environ and culprit.host == self._host and culprit.pid != os.getpid()
+        if here and _process(culprit.pid)[1] == culprit.started:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(culprit.pid, signal.SIGKILL)
+        _end(EXIT_STOPPED)
+
+
+def _print(message: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(f"trainfit: error: {message}\n")
+        sys.stderr.flush()
+
+
+def _end(code: int) -> None:
+    """End this process at once, whatever its main thread waits for."""
+    os._exit(code)
+
+
+def _key(rank: int) -> str:
+    return f"trainfit/beat/{rank}"
+
+
+def _host() -> str:
+    """Return a name of this host and its process ids' namespace; without /proc a name of its own."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """Return a process's state (proc(5): R, S, D, T, t, Z) and start time; ("X", 0) if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X", 0
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[19])

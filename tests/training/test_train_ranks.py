@@ -1,0 +1,175 @@
+"""Training on two processes: the losses of one, checkpoints for any number of ranks, one end for all."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rank_training
+from test_forged_checkpoints import sealed
+
+from parallel_cases import Ranks
+from tiny_training import asked, losses_in_log
+from trainfit.spec.errors import InputError
+from trainfit.training.log import LOG
+from trainfit.training.loop import train
+
+EQUAL = 1e-6
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """An unbroken run of one process, with a checkpoint after step 2."""
+    out = tmp_path_factory.mktemp("alone")
+    return rank_training.trained(out, None, 6, save_every=2, keep=9) | {"out": out}
+
+
+def copy_until(out: Path, step: int, to: Path) -> Path:
+    """Copy a run, without checkpoints after ``step``."""
+    shutil.copytree(out, to)
+    for path in (to / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    return to
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "bucketed"])
+def test_two_ranks_have_the_losses_of_one_process_and_go_on_in_it(ranks, alone, tmp_path, strategy) -> None:
+    first, second = ranks.run(rank_training.trained, tmp_path / "two", strategy, 6, save_every=2, keep=9)
+    assert first["losses"] == second["losses"]
+    assert first["losses"] == pytest.approx(alone["losses"], abs=EQUAL)
+    assert first["perplexity"] == second["perplexity"] == pytest.approx(alone["perplexity"], rel=EQUAL)
+    assert first["tokens_per_step"] == alone["tokens_per_step"] == 4 * 32
+    assert first["epochs"] == alone["epochs"]
+    assert (first["heard"], second["heard"]) == (alone["heard"], [])
+    assert losses_in_log(tmp_path / "two") == dict(enumerate(first["losses"], 1))
+    # Two ranks -> one, whose checkpoint two of another strategy take over.
+    moved = copy_until(tmp_path / "two", 2, tmp_path / "moved")
+    four = rank_training.trained(moved, None, 4, resume=True)
+    assert any("ranks was 2 and is 1" in note for note in four["notes"])
+    assert four["losses"] == pytest.approx(alone["losses"][2:4], abs=EQUAL)
+    other = {"fsdp": "zero1", "zero1": "ddp", "bucketed": "fsdp"}[strategy]
+    last, _ = ranks.run(rank_training.trained, moved, other, 6, resume=True)
+    assert last["losses"] == pytest.approx(alone["losses"][4:], abs=EQUAL)
+    assert last["perplexity"] == pytest.approx(alone["perplexity"], rel=EQUAL)
+
+
+def test_other_sequences_a_step_are_refused_on_resume(alone) -> None:
+    recipe = rank_training.recipe_of(None, "batch.accumulate=4")
+    with pytest.raises(InputError) as refused:
+        train(recipe, asked(alone["out"], 7, resume=True))
+    assert refused.value.field == "batch.accumulate"
+
+
+def test_a_signal_at_one_rank_stops_all_after_the_step_and_resume_repeats_every_bit(ranks, tmp_path) -> None:
+    def run(out: str, steps: int = 5, **more: object) -> list[dict]:
+        return ranks.run(rank_training.trained, tmp_path / out, "fsdp", steps, dropout=True, **more)
+
+    straight, other = run("straight")
+    assert straight["losses"] == other["losses"]
+    stopped = run("broken", signal_at=3)
+    assert [one["status"] for one in stopped] == ["stopped", "stopped"]
+    assert stopped[0]["message"] == "SIGTERM after step 3 of 5; --resume goes on from it"
+    resumed, _ = run("broken", resume=True)
+    assert stopped[0]["losses"] + resumed["losses"] == straight["losses"]
+    assert resumed["perplexity"] == straight["perplexity"]
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks_alike(ranks, tmp_path) -> None:
+    settings = ("optimizer.name=sgd", "optimizer.lr=1e30", "optimizer.weight_decay=0")
+    both = ranks.run(rank_training.trained, tmp_path, "ddp", 50, *settings, eval_fraction=0.0)
+    assert both[0]["status"] == "diverged"
+    assert [one["steps"] for one in both] == 2 * [both[0]["steps"]]
+
+
+def test_a_full_disk_at_one_rank_ends_all_and_leaves_the_older_checkpoint(ranks, tmp_path) -> None:
+    first, second = ranks.run(rank_training.on_a_full_disk, tmp_path)
+    for error in (first, second):
+        assert error.startswith("StorageError: "), error
+        assert "step-00000004" in error
+        assert "--resume goes on from" in error
+        assert "step-00000002" in error
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed, _ = ranks.run(rank_training.trained, tmp_path, "fsdp", 4, resume=True)
+    assert resumed["status"] == "done"
+
+
+class Hostile:
+    def __reduce__(self) -> tuple:
+        return print, ("executed",)
+
+
+def test_an_index_that_holds_anything_but_tensors_is_refused(ranks, tmp_path, capsys) -> None:
+    ranks.run(rank_training.trained, tmp_path / "run", "ddp", 2)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000002"
+    whole = (folder / ".metadata").read_bytes()
+    entry = pickle.loads(whole).storage_data
+    foreign = whole.replace(next(iter(entry.values())).relative_path.encode(), b"../0_0.disc")
+    for content in (pickle.dumps(Hostile()), pickle.dumps({}), whole[:100], foreign):
+        (folder / ".metadata").write_bytes(content)
+        sealed(folder)
+        with pytest.raises(InputError, match=r"\.metadata: not shards that trainfit wrote"):
+            rank_training.trained(tmp_path / "run", None, 3, resume=True)
+    assert "executed" not in capsys.readouterr().out
+    (folder / ".metadata").write_bytes(whole)
+    sealed(folder)
+    assert rank_training.trained(tmp_path / "run", None, 3, resume=True)["status"] == "done"
+
+
+def rank_processes(launcher: int) -> dict[int, int]:
+    """Return the process ids of a launcher's ranks, by rank."""
+    found = {}
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found |= {int(one[5:]): int(pid) for one in variables if one.startswith(b"RANK=")}
+    return found
+
+
+def test_the_command_trains_on_two_ranks_and_a_killed_one_ends_it_for_resume(ranks, tmp_path) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "run"
+    recipe.write_text(json.dumps(rank_training.recipe_of("fsdp").content()))
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "trainfit", "train", str(recipe), "--out", str(out), "--gpus", "2",
+            "--device", "cpu", "--steps", "100000", "--save-every", "2", "--keep", "9", "--no-tensorboard",
+            "--data", "stories:60", "--eval-fraction", "0.1", "--json",
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"TRAINFIT_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    try:
+        while not (out / "checkpoints" / "step-00000004").exists():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+        pids = rank_processes(process.pid)
+        os.kill(pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert time.monotonic() - killed_s < 10
+    assert (process.returncode, printed) == (75, "")
+    (line,) = [line for line in errors.splitlines() if "error" in line]
+    assert line.startswith(
+        f"trainfit: error: rank 1 (process {pids[1]}) was ended by SIGKILL; all ranks end;"
+    )
+    assert "--resume goes on from" in line
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), "no orphan"
+    steps = [json.loads(text) for text in (out / LOG).read_text().splitlines()]
+    before = {one["step"]: one["loss"] for one in steps}
+    copy_until(out, 2, tmp_path / "moved")
+    resumed, _ = ranks.run(rank_training.trained, tmp_path / "moved", "fsdp", 4, resume=True)
+    assert resumed["losses"] == (before[3], before[4]), "to the last bit"

@@ -1,0 +1,130 @@
+"""The watch over the ranks: a rank that is killed, stopped, hung or failed is named, and ends the others."""
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from trainfit.training.ranks import watch
+from trainfit.training.ranks.launch import LAUNCHER
+from trainfit.training.ranks.watch import Watch
+
+
+class EndedError(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Watch, Watch]]:
+    """The watches of two ranks, without their threads; both in this process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv(LAUNCHER, raising=False)
+
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(watch, "_end", end)
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    both = Watch(0, 2, 0.05, lambda: "how to resume"), Watch(1, 2, 0.05, lambda: "how to resume")
+    for one in both:
+        one.publish()
+    yield both
+    del store
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def lives_in(one: Watch, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a rank's heartbeat be that of another process."""
+    one._started = watch._process(process.pid)[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: process.pid)
+        one.publish()
+
+
+def test_nothing_happens_while_all_make_progress(pair) -> None:
+    for one in pair:
+        one.enter(3, "forward")
+        one.publish()
+    pair[0]._judge()
+
+
+def test_the_rank_that_is_behind_is_named(pair, capsys) -> None:
+    first, second = pair
+    first.enter(3, "forward")
+    second.enter(3, "forward")
+    first.enter(3, "backward")
+    for one in pair:
+        one._since_s -= 1
+        one.publish()
+    with pytest.raises(EndedError, match="75"):
+        first._judge()
+    line = capsys.readouterr().err
+    assert line.startswith("trainfit: error: no progress for 1 s; rank 1 (process ")
+    assert "step 3, forward) is behind; all ranks end; how to resume" in line
+    with pytest.raises(EndedError, match="75"):
+        second._judge()
+    assert not capsys.readouterr().err, "one rank reports"
+
+
+def test_a_checkpoint_may_take_longer_than_a_phase(pair) -> None:
+    for one in pair:
+        one.enter(3, "checkpoint")
+        one._since_s -= 0.1
+        one.publish()
+    pair[0]._judge()
+
+
+def test_a_killed_rank_is_named(pair, sleeper, monkeypatch, capsys) -> None:
+    pair[1].enter(7, "optimizer")
+    lives_in(pair[1], sleeper, monkeypatch)
+    pair[0]._judge()
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(EndedError, match="75"):
+        pair[0]._judge()
+    assert f"rank 1 (process {sleeper.pid}, step 7, optimizer) was killed" in capsys.readouterr().err
+
+
+def test_a_stopped_rank_is_named_and_ended(pair, sleeper, monkeypatch, capsys) -> None:
+    pair[1].enter(7, "forward")
+    lives_in(pair[1], sleeper, monkeypatch)
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    pair[0]._judge()
+    monkeypatch.setattr(watch, "STOPPED_S", 0.0)
+    with pytest.raises(EndedError, match="75"):
+        pair[0]._judge()
+    assert f"(process {sleeper.pid}, step 7, forward) has been stopped" in capsys.readouterr().err
+    assert sleeper.wait(timeout=20) == -signal.SIGKILL
+
+
+def test_a_rank_of_another_host_is_named_once_its_heartbeat_stops(pair, monkeypatch, capsys) -> None:
+    pair[1]._host = "elsewhere"
+    pair[1].publish()
+    pair[0]._judge()
+    monkeypatch.setattr(watch, "SILENT_S", -1.0)
+    with pytest.raises(EndedError, match="75"):
+        pair[0]._judge()
+    assert "no heartbeat of rank 1" in capsys.readouterr().err
+
+
+def test_one_rank_reports_a_failure_and_the_others_end_with_its_exit_code(pair) -> None:
+    assert pair[1].fail(65, "bad data")
+    assert not pair[0].fail(74, "full disk")
+    with pytest.raises(EndedError, match="65"):
+        pair[0]._judge()
