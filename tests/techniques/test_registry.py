@@ -33,7 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"recompute": BudgetGib(budget_gib=20)}, "recompute.budget_gib = 20", "planning.recompute.resolve"),
     ({"recompute": Budget(budget=0.5)}, "recompute.budget = 0.5: only compiled code has", "; set compile"),
     ({"parallel": Parallel(context=2), "hardware": Hardware(count=2)}, "parallel.context = 2", "now: 1"),
-    ({"hardware": Hardware(count=2), "loss": "chunked"}, "loss = 'chunked'", "now: standard"),
+    ({"hardware": Hardware(count=2), "compile": "model"}, "compile = 'model'", "now: false, block"),
     ({"attention": "flash"}, "attention = 'flash'", "precision: bf16"),
     ({"attention": "cudnn"}, "attention = 'cudnn'", "precision: bf16"),
     ({"attention": "best"}, "attention = 'best'", "planning.attention.choose"),

@@ -14,10 +14,10 @@ from typing import Any
 
 from trainfit.spec.errors import InputError
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.stop import NOTHING_SAVED
 from trainfit.spec.value import parse
 from trainfit.training import durable
 from trainfit.training.options import MAY_CHANGE, TrainOptions
-from trainfit.training.stop import NOTHING_SAVED
 
 RUN, LOCK, DATA, CHECKPOINTS = "run.json", ".lock", "data", "checkpoints"
 RECIPE_MAY_CHANGE = ("hardware.gpu", "hardware.price_per_hour", "model.name")

@@ -15,6 +15,7 @@ from trainfit.models.layers import num_quantized
 from trainfit.spec.errors import InputError
 from trainfit.spec.files import REMEDIES, StorageError, storage_failure
 from trainfit.spec.recipe import Recipe
+from trainfit.spec.stop import StopSignal
 from trainfit.step import Step, assemble, vocabulary
 from trainfit.techniques import registry
 from trainfit.training import checkpoint, folder
@@ -25,7 +26,6 @@ from trainfit.training.options import TrainOptions
 from trainfit.training.ranks.exchange import Ranks, joined
 from trainfit.training.ranks.launch import one_report
 from trainfit.training.session import Session
-from trainfit.training.stop import StopSignal
 
 
 def train(

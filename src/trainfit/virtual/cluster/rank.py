@@ -6,7 +6,7 @@ highest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ RESIZED = "resized"
 """Name of the allocation that replaces a storage which is resized in place."""
 COLLECTIVES = {
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
     "c10d::allreduce_coalesced_": "all_reduce",
@@ -36,6 +37,7 @@ COLLECTIVES = {
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
 }
 """Schema name -> name in the ledger."""
 
@@ -63,7 +65,7 @@ def fake_group(dimensions: dict[str, int]) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def one_rank(tracer: Tracer) -> Iterator[None]:
+def one_rank(tracer: Tracer, current_stream: Callable[[], Any] = torch.cpu.current_stream) -> Iterator[None]:
     """Record what distributed code does in addition to operations on new tensors.
 
     - A storage that is resized in place, as FSDP2 frees and takes back unsharded parameters, ends and begins
@@ -76,7 +78,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
     live = tracer.live
     resize, add = torch.UntypedStorage.resize_, live.add
     propagate = getattr(ShardingPropagator, PROPAGATE)
-    streams = {torch.cpu.current_stream(): 0}
+    streams = {current_stream(): 0}
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         index = live.index_of_storage(storage)
@@ -91,7 +93,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
 
     def added(*args: Any) -> int:
         index = add(*args)
-        stream = streams.setdefault(torch.cpu.current_stream(), len(streams))
+        stream = streams.setdefault(current_stream(), len(streams))
         if stream:
             live.ledger.storages[index] = live.ledger.storages[index]._replace(stream=stream)
             live.categorise("communication", (index,))
@@ -109,7 +111,7 @@ def one_rank(tracer: Tracer) -> Iterator[None]:
         num_bytes = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         if is_functional and name == "all_gather":
             num_bytes *= len(ranks)  # The result is no argument.
-        is_first_stream = streams.get(torch.cpu.current_stream()) == 0
+        is_first_stream = streams.get(current_stream()) == 0
         live.ledger.collectives.append(
             Collective(
                 name,
