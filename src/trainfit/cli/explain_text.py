@@ -23,7 +23,8 @@ def show(recipe: Recipe, explanation: Explanation, top: int) -> None:
     at = explanation.moment
     where = f" of {at.module}" if at.module else ""
     peak = format_bytes(explanation.peak_allocated_bytes)
-    out.print(f"Peak {peak}: {at.step} step, {at.phase}, at {at.op}{where}")
+    each = " of one GPU" * (recipe.hardware.count > 1)
+    out.print(f"Peak {peak}{each}: {at.step} step, {at.phase}, at {at.op}{where}")
     if line := holds_for(explanation.versions):
         out.print(line)
     _chart(out, explanation)
